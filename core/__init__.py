@@ -1,0 +1,1 @@
+"""The engine core: options and plan, requests, scheduler, KV block accounting, busy loop. See README.md."""

@@ -1,0 +1,76 @@
+"""What was decided: `Plan` from options and the model's description, `Facts` found at run time. All plain data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from headrace.core.options import Options
+
+
+class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """What the core must know of a model; the executor reads it from the checkpoint before any weight."""
+
+    name: str
+    """What the user called it."""
+    architecture: str
+    """As in the config's `architectures`, for example LlamaForCausalLM."""
+    checkpoint_dtype: str
+    """float32, float16, bfloat16, or a quantised type's name."""
+    max_model_len: int
+    """What it was trained for, after rope scaling."""
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    kv_elements_per_token: int
+    """Keys and values of one token, summed over layers."""
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: dict[str, Any]
+    """From generation_config.json, under SamplingParams' names."""
+
+
+class Decision(msgspec.Struct, frozen=True):
+    name: str
+    value: str
+    reason: str
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Every value the engine runs by. `decisions` gives one reason for each that was not simply asked for."""
+
+    options: Options
+    model: ModelDescription
+    served_model_names: tuple[str, ...]
+    dtype: str
+    """float32, float16 or bfloat16"""
+    max_model_len: int
+    max_model_len_is_fixed: bool
+    """The user named it, so not fitting the memory is an error rather than a reason to shorten it."""
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_logprobs: int
+    seed: int
+    decisions: tuple[Decision, ...]
+
+
+class MemoryReading(msgspec.Struct, frozen=True, kw_only=True):
+    """The device's memory once the weights are loaded, in bytes."""
+
+    total_bytes: int
+    available_bytes: int
+    """Still free for this process, weights already taken."""
+    weights_bytes: int
+    activation_bytes: int
+    """Peak of a step of max_num_batched_tokens, measured or estimated."""
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """Found at run time, after the plan."""
+
+    num_blocks: int
+    max_model_len: int
+    memory: MemoryReading
+    kv_cache_bytes: int

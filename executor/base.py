@@ -1,0 +1,55 @@
+"""The one interface between the core and whatever runs the model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from headrace.core.plan import MemoryReading, ModelDescription, Plan
+from headrace.ipc.messages import TokenizerBundle
+from headrace.ipc.step import StepPlan, StepResult
+
+Report = Callable[[str], None]
+"""Called with the name of each start-up phase as it begins."""
+
+
+class Executor(ABC):
+    """Runs one model, in this process or in workers. Called from the core's loop thread only.
+
+    Life: describe > load > allocate > (submit > collect)* > stop. `submit` and `collect` are apart so that the
+    core can plan step N+1 while step N runs; results come back in the order of submission.
+    """
+
+    @abstractmethod
+    def describe(self, report: Report) -> ModelDescription:
+        """Finds the checkpoint that the options name (fetching it when needed) and reads its config.
+
+        Raises ModelError when it is missing, foreign, truncated or of an unsupported kind.
+        """
+
+    @abstractmethod
+    def tokenizer(self) -> TokenizerBundle | None:
+        """The model's tokeniser, converted when need be; None with skip_tokenizer_init.
+
+        May be called from another thread while `load` runs. Raises ModelError when there is none.
+        """
+
+    @abstractmethod
+    def load(self, plan: Plan, report: Report) -> MemoryReading:
+        """Loads the weights. Raises ModelError when they do not match the config or do not fit the memory."""
+
+    @abstractmethod
+    def allocate(self, num_blocks: int, max_model_len: int) -> None:
+        """Makes the KV cache and all per-row state. Called once."""
+
+    @abstractmethod
+    def submit(self, plan: StepPlan) -> None:
+        """Starts one step."""
+
+    @abstractmethod
+    def collect(self) -> StepResult:
+        """The result of the oldest submitted step. Raises what ended the engine, if anything did."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Frees the device. Safe to call twice and after a failed start."""

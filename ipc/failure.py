@@ -1,0 +1,103 @@
+"""Errors are data: a `Failure` crosses every process boundary and is the text of the exception a user sees."""
+
+from __future__ import annotations
+
+import os
+import traceback as traceback_module
+
+import msgspec
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """What went wrong, where and during what. Fields that do not apply stay at their defaults."""
+
+    message: str
+    """One or two sentences: what was wrong, with the values, and what would be right."""
+    type: str = "Error"
+    """The exception's class name, or a signal or exit status for a process that ended."""
+    process: str = ""
+    """Which program failed: engine-core, worker, client."""
+    rank: int = 0
+    pid: int = 0
+    phase: str = ""
+    """What it was doing: start, load, step, drain, ..."""
+    traceback: str = ""
+    log_tail: tuple[str, ...] = ()
+    """The process's last log lines, oldest first."""
+    hint: str = ""
+    retry_after_s: float = 0.0
+    """Set when the same request may succeed after this long, as with a full queue."""
+
+    @classmethod
+    def of(cls, error: BaseException, *, process: str, phase: str, rank: int = 0, hint: str = "") -> Failure:
+        """The failure of this process, from an exception. A Failure that came from another process is kept whole."""
+        if isinstance(error, HeadraceError) and error.failure is not None:
+            return error.failure
+        return cls(
+            message=str(error) or type(error).__name__,
+            type=type(error).__name__,
+            process=process,
+            rank=rank,
+            pid=os.getpid(),
+            phase=phase,
+            # An error of ours is a sentence for the user; where it was raised would only bury it.
+            traceback=""
+            if isinstance(error, HeadraceError)
+            else "".join(traceback_module.format_exception(error)).rstrip(),
+            hint=hint or getattr(error, "hint", ""),
+        )
+
+    def describe(self) -> str:
+        """The whole record as text: the sentence first, then where it happened, then the evidence."""
+        where = f"{self.process}{f' rank {self.rank}' if self.rank else ''}{f' (pid {self.pid})' if self.pid else ''}"
+        lines = [self.message]
+        if self.hint:
+            lines.append(self.hint)
+        if self.process:
+            lines.append(f"  in {where}" + (f", during {self.phase}" if self.phase else "") + f": {self.type}")
+        if self.traceback:
+            lines += ["  its traceback:", *("    " + line for line in self.traceback.splitlines())]
+        if self.log_tail:
+            lines += ["  its last log lines:", *("    " + line for line in self.log_tail)]
+        return "\n".join(lines)
+
+
+class HeadraceError(Exception):
+    """The base of every error that Headrace raises on purpose."""
+
+    def __init__(self, message: str = "", *, failure: Failure | None = None, hint: str = "") -> None:
+        super().__init__(message or (failure.describe() if failure else ""))
+        self.failure = failure
+        self.hint = hint or (failure.hint if failure else "")
+
+    @classmethod
+    def from_failure(cls, failure: Failure) -> HeadraceError:
+        return cls(failure=failure)
+
+
+class InvalidRequestError(HeadraceError, ValueError):
+    """A request that can never succeed as it is: the message names the field and what would be right."""
+
+
+class OptionError(HeadraceError, ValueError):
+    """An unknown option, a value out of range, or one that cannot apply here."""
+
+
+class ModelError(HeadraceError):
+    """The model cannot be found, read or served: a missing, foreign or truncated file, an unsupported kind."""
+
+
+class QueueFullError(HeadraceError):
+    """The engine's queue is full; `failure.retry_after_s` says when to come back."""
+
+
+class EngineStartError(HeadraceError):
+    """The engine did not come up; the text carries its own cause."""
+
+
+class EngineDeadError(HeadraceError):
+    """The engine ended or cannot be reached; requests in flight are lost with it."""
+
+
+class RequestFailedError(HeadraceError):
+    """The engine failed this one request while it ran."""

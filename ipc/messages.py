@@ -1,0 +1,349 @@
+"""What a client and an engine core say to each other: one tagged union per direction.
+
+The conversation is linear. A client says `Hello` and hears `Welcome` (or a `Failure`); then it adds and aborts
+requests and sends commands, and says `Goodbye`. The core answers a step at a time with `StepOutputs`, and each
+command with one `Reply`. Every request gets exactly one `Finish`.
+
+A request is named on the wire by its `slot`, an integer the client chooses and does not use twice in one
+session. The message layouts are hashed into SCHEMA_HASH, so peers of different versions never guess.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from typing import Any
+
+import msgspec
+
+from headrace.ipc.codec import Tensor
+from headrace.ipc.failure import Failure
+
+WIRE_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """Base of everything on a wire: positional, tagged by class name, immutable."""
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_defaults=True):
+    """How to choose tokens, fully resolved by the frontend: no text, no None that means a default."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    seed: int | None = None
+    """Any 64-bit integer; None lets the core draw one."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """How many most likely tokens to report per output token, besides the sampled one; -1 is the vocabulary."""
+    prompt_logprobs: int | None = None
+
+
+# --- client -> core ---------------------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """The first message of a session. Its leading fields keep their place in every version."""
+
+    schema_hash: str
+    version: str
+    pid: int
+
+
+class AddRequest(Message):
+    slot: int
+    request_id: str
+    """The user's name for the request, for logs."""
+    prompt_token_ids: Tensor
+    """[num_prompt_tokens] int32, at least one."""
+    sampling: Sampling
+    priority: int = 0
+    """Smaller is served earlier under the `priority` policy."""
+    cache_salt: str = ""
+    """Prefix-cache blocks are shared only among requests with the same salt."""
+
+
+class Abort(Message):
+    """The client no longer wants these; each still gets its `Finish`, unless it already had one."""
+
+    slots: tuple[int, ...]
+
+
+class FetchTokenizer(Message):
+    """Answered by a Reply with a TokenizerBundle."""
+
+    call: int
+
+
+class GetStats(Message):
+    """Answered by a Reply with EngineStats."""
+
+    call: int
+
+
+class ResetPrefixCache(Message):
+    """Forgets every cached block that no request is using. Answered by an empty Reply."""
+
+    call: int
+
+
+class Goodbye(Message):
+    """The client leaves; its unfinished requests are freed without an answer."""
+
+
+ClientMessage = Hello | AddRequest | Abort | FetchTokenizer | GetStats | ResetPrefixCache | Goodbye
+
+
+# --- core -> client ---------------------------------------------------------------------------------------------
+
+
+class FinishReason(enum.IntEnum):
+    STOP = 0
+    """An end-of-sequence or stop token."""
+    LENGTH = 1
+    """max_tokens or max_model_len."""
+    ABORT = 2
+    """The client asked, or the engine is shutting down."""
+    REJECTED = 3
+    """Never started; `Finish.failure` says why."""
+    FAILED = 4
+    """Started and could not go on; `Finish.failure` says why."""
+
+
+class Finish(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_defaults=True):
+    """The one terminal answer of a request."""
+
+    slot: int
+    reason: FinishReason
+    stop_token: int | None = None
+    """The stop_token_ids entry that ended it; None for an end-of-sequence token."""
+    failure: Failure | None = None
+    queued_s: float = 0.0
+    """From arrival at the core to its first scheduling."""
+    prefill_s: float = 0.0
+    """From first scheduling to the first token."""
+    decode_s: float = 0.0
+    """From the first token to the last."""
+    num_preemptions: int = 0
+
+
+class LogprobRows(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Log-probabilities of some positions. Column 0 is the token itself, then the most likely ones, best first.
+
+    Rows that asked for fewer are padded at the end with token id -1.
+    """
+
+    token_ids: Tensor
+    """[num_rows, width] int32"""
+    logprobs: Tensor
+    """[num_rows, width] float32, natural logarithm"""
+    ranks: Tensor
+    """[num_rows] int32: 1 + how many tokens are likelier than the one in column 0"""
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A run of one request's prompt positions, complete over its messages and in order."""
+
+    slot: int
+    start: int
+    """Index of the first prompt token covered (position 0 has no prediction and is never covered)."""
+    rows: LogprobRows
+
+
+class Admitted(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A request's first scheduling."""
+
+    slot: int
+    num_cached_tokens: int
+    """Prompt tokens that came from the prefix cache."""
+
+
+class StepOutputs(Message):
+    """One step's news for one client. A request with several new tokens has them adjacent and in order."""
+
+    step: int
+    slots: Tensor
+    """[num_tokens] int32: the request of each new token"""
+    token_ids: Tensor
+    """[num_tokens] int32"""
+    logprob_indices: Tensor | None = None
+    """[num_rows] int32, ascending: which of the tokens above the rows of `logprobs` belong to"""
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    admitted: tuple[Admitted, ...] = ()
+    finished: tuple[Finish, ...] = ()
+
+
+class TokenizerInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Enough to know whether a cached copy of the tokeniser is the right one."""
+
+    content_hash: str
+    """sha256 of the encoded TokenizerBundle, in hexadecimal."""
+    size_bytes: int
+
+
+class TokenizerBundle(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
+    """A tokeniser in the `tokenizers` library's JSON, with what chat templates need besides."""
+
+    tokenizer_json: bytes
+    chat_templates: dict[str, str] = {}
+    """By name; the usual one is `default`. Empty for a base model."""
+    special_tokens: dict[str, str] = {}
+    """bos_token, eos_token, unk_token, pad_token, ... as the template sees them."""
+
+
+class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
+    """A snapshot of the core. Counters run from its start."""
+
+    num_running: int
+    num_waiting: int
+    num_clients: int
+    num_blocks: int
+    num_free_blocks: int
+    """Free or reclaimable: cached blocks that no request holds count as free."""
+    num_cached_blocks: int
+    steps: int
+    num_finished: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_cached_prompt_tokens: int
+    num_generated_tokens: int
+
+
+class Welcome(Message):
+    """Everything a frontend needs: attaching takes an address and nothing else."""
+
+    version: str
+    engine_id: str
+    pid: int
+    model: str
+    served_model_names: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_logprobs: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: TokenizerInfo | None
+    """None when the core runs without a tokeniser: prompts must be token ids."""
+    generation_defaults: dict[str, float | int]
+    """Sampling fields that the model's generation_config sets, under SamplingParams' names."""
+    startup_s: dict[str, float]
+    """Seconds of each start-up phase, in order."""
+
+
+class Reply(Message):
+    call: int
+    result: TokenizerBundle | EngineStats | None = None
+    failure: Failure | None = None
+
+
+class Load(Message):
+    """Sent about once a second to a client that has requests here: soft state, and proof that the core lives."""
+
+    num_running: int
+    num_waiting: int
+
+
+class Refused(Message):
+    """What the client last sent could not be taken: a wrong version, garbage, a message out of order.
+
+    The client's other requests are not affected. Its leading field keeps its place in every version.
+    """
+
+    failure: Failure
+    schema_hash: str
+    version: str
+
+
+class Draining(Message):
+    """The core takes no new requests and ends within `deadline_s`; running ones go on until then."""
+
+    deadline_s: float
+
+
+class EngineFailed(Message):
+    """The core is ending because of this; nothing follows."""
+
+    failure: Failure
+
+
+CoreMessage = Welcome | StepOutputs | Reply | Load | Refused | Draining | EngineFailed
+
+
+# --- parent -> child program and back, on an inherited socket (see channel.py) -----------------------------------
+
+
+class Start(Message):
+    """The first message to a child: everything it is told. Options travel as the user gave them."""
+
+    schema_hash: str
+    options: dict[str, Any]
+    bind: str
+    """Address to listen on; empty lets the child choose an ipc:// path in the runtime directory."""
+
+
+class Progress(Message):
+    """The child entered a phase; `seconds` is what the phase before it took."""
+
+    phase: str
+    seconds: float
+
+
+class Ready(Message):
+    """The child serves at `address`."""
+
+    address: str
+    startup_s: dict[str, float]
+
+
+class ChildFailed(Message):
+    """The child cannot go on; it exits after this."""
+
+    failure: Failure
+
+
+class Stop(Message):
+    """Finish what runs within `deadline_s`, then exit."""
+
+    deadline_s: float
+
+
+ParentMessage = Start | Stop
+ChildMessage = Progress | Ready | ChildFailed
+
+
+def _schema_hash() -> str:
+    """Hash of every field's name and type in every union, so that any change of layout changes it."""
+    seen: dict[str, list[str]] = {}
+
+    def visit(info: Any) -> None:
+        if isinstance(info, msgspec.inspect.StructType):
+            if info.cls.__name__ in seen:
+                return
+            seen[info.cls.__name__] = [f"{f.encode_name}:{f.type!r}" for f in info.fields]
+            for field in info.fields:
+                visit(field.type)
+        for part in (*getattr(info, "types", ()), getattr(info, "item_type", None)):
+            if part is not None:
+                visit(part)
+
+    for union in (ClientMessage, CoreMessage, ParentMessage, ChildMessage):
+        visit(msgspec.inspect.type_info(union))
+    text = f"{WIRE_VERSION}\n" + "\n".join(f"{name} {' '.join(fields)}" for name, fields in sorted(seen.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+SCHEMA_HASH = _schema_hash()

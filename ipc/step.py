@@ -1,0 +1,81 @@
+"""What a core and its executor say to each other: a `StepPlan` down, a `StepResult` up. Needs numpy.
+
+A request lives in a `row` of the batch from admission until it finishes or is preempted; rows are reused. New
+(or resumed) requests are sent in full, running ones as deltas, so the executor keeps its own copy of each
+row's tokens, block table and sampling parameters. Only the core decides; the executor never frees or reorders.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from headrace.ipc.failure import Failure
+from headrace.ipc.messages import LogprobRows, Sampling
+
+
+class NewRow(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A request entering a row: everything about it."""
+
+    row: int
+    token_ids: np.ndarray
+    """[num_tokens] int32: the prompt, and for a resumed request the tokens it had generated"""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """Leading tokens whose keys and values are in the cache already."""
+    block_ids: np.ndarray
+    """[num_blocks] int32: its block table so far, this step's blocks included"""
+    sampling: Sampling
+    seed: int
+    """The resolved 64-bit seed, never None."""
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One step. Apply in this order: release rows, enter new ones, append blocks, then compute."""
+
+    step: int
+    released_rows: np.ndarray
+    """[num_released] int32: rows whose request left since the plan before"""
+    new_rows: tuple[NewRow, ...]
+    block_rows: np.ndarray
+    """[num_new_blocks] int32: the running rows that get one more block each, in order"""
+    block_ids: np.ndarray
+    """[num_new_blocks] int32: those blocks"""
+    rows: np.ndarray
+    """[num_scheduled] int32: the rows computed in this step"""
+    num_tokens: np.ndarray
+    """[num_scheduled] int32: how many tokens of each, all >= 1, starting at num_computed_tokens"""
+    num_computed_tokens: np.ndarray
+    """[num_scheduled] int32: tokens of each row already computed before this step"""
+    sampled: np.ndarray
+    """[num_scheduled] bool: rows that reach their last known token, and so sample the next one"""
+
+    @property
+    def total_tokens(self) -> int:
+        return int(self.num_tokens.sum())
+
+
+class PromptLogprobRun(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    row: int
+    start: int
+    rows: LogprobRows
+
+
+class RowFailure(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    row: int
+    failure: Failure
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The answer to one StepPlan."""
+
+    step: int
+    rows: np.ndarray
+    """[num_sampled] int32: plan.rows[plan.sampled], in the plan's order, less the failed ones"""
+    token_ids: np.ndarray
+    """[num_sampled] int32"""
+    logprob_indices: np.ndarray | None = None
+    """[num_logprob_rows] int32, ascending: which entries of `rows` the rows of `logprobs` belong to"""
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: tuple[PromptLogprobRun, ...] = ()
+    failures: tuple[RowFailure, ...] = ()
