@@ -1,0 +1,273 @@
+"""Starts, watches and stops child programs, and says in words how they ended.
+
+Children are programs, never forks of the user's interpreter, so no main guard is needed and it works from stdin,
+a REPL and a notebook. One thread per child starts it and watches it to its end. That thread is the child's
+parent in the kernel's eyes: PR_SET_PDEATHSIG fires when the *thread* that forked ends, so it must live as long.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from headrace.core.options import Options
+from headrace.ipc.channel import Channel, ChannelClosedError
+from headrace.ipc.codec import CodecError
+from headrace.ipc.failure import EngineStartError, Failure
+from headrace.ipc.messages import (
+    SCHEMA_HASH,
+    ChildFailed,
+    ChildMessage,
+    Message,
+    Progress,
+    Ready,
+    Start,
+    Stop,
+)
+from headrace.ipc.wait import Deadline, open_pidfd
+
+LOG_TAIL_LINES = 30
+OnProgress = Callable[[Progress], None]
+OnExit = Callable[[Failure], None]
+
+
+class Child:
+    """One child program from start to end. Thread-safe."""
+
+    def __init__(self, name: str, arguments: list[str], start: Start) -> None:
+        """Starts `python arguments...` with the channel's descriptor as its last argument, and sends `start`."""
+        self.name = name
+        self.ready: Ready | None = None
+        self.failure: Failure | None = None
+        self.pid = 0
+        self._arguments = arguments
+        self._log: collections.deque[str] = collections.deque(maxlen=LOG_TAIL_LINES)
+        self._phase = "start"
+        self._stopping = False
+        self._changed = threading.Condition()
+        self._exited = False
+        self._progress: list[Progress] = []
+        self._on_exit: list[OnExit] = []
+        self._channel, theirs = Channel.pair(ChildMessage)
+        self._oom_kills = _oom_kill_count()
+        self._spawn_error: OSError | None = None
+        self._thread = threading.Thread(target=self._run, args=(theirs,), name=f"watch-{name}", daemon=True)
+        self._thread.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self.pid or self._spawn_error)
+        if self._spawn_error is not None:
+            raise EngineStartError(f"{name} could not be started: {self._spawn_error}")
+        with contextlib.suppress(ChannelClosedError):  # a child that died already is reported by the watcher
+            self._channel.send(start)
+
+    def wait_ready(self, timeout_s: float | None, on_progress: OnProgress | None = None) -> Ready:
+        """The child's Ready. Raises EngineStartError with its cause when it fails, ends, or is not ready in time."""
+        deadline = Deadline(timeout_s)
+        reported = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self.ready or self.failure or len(self._progress) > reported, deadline.remaining_s
+                )
+                news, reported = self._progress[reported:], len(self._progress)
+                ready, failure = self.ready, self.failure
+            for progress in news if on_progress else ():
+                on_progress(progress)  # type: ignore[misc]
+            if failure:
+                raise EngineStartError(failure=failure)
+            if ready:
+                return ready
+            if deadline.passed:
+                self.kill()
+                raise EngineStartError(
+                    failure=Failure(
+                        message=f"{self.name} was not ready within {timeout_s:g} s",
+                        type="Timeout",
+                        process=self.name,
+                        pid=self.pid,
+                        phase=self._phase,
+                        log_tail=tuple(self._log),
+                    )
+                )
+
+    def on_exit(self, callback: OnExit) -> None:
+        """Calls back once, from another thread, when the child ends without having been asked to."""
+        with self._changed:
+            if not self._exited:
+                self._on_exit.append(callback)
+                return
+            failure = self.failure
+        if failure and not self._stopping:
+            callback(failure)
+
+    @property
+    def alive(self) -> bool:
+        return not self._exited
+
+    def stop(self, deadline_s: float = 5.0) -> None:
+        """Asks the child to finish what runs within `deadline_s` and exit; kills it a little after that."""
+        self._stopping = True
+        try:
+            self._channel.send(Stop(deadline_s=deadline_s))
+        except ChannelClosedError:
+            self._signal(signal.SIGTERM)
+        if not self._wait_exited(deadline_s + 2.0):
+            self.kill()
+
+    def kill(self) -> None:
+        self._stopping = True
+        self._signal(signal.SIGKILL)
+        self._wait_exited(5.0)
+
+    def _wait_exited(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._exited, timeout_s)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the child's whole process group, so that its own children go too."""
+        with self._changed:
+            if not self._exited and self.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.pid, number)
+
+    def _run(self, theirs: socket.socket) -> None:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, *self._arguments, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # the terminal's Ctrl-C is for the parent, which stops the child in order
+            )
+        except OSError as error:
+            with self._changed:
+                self._spawn_error = error
+                self._changed.notify_all()
+            return
+        finally:
+            theirs.close()
+        with self._changed:
+            self.pid = process.pid
+            self._changed.notify_all()
+        pidfd = open_pidfd(process.pid)
+        try:
+            self._watch(process, pidfd)
+        finally:
+            os.close(pidfd)
+        self._finish(process)
+
+    def _watch(self, process: subprocess.Popen[bytes], pidfd: int) -> None:
+        """Relays log lines and takes messages until the process has ended."""
+        assert process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(pidfd, selectors.EVENT_READ)
+            selector.register(process.stdout, selectors.EVENT_READ)
+            selector.register(self._channel, selectors.EVENT_READ)
+            while True:
+                ready = {key.fd for key, _ in selector.select()}
+                if process.stdout.fileno() in ready and not self._relay(process.stdout.fileno()):
+                    selector.unregister(process.stdout)
+                if self._channel.fileno() in ready and not self._take_message():
+                    selector.unregister(self._channel)
+                if pidfd in ready:
+                    break
+            # What it wrote last explains why it ended; a grandchild may hold the pipe open, so never block.
+            os.set_blocking(process.stdout.fileno(), False)
+            with contextlib.suppress(BlockingIOError):
+                while self._relay(process.stdout.fileno()):
+                    pass
+            while selector.get_map().get(self._channel.fileno()) and _readable(self._channel.fileno()):
+                if not self._take_message():
+                    break
+
+    def _relay(self, fd: int) -> bool:
+        data = os.read(fd, 65536)
+        text = data.decode(errors="replace")
+        self._log.extend(line for line in text.splitlines() if line.strip())
+        with contextlib.suppress(ValueError, OSError, AttributeError):  # the user's stderr may be closed or None
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        return bool(data)
+
+    def _take_message(self) -> bool:
+        try:
+            message: Message = self._channel.receive(Deadline(5.0))
+        except (ChannelClosedError, CodecError):
+            return False
+        with self._changed:
+            if isinstance(message, Progress):
+                self._phase = message.phase
+                self._progress.append(message)
+            elif isinstance(message, Ready):
+                self._phase = "serve"
+                self.ready = message
+            elif isinstance(message, ChildFailed):
+                self.failure = msgspec.structs.replace(message.failure, log_tail=())
+            self._changed.notify_all()
+        return True
+
+    def _finish(self, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+        self._channel.close()
+        with self._changed:
+            self._exited = True
+            if self.failure is None:
+                self.failure = self._describe_end(status)
+            failure, callbacks = self.failure, self._on_exit
+            self._changed.notify_all()
+        if not self._stopping:
+            for callback in callbacks:
+                callback(failure)
+
+    def _describe_end(self, status: int) -> Failure:
+        if status < 0:
+            kind = signal.Signals(-status).name
+            how = f"was killed by signal {-status} ({kind})"
+            if -status == signal.SIGKILL and _oom_kill_count() > self._oom_kills:
+                how += "; the kernel reports that it ran out of memory"
+        else:
+            kind = f"exit status {status}"
+            how = f"ended with {kind}" + ("" if status else " without being asked to")
+        return Failure(
+            message=f"{self.name} (pid {self.pid}) {how}",
+            type=kind,
+            process=self.name,
+            pid=self.pid,
+            phase=self._phase,
+            log_tail=tuple(self._log),
+        )
+
+
+def start_engine(options: Options, address: str = "") -> Child:
+    """Starts an engine-core of one's own: it ends when this process does. `wait_ready` gives its address."""
+    start = Start(schema_hash=SCHEMA_HASH, options=msgspec.to_builtins(options), bind=address)
+    return Child("engine-core", ["-m", "headrace.core.daemon", "--parent-fd"], start)
+
+
+def _oom_kill_count() -> int:
+    """How many processes the kernel has killed for memory since boot; 0 where it does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def _readable(fd: int) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(fd, selectors.EVENT_READ)
+        return bool(selector.select(0))

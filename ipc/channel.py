@@ -1,0 +1,80 @@
+"""The inherited socket between a parent and a child program it started: the handshake, and the order to stop.
+
+    parent                         child
+      Start(options, bind)   ->
+                             <-   Progress(phase, seconds) *
+                             <-   Ready(address)   or   ChildFailed(failure)
+      Stop(deadline_s)       ->
+
+Each message is a 4-byte little-endian length and that many bytes. End of file is the other side's death.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Any
+
+from headrace.ipc.codec import Codec, CodecError
+from headrace.ipc.failure import HeadraceError
+from headrace.ipc.wait import Deadline, wait_readable
+
+_LENGTH = struct.Struct("<I")
+MAX_MESSAGE_BYTES = 16 << 20
+
+
+class ChannelClosedError(HeadraceError):
+    """The process at the other end is gone."""
+
+
+class Channel:
+    """One end. `receives` is the union of what may arrive. Sending is for one thread, receiving for another."""
+
+    def __init__(self, sock: socket.socket, receives: Any) -> None:
+        self._socket = sock
+        self._sends: Codec[Any] = Codec(receives)  # encoding is the same for every union
+        self._receives: Codec[Any] = Codec(receives)
+
+    @classmethod
+    def pair(cls, receives: Any) -> tuple[Channel, socket.socket]:
+        """This end, and the child's socket to pass on to it."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return cls(ours, receives), theirs
+
+    @classmethod
+    def inherited(cls, fd: int, receives: Any) -> Channel:
+        return cls(socket.socket(fileno=fd), receives)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Any) -> None:
+        """Raises ChannelClosedError when nobody is there to receive."""
+        (header,) = self._sends.encode(message)
+        try:
+            self._socket.sendall(_LENGTH.pack(len(header)) + header)
+        except OSError as error:
+            raise ChannelClosedError(f"the other process is gone ({error})") from error
+
+    def receive(self, deadline: Deadline) -> Any:
+        """Raises ChannelClosedError at end of file, WaitTimeoutError at the deadline, CodecError for garbage."""
+        length = _LENGTH.unpack(self._read(_LENGTH.size, deadline))[0]
+        if length > MAX_MESSAGE_BYTES:
+            raise CodecError(f"a channel message of {length} bytes; at most {MAX_MESSAGE_BYTES} are taken")
+        return self._receives.decode([self._read(length, deadline)])
+
+    def _read(self, size: int, deadline: Deadline) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            wait_readable(self.fileno(), deadline, what="a message from the other process")
+            try:
+                part = self._socket.recv(size - len(data))
+            except ConnectionResetError:
+                part = b""
+            if not part:
+                raise ChannelClosedError("the other process closed its end")
+            data += part
+        return bytes(data)
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,145 @@
+"""ZeroMQ sockets as Headrace uses them: addresses, options, the runtime directory.
+
+A core binds one ROUTER, a client connects one DEALER. Queues are bounded, peers that vanish without closing
+(a cut network, a stopped process) are found by ZMTP heartbeats, and nothing lingers at exit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+
+import zmq
+
+from headrace.ipc.failure import HeadraceError
+
+HEARTBEAT_INTERVAL_MS = 1_000
+HEARTBEAT_TIMEOUT_MS = 4_000
+MAX_MESSAGE_BYTES = 1 << 30
+QUEUE_MESSAGES = 100_000
+"""Bound of each direction's queue. A core must never block on one slow client, so past it messages are refused."""
+LINGER_MS = 500
+_UNIX_PATH_BYTES = 107
+
+
+class AddressError(HeadraceError, ValueError):
+    """An address that cannot be used, with the forms that can."""
+
+
+def runtime_directory() -> Path:
+    """The user's 0700 directory for sockets: HEADRACE_RUNTIME_DIR, or one under XDG_RUNTIME_DIR or the temp folder.
+
+    Raises AddressError when it belongs to someone else or others may enter it.
+    """
+    named = os.environ.get("HEADRACE_RUNTIME_DIR")
+    if named:
+        path = Path(named)
+    elif os.environ.get("XDG_RUNTIME_DIR") and os.access(os.environ["XDG_RUNTIME_DIR"], os.W_OK):
+        path = Path(os.environ["XDG_RUNTIME_DIR"]) / "headrace"
+    else:
+        path = Path(tempfile.gettempdir()) / f"headrace-{os.getuid()}"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise AddressError(
+            f"{path} must be a directory of yours that only you can enter (mode 0700); set HEADRACE_RUNTIME_DIR to one"
+        )
+    return path
+
+
+def new_ipc_address(name: str) -> str:
+    """A fresh ipc:// address in the runtime directory; sweeps away sockets whose process is gone."""
+    directory = runtime_directory()
+    for leftover in directory.glob("*.sock"):
+        pid = leftover.stem.split("-")[-2:-1]
+        if pid and pid[0].isdigit() and not Path(f"/proc/{pid[0]}").exists():
+            leftover.unlink(missing_ok=True)
+    path = directory / f"{name}-{os.getpid()}-{secrets.token_hex(4)}.sock"
+    if len(os.fsencode(path)) > _UNIX_PATH_BYTES:
+        raise AddressError(
+            f"{path} is longer than the {_UNIX_PATH_BYTES} bytes of a Unix socket's path; "
+            "set HEADRACE_RUNTIME_DIR to a shorter folder"
+        )
+    return f"ipc://{path}"
+
+
+def check_address(address: str) -> str:
+    """The address as it is, when it is ipc:// or tcp:// on a loopback interface; raises AddressError otherwise."""
+    scheme, _, rest = address.partition("://")
+    if scheme == "ipc" and rest:
+        return address
+    if scheme == "tcp" and ":" in rest:
+        host, _, port = rest.rpartition(":")
+        host = host.strip("[]")
+        if port == "*" or (port.isdigit() and int(port) < 65536):
+            with contextlib.suppress(ValueError):
+                if host == "localhost" or ipaddress.ip_address(host).is_loopback:
+                    return address
+            raise AddressError(f"{address}: only loopback addresses (127.0.0.1, [::1]) can be used over tcp://")
+    raise AddressError(f"{address!r} is no address: use ipc:///path/to/socket or tcp://127.0.0.1:PORT")
+
+
+def configure(socket: zmq.Socket[bytes]) -> None:
+    """Bounded queues, heartbeats, no lingering, IPv6."""
+    socket.set_hwm(QUEUE_MESSAGES)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.IPV6, True)
+
+
+def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> tuple[zmq.Socket[bytes], str]:
+    """A ROUTER bound at `address` (or, when empty, at a new ipc:// one) and the address that was bound.
+
+    Sending to a client that is gone raises EHOSTUNREACH, and to one whose queue is full EAGAIN, instead of
+    dropping silently. Raises AddressError when the address is taken or cannot be used.
+    """
+    wanted = check_address(address) if address else new_ipc_address("engine")
+    path = ipc_path(wanted)
+    if path is not None and path.exists() and _answers(path):
+        raise AddressError(f"cannot listen at {wanted}: another process does")
+    socket = context.socket(zmq.ROUTER)
+    configure(socket)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, True)
+    try:
+        socket.bind(wanted)
+    except zmq.ZMQError as error:
+        socket.close(0)
+        raise AddressError(f"cannot listen at {wanted}: {error.strerror.lower()}") from error
+    bound = socket.getsockopt(zmq.LAST_ENDPOINT)
+    if path is not None:
+        path.chmod(0o600)
+    return socket, bound.decode().rstrip("\0") if isinstance(bound, bytes) else wanted
+
+
+def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    """A DEALER connecting to `address`, once: a lost or refused connection is final, never silently renewed."""
+    socket = context.socket(zmq.DEALER)
+    configure(socket)
+    socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    socket.connect(check_address(address))
+    return socket
+
+
+def ipc_path(address: str) -> Path | None:
+    """The file of an ipc:// address; None for any other."""
+    return Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
+
+
+def _answers(path: Path) -> bool:
+    """Whether somebody listens on this Unix socket (a leftover file of a dead process refuses)."""
+    import socket as plain
+
+    with plain.socket(plain.AF_UNIX, plain.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(os.fspath(path))
+        except OSError:
+            return False
+        return True
