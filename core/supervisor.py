@@ -74,13 +74,10 @@ class Child:
     def wait_ready(self, timeout_s: float | None, on_progress: OnProgress | None = None) -> Ready:
         """The child's Ready. Raises EngineStartError with its cause when it fails, ends, or is not ready in time."""
         deadline = Deadline(timeout_s)
-        reported = 0
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self.ready or self.failure or len(self._progress) > reported, deadline.remaining_s
-                )
-                news, reported = self._progress[reported:], len(self._progress)
+                self._changed.wait_for(lambda: self.ready or self.failure or self._progress, deadline.remaining_s)
+                news, self._progress = self._progress, []
                 ready, failure = self.ready, self.failure
             for progress in news if on_progress else ():
                 on_progress(progress)  # type: ignore[misc]

@@ -1,0 +1,58 @@
+"""Names for KV blocks: the hash of (parent block's name, this block's tokens), the chain rooted in the cache salt.
+
+`sha256` and `xxhash` hash canonical bytes (the parent's digest, then the tokens as little-endian int32), so equal
+prefixes have equal names in every process and on every machine. `sha256` is the default because a collision
+would hand one user's context to another; `xxhash` is quicker and not collision-resistant; `builtin` is Python's
+own hash of a tuple, as quick, and private to the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+
+BlockHash = bytes | int
+Step = Callable[[BlockHash, bytes], BlockHash]
+
+
+class BlockHasher:
+    """Names the full blocks of token sequences."""
+
+    def __init__(self, algorithm: str, block_size: int) -> None:
+        """`algorithm` is sha256, xxhash or builtin. Raises ModuleNotFoundError without the xxhash package."""
+        self.block_size = block_size
+        self._step = _ALGORITHMS[algorithm]()
+
+    def root(self, cache_salt: str) -> BlockHash:
+        """What stands for the parent of a sequence's first block."""
+        return self._step(b"headrace", cache_salt.encode())
+
+    def extend(self, parent: BlockHash, token_ids: np.ndarray) -> list[BlockHash]:
+        """Hashes of the consecutive full blocks in `token_ids` ([num_tokens] int32, num_tokens a multiple of the
+        block size) that follow the block named `parent`."""
+        data = token_ids.astype("<i4", copy=False).tobytes()
+        width = 4 * self.block_size
+        hashes = []
+        for start in range(0, len(data), width):
+            parent = self._step(parent, data[start : start + width])
+            hashes.append(parent)
+        return hashes
+
+
+def _sha256() -> Step:
+    return lambda parent, data: hashlib.sha256(parent + data).digest()  # type: ignore[operator]
+
+
+def _xxhash() -> Step:
+    import xxhash
+
+    return lambda parent, data: xxhash.xxh3_128_digest(parent + data)
+
+
+def _builtin() -> Step:
+    return lambda parent, data: hash((parent, data))
+
+
+_ALGORITHMS: dict[str, Callable[[], Step]] = {"sha256": _sha256, "xxhash": _xxhash, "builtin": _builtin}
