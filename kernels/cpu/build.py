@@ -1,0 +1,270 @@
+"""Compiles the C++ of this folder with the system's compiler for this machine, once, and loads it through ctypes.
+
+The library is kept as `<cache>/kernels/cpu-<key>.so`, where the key is a digest of everything that decides what the
+machine code is: sources, flags, the compiler's version and the CPU's features. So an edited source, another
+compiler or a cache folder that was copied from another machine lead to a new file and never to a wrong one. The
+last 32 bytes of the file are the SHA-256 of the rest (an ELF loader ignores what follows its sections): a
+truncated or damaged file is noticed and built again. It is written under a temporary name and renamed, so two
+processes may build at once.
+
+Sources see the instruction set through the compiler's macros (`__AVX512BF16__`, `__ARM_FEATURE_BF16` ...) and
+choose their paths by it; which instruction set a library is for is chosen at run time, here, from what the CPU
+says. `level` asks for a lower one, so that every path can be tested on a machine that could do better.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+COMPILE_TIMEOUT_S = 120.0
+BASE_FLAGS = (
+    "-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math",
+    "-fno-plt", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra",
+)  # fmt: skip
+LINK_FLAGS = ("-shared", "-pthread", "-Wl,-z,defs")
+
+# Instruction-set levels: the compiler's flags, and what /proc/cpuinfo must list.
+LEVELS: dict[str, dict[str, tuple[tuple[str, ...], frozenset[str]]]] = {
+    "x86_64": {
+        "native": (("-march=native",), frozenset()),
+        "avx512": (
+            ("-march=x86-64-v3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mtune=native"),
+            frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"}),
+        ),
+        "avx2": (("-march=x86-64-v3", "-mtune=native"), frozenset({"avx2", "fma", "f16c", "bmi2"})),
+        "portable": ((), frozenset()),
+    },
+    "aarch64": {
+        "native": (("-mcpu=native",), frozenset()),
+        "portable": ((), frozenset()),
+    },
+}
+
+
+class BuildError(Exception):
+    """Why there is no library, in a sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """A loaded library: its functions are attributes of `dll`."""
+
+    dll: ctypes.CDLL
+    level: str
+    path: str
+    """Where it was loaded from; gone afterwards when the cache folder could not be written."""
+    compiled: bool
+    """False when the file was already in the cache."""
+
+
+@functools.cache
+def attempt(level: str = "native", folder: Path = FOLDER) -> Library | str:
+    """The library, or why there is none in a sentence; tried once per process, with one warning if it fails."""
+    try:
+        return build(level, folder)
+    except BuildError as error:
+        warnings.warn(f"The CPU kernels are not used, the torch reference is: {error}", RuntimeWarning, stacklevel=3)
+        return str(error)
+
+
+def load(level: str = "native") -> Library | None:
+    """This process's library for an instruction-set level; None (warned of once) where it cannot be built."""
+    found = attempt(level)
+    return found if isinstance(found, Library) else None
+
+
+def why_not(level: str = "native") -> str | None:
+    """Why `load` gives None, in a sentence; None when it gives a library."""
+    found = attempt(level)
+    return found if isinstance(found, str) else None
+
+
+def build(level: str = "native", folder: Path = FOLDER) -> Library:
+    """Compile (or find) the library of all C++ files in `folder` and load it. Raises BuildError."""
+    flags = _level_flags(level)
+    compiler = find_compiler()
+    key = build_key(folder, compiler, flags)
+    cache = cache_folder()
+    if cache is not None:
+        path = cache / f"cpu-{key}.so"
+        if _intact(path):
+            return Library(_open(path), level, str(path), compiled=False)
+        with _lock(cache / f"cpu-{key}.lock"):
+            found = _intact(path)  # another process may have built it while we waited
+            if not found:
+                _compile(folder, compiler, flags, path)
+        return Library(_open(path), level, str(path), compiled=not found)
+    # Nowhere to keep it: a private folder that is gone once the file is mapped.
+    with tempfile.TemporaryDirectory(prefix="headrace-kernels-") as private:
+        path = Path(private) / f"cpu-{key}.so"
+        _compile(folder, compiler, flags, path)
+        return Library(_open(path), level, str(path), compiled=True)
+
+
+def cache_folder() -> Path | None:
+    """`$HEADRACE_CACHE/kernels` (default `~/.cache/headrace/kernels`), or None where it cannot be written."""
+    root = os.environ.get("HEADRACE_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "headrace")
+    folder = Path(root) / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        return None
+
+
+def find_compiler() -> tuple[str, ...]:
+    """The compiler's command: `$CXX` when set (it alone), else the first of g++, clang++, c++. Raises BuildError."""
+    asked = os.environ.get("CXX")
+    if asked:
+        try:
+            command = tuple(shlex.split(asked))
+        except ValueError as error:
+            raise BuildError(f"CXX={asked!r} is not a command line: {error}.") from error
+        if not command or shutil.which(command[0]) is None:
+            raise BuildError(f"CXX={asked!r} was not found; set CXX to a C++17 compiler or unset it.")
+        return command
+    for name in ("g++", "clang++", "c++"):
+        if shutil.which(name):
+            return (name,)
+    raise BuildError("no C++ compiler was found; install g++ or clang++ (or set CXX) to get the fast CPU kernels.")
+
+
+def cpu_features() -> frozenset[str]:
+    """What this CPU can do, in the kernel's words; empty where the system does not say."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return frozenset()
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def cpu_model() -> str:
+    """The lines of /proc/cpuinfo that decide what `-march=native` means, besides the features."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor()
+    wanted = {"vendor_id", "cpu family", "model", "stepping", "CPU implementer", "CPU part", "CPU variant"}
+    first_cpu = text.split("\n\n", 1)[0].splitlines()
+    return "\n".join(line for line in first_cpu if line.partition(":")[0].strip() in wanted)
+
+
+def sources(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The C++ files to compile and the headers beside them, each sorted by name."""
+    return sorted(folder.glob("*.cpp")), sorted(folder.glob("*.h"))
+
+
+def build_key(folder: Path, compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
+    """The digest that names a library: sources, flags, compiler version, CPU."""
+    digest = hashlib.sha256()
+    units, headers = sources(folder)
+    if not units:
+        raise BuildError(f"no C++ sources in {folder}; the installation is incomplete.")
+    for path in [*units, *headers]:
+        digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    for part in (compiler, flags, BASE_FLAGS, LINK_FLAGS, sorted(cpu_features())):
+        digest.update("\0".join(part).encode() + b"\1")
+    digest.update(_compiler_version(compiler).encode() + b"\1" + cpu_model().encode())
+    return digest.hexdigest()[:32]
+
+
+def _level_flags(level: str) -> tuple[str, ...]:
+    levels = LEVELS.get(platform.machine(), {"native": ((), frozenset()), "portable": ((), frozenset())})
+    if level not in levels:
+        raise BuildError(f"instruction-set level {level!r} is unknown here; there are {', '.join(levels)}.")
+    flags, needed = levels[level]
+    missing = needed - cpu_features()
+    if missing:
+        raise BuildError(f"this CPU lacks {', '.join(sorted(missing))}, which level {level!r} needs.")
+    return flags
+
+
+def _compiler_version(compiler: tuple[str, ...]) -> str:
+    return _run([*compiler, "--version"], "asking for its version")
+
+
+def _run(command: list[str], doing: str) -> str:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=COMPILE_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"the C++ compiler {command[0]} failed at {doing}: {error}") from error
+    if done.returncode != 0:
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "it said nothing")
+        raise BuildError(f"the C++ compiler {command[0]} failed at {doing} (status {done.returncode}): {first}")
+    return done.stdout
+
+
+def _compile(folder: Path, compiler: tuple[str, ...], flags: tuple[str, ...], target: Path) -> None:
+    """All units in parallel, then the link, then the seal and the rename that publishes the file."""
+    units, _ = sources(folder)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
+            objects = [os.path.join(scratch, unit.stem + ".o") for unit in units]
+
+            def compile_unit(unit: Path, output: str) -> None:
+                _run([*compiler, *BASE_FLAGS, *flags, "-c", str(unit), "-o", output], f"compiling {unit.name}")
+
+            with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+                # The largest first, so that none of them is left to run alone at the end.
+                jobs = sorted(zip(units, objects, strict=True), key=lambda job: -job[0].stat().st_size)
+                for done in [pool.submit(compile_unit, *job) for job in jobs]:
+                    done.result()
+            linked = os.path.join(scratch, "linked.so")
+            _run([*compiler, *LINK_FLAGS, *objects, "-o", linked], "linking")
+            with open(linked, "r+b") as file:
+                seal = hashlib.sha256(file.read()).digest()
+                file.write(seal)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(linked, target)
+    except OSError as error:
+        raise BuildError(f"the library could not be written to {target.parent}: {error}") from error
+
+
+def _intact(path: Path) -> bool:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return len(content) > 32 and hashlib.sha256(content[:-32]).digest() == content[-32:]
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"the library {path} could not be loaded: {error}") from error
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """One builder at a time where the file system has locks; the system releases it if the holder dies."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            file = stack.enter_context(open(path, "w", encoding="utf-8"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
