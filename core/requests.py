@@ -144,7 +144,7 @@ class RowTable:
         self.num_blocks[row] = 0
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.max_tokens_total[row] = min(request.num_prompt_tokens + sampling.max_tokens, max_model_len)
-        self.min_tokens_total[row] = request.num_prompt_tokens + sampling.min_tokens
+        self.min_tokens_total[row] = min(request.num_prompt_tokens + sampling.min_tokens, max_model_len)
         self.stops_at_eos[row] = not sampling.ignore_eos
         self.has_stop_token_ids[row] = bool(request.stop_token_ids)
         self.client[row], self.slot[row] = request.client, request.slot

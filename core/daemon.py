@@ -1,0 +1,169 @@
+"""`engine-core`: one engine core as a program, alone or as the child of a client that started it.
+
+Exit status: 0 after an orderly stop, 1 when it could not start, 2 for a wrong command line, 70 when the engine
+failed while it ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+
+from headrace.core.engine import EngineCore
+from headrace.core.option_parsing import add_options, options_from_arguments, parse_options
+from headrace.core.options import Options
+from headrace.core.zmq_port import ZmqPort
+from headrace.ipc.channel import Channel, ChannelClosedError
+from headrace.ipc.codec import CodecError
+from headrace.ipc.failure import Failure, HeadraceError, OptionError
+from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Progress, Ready, Start, Stop
+from headrace.ipc.wait import Deadline
+
+logger = logging.getLogger(__name__)
+EXIT_START_FAILED, EXIT_ENGINE_FAILED = 1, 70
+ORPHAN_GRACE_S = 3.0
+"""After its parent's death, how long an orderly end may take."""
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """The `engine-core` command."""
+    if sys.argv[1:2] == ["--parent-fd"]:
+        sys.exit(run_as_child(int(sys.argv[2])))
+    parser = argparse.ArgumentParser(
+        prog="engine-core",
+        description="Runs a model and serves it to Headrace clients: headrace.connect(ADDRESS), headrace --engine.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--address",
+        default="",
+        help="where to listen: ipc:///path/to/socket or tcp://127.0.0.1:PORT (PORT may be *); "
+        "default: a new ipc:// address, which is printed",
+    )
+    add_options(parser)
+    try:
+        arguments = parser.parse_args()
+        options = options_from_arguments(arguments)
+    except OptionError as error:
+        print(f"engine-core: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(run_alone(options, arguments.address))
+
+
+def run_alone(options: Options, address: str) -> int:
+    """A daemon: prints its address once it is ready; SIGTERM or Ctrl-C drains it, a second one ends it at once."""
+    _set_up_logging("INFO")
+    try:
+        port = ZmqPort(address)
+    except HeadraceError as error:
+        print(f"engine-core: {error}", file=sys.stderr)
+        return EXIT_START_FAILED
+    core = EngineCore(options, port)
+    _stop_on_signals(core, options.shutdown_timeout)
+    try:
+        core.start()
+        print(f"engine-core: ready at {port.address}", flush=True)
+        return _serve(core)
+    except HeadraceError as error:
+        print(f"engine-core: {error}" + (f"\n{error.hint}" if error.hint else ""), file=sys.stderr)
+        return EXIT_START_FAILED
+    except SystemExit:
+        return 128 + signal.SIGTERM
+    finally:
+        core.close()
+
+
+def run_as_child(fd: int) -> int:
+    """Told what to do by the parent's Start; ends with the parent."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _set_up_logging("WARNING")
+    channel = Channel.inherited(fd, ParentMessage)
+    phase = ["start"]
+
+    def on_phase(name: str, seconds: float) -> None:
+        phase[0] = name
+        channel.send(Progress(phase=name, seconds=seconds))
+
+    core: EngineCore | None = None
+    try:
+        start = channel.receive(Deadline(10.0))
+        if not isinstance(start, Start) or start.schema_hash != SCHEMA_HASH:
+            raise HeadraceError("the program that started this engine-core is of another version of Headrace")
+        options = parse_options(**start.options)
+        port = ZmqPort(start.bind)
+        core = EngineCore(options, port)
+        threading.Thread(target=_obey_parent, args=(channel, core), name="parent", daemon=True).start()
+        _stop_on_signals(core, options.shutdown_timeout)
+        core.start(on_phase)
+        channel.send(Ready(address=port.address, startup_s=core.startup_s))
+        phase[0] = "serve"
+        return _serve(core)
+    except ChannelClosedError:
+        return EXIT_START_FAILED  # nobody is left to tell
+    except (Exception, SystemExit) as error:
+        with contextlib.suppress(ChannelClosedError):
+            channel.send(ChildFailed(failure=Failure.of(error, process="engine-core", phase=phase[0])))
+        return EXIT_START_FAILED
+    finally:
+        if core is not None:
+            core.close()
+
+
+def _serve(core: EngineCore) -> int:
+    # The loop's Python and the I/O thread's take turns: the default 5 ms would show in every token's latency.
+    sys.setswitchinterval(2e-4)
+    try:
+        core.run()
+    except Exception:
+        logger.exception("the engine failed")
+        return EXIT_ENGINE_FAILED
+    return 0
+
+
+def _obey_parent(channel: Channel, core: EngineCore) -> None:
+    """Runs on its own thread until the parent says stop or dies."""
+    try:
+        while True:
+            message = channel.receive(Deadline(None))
+            if isinstance(message, Stop):
+                core.stop(message.deadline_s)
+    except (ChannelClosedError, CodecError):
+        core.stop(0.0)
+        timer = threading.Timer(ORPHAN_GRACE_S, os._exit, args=(EXIT_ENGINE_FAILED,))
+        timer.daemon = True
+        timer.start()
+
+
+def _stop_on_signals(core: EngineCore, shutdown_timeout_s: float) -> None:
+    """The first SIGTERM or SIGINT drains; the second does not wait; before serving, one is enough."""
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if not core.startup_s or len(received) > 2:
+            raise SystemExit(128 + number)
+        core.stop(shutdown_timeout_s if len(received) == 1 else 0.0)
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
+
+
+def _set_up_logging(default_level: str) -> None:
+    logging.basicConfig(
+        level=os.environ.get("HEADRACE_LOG_LEVEL", default_level).upper(),
+        format="%(levelname)s %(asctime)s engine-core: %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The front desk: what a core answers without its loop, and which client a message is from.
+
+A port (zmq_port.py, memory_port.py) carries messages; the desk is the conversation that both have. It runs on
+the port's thread, so attaching is quick while a long step runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+
+import msgspec
+
+from headrace.ipc.failure import Failure
+from headrace.ipc.messages import (
+    SCHEMA_HASH,
+    ClientMessage,
+    CoreMessage,
+    FetchTokenizer,
+    Goodbye,
+    Hello,
+    Refused,
+    Reply,
+    TokenizerBundle,
+    Welcome,
+)
+
+
+class ClientGone(msgspec.Struct, frozen=True):
+    """Not a wire message: the client left, or its process ended."""
+
+
+class StopOrder(msgspec.Struct, frozen=True):
+    """Not a wire message: end within `deadline_s`, letting running requests finish until then."""
+
+    deadline_s: float
+
+
+Inbox = queue.SimpleQueue[tuple[int, ClientMessage | ClientGone | StopOrder]]
+
+
+class Desk:
+    """Numbers clients, greets them, hands the tokeniser out; passes everything else on to the loop's inbox."""
+
+    def __init__(self, inbox: Inbox, welcome: Welcome, tokenizer: TokenizerBundle | None) -> None:
+        self._inbox = inbox
+        self._welcome = welcome
+        self._tokenizer = tokenizer
+        self._numbers = itertools.count(1)
+
+    def greet(self, hello: Hello) -> tuple[int, Welcome] | Refused:
+        """A number for the new client and its Welcome; or a refusal that shows both versions."""
+        if hello.schema_hash != SCHEMA_HASH:
+            return self.refuse(
+                f"the client speaks Headrace {hello.version} (messages {hello.schema_hash}), this engine "
+                f"{self._welcome.version} (messages {SCHEMA_HASH}): install the same version on both sides"
+            )
+        return next(self._numbers), self._welcome
+
+    def receive(self, client: int, message: ClientMessage) -> CoreMessage | None:
+        """Takes a greeted client's message; the answer, when it is the desk's to give."""
+        if isinstance(message, FetchTokenizer):
+            if self._tokenizer is None:
+                return Reply(
+                    call=message.call,
+                    failure=self._failure("this engine runs without a tokenizer (skip_tokenizer_init)"),
+                )
+            return Reply(call=message.call, result=self._tokenizer)
+        if isinstance(message, Hello):
+            return self.refuse("a second Hello in one session")
+        self._inbox.put((client, ClientGone() if isinstance(message, Goodbye) else message))
+        return None
+
+    def gone(self, client: int) -> None:
+        self._inbox.put((client, ClientGone()))
+
+    def refuse(self, why: str) -> Refused:
+        return Refused(failure=self._failure(why), schema_hash=SCHEMA_HASH, version=self._welcome.version)
+
+    def _failure(self, why: str) -> Failure:
+        return Failure(message=why, type="ProtocolError", process="engine-core", pid=self._welcome.pid, phase="serve")

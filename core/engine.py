@@ -1,0 +1,159 @@
+"""Puts an engine core together: model, plan, memory, port, loop. The daemon runs one; so can any thread."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headrace.core.desk import Desk, Inbox, StopOrder
+from headrace.core.loop import Loop
+from headrace.core.memory import fit_cache, ledger
+from headrace.core.memory_port import MemoryPort
+from headrace.core.options import Options
+from headrace.core.plan import Facts, Plan
+from headrace.core.resolve import resolve
+from headrace.core.zmq_port import ZmqPort
+from headrace.ipc.messages import TokenizerBundle, TokenizerInfo, Welcome
+
+if TYPE_CHECKING:
+    from headrace.executor.base import Executor
+
+logger = logging.getLogger(__name__)
+EXECUTOR = "headrace.executor.uniproc:UniprocExecutor"
+
+
+class Phases:
+    """Times the start-up: each phase lasts until the next begins."""
+
+    def __init__(self, on_phase: Callable[[str, float], None]) -> None:
+        self._on_phase = on_phase
+        self._name = ""
+        self._began_s = time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, name: str) -> None:
+        """Ends the phase before; an empty name ends the last one."""
+        now_s = time.monotonic()
+        took_s = now_s - self._began_s
+        if self._name:
+            self.seconds[self._name] = self.seconds.get(self._name, 0.0) + took_s
+            logger.info("%s: %.2f s", self._name, took_s)
+        self._name, self._began_s = name, now_s
+        if name:
+            self._on_phase(name, took_s)
+
+
+class EngineCore:
+    """One model, served through one port. `start` then `run`, on one thread; `stop` from any other."""
+
+    def __init__(self, options: Options, port: ZmqPort | MemoryPort, executor: Executor | None = None) -> None:
+        self._options, self.port = options, port
+        self._executor = executor
+        self._inbox: Inbox = Inbox()
+        self._loop: Loop | None = None
+        self.plan: Plan | None = None
+        self.facts: Facts | None = None
+        self.startup_s: dict[str, float] = {}
+
+    def start(self, on_phase: Callable[[str, float], None] = lambda name, seconds: None) -> None:
+        """Loads everything and begins to answer clients. Raises OptionError or ModelError with the cause."""
+        phases = Phases(on_phase)
+        phases("import")
+        executor = self._executor = self._executor or load_executor(EXECUTOR, self._options)
+        description = executor.describe(phases)
+        plan = self.plan = resolve(self._options, description)
+        with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:
+            tokenizer = pool.submit(executor.tokenizer)  # converting one may take as long as loading the weights
+            reading = executor.load(plan, phases)
+            facts = self.facts = fit_cache(plan, reading)
+            phases("allocate")
+            executor.allocate(facts.num_blocks, facts.max_model_len)
+            phases("tokenizer")
+            bundle = tokenizer.result()
+        phases("")
+        self.startup_s = phases.seconds
+        for decision in plan.decisions:
+            logger.info("%s = %s: %s", decision.name, decision.value, decision.reason)
+        logger.info("memory\n%s", ledger(facts, plan))
+        self._loop = Loop(plan, facts, executor, self.port, self._inbox)
+        self.port.serve(Desk(self._inbox, self._welcome(plan, facts, bundle), bundle))
+
+    def run(self) -> None:
+        """Serves until `stop`. Raises what ended the executor."""
+        assert self._loop is not None, "run before start"
+        self._loop.run()
+
+    def stop(self, deadline_s: float = 0.0) -> None:
+        """Lets running requests finish within `deadline_s`, then `run` returns. A second call may shorten it."""
+        self._inbox.put((0, StopOrder(deadline_s)))
+
+    def close(self) -> None:
+        """Frees the device and the port; after `run` has returned, or instead of it."""
+        if self._executor is not None:
+            self._executor.stop()
+        self.port.close()
+
+    def _welcome(self, plan: Plan, facts: Facts, bundle: TokenizerBundle | None) -> Welcome:
+        info = None
+        if bundle is not None:
+            encoded = msgspec.msgpack.encode(bundle)
+            info = TokenizerInfo(content_hash=hashlib.sha256(encoded).hexdigest(), size_bytes=len(encoded))
+        return Welcome(
+            version=version("headrace"),
+            engine_id=uuid.uuid4().hex,
+            pid=os.getpid(),
+            model=plan.model.name,
+            served_model_names=plan.served_model_names,
+            max_model_len=facts.max_model_len,
+            vocab_size=plan.model.vocab_size,
+            dtype=plan.dtype,
+            block_size=plan.block_size,
+            num_blocks=facts.num_blocks,
+            max_num_seqs=plan.max_num_seqs,
+            max_logprobs=plan.max_logprobs,
+            eos_token_ids=plan.model.eos_token_ids,
+            tokenizer=info,
+            generation_defaults=plan.model.generation_defaults,
+            startup_s=self.startup_s,
+        )
+
+
+def load_executor(reference: str, options: Options) -> Executor:
+    """`module:Class` by name, because the core never imports torch itself."""
+    module, _, name = reference.partition(":")
+    executor: Executor = getattr(importlib.import_module(module), name)(options)
+    return executor
+
+
+class EngineThread:
+    """An engine core on a thread of this process, reached through its MemoryPort."""
+
+    def __init__(self, options: Options, executor: Executor | None = None) -> None:
+        """Returns once the engine answers. Raises what its start raised."""
+        self.port = MemoryPort()
+        self._core = EngineCore(options, self.port, executor)
+        self._core.start()
+        self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._core.run()
+        except Exception:  # every client has been sent the cause
+            logger.exception("the engine core ended")
+
+    def close(self, deadline_s: float = 0.0) -> None:
+        self._core.stop(deadline_s)
+        self._thread.join(deadline_s + 5.0)
+        self._core.close()

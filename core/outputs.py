@@ -1,0 +1,81 @@
+"""From a step's result, by row, to what each client is told, by slot. No per-token Python in the common case."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.core.requests import RowTable
+from headrace.core.scheduler import Advance
+from headrace.ipc.codec import Tensor
+from headrace.ipc.messages import Admitted, Finish, LogprobRows, PromptLogprobs, StepOutputs
+from headrace.ipc.step import StepPlan, StepResult
+
+
+class Addressed:
+    """Small per-request news of one step, gathered by client."""
+
+    def __init__(self) -> None:
+        self.admitted: dict[int, list[Admitted]] = {}
+        self.finished: dict[int, list[Finish]] = {}
+        self.prompt_logprobs: dict[int, list[PromptLogprobs]] = {}
+
+    def clients(self) -> set[int]:
+        return {*self.admitted, *self.finished, *self.prompt_logprobs}
+
+
+def gather_prompt_logprobs(news: Addressed, result: StepResult, table: RowTable) -> None:
+    """Columns still name the client of a row that ended in this very step."""
+    for run in result.prompt_logprobs:
+        client, slot = int(table.client[run.row]), int(table.slot[run.row])
+        news.prompt_logprobs.setdefault(client, []).append(PromptLogprobs(slot=slot, start=run.start, rows=run.rows))
+
+
+def step_outputs(
+    plan: StepPlan, result: StepResult, advance: Advance, news: Addressed, table: RowTable
+) -> list[tuple[int, StepOutputs]]:
+    """One message for each client that has any news."""
+    client_of = table.client[advance.rows]
+    slots = table.slot[advance.rows]
+    clients = news.clients() | set(np.unique(client_of).tolist())
+    messages = []
+    for client in clients:
+        chosen = slice(None) if len(clients) == 1 else np.flatnonzero(client_of == client)
+        indices, logprobs = _logprobs_of(result, chosen, len(advance.rows))
+        messages.append(
+            (
+                client,
+                StepOutputs(
+                    step=plan.step,
+                    slots=Tensor.from_numpy(slots[chosen]),
+                    token_ids=Tensor.from_numpy(advance.token_ids[chosen].astype(np.int32)),
+                    logprob_indices=indices,
+                    logprobs=logprobs,
+                    prompt_logprobs=tuple(news.prompt_logprobs.get(client, ())),
+                    admitted=tuple(news.admitted.get(client, ())),
+                    finished=tuple(news.finished.get(client, ())),
+                ),
+            )
+        )
+    return messages
+
+
+def _logprobs_of(
+    result: StepResult, chosen: slice | np.ndarray, num_tokens: int
+) -> tuple[Tensor | None, LogprobRows | None]:
+    """The log-probabilities of the chosen tokens, and their indices among those."""
+    if result.logprobs is None or result.logprob_indices is None:
+        return None, None
+    if isinstance(chosen, slice):
+        return Tensor.from_numpy(result.logprob_indices.astype(np.int32)), result.logprobs
+    position = np.full(num_tokens, -1, np.int32)
+    position[chosen] = np.arange(len(chosen), dtype=np.int32)
+    of_token = position[result.logprob_indices]
+    mine = np.flatnonzero(of_token >= 0)
+    if len(mine) == 0:
+        return None, None
+    rows = LogprobRows(
+        token_ids=Tensor.from_numpy(result.logprobs.token_ids.numpy()[mine]),
+        logprobs=Tensor.from_numpy(result.logprobs.logprobs.numpy()[mine]),
+        ranks=Tensor.from_numpy(result.logprobs.ranks.numpy()[mine]),
+    )
+    return Tensor.from_numpy(of_token[mine]), rows

@@ -1,0 +1,167 @@
+"""The port that clients in other processes use: a ROUTER socket and the I/O thread that owns it.
+
+    loop thread                          I/O thread                              clients
+       inbox  <--- SimpleQueue ---  desk <--- decode <--- ROUTER  <------------  DEALER
+       send() ---> SimpleQueue + eventfd ---> encode ---> ROUTER  ------------>  DEALER
+
+The loop never blocks on a client: the queue to each is bounded, and one that does not read is let go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+
+import zmq
+
+from headrace.core.desk import Desk
+from headrace.ipc.codec import Codec, CodecError
+from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello, Load
+from headrace.ipc.sockets import bind_router, ipc_path
+
+logger = logging.getLogger(__name__)
+PROBE_BUSY_S = 1.0
+"""How often a client with requests is sent the load, which also shows whether it still lives."""
+PROBE_IDLE_S = 30.0
+
+
+class ZmqPort:
+    """`send`, `set_load` and `close` are for the loop's thread; everything else happens on the port's own."""
+
+    def __init__(self, address: str) -> None:
+        """Binds at once, so that the address is known; `serve` starts answering. Raises AddressError."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket, self.address = bind_router(self._context, address)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._outbox: queue.SimpleQueue[tuple[int, CoreMessage] | None] = queue.SimpleQueue()
+        self._codec: Codec[ClientMessage] = Codec(ClientMessage)
+        self._client_of: dict[bytes, int] = {}
+        self._identity_of: dict[int, bytes] = {}
+        self._load = Load(num_running=0, num_waiting=0)
+        self._busy_clients: frozenset[int] = frozenset()
+        self._thread: threading.Thread | None = None
+
+    def serve(self, desk: Desk) -> None:
+        self._desk = desk
+        self._thread = threading.Thread(target=self._run, name="io", daemon=True)
+        self._thread.start()
+
+    def send(self, client: int, message: CoreMessage) -> None:
+        self._outbox.put((client, message))
+        os.eventfd_write(self._wake_fd, 1)
+
+    def set_load(self, load: Load, busy_clients: frozenset[int]) -> None:
+        """What clients with requests are told about once a second, and who they are."""
+        self._load, self._busy_clients = load, busy_clients
+
+    @property
+    def clients(self) -> list[int]:
+        return list(self._identity_of)
+
+    def close(self) -> None:
+        """Sends what is queued, then closes the socket and removes its file."""
+        if self._thread is not None:
+            self._outbox.put(None)
+            os.eventfd_write(self._wake_fd, 1)
+            self._thread.join(5.0)
+            self._thread = None
+        self._socket.close()
+        self._context.term()
+        with contextlib.suppress(OSError):
+            os.close(self._wake_fd)
+        if (path := ipc_path(self.address)) is not None:
+            path.unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
+        next_busy_probe = next_idle_probe = time.monotonic()
+        while True:
+            wait_s = PROBE_BUSY_S if self._busy_clients else PROBE_IDLE_S if self._identity_of else None
+            ready = dict(poller.poll(None if wait_s is None else int(wait_s * 1e3)))
+            if self._wake_fd in ready:
+                os.eventfd_read(self._wake_fd)
+                if not self._send_queued():
+                    return
+            if self._socket in ready:
+                self._receive_all()
+            now = time.monotonic()
+            if now >= next_idle_probe:
+                self._probe(self.clients)
+                next_idle_probe, next_busy_probe = now + PROBE_IDLE_S, now + PROBE_BUSY_S
+            elif now >= next_busy_probe:
+                self._probe(list(self._busy_clients))
+                next_busy_probe = now + PROBE_BUSY_S
+
+    def _send_queued(self) -> bool:
+        """False once the order to close came up."""
+        with contextlib.suppress(queue.Empty):
+            while (item := self._outbox.get_nowait()) is not None:
+                self._send(*item)
+            return False
+        return True
+
+    def _receive_all(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                self._receive(identity.bytes, [frame.buffer for frame in frames])
+
+    def _receive(self, identity: bytes, frames: list[memoryview]) -> None:
+        client = self._client_of.get(identity)
+        try:
+            message = self._codec.decode(frames)
+        except CodecError as error:
+            self._refuse(identity, str(error))
+            return
+        if isinstance(message, Hello) and client is None:
+            answer = self._desk.greet(message)
+            if isinstance(answer, tuple):
+                client, welcome = answer
+                self._client_of[identity], self._identity_of[client] = client, identity
+                self._send(client, welcome)
+            else:
+                self._send_to(identity, answer)
+        elif client is None:
+            self._refuse(identity, f"{type(message).__name__} before Hello")
+        else:
+            reply = self._desk.receive(client, message)
+            if isinstance(message, Goodbye):
+                self._forget(client)
+            elif reply is not None:
+                self._send(client, reply)
+
+    def _refuse(self, identity: bytes, why: str) -> None:
+        logger.warning("refused a message: %s", why)
+        self._send_to(identity, self._desk.refuse(why))
+
+    def _probe(self, clients: list[int]) -> None:
+        for client in clients:
+            self._send(client, self._load)
+
+    def _send(self, client: int, message: CoreMessage) -> None:
+        identity = self._identity_of.get(client)
+        if identity is not None and not self._send_to(identity, message):
+            self._forget(client)
+            self._desk.gone(client)
+
+    def _send_to(self, identity: bytes, message: CoreMessage) -> bool:
+        """False when the peer is gone, or reads so little that its queue is full."""
+        try:
+            self._socket.send_multipart([identity, *self._codec.encode(message)], zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            logger.warning("a client does not read its answers; it is let go")
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def _forget(self, client: int) -> None:
+        self._client_of.pop(self._identity_of.pop(client), None)
