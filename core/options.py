@@ -1,7 +1,8 @@
 """Every engine option, declared once: the command line, Python keywords, YAML file and docs table come from here.
 
 A field's annotation is its type, its default is its default, and `Option` carries its constraint and what a
-person needs to read.
+person needs to read. `option_parsing.parse_options` reads them from Python, `option_cli.add_options` from a
+command line.
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ class Option(msgspec.Struct, frozen=True):
     group: str
     help: str
     unit: str = ""
+    """What a number counts. Numbers of tokens and bytes may be written with a suffix, as in 8k or 4GiB."""
     minimum: float | None = None
     maximum: float | None = None
+    words: dict[str, Any] = {}
+    """Values with a name of their own, such as {"auto": None}."""
+    default_text: str = ""
+    """What the default means, where the value does not say it."""
 
 
 MODEL, TOKENIZER, CACHE, SCHEDULER, PROCESS = "Model", "Tokenizer", "KV cache", "Scheduler", "Process"
@@ -27,55 +33,109 @@ MODEL, TOKENIZER, CACHE, SCHEDULER, PROCESS = "Model", "Tokenizer", "KV cache", 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was asked. What was decided from it is a `Plan` (see plan.py)."""
 
-    model: Annotated[str, Option(MODEL, "A folder, a .gguf file, or the name of a model on the Hugging Face hub; "
-                                 "empty is the demo model, SmolLM2-135M-Instruct")] = ""
-    served_model_name: Annotated[tuple[str, ...], Option(MODEL, "Names the model answers to; default: its own")] = ()
+    model: Annotated[
+        str,
+        Option(
+            MODEL,
+            "A folder, a .gguf file, or the name of a model on the Hugging Face hub",
+            default_text="the demo model, SmolLM2-135M-Instruct",
+        ),
+    ] = ""
+    served_model_name: Annotated[
+        tuple[str, ...], Option(MODEL, "Names the model answers to", default_text="the value of model")
+    ] = ()
     dtype: Annotated[
         Literal["auto", "half", "float16", "bfloat16", "float", "float32"],
-        Option(MODEL, "Type of weights and activations; auto is the checkpoint's own, bfloat16 for a float32 one "
-               "and for GGUF"),
+        Option(
+            MODEL,
+            "Type of weights and activations; auto is the checkpoint's own, bfloat16 for a float32 one and for GGUF",
+        ),
     ] = "auto"
     max_model_len: Annotated[
         int | None,
-        Option(MODEL, "Longest prompt plus output; default: what the model was trained for, fitted to the memory "
-               "with a warning. -1 or auto asks for that too", "tokens", minimum=-1),
+        Option(
+            MODEL,
+            "Longest prompt plus output; -1 or auto asks for the default",
+            "tokens",
+            minimum=1,
+            words={"auto": None, "-1": None},
+            default_text="what the model was trained for, shortened to the memory with a warning",
+        ),
     ] = None
     load_format: Annotated[
         Literal["auto", "safetensors", "pt", "gguf", "dummy"],
         Option(MODEL, "How to read the weights; dummy makes random ones of the right shape"),
     ] = "auto"
-    revision: Annotated[str | None, Option(MODEL, "Branch, tag or commit of a hub model")] = None
-    download_dir: Annotated[str | None, Option(MODEL, "Where hub models are kept; default: the hub's own cache")] = None
+    revision: Annotated[str | None, Option(MODEL, "Branch, tag or commit of a hub model", default_text="main")] = None
+    download_dir: Annotated[
+        str | None, Option(MODEL, "Where hub models are kept", default_text="the hub's own cache")
+    ] = None
     trust_remote_code: Annotated[bool, Option(MODEL, "Allow code that a checkpoint ships to run")] = False
     hf_overrides: Annotated[dict[str, Any], Option(MODEL, "Fields that replace those of the model's config")] = {}
     generation_config: Annotated[
         str,
-        Option(MODEL, "Where sampling defaults come from: auto (the model's generation_config.json), vllm (none: "
-               "neutral defaults), or a folder"),
+        Option(
+            MODEL,
+            "Where sampling defaults come from: auto (the model's generation_config.json), vllm (none: neutral "
+            "defaults), or a folder",
+        ),
     ] = "auto"
     override_generation_config: Annotated[
-        dict[str, Any], Option(MODEL, "Sampling defaults that replace the model's, such as {\"temperature\": 0.5}")
+        dict[str, Any], Option(MODEL, 'Sampling defaults that replace the model\'s, such as {"temperature": 0.5}')
     ] = {}
     max_logprobs: Annotated[
         int, Option(MODEL, "Most log-probabilities a request may ask for per token; -1 is the vocabulary", minimum=-1)
     ] = 20
-    seed: Annotated[int | None, Option(MODEL, "From which requests without a seed draw theirs, in order of arrival; "
-                                       "none draws it at random")] = 0
+    seed: Annotated[
+        int | None,
+        Option(
+            MODEL,
+            "From which requests without a seed draw theirs, in order of arrival; none draws it at random",
+            minimum=-(2**63),
+            maximum=2**63 - 1,
+            words={"none": None},
+        ),
+    ] = 0
 
-    tokenizer: Annotated[str | None, Option(TOKENIZER, "A folder or hub name; default: the model's own")] = None
-    tokenizer_revision: Annotated[str | None, Option(TOKENIZER, "Branch, tag or commit of a hub tokenizer")] = None
-    skip_tokenizer_init: Annotated[bool, Option(TOKENIZER, "Run without one: prompts and outputs are token ids")] = False
+    tokenizer: Annotated[
+        str | None, Option(TOKENIZER, "A folder or the name of a hub model", default_text="the model's own")
+    ] = None
+    tokenizer_revision: Annotated[
+        str | None, Option(TOKENIZER, "Branch, tag or commit of a hub tokenizer", default_text="main")
+    ] = None
+    skip_tokenizer_init: Annotated[
+        bool, Option(TOKENIZER, "Run without a tokenizer: prompts and outputs are token ids")
+    ] = False
 
-    block_size: Annotated[int, Option(CACHE, "Tokens of one block", "tokens", minimum=1, maximum=256)] = 16
+    block_size: Annotated[int, Option(CACHE, "Size of one block", "tokens", minimum=1, maximum=256)] = 16
     gpu_memory_utilization: Annotated[
-        float, Option(CACHE, "Share of the device's memory the engine may use (on a CPU: of what is free)",
-                      minimum=0.01, maximum=1.0)
+        float,
+        Option(
+            CACHE,
+            "Share of the device's memory the engine may use (on a CPU: of what is free)",
+            minimum=0.01,
+            maximum=1.0,
+        ),
     ] = 0.9
     kv_cache_memory_bytes: Annotated[
-        int | None, Option(CACHE, "Exact size of the cache; overrides the share", "bytes", minimum=1)
+        int | None,
+        Option(
+            CACHE,
+            "Exact size of the cache; overrides the share",
+            "bytes",
+            minimum=1,
+            default_text="from the share of memory; on a CPU at most 4 GiB",
+        ),
     ] = None
     num_gpu_blocks_override: Annotated[
-        int | None, Option(CACHE, "Exact number of blocks; overrides both", "blocks", minimum=1)
+        int | None,
+        Option(
+            CACHE,
+            "Exact number of blocks; overrides both",
+            "blocks",
+            minimum=1,
+            default_text="from the size of the cache",
+        ),
     ] = None
     enable_prefix_caching: Annotated[bool, Option(CACHE, "Reuse blocks of equal prompt beginnings")] = True
     prefix_caching_hash_algo: Annotated[
@@ -84,11 +144,33 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = "sha256"
 
     max_num_batched_tokens: Annotated[
-        int | None, Option(SCHEDULER, "Most tokens computed in one step; default 2048", "tokens", minimum=1)
+        int | None,
+        Option(
+            SCHEDULER,
+            "Most tokens computed in one step",
+            "tokens",
+            minimum=1,
+            default_text="2048, more where max_num_seqs or prefills in one piece need it",
+        ),
     ] = None
-    max_num_seqs: Annotated[int, Option(SCHEDULER, "Most requests running at once", minimum=1)] = 256
+    max_num_seqs: Annotated[
+        int | None,
+        Option(
+            SCHEDULER,
+            "Most requests running at once",
+            "requests",
+            minimum=1,
+            default_text="256, or max_num_batched_tokens where that is less",
+        ),
+    ] = None
     max_waiting_requests: Annotated[
-        int, Option(SCHEDULER, "Longest queue; a request beyond it is rejected with a time to come back", minimum=1)
+        int,
+        Option(
+            SCHEDULER,
+            "Longest queue; a request beyond it is rejected with a time to come back",
+            "requests",
+            minimum=1,
+        ),
     ] = 100_000
     enable_chunked_prefill: Annotated[
         bool, Option(SCHEDULER, "Compute long prompts in pieces between other requests' tokens")
