@@ -1,0 +1,231 @@
+"""From logits to tokens: min_tokens, penalties, temperature, min_p, top_k, top_p, then a choice.
+
+A row's choice depends on its own logits, parameters, tokens and seed only, never on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.executor.batch import BatchState, Needs
+from headrace.executor.logprobs import likeliest, logprob_rows
+from headrace.executor.random_numbers import gumbel_noise, row_keys
+from headrace.ipc.messages import LogprobRows
+
+CANDIDATES = 256
+"""How many of the likeliest tokens are ranked at first; rows whose choice needs more are ranked whole."""
+MOST_CANDIDATES = 1024
+NOISE_ELEMENTS = 1 << 17
+"""Full-vocabulary noise is made for about this many logits at a time, so that its passes stay in the CPU's cache."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    token_ids: np.ndarray  # [num_rows] int32; meaningless where not ok
+    problems: dict[int, str]
+    """Index of a row -> why no token could be chosen for it."""
+    logprob_indices: np.ndarray | None = None  # [num_logprob_rows] int32, ascending: rows of `logprobs`
+    logprobs: LogprobRows | None = None
+
+    @property
+    def good(self) -> np.ndarray:
+        """[num_rows] bool: a token was chosen."""
+        good = np.ones(len(self.token_ids), bool)
+        good[list(self.problems)] = False
+        return good
+
+
+def sample(logits: Tensor, batch: BatchState, rows: np.ndarray) -> Sampled:
+    """Chooses the next token of each row.
+
+    logits: [num_rows, vocab_size] float32, one row for each of `rows` [num_rows]; it may be overwritten.
+    """
+    needs = batch.sampling.needs[rows]
+    used = int(np.bitwise_or.reduce(needs)) if len(rows) else 0
+    greedy_ids, best = _argmax(logits)
+    problems = _problems(best)
+    if not used & (Needs.RANDOM | Needs.PENALTIES | Needs.MIN_TOKENS | Needs.LOGPROBS):
+        return Sampled(greedy_ids.astype(np.int32), problems)
+
+    reporting = np.flatnonzero((needs & Needs.LOGPROBS) != 0)
+    raw = logits[_indices(reporting, logits)] if reporting.size else None  # a copy, before anything changes them
+    token_ids = greedy_ids
+    if used & (Needs.PENALTIES | Needs.MIN_TOKENS):
+        forbid_endings(logits, batch, rows)
+        penalise(logits, batch, rows)
+        token_ids, best = _argmax(logits)
+        for index in np.flatnonzero(np.isneginf(best)):
+            problems.setdefault(int(index), "min_tokens and the stop tokens together forbid the whole vocabulary")
+    if used & Needs.RANDOM:
+        random_indices = np.flatnonzero((needs & Needs.RANDOM) != 0)
+        token_ids[random_indices] = _choose_randomly(logits, batch, rows, random_indices)
+    if raw is not None and problems:
+        good = ~np.isin(reporting, list(problems))
+        reporting, raw = reporting[good], raw[_column(good, raw)]
+    if raw is None or not len(raw):
+        return Sampled(token_ids.astype(np.int32), problems)
+    logprobs = logprob_rows(raw, token_ids[reporting], batch.sampling.num_logprobs[rows[reporting]])
+    return Sampled(token_ids.astype(np.int32), problems, reporting.astype(np.int32), logprobs)
+
+
+def forbid_endings(logits: Tensor, batch: BatchState, rows: np.ndarray) -> None:
+    """Sets to -inf, in place, the ending tokens of rows that have not yet produced min_tokens."""
+    num_output = batch.num_tokens[rows] - batch.num_prompt_tokens[rows]
+    for index in np.flatnonzero(num_output < batch.sampling.min_tokens[rows]):
+        ending = batch.sampling.ending_token_ids[rows[index]]
+        logits[index, _indices(ending[ending < logits.shape[1]], logits)] = -torch.inf
+
+
+def penalise(logits: Tensor, batch: BatchState, rows: np.ndarray) -> None:
+    """Applies the repetition, frequency and presence penalties in place, in that order (the order of vLLM).
+
+    A token seen in prompt or output has its logit divided by the repetition penalty if positive and multiplied
+    if negative (Keskar et al., "CTRL", 2019); one seen in the output then loses frequency_penalty for each time
+    and presence_penalty once.
+    """
+    indices = np.flatnonzero((batch.sampling.needs[rows] & Needs.PENALTIES) != 0)
+    if not indices.size:
+        return
+    vocab_size = logits.shape[1]
+    seen: list[np.ndarray] = []  # flat indices into logits, one for each token of each row
+    written: list[np.ndarray] = []  # the same for output tokens alone
+    for index in indices:
+        row = rows[index]
+        flat = batch.tokens[row, : batch.num_tokens[row]] + np.int64(index) * vocab_size
+        seen.append(flat)
+        written.append(flat[batch.num_prompt_tokens[row] :])
+    flat_logits = logits.view(-1)
+
+    places = np.unique(np.concatenate(seen))
+    repetition = _column(batch.sampling.repetition_penalty[rows[places // vocab_size]], logits)
+    at = _indices(places, logits)
+    values = flat_logits[at]
+    flat_logits[at] = torch.where(values > 0, values / repetition, values * repetition)
+
+    places, counts = np.unique(np.concatenate(written), return_counts=True)
+    owners = rows[places // vocab_size]
+    losses = batch.sampling.frequency_penalty[owners] * counts.astype(np.float32)
+    losses += batch.sampling.presence_penalty[owners]
+    flat_logits[_indices(places, logits)] -= _column(losses, logits)
+
+
+def _choose_randomly(logits: Tensor, batch: BatchState, rows: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Token ids [num_indices] drawn for the rows at `indices` from their truncated, tempered distributions."""
+    columns, rows = batch.sampling, rows[indices]
+    tempered = logits if len(indices) == len(logits) else logits[_indices(indices, logits)]
+    tempered = tempered.div_(_column(columns.temperature[rows], logits)[:, None])
+    # The token being sampled takes the place after the last known one.
+    keys = _column(row_keys(columns.seed[rows], batch.num_tokens[rows]).view(np.int64), logits)[:, None]
+    truncating = (columns.needs[rows] & Needs.TRUNCATION) != 0
+    token_ids = np.empty(len(rows), np.int64)
+    if not truncating.all():
+        whole = np.flatnonzero(~truncating)
+        token_ids[whole] = _draw_from_all(tempered, keys, whole)
+    pending, width = np.flatnonzero(truncating), _first_width(columns.top_k[rows[truncating]], logits.shape[1])
+    while pending.size:
+        at = _indices(pending, logits)
+        chosen = rows[pending]
+        candidates = truncate(
+            tempered[at], width, top_k=columns.top_k[chosen], top_p=columns.top_p[chosen], min_p=columns.min_p[chosen]
+        )
+        scores = candidates.logits.add_(gumbel_noise(keys[at], candidates.token_ids))
+        drawn = candidates.token_ids.gather(1, scores.argmax(1, keepdim=True))[:, 0].cpu().numpy()
+        token_ids[pending[candidates.complete]] = drawn[candidates.complete]
+        pending, width = pending[~candidates.complete], logits.shape[1]
+    return token_ids
+
+
+def _draw_from_all(tempered: Tensor, keys: Tensor, indices: np.ndarray) -> np.ndarray:
+    vocab_size = tempered.shape[1]
+    every_id = torch.arange(vocab_size, device=tempered.device)
+    at_once = max(1, NOISE_ELEMENTS // vocab_size) if tempered.device.type == "cpu" else len(indices)
+    drawn = []
+    for start in range(0, len(indices), at_once):
+        at = _indices(indices[start : start + at_once], tempered)
+        drawn.append(_argmax(gumbel_noise(keys[at], every_id).add_(tempered[at]))[0])
+    return np.concatenate(drawn)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    token_ids: Tensor  # [num_rows, width] int64, in the order of `logprobs.likeliest`
+    logits: Tensor  # [num_rows, width] float64, -inf for what is truncated
+    complete: np.ndarray  # [num_rows] bool: nothing that truncation keeps lies beyond `width`
+
+
+def truncate(tempered: Tensor, width: int, *, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> Candidates:
+    """The tokens that min_p, top_k and top_p keep, looked for among the `width` likeliest.
+
+    tempered: [num_rows, vocab_size] float32; top_k: 0 for none, top_p: 1 for none, min_p: 0 for none, [num_rows].
+    In the total order each of the three keeps a beginning: min_p the tokens at least min_p times as probable as
+    the first, top_k the first k of those, top_p the shortest beginning of what is left that has at least the
+    share top_p of its mass. Sums are in float64, so that they do not depend on the width.
+    """
+    vocab_size = tempered.shape[1]
+    token_ids = likeliest(tempered, width)
+    values = tempered.gather(1, token_ids).double()
+    first = values[:, :1]
+    weights = (values - first).exp()
+    by_min_p = (weights >= _column(min_p, tempered)[:, None]).sum(1)
+    by_top_k = _column(np.where(top_k > 0, np.minimum(top_k, vocab_size), vocab_size), tempered)
+    # When all `width` pass min_p, more beyond them may.
+    by_min_p = torch.where(by_min_p < width, by_min_p, vocab_size)
+    limit = torch.minimum(by_min_p, by_top_k)
+    bounded = limit <= width
+
+    share = _column(top_p, tempered)
+    place = torch.arange(width, device=tempered.device)
+    mass = weights.masked_fill_(place >= limit[:, None], 0).cumsum(1)
+    total = mass[:, -1]
+    # Only without min_p and top_k is the sum over the whole vocabulary what top_p takes its share of.
+    unbounded = ~bounded & _column((min_p <= 0) & (top_k <= 0), tempered)
+    if unbounded.any():
+        sums = (tempered[unbounded].double() - first[unbounded]).exp_().sum(1)
+        total = total.masked_scatter(unbounded, sums)
+    by_top_p = (mass < (share * total)[:, None]).sum(1) + 1
+    reached = (by_top_p <= width) & unbounded & (share < 1)
+    keep = torch.where(share < 1, torch.minimum(by_top_p, limit), limit)
+    return Candidates(token_ids, values.masked_fill_(place >= keep[:, None], -torch.inf), _host(bounded | reached))
+
+
+def _first_width(top_k: np.ndarray, vocab_size: int) -> int:
+    """Wide enough for every small top_k, and for what top_p and min_p usually keep."""
+    wanted = np.where(top_k > 0, np.minimum(top_k, MOST_CANDIDATES), CANDIDATES)
+    return min(int(wanted.max(initial=1)), vocab_size)
+
+
+def _argmax(values: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Indices [num_rows] of the first highest value of each row (the first NaN, if any), and those values."""
+    if values.device.type == "cpu":
+        # numpy's is vectorised, and torch's is ten times slower.
+        array = values.numpy()
+        indices = array.argmax(1)
+        return indices, array[np.arange(len(array)), indices]
+    best = values.max(1)
+    return best.indices.cpu().numpy(), best.values.cpu().numpy()
+
+
+def _problems(best: np.ndarray) -> dict[int, str]:
+    """A row with a NaN has NaN as its highest value. -inf elsewhere is how a model masks a token."""
+    finite = np.isfinite(best)
+    if finite.all():
+        return {}
+    return {
+        int(i): f"the model's highest logit is {best[i]}: its computation overflowed" for i in np.flatnonzero(~finite)
+    }
+
+
+def _indices(indices: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(indices.astype(np.int64)).to(like.device)
+
+
+def _column(values: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(like.device)
+
+
+def _host(values: Tensor) -> np.ndarray:
+    return values.cpu().numpy()
