@@ -1,68 +1,27 @@
-"""Reads options from Python values and from text: types, names, ranges, and every problem in one answer.
+"""Options from Python keywords, the command line and the config file, all generated from their declarations.
 
-Works on any frozen msgspec Struct whose fields are annotated with `Option`, so that other programs declare theirs
-in the same way.
+On a command line values stay text until all are in; `options_from_arguments` reads them as `parse_options` does, so that one answer tells
+of every problem. What stands on the command line wins over the config file.
 """
 
 from __future__ import annotations
 
-import difflib
-import functools
+import argparse
 import json
-import os
-import re
-import types
-import typing
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from decimal import Decimal
-from typing import Any, Literal, TypeVar
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, cast
 
 import msgspec
 
-from headrace.core.foreign_options import FOREIGN, RENAMED, check_foreign, rename
-from headrace.core.options import Option, Options
+from headrace.core.foreign_options import FOREIGN, RENAMED, SHORT_NAMES
+from headrace.core.option_values import OptionSpec, nearest, option_specs, range_text, read_options
+from headrace.core.options import Options
 from headrace.ipc.failure import OptionError
 
 T = TypeVar("T", bound=msgspec.Struct)
-
-Kind = Literal["bool", "int", "float", "str", "choice", "list", "dict"]
-KINDS: Mapping[Any, Kind] = types.MappingProxyType(
-    {bool: "bool", int: "int", float: "float", str: "str", Literal: "choice", tuple: "list", dict: "dict"}
-)
-UNITS_WITH_SUFFIX = ("tokens", "bytes")
-
-
-class OptionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One option as declared."""
-
-    name: str
-    kind: Kind
-    option: Option
-    default: Any
-    nullable: bool
-    choices: tuple[str, ...] = ()
-
-
-@functools.cache
-def option_specs(struct: type[msgspec.Struct] = Options) -> Mapping[str, OptionSpec]:
-    """The declarations of a Struct, by name and in order."""
-    hints = typing.get_type_hints(struct, include_extras=True)
-    specs = {}
-    for field in msgspec.structs.fields(struct):
-        annotated, option = typing.get_args(hints[field.name])
-        parts = typing.get_args(annotated) if isinstance(annotated, types.UnionType) else (annotated,)
-        inner = next(part for part in parts if part is not type(None))
-        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-        specs[field.name] = OptionSpec(
-            name=field.name,
-            kind=KINDS[typing.get_origin(inner) or inner],
-            option=option,
-            default=default,
-            nullable=type(None) in parts,
-            choices=typing.get_args(inner) if typing.get_origin(inner) is Literal else (),
-        )
-    return types.MappingProxyType(specs)
 
 
 def parse_options(**values: Any) -> Options:
@@ -78,203 +37,252 @@ def parse_options(**values: Any) -> Options:
     return options
 
 
-def read_options(
-    struct: type[T], values: Mapping[str, Any], spell: Callable[[str], str] = str
-) -> tuple[T, tuple[str, ...]]:
-    """The Struct from values by name, and notes for the user about retired names.
+class OptionParser(argparse.ArgumentParser):
+    """argparse with what vLLM's command line allows besides: underscores for dashes, and dotted JSON keys.
 
-    `spell` is how the user wrote an option's name, for the text of errors. Raises OptionError.
+    `--hf-overrides.rope_theta 10000` is `--hf-overrides '{"rope_theta": 10000}'`. An unknown option is answered
+    with the nearest known one.
     """
-    specs = option_specs(struct)
-    problems: list[str] = []
-    notes: list[str] = []
-    taken: dict[str, Any] = {}
-    for given_name, given in values.items():
-        name, value = given_name.replace("-", "_"), given
-        if name not in specs and struct is Options:
-            if name in RENAMED:
-                try:
-                    name, value, note = rename(name, value)
-                except ValueError as error:
-                    problems.append(str(error))
-                    continue
-                notes.append(note)
-            elif name in FOREIGN:
-                problems += check_foreign(name, value, spell(name))
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", _Formatter)
+        kwargs["allow_abbrev"] = False  # an abbreviation today is an ambiguity tomorrow
+        super().__init__(*args, **kwargs)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        arguments = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(self._normalise(arguments), namespace)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error("; ".join(self._explain(argument) for argument in unknown))
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\nTry: {self.prog} --help\n")
+
+    def _normalise(self, arguments: list[str]) -> list[str]:
+        result: list[str] = []
+        rest = iter(arguments)
+        for argument in rest:
+            if argument == "--":
+                return [*result, argument, *rest]
+            if not argument.startswith("--"):
+                result.append(argument)
                 continue
-        if name not in specs:
-            problems.append(_unknown(given_name, specs, spell))
-            continue
-        spec = specs[name]
-        try:
-            value = convert(spec, value)
-        except ValueError as error:
-            problems.append(f"{spell(name)}={_show(value)}: {error}")
-            continue
-        if name in taken and spec.kind != "dict":
-            problems.append(f"{spell(name)} is given twice, also as {spell(given_name)}")
-            continue
-        taken[name] = {**taken[name], **value} if name in taken else value
-    if problems:
-        raise OptionError(problems[0] if len(problems) == 1 else _list(problems))
-    return struct(**taken), tuple(notes)
+            name, equals, value = argument.partition("=")
+            base, dot, path = name.partition(".")
+            base = base.replace("_", "-")
+            action = self._option_string_actions.get(base)
+            if dot and isinstance(action, _MergeJson):
+                text = value if equals else next(rest, None)
+                if text is None:
+                    self.error(f"{argument}: a value must follow")
+                result.append(f"{base}={json.dumps(_nest(path.split('.'), text))}")
+            elif equals and isinstance(action, argparse.BooleanOptionalAction):
+                result.append(self._flag(base, value))
+            else:
+                result.append(base + dot + path + equals + value)
+        return result
+
+    def _flag(self, name: str, value: str) -> str:
+        """`--flag=false`, which argparse does not know, as `--no-flag`."""
+        if value.lower() not in ("true", "false"):
+            self.error(f"{name}={value}: it must be true or false")
+        return name if value.lower() == "true" else "--no-" + name.removeprefix("--")
+
+    def _explain(self, argument: str) -> str:
+        if not argument.startswith("-"):
+            return f"unexpected argument {argument}"
+        name = argument.partition("=")[0]
+        close = nearest(name.lstrip("-"), [known.lstrip("-").replace("-", "_") for known in self._visible_options()])
+        return f"unknown option {name}" + (f"; did you mean --{close.replace('_', '-')}?" if close else "")
+
+    def _visible_options(self) -> list[str]:
+        nested = [
+            name
+            for action in self._actions
+            if isinstance(action, argparse._SubParsersAction)
+            for parser in action.choices.values()
+            if isinstance(parser, OptionParser)
+            for name in parser._visible_options()
+        ]
+        shown = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
+        return shown + nested
 
 
-def convert(spec: OptionSpec, value: Any) -> Any:
-    """One value in the option's type and range. Raises ValueError with what would be right."""
-    option = spec.option
-    if value is None:
-        return None if spec.nullable else spec.default
-    word = str(value).lower()
-    if word in option.words:
-        return option.words[word]
-    if spec.nullable and word in ("none", "null") and spec.kind != "str":
-        return None
-    converted = _CONVERTERS[spec.kind](spec, value)
-    if spec.kind in ("int", "float"):
-        low, high = option.minimum, option.maximum
-        # Written so that NaN fails.
-        if not ((low is None or converted >= low) and (high is None or converted <= high)):
-            raise ValueError(f"out of range; it must be {range_text(option)}")
-    return converted
+def add_options(
+    parser: argparse.ArgumentParser, struct: type[msgspec.Struct] = Options, *, positional_model: bool = False
+) -> None:
+    """Adds every declared option to the parser, in groups, and `--config FILE`. Read by `options_from_arguments`.
 
-
-def range_text(option: Option) -> str:
-    """The constraint in words; empty when there is none."""
-    unit = f" {option.unit}" if option.unit else ""
-    if option.minimum is not None and option.maximum is not None:
-        return f"{_number(option.minimum)} to {_number(option.maximum)}{unit}"
-    if option.minimum is not None:
-        return f"at least {_number(option.minimum)}{unit.removesuffix('s') if option.minimum == 1 else unit}"
-    if option.maximum is not None:
-        return f"at most {_number(option.maximum)}{unit}"
-    return ""
-
-
-_SIZE = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d{1,2})?)\s*(?:([kKmMgGtT])(i?[bB])?|[bB])?")
-
-
-def parse_size(text: str) -> int:
-    """A whole number with an optional suffix: 8k is 8000, 8K and 8KiB are 8192, 8KB is 8000; so m, g and t.
-
-    The letters alone follow vLLM: small is decimal, capital is binary. Raises ValueError.
+    With `positional_model` the model may also stand without `--model`, as in `vllm serve MODEL`.
     """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError("not a whole number; write it like 4096, 8k (8,000), 8K (8,192) or 4GiB")
-    digits, letter, rest = match.groups()
-    power = " kmgt".index((letter or " ").lower())
-    is_binary = letter is not None and (rest.startswith("i") if rest else letter.isupper())
-    number = Decimal(digits.replace("_", "")) * (1024 if is_binary else 1000) ** power
-    if number != number.to_integral_value():
-        raise ValueError(f"{number.normalize():f} is not a whole number")
-    return int(number)
+    if positional_model:
+        parser.add_argument(
+            "model_argument", nargs="?", metavar="MODEL", help=option_specs(struct)["model"].option.help
+        )
+    groups: dict[str, Any] = {}
+    for spec in option_specs(struct).values():
+        group = groups.get(spec.option.group)
+        if group is None:
+            group = groups[spec.option.group] = parser.add_argument_group(spec.option.group)
+        group.add_argument(flag(spec.name), dest=spec.name, **_argument(spec))
+    if struct is Options:
+        parser.add_argument("--config", metavar="FILE", help="A YAML file of options; the command line wins over it")
+        _add_foreign(parser)
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """The most similar of the names; empty when none is similar."""
-    found = difflib.get_close_matches(name.replace("-", "_"), names, n=1, cutoff=0.6)
-    return found[0] if found else ""
+def options_from_arguments(args: argparse.Namespace) -> Options:
+    """The options that a parser with `add_options` found. Prints notes about retired names to stderr.
+
+    Raises OptionError for anything wrong on the command line or in the config file.
+    """
+    return struct_from_arguments(args, Options)
 
 
-def _unknown(name: str, specs: Mapping[str, OptionSpec], spell: Callable[[str], str]) -> str:
-    close = nearest(name, specs)
-    return f"unknown option {spell(name)}" + (f"; did you mean {spell(close)}?" if close else "")
+def struct_from_arguments(args: argparse.Namespace, struct: type[T]) -> T:
+    """`options_from_arguments` for any Struct of options that was added to the parser."""
+    names = {*option_specs(struct), *(FOREIGN if struct is Options else ()), *(RENAMED if struct is Options else ())}
+    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    model = getattr(args, "model_argument", None)
+    if model is not None and given.setdefault("model", model) != model:
+        raise OptionError(f"the model is given twice: {model} and --model {given['model']}")
+    options, notes = read_options(struct, given, flag)
+    config = getattr(args, "config", None)
+    if config is not None:
+        in_file, file_notes = read_config(Path(config), struct)
+        notes += file_notes
+        set_here = {name for name in option_specs(struct) if name in given or _renamed_to(name, given)}
+        kept = {name: getattr(options, name) for name in set_here}
+        options = msgspec.structs.replace(in_file, **kept)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    return options
 
 
-def _list(problems: list[str]) -> str:
-    return f"{len(problems)} problems with the options:" + "".join(f"\n  - {problem}" for problem in problems)
+def read_config(path: Path, struct: type[T]) -> tuple[T, tuple[str, ...]]:
+    """The options of a YAML file, and notes about retired names. Raises OptionError that names the file."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"the config file {path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise OptionError(f"the config file {path} is not YAML: {error}") from None
+    if not isinstance(content, dict | None) or not all(isinstance(key, str) for key in content or ()):
+        raise OptionError(f"the config file {path} must map option names to values, such as 'max-model-len: 4096'")
+    try:
+        return read_options(struct, content or {})
+    except OptionError as error:
+        raise OptionError(f"in the config file {path}: {error}") from None
 
 
-def _show(value: Any) -> str:
-    text = value if isinstance(value, str) and value else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def flag(name: str) -> str:
+    """How an option is written on the command line."""
+    return "--" + name.replace("_", "-")
 
 
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+def default_text(spec: OptionSpec) -> str:
+    """An option's default in words."""
+    if spec.option.default_text:
+        return spec.option.default_text
+    if spec.default is None or spec.default in ((), ""):
+        return "none"
+    if isinstance(spec.default, bool):
+        return "on" if spec.default else "off"
+    return json.dumps(spec.default) if isinstance(spec.default, dict) else f"{spec.default}"
 
 
-def _to_bool(spec: OptionSpec, value: Any) -> bool:
-    known = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-    if str(value).lower() not in known:
-        raise ValueError("it must be true or false")
-    return known[str(value).lower()]
+def type_text(spec: OptionSpec) -> str:
+    """What an option takes, in one word or as its choices."""
+    if spec.kind == "choice":
+        return "{" + ",".join(spec.choices) + "}"
+    if spec.option.unit:
+        return spec.option.unit.upper()
+    return {"int": "N", "float": "NUMBER", "str": "TEXT", "list": "NAME", "dict": "JSON", "bool": ""}[spec.kind]
 
 
-def _to_int(spec: OptionSpec, value: Any) -> int:
-    if isinstance(value, bool):
-        raise ValueError("it must be a whole number, not a truth value")
-    if isinstance(value, str):
-        if spec.option.unit in UNITS_WITH_SUFFIX:
-            return parse_size(value)
+class _MergeJson(argparse.Action):
+    """Collects JSON objects given in several parts; text that is none is kept for the error that names it."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        have = getattr(namespace, self.dest, {})
         try:
-            return int(value)
+            new = json.loads(values)
         except ValueError:
-            raise ValueError("it must be a whole number") from None
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if hasattr(value, "__index__"):
-        return int(value.__index__())
-    raise ValueError("it must be a whole number")
+            new = values
+        merged = _merge(have, new) if isinstance(new, dict) and isinstance(have, dict) else values
+        setattr(namespace, self.dest, merged)
 
 
-def _to_float(spec: OptionSpec, value: Any) -> float:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return float(value)
-    except (TypeError, ValueError):
-        raise ValueError("it must be a number") from None
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=110)
+
+    def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
+        if usage is None and len(actions) > 12:  # a wall of brackets helps nobody
+            positional = [a for a in actions if not a.option_strings and a.help != argparse.SUPPRESS]
+            return f"usage: {self._prog} [options]" + "".join(f" [{a.metavar or a.dest}]" for a in positional) + "\n\n"
+        return super()._format_usage(usage, actions, groups, prefix)
 
 
-def _to_str(spec: OptionSpec, value: Any) -> str:
-    if isinstance(value, str | os.PathLike):
-        return os.fsdecode(os.fspath(value))
-    raise ValueError(f"it must be text, not {type(value).__name__}")
-
-
-def _to_choice(spec: OptionSpec, value: Any) -> str:
-    # torch.float16 and numpy.float16 are recognised by name, so that neither library need be imported.
-    text = value if isinstance(value, str) else getattr(value, "__name__", None) or str(value).removeprefix("torch.")
-    if text not in spec.choices:
-        close = nearest(str(text), spec.choices)
-        raise ValueError(f"it must be one of {', '.join(spec.choices)}" + (f"; {close}?" if close else ""))
-    return str(text)
-
-
-def _to_list(spec: OptionSpec, value: Any) -> tuple[str, ...]:
-    items = [value] if isinstance(value, str) else value
-    if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item for item in items):
-        raise ValueError("it must be a name or a list of names")
-    return tuple(items)
-
-
-def _to_dict(spec: OptionSpec, value: Any) -> dict[str, Any]:
-    if callable(value):
-        raise ValueError("a function cannot travel to the engine's process; give a dict")
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ValueError(f'it must be a JSON object such as {{"key": 1}} ({error})') from None
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ValueError("it must map names to values (in JSON, an object)")
-    try:
-        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(dict(value)))
-    except TypeError as error:
-        raise ValueError(f"its values must be plain data: {error}") from None
-    return plain
-
-
-_CONVERTERS: Mapping[Kind, Callable[[OptionSpec, Any], Any]] = types.MappingProxyType(
-    {
-        "bool": _to_bool,
-        "int": _to_int,
-        "float": _to_float,
-        "str": _to_str,
-        "choice": _to_choice,
-        "list": _to_list,
-        "dict": _to_dict,
+def _argument(spec: OptionSpec) -> dict[str, Any]:
+    limits = range_text(spec.option) if spec.kind in ("int", "float") else ""
+    notes = "; ".join(filter(None, [limits, f"default: {default_text(spec)}"]))
+    argument: dict[str, Any] = {
+        "help": f"{spec.option.help} ({notes})".replace("%", "%%"),
+        "default": argparse.SUPPRESS,
     }
-)
+    if spec.kind == "bool":
+        return {**argument, "action": argparse.BooleanOptionalAction}
+    argument["metavar"] = type_text(spec)
+    if spec.kind == "list":
+        argument["nargs"] = "+"
+    if spec.kind == "dict":
+        argument["action"] = _MergeJson
+    return argument
+
+
+def _add_foreign(parser: argparse.ArgumentParser) -> None:
+    """Hidden, so that they are answered by name when given."""
+    short = {name: letters for letters, name in SHORT_NAMES.items()}
+    for name in (*FOREIGN, *RENAMED):
+        keywords: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if name in FOREIGN and FOREIGN[name].is_flag:
+            keywords["action"] = argparse.BooleanOptionalAction
+        parser.add_argument(*([short[name]] if name in short else []), flag(name), **keywords)
+
+
+def _renamed_to(name: str, given: dict[str, Any]) -> bool:
+    return any(successor == name and retired in given for retired, successor in RENAMED.items())
+
+
+def _nest(path: list[str], text: str) -> dict[str, Any]:
+    try:
+        value: Any = json.loads(text)
+    except ValueError:
+        value = text
+    for key in reversed(path):
+        value = {key: value}
+    return cast(dict[str, Any], value)
+
+
+def _merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(old)
+    for key, value in new.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged

@@ -1,7 +1,7 @@
 """Every engine option, declared once: the command line, Python keywords, YAML file and docs table come from here.
 
 A field's annotation is its type, its default is its default, and `Option` carries its constraint and what a
-person needs to read. `option_parsing.parse_options` reads them from Python, `option_cli.add_options` from a
+person needs to read. `option_parsing.parse_options` reads them from Python, `option_parsing.add_options` from a
 command line.
 """
 
