@@ -91,15 +91,19 @@ class Loop:
         """Until a StopOrder has been carried out. Raises what ended the executor, after telling every client."""
         try:
             while not self._stopped():
-                self._take_messages()
-                if self.scheduler.has_work:
-                    self._step()
+                self.turn()
         except BaseException as error:
             failure = Failure.of(error, process="engine-core", phase="step")
             for client in self._port.clients:
                 self._port.send(client, EngineFailed(failure=failure))
             raise
         self._abort_everything()
+
+    def turn(self) -> None:
+        """Takes all messages that have come (waiting for one when there is no work), then runs one step if any."""
+        self._take_messages()
+        if self.scheduler.has_work:
+            self._step()
 
     # --- messages -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,146 @@
+"""Pieces that tests of the core put together: plans without a model, and a loop that is stepped by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.core.desk import Desk, Inbox
+from headrace.core.loop import Loop
+from headrace.core.memory_port import MemoryPort
+from headrace.core.options import Options
+from headrace.core.plan import Facts, MemoryReading, ModelDescription, Plan
+from headrace.executor.null import NullExecutor, NullModel
+from headrace.ipc.codec import Tensor
+from headrace.ipc.messages import (
+    SCHEMA_HASH,
+    AddRequest,
+    ClientMessage,
+    CoreMessage,
+    Finish,
+    Hello,
+    Sampling,
+    StepOutputs,
+    Welcome,
+)
+
+VOCAB_SIZE = 100
+EOS = 2
+
+
+def make_plan(**changes: Any) -> tuple[Plan, Facts]:
+    """A small plan and its facts; `num_blocks` counts the null block, the rest are fields of Options and Plan."""
+    num_blocks = changes.pop("num_blocks", 64)
+    max_model_len = changes.pop("max_model_len", 64)
+    values = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32, **changes}
+    plan_fields = {name: values[name] for name in ("block_size", "max_num_seqs", "max_num_batched_tokens")}
+    options = Options(**values)
+    description = ModelDescription(
+        name="null",
+        architecture="NullForCausalLM",
+        checkpoint_dtype="float32",
+        max_model_len=max_model_len,
+        vocab_size=VOCAB_SIZE,
+        num_layers=1,
+        hidden_size=64,
+        intermediate_size=64,
+        kv_elements_per_token=128,
+        eos_token_ids=(EOS,),
+        generation_defaults={},
+    )
+    plan = Plan(
+        options=options,
+        model=description,
+        served_model_names=("null",),
+        dtype="float32",
+        max_model_len=max_model_len,
+        max_model_len_is_fixed=False,
+        max_logprobs=20,
+        seed=0,
+        decisions=(),
+        **plan_fields,
+    )
+    reading = MemoryReading(total_bytes=1 << 30, available_bytes=1 << 30, weights_bytes=0, activation_bytes=0)
+    return plan, Facts(num_blocks=num_blocks, max_model_len=max_model_len, memory=reading, kv_cache_bytes=0)
+
+
+class SteppedCore:
+    """A loop over a checking null executor, turned by the test; clients in the same thread."""
+
+    def __init__(self, model: NullModel | None = None, **changes: Any) -> None:
+        self.plan, facts = make_plan(**changes)
+        model = model or NullModel(vocab_size=VOCAB_SIZE, eos_token_id=EOS, check=True)
+        executor = NullExecutor(self.plan.options, model)
+        executor.load(self.plan, lambda phase: None)
+        executor.allocate(facts.num_blocks, facts.max_model_len)
+        self.inbox = Inbox()
+        self.port = MemoryPort()
+        self.loop = Loop(self.plan, facts, executor, self.port, self.inbox)
+        self.port.serve(Desk(self.inbox, _welcome(self.plan, facts), None))
+
+    def open(self) -> SteppedClient:
+        return SteppedClient(self)
+
+    def run_until_idle(self, max_turns: int = 10_000) -> None:
+        for _ in range(max_turns):
+            if self.inbox.empty() and not self.loop.scheduler.has_work:
+                self.loop.scheduler.check()
+                return
+            self.loop.turn()
+        raise AssertionError(f"requests are left after {max_turns} turns")
+
+
+class SteppedClient:
+    """What one client sent and heard."""
+
+    def __init__(self, core: SteppedCore) -> None:
+        self.heard: list[CoreMessage] = []
+        self.send = core.port.open(Hello(schema_hash=SCHEMA_HASH, version="test", pid=1), self.heard.append)
+
+    def add(self, slot: int, prompt: list[int], *, priority: int = 0, cache_salt: str = "", **sampling: Any) -> None:
+        message: ClientMessage = AddRequest(
+            slot=slot,
+            request_id=f"r{slot}",
+            prompt_token_ids=Tensor.of("int32", prompt),
+            sampling=Sampling(**{"max_tokens": 8, **sampling}),
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        self.send(message)
+
+    def outputs(self) -> list[StepOutputs]:
+        return [message for message in self.heard if isinstance(message, StepOutputs)]
+
+    def finishes(self) -> list[Finish]:
+        return [finish for message in self.outputs() for finish in message.finished]
+
+    def tokens(self) -> dict[int, list[int]]:
+        """Everything generated, by slot."""
+        tokens: dict[int, list[int]] = {}
+        for message in self.outputs():
+            for slot, token in zip(message.slots.tolist(), message.token_ids.tolist(), strict=True):
+                tokens.setdefault(slot, []).append(token)
+        return tokens
+
+    def cached(self) -> dict[int, int]:
+        return {a.slot: a.num_cached_tokens for message in self.outputs() for a in message.admitted}
+
+
+def _welcome(plan: Plan, facts: Facts) -> Welcome:
+    return Welcome(
+        version="test",
+        engine_id="test",
+        pid=1,
+        model="null",
+        served_model_names=("null",),
+        max_model_len=facts.max_model_len,
+        vocab_size=plan.model.vocab_size,
+        dtype="float32",
+        block_size=plan.block_size,
+        num_blocks=facts.num_blocks,
+        max_num_seqs=plan.max_num_seqs,
+        max_logprobs=20,
+        eos_token_ids=plan.model.eos_token_ids,
+        tokenizer=None,
+        generation_defaults={},
+        startup_s={},
+    )
