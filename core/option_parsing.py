@@ -1,7 +1,7 @@
 """Options from Python keywords, the command line and the config file, all generated from their declarations.
 
-On a command line values stay text until all are in; `options_from_arguments` reads them as `parse_options` does, so that one answer tells
-of every problem. What stands on the command line wins over the config file.
+On a command line values stay text until all are in; `options_from_arguments` then reads them as `parse_options`
+does, so that one answer tells of every problem. The command line wins over the config file.
 """
 
 from __future__ import annotations

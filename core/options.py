@@ -131,9 +131,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         int | None,
         Option(
             CACHE,
-            "Exact number of blocks; overrides both",
+            "Exact number of blocks, one of which stays empty; overrides both",
             "blocks",
-            minimum=1,
+            minimum=2,
             default_text="from the size of the cache",
         ),
     ] = None

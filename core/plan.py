@@ -64,13 +64,18 @@ class MemoryReading(msgspec.Struct, frozen=True, kw_only=True):
     """Still free for this process, weights already taken."""
     weights_bytes: int
     activation_bytes: int
-    """Peak of a step of max_num_batched_tokens, measured or estimated."""
+    """Peak of a step of max_num_batched_tokens, measured or estimated; not yet taken."""
+    device: str = "cpu"
+    """cpu or cuda: a GPU is given a share of all its memory, a CPU of what is free."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Found at run time, after the plan."""
 
     num_blocks: int
+    """Including block 0, which never holds a token."""
     max_model_len: int
     memory: MemoryReading
     kv_cache_bytes: int
+    warnings: tuple[str, ...] = ()
+    """Sentences for the user: what was asked for by default and could not be had."""

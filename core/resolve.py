@@ -1,0 +1,152 @@
+"""From what was asked and what the model is to what the engine runs by, with a reason for each decision."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from headrace.core.options import Options
+from headrace.core.plan import Decision, ModelDescription, Plan
+from headrace.ipc.failure import OptionError
+
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+DEFAULT_MAX_NUM_SEQS = 256
+_DTYPE_NAMES = {"half": "float16", "float": "float32"}
+_SAMPLING_DEFAULTS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "max_tokens",
+    "min_tokens",
+)
+
+
+def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], int] | None = None) -> Plan:
+    """The plan. Pure but for `draw_seed`, which is asked only when options.seed is None.
+
+    Raises OptionError when options contradict each other or the model; its sentence has the numbers.
+    """
+    decisions: list[Decision] = []
+
+    def decide(name: str, value: Any, reason: str) -> Any:
+        decisions.append(Decision(name=name, value=str(value), reason=reason))
+        return value
+
+    dtype = decide("dtype", *_dtype(options, model))
+    max_model_len = decide("max_model_len", *_max_model_len(options, model))
+    tokens, tokens_reason = _max_num_batched_tokens(options, max_model_len)
+    max_num_seqs = decide("max_num_seqs", *_max_num_seqs(options, tokens))
+    decide("max_num_batched_tokens", tokens, tokens_reason)
+    names = options.served_model_name or (model.name,)
+    decide("served_model_name", ", ".join(names), _asked(bool(options.served_model_name), "the model's own name"))
+    if options.seed is None:
+        seed = decide("seed", (draw_seed or _draw_seed)(), "drawn at random, as asked; give it to repeat this run")
+    else:
+        seed = options.seed
+    max_logprobs = options.max_logprobs
+    if max_logprobs == -1 or max_logprobs > model.vocab_size:
+        max_logprobs = decide("max_logprobs", model.vocab_size, "the whole vocabulary")
+    defaults, defaults_reason = _generation_defaults(options, model)
+    if defaults:
+        decide("sampling defaults", msgspec.json.encode(defaults).decode(), defaults_reason)
+    return Plan(
+        options=options,
+        model=msgspec.structs.replace(model, generation_defaults=defaults),
+        served_model_names=names,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_model_len_is_fixed=options.max_model_len is not None,
+        block_size=options.block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=tokens,
+        max_logprobs=max_logprobs,
+        seed=seed,
+        decisions=tuple(decisions),
+    )
+
+
+def describe_plan(plan: Plan) -> str:
+    """The decisions as aligned text, one a line: name, value, reason."""
+    names = max(len(decision.name) for decision in plan.decisions)
+    values = max(len(decision.value) for decision in plan.decisions)
+    return "\n".join(f"{d.name:<{names}}  {d.value:<{values}}  {d.reason}" for d in plan.decisions)
+
+
+def _dtype(options: Options, model: ModelDescription) -> tuple[str, str]:
+    if options.dtype != "auto":
+        return _DTYPE_NAMES.get(options.dtype, options.dtype), "asked for"
+    if model.checkpoint_dtype in ("float16", "bfloat16"):
+        return model.checkpoint_dtype, "the checkpoint's own"
+    if model.checkpoint_dtype == "float32":
+        return "bfloat16", "half the memory of the checkpoint's float32; ask for float32 to keep it"
+    return "bfloat16", f"activations of a checkpoint of {model.checkpoint_dtype}"
+
+
+def _max_model_len(options: Options, model: ModelDescription) -> tuple[int, str]:
+    asked = options.max_model_len
+    if asked is None:
+        return model.max_model_len, "what the model was trained for"
+    if asked > model.max_model_len:
+        raise OptionError(
+            f"max_model_len={asked} is more than the {model.max_model_len} tokens that {model.name} was trained "
+            f"for; ask for at most {model.max_model_len}, or raise the model's own limit with "
+            f'hf_overrides={{"max_position_embeddings": {asked}}} and expect worse answers beyond it'
+        )
+    return asked, f"asked for; the model was trained for {model.max_model_len}"
+
+
+def _max_num_batched_tokens(options: Options, max_model_len: int) -> tuple[int, str]:
+    """The budget of one step; with prefills in one piece it must hold the longest prompt."""
+    asked, seqs = options.max_num_batched_tokens, options.max_num_seqs
+    whole = not options.enable_chunked_prefill
+    if asked is None:
+        tokens = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, seqs or 0, max_model_len if whole else 0)
+        if tokens == DEFAULT_MAX_NUM_BATCHED_TOKENS:
+            return tokens, "the default"
+        return tokens, "one token for each running request" if tokens == seqs else "the longest prompt in one piece"
+    if seqs is not None and asked < seqs:
+        raise OptionError(
+            f"max_num_batched_tokens={asked} is less than max_num_seqs={seqs}, but each running request takes a "
+            f"token of every step; raise the one to {seqs} or lower the other to {asked}"
+        )
+    if whole and asked < max_model_len:
+        raise OptionError(
+            f"with enable_chunked_prefill off a prompt is computed in one step, so max_num_batched_tokens={asked} "
+            f"must be at least max_model_len, {max_model_len}; raise the one, lower the other, or leave chunked "
+            "prefill on"
+        )
+    return asked, "asked for"
+
+
+def _max_num_seqs(options: Options, tokens: int) -> tuple[int, str]:
+    if options.max_num_seqs is not None:
+        return options.max_num_seqs, "asked for"
+    if tokens < DEFAULT_MAX_NUM_SEQS:
+        return tokens, "max_num_batched_tokens: each running request takes a token of every step"
+    return DEFAULT_MAX_NUM_SEQS, "the default"
+
+
+def _generation_defaults(options: Options, model: ModelDescription) -> tuple[dict[str, Any], str]:
+    unknown = [name for name in options.override_generation_config if name not in _SAMPLING_DEFAULTS]
+    if unknown:
+        raise OptionError(
+            f"override_generation_config cannot set {', '.join(unknown)}; it can set {', '.join(_SAMPLING_DEFAULTS)}"
+        )
+    own = {} if options.generation_config == "vllm" else model.generation_defaults
+    override = options.override_generation_config
+    return {**own, **override}, "override_generation_config" if override else "the model's generation config"
+
+
+def _asked(was_asked: bool, otherwise: str) -> str:
+    return "asked for" if was_asked else otherwise
+
+
+def _draw_seed() -> int:
+    return secrets.randbits(63)
