@@ -1,0 +1,202 @@
+// Vectors of floats in the machine's own width, and the functions of them that attention, norms, activations and
+// sampling share. Written with the compiler's vector extensions, so the same text serves AVX-512, AVX2 and NEON;
+// intrinsics appear only where an operation has no portable spelling.
+//
+// Every function is a fixed sequence of IEEE operations per lane: a result never depends on the number of threads.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace headrace {
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define HEADRACE_AVX512 1
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef float UnalignedFloats __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+typedef uint16_t UnalignedHalves __attribute__((vector_size(2 * kLanes), aligned(2)));
+
+inline Floats load_floats(const float* from) { return *reinterpret_cast<const UnalignedFloats*>(from); }
+inline void store_floats(float* to, Floats value) { *reinterpret_cast<UnalignedFloats*>(to) = value; }
+inline Floats all_lanes(float value) { return Floats{} + value; }
+inline Ints all_lanes(int32_t value) { return Ints{} + value; }
+
+inline Ints lane_numbers() {
+  Ints lanes;
+  for (int i = 0; i < kLanes; ++i) lanes[i] = i;
+  return lanes;
+}
+
+inline Floats choose(Ints mask, Floats if_set, Floats if_clear) { return mask ? if_set : if_clear; }
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
+
+inline float largest_lane(Floats value) {
+#if defined(HEADRACE_AVX512)
+  return _mm512_reduce_max_ps(reinterpret_cast<__m512>(value));
+#else
+  float largest = value[0];
+  for (int i = 1; i < kLanes; ++i) largest = value[i] > largest ? value[i] : largest;
+  return largest;
+#endif
+}
+
+inline float sum_of_lanes(Floats value) {
+#if defined(HEADRACE_AVX512)
+  return _mm512_reduce_add_ps(reinterpret_cast<__m512>(value));
+#else
+  float halves[kLanes];
+  store_floats(halves, value);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) halves[i] += halves[i + width];
+  return halves[0];
+#endif
+}
+
+// bf16 is the upper half of a float; rounding to nearest even, NaN kept quiet.
+inline float float_of_bf16(uint16_t value) {
+  uint32_t bits = uint32_t{value} << 16;
+  float result;
+  std::memcpy(&result, &bits, 4);
+  return result;
+}
+
+inline uint16_t bf16_of_float(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+inline Floats load_bf16(const uint16_t* from) {
+  Halves raw = *reinterpret_cast<const UnalignedHalves*>(from);
+#if defined(HEADRACE_AVX512)
+  return reinterpret_cast<Floats>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(raw)), 16));
+#else
+  return reinterpret_cast<Floats>(__builtin_convertvector(raw, Ints) << 16);
+#endif
+}
+
+inline void store_bf16(uint16_t* to, Floats value) {
+#if defined(HEADRACE_AVX512) && defined(__AVX512BF16__)
+  __m256bh rounded = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(value));
+  std::memcpy(to, &rounded, sizeof(rounded));
+#else
+  typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
+  Bits bits = reinterpret_cast<Bits>(value);
+  Bits rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+  Bits is_nan = reinterpret_cast<Bits>((bits & 0x7fffffffu) > 0x7f800000u);
+  rounded = (is_nan & ((bits >> 16) | 0x40)) | (~is_nan & rounded);
+  *reinterpret_cast<UnalignedHalves*>(to) = __builtin_convertvector(rounded, Halves);
+#endif
+}
+
+inline Floats round_to_integer(Floats value) {
+#if defined(HEADRACE_AVX512)
+  return reinterpret_cast<Floats>(
+      _mm512_roundscale_ps(reinterpret_cast<__m512>(value), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+  // Adding 1.5 * 2^23 leaves no fraction bits; right for |value| < 2^22, far beyond what exponential() asks.
+  volatile float shift = 12582912.0f;
+  float held = shift;
+  return (value + held) - held;
+#endif
+}
+
+inline Floats times_power_of_two(Floats value, Floats exponent) {
+#if defined(HEADRACE_AVX512)
+  return reinterpret_cast<Floats>(
+      _mm512_scalef_ps(reinterpret_cast<__m512>(value), reinterpret_cast<__m512>(exponent)));
+#else
+  // In two steps, so that exponents down to -252 and up to 254 pass through normal factors.
+  Ints whole = __builtin_convertvector(exponent, Ints);
+  Ints half = whole >> 1;
+  Floats first = reinterpret_cast<Floats>((half + 127) << 23);
+  Floats second = reinterpret_cast<Floats>((whole - half + 127) << 23);
+  return value * first * second;
+#endif
+}
+
+// a * b + c with one rounding where the machine can, spelt out so that no optimisation decides it differently in two
+// places that must agree to the bit.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(HEADRACE_AVX512)
+  return reinterpret_cast<Floats>(_mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b),
+                                                  reinterpret_cast<__m512>(c)));
+#elif defined(__AVX2__) && defined(__FMA__)
+  return reinterpret_cast<Floats>(_mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b),
+                                                  reinterpret_cast<__m256>(c)));
+#elif defined(__aarch64__)
+  return reinterpret_cast<Floats>(vfmaq_f32(reinterpret_cast<float32x4_t>(c), reinterpret_cast<float32x4_t>(a),
+                                            reinterpret_cast<float32x4_t>(b)));
+#else
+  return a * b + c;
+#endif
+}
+
+// x = (n + f) ln 2 with n whole and f in [-1/2, 1/2]. log2(e) is carried in two parts, so f is exact to 2^-30 also
+// where |x| is large.
+struct PowerOfTwo {
+  Floats n;
+  Floats f;
+};
+
+inline PowerOfTwo split_power(Floats x) {
+  const Floats log2_e = all_lanes(1.44269502e+0f), log2_e_rest = all_lanes(1.925963033e-8f);
+  Floats n = round_to_integer(x * log2_e);
+  return {n, fused(x, log2_e_rest, fused(x, log2_e, -n))};
+}
+
+// (2^f - 1), by interpolating (2^f - 1) / f at Chebyshev nodes of [-1/2, 1/2]: relative error of 2^f under 6e-9, or
+// under 8e-6 for results that are rounded to bf16 (2^-9) anyway.
+template <bool kPrecise>
+inline Floats power_less_one(Floats f) {
+  Floats p;
+  if (kPrecise) {
+    p = fused(f, all_lanes(0.0001545316295f), all_lanes(0.001339086336f));
+    p = fused(p, f, all_lanes(0.009618082557f));
+    p = fused(p, f, all_lanes(0.05550357114f));
+    p = fused(p, f, all_lanes(0.2402265076f));
+    p = fused(p, f, all_lanes(0.693147188f));
+  } else {
+    p = fused(f, all_lanes(0.009656710289f), all_lanes(0.05583828295f));
+    p = fused(p, f, all_lanes(0.240225301f));
+    p = fused(p, f, all_lanes(0.6931367339f));
+  }
+  return p * f;
+}
+
+// e^x. Below -110 the result is exactly 0 (so a masked score of minus infinity weighs nothing); above 88.7 infinity.
+template <bool kPrecise>
+inline Floats exponential(Floats x) {
+  Floats bounded = larger(smaller(x, all_lanes(100.0f)), all_lanes(-120.0f));
+  PowerOfTwo power = split_power(bounded);
+  return times_power_of_two(power_less_one<kPrecise>(power.f) + 1.0f, power.n);
+}
+
+// tanh x = m / (m + 2) with m = e^(2x) - 1, formed as 2^n (2^f - 1) + (2^n - 1) to keep its precision near 0.
+inline Floats hyperbolic_tangent(Floats x) {
+  Floats bounded = larger(smaller(x, all_lanes(10.0f)), all_lanes(-10.0f));
+  PowerOfTwo power = split_power(bounded + bounded);
+  Floats scale = times_power_of_two(all_lanes(1.0f), power.n);
+  Floats m = fused(scale, power_less_one<true>(power.f), scale - 1.0f);
+  return m / (m + 2.0f);
+}
+
+}  // namespace headrace
