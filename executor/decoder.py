@@ -1,0 +1,231 @@
+"""The one decoder: an `ArchSpec` and its weights as a forward pass over a step's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace import kernels
+from headrace.executor.arch import ArchSpec, LayerSpec, NormSpec
+from headrace.executor.inputs import StepInputs
+from headrace.executor.kv_cache import KVCache
+from headrace.executor.layers import (
+    SINGLE,
+    CheckedWeights,
+    ColumnParallel,
+    Heads,
+    MergedColumnParallel,
+    QKVParallel,
+    RowParallel,
+    TensorParallel,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
+from headrace.executor.rotary import Rotary
+from headrace.executor.weights import WeightSource
+from headrace.kernels.reference_attention import AttentionParams, PagedBatch
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What every layer of one forward pass shares."""
+
+    batch: PagedBatch
+    cos_sin: tuple[tuple[Tensor, Tensor], ...]
+    """One pair per distinct rotary spec, each [num_tokens, rotary_dim / 2] float32"""
+
+
+class Norm:
+    """RMS or layer norm, with the residual's addition before it."""
+
+    def __init__(self, weights: CheckedWeights, name: str, size: int, spec: NormSpec) -> None:
+        weight = weights.vector(f"{name}.weight", size, spec.weight_offset) if spec.affine else None
+        self._eps = spec.eps
+        self._weights: tuple[Tensor | None, ...]
+        if spec.kind == "rms":
+            ones = torch.ones(size, device=weights.device)
+            self._weights = (weight if weight is not None else ones,)
+        else:
+            self._weights = (weight, weights.vector(f"{name}.bias", size) if spec.affine else None)
+        self._op = kernels.choose(f"{spec.kind}_norm", device=weights.device, dtype=weights.dtype, size=size)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x and residual [..., size] -> (norm of their sum, their sum)"""
+        normed, total = self._op(x, residual, *self._weights, self._eps)
+        return normed, total
+
+
+class Attention:
+    def __init__(
+        self, weights: CheckedWeights, prefix: str, spec: ArchSpec, layer: LayerSpec, tp: TensorParallel
+    ) -> None:
+        names = spec.names
+        heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        qkv_names = (prefix + names.query, prefix + names.key, prefix + names.value)
+        self.qkv = QKVParallel(weights, qkv_names, spec.hidden_size, heads, spec.attention_bias, tp)
+        self.output = RowParallel(
+            weights, prefix + names.output, spec.num_heads * spec.head_dim, spec.hidden_size, spec.output_bias, tp
+        )
+        self.query_norm = self.key_norm = None
+        if spec.qk_norm:
+            self.query_norm = Norm(weights, prefix + names.query_norm, spec.head_dim, spec.norm)
+            self.key_norm = Norm(weights, prefix + names.key_norm, spec.head_dim, spec.norm)
+        self._rope_index = spec.ropes.index(layer.rope) if layer.rope is not None else None
+        self._params = AttentionParams(spec.attention_scale, layer.sliding_window, spec.attention_soft_cap)
+        facts = {"device": weights.device, "dtype": weights.dtype, "head_dim": spec.head_dim}
+        self._rotate = kernels.choose("rotary", **facts)
+        self._write = kernels.choose("write_cache", **facts)
+        self._attend = kernels.choose(
+            "paged_attention", **facts, num_heads=self.qkv.num_heads, num_kv_heads=self.qkv.num_kv_heads
+        )
+
+    def __call__(self, x: Tensor, step: Step, key_cache: Tensor, value_cache: Tensor) -> Tensor:
+        """x [num_tokens, hidden] -> [num_tokens, hidden]; writes the tokens' keys and values into the caches."""
+        query, key, value = self.qkv(x)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query)[0], self.key_norm(key)[0]
+        if self._rope_index is not None:
+            query, key = self._rotate(query, key, *step.cos_sin[self._rope_index])
+        self._write(key, value, key_cache, value_cache, step.batch)
+        attended = self._attend(query, key_cache, value_cache, step.batch, self._params)
+        return self.output(attended.view(len(x), -1))
+
+
+class Mlp:
+    def __init__(self, weights: CheckedWeights, prefix: str, spec: ArchSpec, tp: TensorParallel) -> None:
+        names, hidden, inner = spec.names, spec.hidden_size, spec.intermediate_size
+        self.up: MergedColumnParallel | ColumnParallel
+        if spec.gated_mlp:
+            gate_up = (prefix + names.gate, prefix + names.up)
+            self.up = MergedColumnParallel(weights, gate_up, hidden, inner, spec.mlp_bias, tp)
+        else:
+            self.up = ColumnParallel(weights, prefix + names.up, hidden, inner, spec.mlp_bias, tp)
+        self.down = RowParallel(weights, prefix + names.down, inner, hidden, spec.mlp_bias, tp)
+        op = "activate_and_multiply" if spec.gated_mlp else "activate"
+        self._activate = kernels.choose(op, device=weights.device, dtype=weights.dtype, kind=spec.activation)
+        self._kind = spec.activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [num_tokens, hidden] -> [num_tokens, hidden]"""
+        return self.down(self._activate(self.up(x), self._kind))
+
+
+class Layer:
+    """Attention and MLP around a residual stream, `hidden`, of which `delta` is the part not yet added.
+
+    The addition waits for the next norm, so that one kernel does both.
+    """
+
+    def __init__(
+        self, weights: CheckedWeights, prefix: str, spec: ArchSpec, layer: LayerSpec, tp: TensorParallel
+    ) -> None:
+        names, size, norm = spec.names, spec.hidden_size, spec.norm
+        self.attention = Attention(weights, prefix, spec, layer, tp)
+        self.mlp = Mlp(weights, prefix, spec, tp)
+        self.attention_norm = Norm(weights, prefix + names.attention_norm, size, norm)
+        self.mlp_norm = Norm(weights, prefix + names.mlp_norm, size, norm)
+        self.attention_post_norm = self.mlp_post_norm = None
+        if spec.norm_placement == "sandwich":
+            self.attention_post_norm = Norm(weights, prefix + names.attention_post_norm, size, norm)
+            self.mlp_post_norm = Norm(weights, prefix + names.mlp_post_norm, size, norm)
+
+    def __call__(
+        self, hidden: Tensor, delta: Tensor | None, step: Step, key_cache: Tensor, value_cache: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden, delta: [num_tokens, hidden] -> the same after this layer"""
+        normed, hidden = self.attention_norm(hidden, delta)
+        delta = self.attention(normed, step, key_cache, value_cache)
+        if self.attention_post_norm is not None:
+            delta, _ = self.attention_post_norm(delta)
+        normed, hidden = self.mlp_norm(hidden, delta)
+        delta = self.mlp(normed)
+        if self.mlp_post_norm is not None:
+            delta, _ = self.mlp_post_norm(delta)
+        return hidden, delta
+
+
+class PostNormLayer(Layer):
+    """The original transformer's order: each norm follows the addition, and its result is the stream."""
+
+    def __call__(
+        self, hidden: Tensor, delta: Tensor | None, step: Step, key_cache: Tensor, value_cache: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        hidden, _ = self.attention_norm(self.attention(hidden, step, key_cache, value_cache), hidden)
+        hidden, _ = self.mlp_norm(self.mlp(hidden), hidden)
+        return hidden, None
+
+
+class Decoder:
+    """A decoder-only model on one rank. Raises ModelError, naming the tensor, when weights and spec disagree."""
+
+    def __init__(
+        self,
+        spec: ArchSpec,
+        weights: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        tp: TensorParallel = SINGLE,
+    ) -> None:
+        spec.local_kv_heads(tp.size)
+        checked = CheckedWeights(weights, dtype, torch.device(device))
+        names, norm_spec = spec.names, spec.norm
+        prefix = next((p for p in names.prefixes if f"{p}{names.embedding}.weight" in checked), names.prefixes[0])
+        head = next((n for n in names.lm_heads if f"{n}.weight" in checked), names.lm_heads[0])
+        self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
+        width, hidden = spec.embedding_width, spec.hidden_size
+        self._embedding = VocabParallelEmbedding(
+            checked, prefix + names.embedding, spec.vocab_size, width, spec.embedding_scale, tp
+        )
+        self._positions = self._project_in = self._project_out = self._norm = None
+        if spec.learned_position_offset is not None:
+            rows = spec.max_positions + spec.learned_position_offset
+            self._positions = checked.matrix(f"{prefix}{names.positions}.weight", rows, hidden)
+        if width != hidden:
+            self._project_in = ColumnParallel(checked, prefix + names.project_in, width, hidden, False, SINGLE)
+            self._project_out = ColumnParallel(checked, prefix + names.project_out, hidden, width, False, SINGLE)
+        kind = PostNormLayer if spec.norm_placement == "post" else Layer
+        self._layers = [kind(checked, f"{prefix}layers.{i}.", spec, s, tp) for i, s in enumerate(spec.layers)]
+        if spec.final_norm:
+            self._norm = Norm(checked, prefix + names.final_norm, hidden, norm_spec)
+        tied = self._embedding if spec.tied_head else None
+        self._head = VocabParallelHead(checked, head, tied, (spec.vocab_size, width), tp)
+        self._rotaries = tuple(Rotary(rope, self.device) for rope in spec.ropes)
+        # A tied checkpoint may carry a copy of the embedding as its head.
+        excused = [f"^{n}\\.weight$" for n in map(_escape, names.lm_heads)] if spec.tied_head else []
+        checked.check_all_used((*names.ignorable, *excused))
+        self.weight_bytes = checked.nbytes
+        """Memory that the weights take."""
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs, kv_cache: KVCache) -> Tensor:
+        """The hidden state of every token, after the final norm: [num_tokens, hidden] in the model's dtype.
+
+        Writes the tokens' keys and values into `kv_cache`.
+        """
+        hidden = self._embedding(inputs.token_ids)
+        if self._project_in is not None:
+            hidden = self._project_in(hidden)
+        if self._positions is not None:
+            hidden = hidden + self._positions[inputs.positions + (self.spec.learned_position_offset or 0)]
+        step = Step(inputs.paged_batch, tuple(rotary.cos_sin(inputs) for rotary in self._rotaries))
+        delta: Tensor | None = None
+        for layer, key_cache, value_cache in zip(self._layers, kv_cache.keys, kv_cache.values, strict=True):
+            hidden, delta = layer(hidden, delta, step, key_cache, value_cache)
+        if self._norm is not None:
+            return self._norm(hidden, delta)[0]
+        return hidden if delta is None else hidden + delta
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, hidden], rows of what `forward` returned -> [n, vocab_size] float32, soft cap applied."""
+        if self._project_out is not None:
+            hidden = self._project_out(hidden)
+        logits = self._head(hidden).float()
+        cap = self.spec.final_soft_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _escape(name: str) -> str:
+    return name.replace(".", "\\.")

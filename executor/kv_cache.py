@@ -1,0 +1,71 @@
+"""The paged key/value cache's memory. Which block holds what is the core's business."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.executor.arch import ArchSpec
+from headrace.ipc.failure import ModelError
+
+
+@dataclass(frozen=True, eq=False)
+class KVCache:
+    """One key and one value tensor per layer, each [num_blocks, num_kv_heads, block_size, head_dim]."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.keys[0].shape[0]
+
+    @property
+    def block_size(self) -> int:
+        return self.keys[0].shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+
+def block_bytes(spec: ArchSpec, block_size: int, dtype: torch.dtype, tp_size: int = 1) -> int:
+    """Memory of one block over all layers, keys and values, on one rank."""
+    elements = spec.local_kv_heads(tp_size) * block_size * spec.head_dim
+    return 2 * spec.num_layers * elements * dtype.itemsize
+
+
+def allocate(
+    spec: ArchSpec,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    tp_size: int = 1,
+) -> KVCache:
+    """A zeroed cache; on a CPU its pages take memory only once they are written. Raises ModelError if it cannot."""
+    if num_blocks < 1 or block_size < 1:
+        raise ModelError(f"a cache needs at least one block of one token, got {num_blocks} blocks of {block_size}")
+    shape = (num_blocks, spec.local_kv_heads(tp_size), block_size, spec.head_dim)
+    make = _lazy_zeros if torch.device(device).type == "cpu" else _device_zeros
+    try:
+        keys = tuple(make(shape, dtype, device) for _ in range(spec.num_layers))
+        values = tuple(make(shape, dtype, device) for _ in range(spec.num_layers))
+    except (OSError, OverflowError, RuntimeError) as error:
+        total = num_blocks * block_bytes(spec, block_size, dtype, tp_size)
+        raise ModelError(f"a cache of {num_blocks} blocks needs {total:,} bytes on {device}: {error}") from error
+    return KVCache(keys, values)
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    # torch.zeros would write every page; fresh anonymous memory reads as zeros and costs nothing until written.
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _device_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)

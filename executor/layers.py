@@ -1,0 +1,288 @@
+"""The decoder's parts. Linear layers are tensor-parallel by construction: each reads its rows or columns alone.
+
+What a weight looks like in memory is known only to the `LinearWeight` that the `linear` op packs; a layer calls
+`apply`. Nothing here keeps state between steps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headrace import kernels
+from headrace.executor.weights import WeightSource
+from headrace.ipc.failure import ModelError
+from headrace.kernels.reference import LinearWeight
+
+
+class Collectives(Protocol):
+    """How the ranks of one tensor-parallel group talk. Every rank calls the same methods in the same order."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of every rank's x; may reuse x's memory."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's x side by side along the last dimension, in order of rank."""
+        ...
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """This rank's place in its group. `collectives` is needed beyond size 1."""
+
+    rank: int = 0
+    size: int = 1
+    collectives: Collectives | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size or (self.size > 1 and self.collectives is None):
+            raise ValueError(f"rank {self.rank} of {self.size} with collectives {self.collectives}")
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x if self.collectives is None else self.collectives.all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x if self.collectives is None else self.collectives.all_gather(x)
+
+    def share(self, size: int, what: str) -> slice:
+        """This rank's part of `size` rows. Raises ModelError when it cannot be divided evenly."""
+        if size % self.size:
+            raise ModelError(f"{what} of {size} cannot be divided among {self.size} ranks")
+        part = size // self.size
+        return slice(self.rank * part, (self.rank + 1) * part)
+
+
+SINGLE = TensorParallel()
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a checkpoint's matrix that become rows of ours."""
+
+    name: str
+    """Without `.weight` or `.bias`."""
+    num_rows: int
+    """Of the whole matrix in the checkpoint."""
+    rows: slice | None = None
+    """None takes them all."""
+
+    @property
+    def taken(self) -> int:
+        return self.num_rows if self.rows is None else self.rows.stop - self.rows.start
+
+
+class CheckedWeights:
+    """Reads a source into tensors of the final dtype, checking each shape first and noting what was used."""
+
+    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self.nbytes = 0
+        """Memory of what was read so far, in its final layout."""
+        self._source = source
+        self._names = source.names()
+        self._used: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def vector(self, name: str, size: int, offset: float = 0.0) -> Tensor:
+        """[size] float32 plus `offset`: norm weights stay wide, they cost nothing."""
+        self._check(name, (size,))
+        tensor = self._source.get(name).to(self.device, torch.float32) + offset
+        self.nbytes += tensor.nbytes
+        return tensor
+
+    def matrix(self, name: str, rows: int, columns: int, take: slice | None = None) -> Tensor:
+        """Rows `take` of a [rows, columns] matrix as it is, in the model's dtype."""
+        self._check(name, (rows, columns))
+        tensor = self._source.get(name, rows=take).to(self.device, self.dtype)
+        self.nbytes += tensor.nbytes
+        return tensor
+
+    def linear(self, parts: Sequence[Part], in_features: int, columns: slice | None, bias: bool) -> LinearWeight:
+        """The parts' rows (and their `columns`) one below the other, packed for the kernel that serves here."""
+        weight = self._stack([(f"{part.name}.weight", part) for part in parts], in_features, columns)
+        biases = self._stack([(f"{part.name}.bias", part) for part in parts], None, None) if bias else None
+        return self.pack(weight, biases)
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> LinearWeight:
+        """weight [out, in] and bias [out] in the layout of the kernel that serves them."""
+        pack = kernels.choose("linear", device=self.device, dtype=self.dtype, shape=tuple(weight.shape))
+        packed: LinearWeight = pack(weight, bias)
+        self.nbytes += packed.nbytes
+        return packed
+
+    def check_all_used(self, ignorable: Sequence[str]) -> None:
+        """Raises ModelError when the source holds a tensor that nothing read and no pattern excuses."""
+        rest = [n for n in sorted(self._names - self._used) if not any(re.search(p, n) for p in ignorable)]
+        if rest:
+            shown = ", ".join(rest[:5]) + (f" and {len(rest) - 5} more" if len(rest) > 5 else "")
+            raise ModelError(f"the checkpoint holds weights that this architecture has no place for: {shown}")
+
+    def _stack(self, named: Sequence[tuple[str, Part]], in_features: int | None, columns: slice | None) -> Tensor:
+        """[rows of all parts, columns], or [rows] where in_features is None."""
+        tail = () if in_features is None else (in_features,)
+        for name, part in named:
+            self._check(name, (part.num_rows, *tail))
+        if len(named) == 1:
+            name, part = named[0]
+            return self._source.get(name, rows=part.rows, columns=columns).to(self.device, self.dtype).contiguous()
+        width = tail if columns is None else (columns.stop - columns.start,)
+        stacked = torch.empty((sum(p.taken for _, p in named), *width), dtype=self.dtype, device=self.device)
+        start = 0
+        for name, part in named:
+            stacked[start : start + part.taken].copy_(self._source.get(name, rows=part.rows, columns=columns))
+            start += part.taken
+        return stacked
+
+    def _check(self, name: str, expected: tuple[int, ...]) -> None:
+        if name not in self._names:
+            raise ModelError(f"the checkpoint has no weight {name}; expected one of shape {list(expected)}")
+        found = tuple(self._source.shape(name))
+        if found != expected:
+            raise ModelError(f"weight {name} has shape {list(found)}, but the config needs {list(expected)}")
+        self._used.add(name)
+
+
+class ColumnParallel:
+    """y = x W^T + b with W's rows, and so y's columns, divided among the ranks."""
+
+    def __init__(
+        self, weights: CheckedWeights, name: str, in_features: int, out_features: int, bias: bool, tp: TensorParallel
+    ) -> None:
+        part = Part(name, out_features, tp.share(out_features, f"{name}'s output") if tp.size > 1 else None)
+        self.weight = weights.linear([part], in_features, None, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [num_tokens, in_features] -> [num_tokens, out_features / tp size]"""
+        return self.weight.apply(x)
+
+
+class MergedColumnParallel:
+    """Several matrices of one input as one, each divided among the ranks: gate and up."""
+
+    def __init__(
+        self,
+        weights: CheckedWeights,
+        names: Sequence[str],
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        tp: TensorParallel,
+    ) -> None:
+        rows = tp.share(out_features, f"{names[0]}'s output") if tp.size > 1 else None
+        self.weight = weights.linear([Part(name, out_features, rows) for name in names], in_features, None, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [num_tokens, in_features] -> [num_tokens, len(names) * out_features / tp size]"""
+        return self.weight.apply(x)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A model's attention heads, and how many of them one rank has."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class QKVParallel:
+    """Query, key and value as one matrix, divided by heads; fewer key/value heads than ranks are repeated."""
+
+    def __init__(
+        self,
+        weights: CheckedWeights,
+        names: tuple[str, str, str],
+        in_features: int,
+        heads: Heads,
+        bias: bool,
+        tp: TensorParallel,
+    ) -> None:
+        query_rows = tp.share(heads.num_heads, "attention heads")
+        first = tp.rank * heads.num_kv_heads // tp.size
+        self.num_heads = query_rows.stop - query_rows.start
+        self.num_kv_heads = max(1, heads.num_kv_heads // tp.size)
+        self.head_dim = heads.head_dim
+        whole = heads.num_kv_heads * heads.head_dim
+        kv_rows = slice(first * heads.head_dim, (first + self.num_kv_heads) * heads.head_dim)
+        query = Part(
+            names[0],
+            heads.num_heads * heads.head_dim,
+            slice(query_rows.start * heads.head_dim, query_rows.stop * heads.head_dim),
+        )
+        parts = [query, Part(names[1], whole, kv_rows), Part(names[2], whole, kv_rows)]
+        self.weight = weights.linear(parts, in_features, None, bias)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [num_tokens, in_features] -> query, key, value, each [num_tokens, this rank's heads, head_dim]"""
+        joined = self.weight.apply(x).view(len(x), self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        query, key, value = joined.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        return query, key, value
+
+
+class RowParallel:
+    """y = x W^T + b with W's columns, and so x's, divided among the ranks; the partial sums are added."""
+
+    def __init__(
+        self, weights: CheckedWeights, name: str, in_features: int, out_features: int, bias: bool, tp: TensorParallel
+    ) -> None:
+        columns = tp.share(in_features, f"{name}'s input") if tp.size > 1 else None
+        self._tp = tp
+        self.weight = weights.linear([Part(name, out_features)], in_features, columns, bias and tp.rank == 0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [num_tokens, in_features / tp size] -> [num_tokens, out_features]"""
+        return self._tp.all_reduce(self.weight.apply(x))
+
+
+class VocabParallelEmbedding:
+    """Token embeddings with the vocabulary divided among the ranks."""
+
+    def __init__(
+        self, weights: CheckedWeights, name: str, vocab_size: int, width: int, scale: float, tp: TensorParallel
+    ) -> None:
+        self._tp = tp
+        self._rows = tp.share(vocab_size, "a vocabulary")
+        self.table = weights.matrix(f"{name}.weight", vocab_size, width, self._rows if tp.size > 1 else None)
+        # Rounded to the model's dtype before it multiplies, as the models that have a scale were trained.
+        self._scale = torch.tensor(scale, dtype=weights.dtype, device=weights.device) if scale != 1.0 else None
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """token_ids [num_tokens] int64 -> [num_tokens, width]"""
+        if self._tp.size == 1:
+            rows = torch.nn.functional.embedding(token_ids, self.table)
+        else:
+            local = token_ids - self._rows.start
+            mine = (local >= 0) & (local < len(self.table))
+            rows = torch.nn.functional.embedding(local * mine, self.table) * mine[:, None]
+            rows = self._tp.all_reduce(rows)
+        return rows if self._scale is None else rows * self._scale
+
+
+class VocabParallelHead:
+    """Logits over the whole vocabulary, each rank computing its own rows; tied heads share the embedding's table."""
+
+    def __init__(
+        self, weights: CheckedWeights, name: str, embedding: VocabParallelEmbedding | None, shape: tuple[int, int],
+        tp: TensorParallel,
+    ) -> None:  # fmt: skip
+        self._tp = tp
+        if embedding is not None:
+            before = weights.nbytes
+            self.weight = weights.pack(embedding.table, None)
+            if getattr(self.weight, "weight", None) is embedding.table:
+                weights.nbytes = before
+        else:
+            rows = tp.share(shape[0], "a vocabulary") if tp.size > 1 else None
+            self.weight = weights.linear([Part(name, shape[0], rows)], shape[1], None, bias=False)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [n, width] -> logits [n, vocab_size] in hidden's dtype"""
+        return self._tp.all_gather(self.weight.apply(hidden))

@@ -1,0 +1,230 @@
+"""Causal attention over a paged key/value cache, in torch.
+
+Sequences that compute one token are batched by similar length; the others run one by one in tiles of queries, so
+that no mask is larger than a tile. Blocks are gathered by row copies: `[num_blocks * num_kv_heads, block elements]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+QUERY_TILE_TOKENS = 256
+PADDING_SLACK = 1.25
+"""Sequences share a batch while the longest is at most this much longer than the shortest, plus a block."""
+MAX_GATHER_ROWS = 1 << 16
+"""Most block-head rows gathered at once, which bounds the copy's memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class PagedBatch:
+    """Where the tokens of one step are and what each may see. The same for every layer of the step."""
+
+    query_start: Tensor
+    """[num_seqs + 1] int32: sequence i computes tokens query_start[i] .. query_start[i + 1]"""
+    seq_lens: Tensor
+    """[num_seqs] int32: tokens in context, those of this step included"""
+    block_tables: Tensor
+    """[num_seqs, max_blocks] int32"""
+    slot_mapping: Tensor
+    """[num_tokens] int64: block * block_size + offset where each token's key and value go"""
+    block_size: int
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """What a kernel derives once and uses in every layer; dropped with the step."""
+
+    @cached_property
+    def query_starts(self) -> list[int]:
+        return self.query_start.tolist()
+
+    @cached_property
+    def context_lens(self) -> list[int]:
+        return self.seq_lens.tolist()
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    scale: float
+    sliding_window: int | None = None
+    """A token sees itself and the sliding_window - 1 before it."""
+    soft_cap: float | None = None
+    """Scores become soft_cap * tanh(score / soft_cap)."""
+
+
+def paged_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, params: AttentionParams
+) -> Tensor:
+    """Each token attends to its sequence's cached keys up to its own position, which are already written.
+
+    query [num_tokens, num_heads, head_dim]; caches [num_blocks, num_kv_heads, block_size, head_dim]; query head h
+    reads key/value head h // (num_heads / num_kv_heads). Returns [num_tokens, num_heads, head_dim] in query's dtype.
+    Sums are accumulated in float32. Slots beyond a sequence's length are never used, whatever they hold.
+    """
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    key = ("plan", key_cache.shape[1], params.sliding_window)
+    if key not in batch.memo:
+        batch.memo[key] = _plan(batch, key_cache.shape[1], params.sliding_window)
+    groups, prompts = batch.memo[key]
+    for group in groups:
+        _attend_decodes(query, key_cache, value_cache, group, params, out)
+    for prompt in prompts:
+        _attend_prompt(query, key_cache, value_cache, prompt, params, out)
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class _DecodeGroup:
+    """Sequences of similar length that compute one token each. `length` is a whole number of blocks."""
+
+    tokens: Tensor  # [n] int64, rows of query
+    rows: Tensor  # [n * num_kv_heads * num_blocks] int64, rows of the cache seen as [blocks * heads, -1]
+    visible: Tensor  # [n, length] bool
+    tail_start: int
+    """Columns from here on may lie beyond a sequence's end."""
+    tail_unwritten: Tensor  # [n, 1, length - tail_start, 1] bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Prompt:
+    """A sequence that computes several tokens, at positions start .. start + num_tokens."""
+
+    first_token: int
+    num_tokens: int
+    start: int
+    first_position: int
+    """The position of the first gathered key."""
+    rows: Tensor  # [num_kv_heads * num_blocks] int64
+
+
+def _plan(batch: PagedBatch, num_kv_heads: int, window: int | None) -> tuple[list[_DecodeGroup], list[_Prompt]]:
+    starts, lens, size = batch.query_starts, batch.context_lens, batch.block_size
+    spans = []  # (number of blocks, sequence, first block) of the sequences with one token
+    prompts = []
+    heads = torch.arange(num_kv_heads, device=batch.block_tables.device)[:, None]
+    for seq, context_len in enumerate(lens):
+        num_tokens = starts[seq + 1] - starts[seq]
+        first_visible = max(0, context_len - num_tokens - window + 1) if window is not None else 0
+        first_block, end_block = first_visible // size, -(-context_len // size)
+        if num_tokens == 1:
+            spans.append((end_block - first_block, seq, first_block))
+        elif num_tokens > 1:
+            blocks = batch.block_tables[seq, first_block:end_block].long()
+            rows = (blocks * num_kv_heads + heads).reshape(-1)
+            start = context_len - num_tokens
+            prompts.append(_Prompt(starts[seq], num_tokens, start, first_block * size, rows))
+    spans.sort()
+    groups: list[_DecodeGroup] = []
+    while spans:
+        longest = int(spans[0][0] * PADDING_SLACK) + 1
+        count = 1
+        while count < len(spans) and spans[count][0] <= longest:
+            if (count + 1) * spans[count][0] * num_kv_heads > MAX_GATHER_ROWS:
+                break
+            count += 1
+        groups.append(_decode_group(batch, spans[:count], num_kv_heads, window))
+        del spans[:count]
+    return groups, prompts
+
+
+def _decode_group(
+    batch: PagedBatch, spans: list[tuple[int, int, int]], num_kv_heads: int, window: int | None
+) -> _DecodeGroup:
+    device = batch.block_tables.device
+    num_blocks, size = spans[-1][0], batch.block_size
+    seqs = torch.tensor([seq for _, seq, _ in spans], device=device)
+    first = torch.tensor([first for _, _, first in spans], device=device)[:, None]
+    lens = batch.seq_lens.long()[seqs][:, None]
+    columns = first + torch.arange(num_blocks, device=device)
+    # A row shorter than the group reads its own last block again: what is masked stays within its own blocks.
+    columns = torch.minimum(columns, (lens - 1) // size)
+    blocks = batch.block_tables.long()[seqs].gather(1, columns)
+    heads = torch.arange(num_kv_heads, device=device)
+    rows = (blocks[:, None, :] * num_kv_heads + heads[:, None]).reshape(-1)
+
+    positions = first * size + torch.arange(num_blocks * size, device=device)
+    written = positions < lens
+    visible = written if window is None else written & (positions >= lens - window)
+    tail_start = int((lens - first * size).min())
+    return _DecodeGroup(
+        tokens=batch.query_start.long()[seqs],
+        rows=rows,
+        visible=visible,
+        tail_start=tail_start,
+        tail_unwritten=~written[:, None, tail_start:, None],
+    )
+
+
+def _gather(cache: Tensor, rows: Tensor, *shape: int) -> Tensor:
+    num_blocks, num_kv_heads, block_size, head_dim = cache.shape
+    flat = cache.view(num_blocks * num_kv_heads, block_size * head_dim)
+    return flat.index_select(0, rows).view(*shape, -1, head_dim)
+
+
+def _attend_decodes(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, group: _DecodeGroup, params: AttentionParams, out: Tensor
+) -> None:
+    count, num_kv_heads = len(group.tokens), key_cache.shape[1]
+    _, num_heads, head_dim = query.shape
+    q = query.index_select(0, group.tokens).view(count, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    keys = _gather(key_cache, group.rows, count, num_kv_heads)  # [count, num_kv_heads, length, head_dim]
+    values = _gather(value_cache, group.rows, count, num_kv_heads)
+    if group.tail_start < keys.shape[2]:
+        # An unwritten slot may hold NaN, left by another request, which a weight of zero would not hide.
+        keys[:, :, group.tail_start :].masked_fill_(group.tail_unwritten, 0)
+        values[:, :, group.tail_start :].masked_fill_(group.tail_unwritten, 0)
+    attended = _attend(q, keys, values, group.visible[:, None, None, :], params)
+    out.index_copy_(0, group.tokens, attended.reshape(count, num_heads, head_dim))
+
+
+def _attend_prompt(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, prompt: _Prompt, params: AttentionParams, out: Tensor
+) -> None:
+    num_kv_heads = key_cache.shape[1]
+    _, num_heads, head_dim = query.shape
+    span = slice(prompt.first_token, prompt.first_token + prompt.num_tokens)
+    per_head = (prompt.num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    q = query[span].reshape(per_head).permute(1, 2, 0, 3)  # [num_kv_heads, group, num_tokens, head_dim]
+    into = out[span].view(per_head).permute(1, 2, 0, 3)
+    end = prompt.start + prompt.num_tokens
+    keys = _gather(key_cache, prompt.rows, num_kv_heads, 1)[:, :, : end - prompt.first_position]
+    values = _gather(value_cache, prompt.rows, num_kv_heads, 1)[:, :, : end - prompt.first_position]
+    if prompt.start == 0 and params.sliding_window is None and params.soft_cap is None:
+        keys, values = keys.expand(-1, q.shape[1], -1, -1), values.expand(-1, q.shape[1], -1, -1)
+        into.copy_(F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=params.scale))
+        return
+    for tile in range(0, prompt.num_tokens, QUERY_TILE_TOKENS):
+        tile_end = min(tile + QUERY_TILE_TOKENS, prompt.num_tokens)
+        low = prompt.first_position
+        if params.sliding_window is not None:
+            low = max(low, prompt.start + tile - params.sliding_window + 1)
+        at = torch.arange(prompt.start + tile, prompt.start + tile_end, device=query.device)[:, None]
+        positions = torch.arange(low, prompt.start + tile_end, device=query.device)
+        visible = positions <= at
+        if params.sliding_window is not None:
+            visible &= positions > at - params.sliding_window
+        columns = slice(low - prompt.first_position, prompt.start + tile_end - prompt.first_position)
+        attended = _attend(q[:, :, tile:tile_end], keys[:, :, columns], values[:, :, columns], visible, params)
+        into[:, :, tile:tile_end] = attended
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, params: AttentionParams) -> Tensor:
+    """query [a, b, m, d], keys and values [a, 1 or b, n, d], visible broadcastable to [a, b, m, n] -> [a, b, m, d]."""
+    if params.soft_cap is None:
+        heads = query.shape[1]
+        keys, values = keys.expand(-1, heads, -1, -1), values.expand(-1, heads, -1, -1)
+        if visible.dim() == 2:
+            visible = visible[None, None]
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=params.scale)
+    scores = query.float() @ keys.float().transpose(-1, -2) * params.scale
+    scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    return (weights @ values.float()).to(query.dtype)
+
+
+REFERENCES: Mapping[str, Callable[..., Any]] = MappingProxyType({"paged_attention": paged_attention})

@@ -1,0 +1,99 @@
+"""An op is a reference, fast versions of it, and for each version a record that answers why not in a sentence.
+
+A fast version lives in a sub-package (`kernels/cpu/`, `kernels/triton/`) in a module with a constant `VERSIONS`,
+a tuple of `Version`. Adding one is adding that file: `ops()` finds it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+VERSION_PACKAGES = ("cpu", "triton")
+
+
+@dataclass(frozen=True)
+class Version:
+    """One fast implementation of an op, with the reference's signature."""
+
+    op: str
+    name: str
+    """Such as `cpu_avx512`; unique within the op."""
+    function: Callable[..., Any]
+    why_not: Callable[..., str]
+    """Given the facts of `Op.choose` as keywords, the sentence that says why this version cannot serve; "" if it can.
+
+    Facts that it does not know are to be ignored (`**_`); a fact it needs and does not get is a reason."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What serves, and why the versions that come before it do not."""
+
+    name: str
+    function: Callable[..., Any]
+    refused: tuple[tuple[str, str], ...]
+    """(version, its reason), in order of preference"""
+
+
+@dataclass(frozen=True)
+class Op:
+    name: str
+    reference: Callable[..., Any]
+    versions: tuple[Version, ...] = ()
+    """Best first."""
+
+    def choose(self, **facts: Any) -> Choice:
+        """The first version without a reason against it, else the reference.
+
+        Facts are what is known when a layer is built: `device` (a torch.device), `dtype` (a torch.dtype) always, and
+        what the op adds, such as `head_dim`.
+        """
+        refused = []
+        for version in self.versions:
+            reason = version.why_not(**facts)
+            if not reason:
+                return Choice(version.name, version.function, tuple(refused))
+            refused.append((version.name, reason))
+        return Choice("reference", self.reference, tuple(refused))
+
+
+@functools.cache
+def ops() -> Mapping[str, Op]:
+    """Every op by name, with the versions that the sub-packages offer."""
+    from headrace.kernels import reference, reference_attention
+
+    versions = _find_versions()
+    table = {**reference.REFERENCES, **reference_attention.REFERENCES}
+    if unknown := sorted({version.op for version in versions} - table.keys()):
+        raise ValueError(f"versions of ops that have no reference: {', '.join(unknown)}")
+    found = {
+        name: Op(name, function, tuple(version for version in versions if version.op == name))
+        for name, function in table.items()
+    }
+    return MappingProxyType(found)
+
+
+def choose(name: str, **facts: Any) -> Callable[..., Any]:
+    """The function that serves op `name` under these facts (see `Op.choose`)."""
+    return ops()[name].choose(**facts).function
+
+
+def _find_versions() -> list[Version]:
+    versions: list[Version] = []
+    parent = importlib.import_module("headrace.kernels")
+    present = {module.name for module in pkgutil.iter_modules(parent.__path__)}
+    for package_name in VERSION_PACKAGES:
+        if package_name not in present:
+            continue
+        package = importlib.import_module(f"headrace.kernels.{package_name}")
+        for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda module: module.name):
+            if not module.name.startswith("_"):
+                imported = importlib.import_module(f"{package.__name__}.{module.name}")
+                versions.extend(getattr(imported, "VERSIONS", ()))
+    return versions

@@ -1,0 +1,180 @@
+"""Tiny random checkpoints of every architecture, made by transformers and saved as it saves them.
+
+`save(name, folder)` writes config.json, float32 model.safetensors and, when asked, a byte-level tokeniser with a
+chat template. `build(name)` gives the transformers model itself. Both depend on name and seed alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB_SIZE = 320
+BOS, EOS = 0, 1
+COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": None,
+}
+TRAINING_TEXT = (
+    "The headrace carries the water to the turbine, and the tailrace carries it away. "
+    "What goes in by one must come out by the other, or the mill stands still. "
+)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A transformers model class and the config that differs from COMMON."""
+
+    model_class: str
+    config_class: str
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+def _llama(**config: Any) -> TinyModel:
+    return TinyModel("LlamaForCausalLM", "LlamaConfig", config)
+
+
+def _opt(**config: Any) -> TinyModel:
+    base = {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0, "pad_token_id": 2}
+    return TinyModel("OPTForCausalLM", "OPTConfig", base | config)
+
+
+TINY_MODELS: dict[str, TinyModel] = {
+    "llama": _llama(num_key_value_heads=4, tie_word_embeddings=False),
+    "llama_gqa_tied": _llama(
+        hidden_size=60, num_attention_heads=6, num_key_value_heads=2, num_hidden_layers=3, tie_word_embeddings=True
+    ),
+    "llama_biases": _llama(attention_bias=True, mlp_bias=True, head_dim=24, num_key_value_heads=1),
+    "llama3": _llama(
+        tie_word_embeddings=True,
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+        },
+    ),
+    "llama_linear": _llama(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}),
+    "llama_yarn": _llama(
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
+        },
+    ),
+    "llama_dynamic": _llama(
+        max_position_embeddings=96, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    ),
+    "mistral": TinyModel("MistralForCausalLM", "MistralConfig", {"sliding_window": None, "head_dim": 24}),
+    "mistral_window": TinyModel("MistralForCausalLM", "MistralConfig", {"sliding_window": 20}),
+    "qwen2": TinyModel(
+        "Qwen2ForCausalLM", "Qwen2Config",
+        {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "qwen2_window": TinyModel(
+        "Qwen2ForCausalLM", "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 33, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    "qwen3": TinyModel("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 32, "tie_word_embeddings": False}),
+    "gemma3": TinyModel(
+        "Gemma3ForCausalLM", "Gemma3TextConfig",
+        {
+            "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 24, "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 24, "pad_token_id": 2, "tie_word_embeddings": True,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma3_capped_scaled": TinyModel(
+        "Gemma3ForCausalLM", "Gemma3TextConfig",
+        {
+            "head_dim": 16, "num_hidden_layers": 3, "sliding_window": 40, "query_pre_attn_scalar": 16,
+            "pad_token_id": 2, "final_logit_softcapping": 5.0, "attention_bias": True,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "gemma2": TinyModel(
+        "Gemma2ForCausalLM", "Gemma2Config",
+        {
+            "head_dim": 16, "num_hidden_layers": 3, "sliding_window": 24, "query_pre_attn_scalar": 20,
+            "pad_token_id": 2, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0,
+        },
+    ),
+    "smollm3": TinyModel("SmolLM3ForCausalLM", "SmolLM3Config", {"num_hidden_layers": 4}),
+    "smollm3_window": TinyModel(
+        "SmolLM3ForCausalLM", "SmolLM3Config",
+        {"no_rope_layers": [1, 0, 1], "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 30},
+    ),
+    "opt": _opt(),
+    "opt_projected_post_norm": _opt(word_embed_proj_dim=32, do_layer_norm_before=False),
+    "opt_plain": _opt(enable_bias=False, layer_norm_elementwise_affine=False, activation_function="gelu"),
+}  # fmt: skip
+
+
+def build(name: str, seed: int = 0, **config: Any) -> Any:
+    """The transformers model in float32, in eval mode; `config` overrides single fields of its config."""
+    tiny = TINY_MODELS[name]
+    values = COMMON | tiny.config | config
+    model = getattr(transformers, tiny.model_class)(getattr(transformers, tiny.config_class)(**values)).eval()
+    _randomise(model, seed)
+    return model
+
+
+def save(name: str, folder: Path, seed: int = 0, tokenizer: bool = False, **config: Any) -> Path:
+    """Writes the checkpoint into `folder` (made when missing) and returns it."""
+    build(name, seed, **config).save_pretrained(folder)
+    if tokenizer:
+        make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def make_tokenizer() -> Any:
+    """A byte-level BPE of at most VOCAB_SIZE tokens, with `<s>` 0 and `</s>` 1: any text round-trips."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TRAINING_TEXT], trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=CHAT_TEMPLATE
+    )
+
+
+def _randomise(model: Any, seed: int) -> None:
+    """Weights large enough that the answer changes from token to token; biases and norms away from 0 and 1."""
+    generator = torch.Generator().manual_seed(seed)
+    centred_at_zero = "Gemma" in type(model).__name__
+    with torch.no_grad():
+        for parameter_name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter_name.endswith(".bias"):
+                parameter.copy_(0.3 * noise)
+            elif "norm" in parameter_name:
+                parameter.copy_(0.3 * noise + (0.0 if centred_at_zero else 1.0))
+            elif "embed_positions" in parameter_name:
+                parameter.copy_(0.5 * noise)
+            else:
+                parameter.copy_(noise * (0.1 if "embed" in parameter_name else 0.25))
+    model.tie_weights()
