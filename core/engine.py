@@ -24,13 +24,14 @@ from headrace.core.options import Options
 from headrace.core.plan import Facts, Plan
 from headrace.core.resolve import resolve
 from headrace.core.zmq_port import ZmqPort
+from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import TokenizerBundle, TokenizerInfo, Welcome
 
 if TYPE_CHECKING:
     from headrace.executor.base import Executor
 
 logger = logging.getLogger(__name__)
-EXECUTOR = "headrace.executor.uniproc:UniprocExecutor"
+EXECUTORS = {"uni": "headrace.executor.uniproc:UniprocExecutor"}
 
 
 class Phases:
@@ -70,7 +71,7 @@ class EngineCore:
         """Loads everything and begins to answer clients. Raises OptionError or ModelError with the cause."""
         phases = Phases(on_phase)
         phases("import")
-        executor = self._executor = self._executor or load_executor(EXECUTOR, self._options)
+        executor = self._executor = self._executor or load_executor(self._options)
         description = executor.describe(phases)
         plan = self.plan = resolve(self._options, description)
         with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:
@@ -86,6 +87,8 @@ class EngineCore:
         for decision in plan.decisions:
             logger.info("%s = %s: %s", decision.name, decision.value, decision.reason)
         logger.info("memory\n%s", ledger(facts, plan))
+        for warning in facts.warnings:
+            logger.warning("%s", warning)
         self._loop = Loop(plan, facts, executor, self.port, self._inbox)
         self.port.serve(Desk(self._inbox, self._welcome(plan, facts, bundle), bundle))
 
@@ -129,10 +132,19 @@ class EngineCore:
         )
 
 
-def load_executor(reference: str, options: Options) -> Executor:
-    """`module:Class` by name, because the core never imports torch itself."""
-    module, _, name = reference.partition(":")
-    executor: Executor = getattr(importlib.import_module(module), name)(options)
+def load_executor(options: Options) -> Executor:
+    """The executor that the options name, imported by name because the core never imports torch itself.
+
+    Raises OptionError when the name is not `uni` or an importable module:Class.
+    """
+    backend = options.distributed_executor_backend
+    module, colon, name = EXECUTORS.get(backend, backend).partition(":")
+    if not colon:
+        raise OptionError(f"distributed_executor_backend is {backend!r}; it must be uni, or module:Class")
+    try:
+        executor: Executor = getattr(importlib.import_module(module), name)(options)
+    except (ImportError, AttributeError) as error:
+        raise OptionError(f"distributed_executor_backend {backend!r} cannot be loaded: {error}") from error
     return executor
 
 
