@@ -1,0 +1,38 @@
+"""How much memory a model will take, from its `ArchSpec` alone."""
+
+from __future__ import annotations
+
+from headrace.core.plan import Plan
+from headrace.executor.arch import ArchSpec
+from headrace.kernels.reference_attention import MAX_GATHER_ROWS
+
+LOGITS_COPIES = 4
+"""float32 logits, what the sampler derives from them (tempered, int64 keys: twice the size), with nothing freed."""
+
+
+def weight_elements(spec: ArchSpec) -> int:
+    """The model's parameters, norms and biases left out (less than a thousandth of any model of use)."""
+    width = spec.embedding_width
+    embeddings = spec.vocab_size * width * (1 if spec.tied_head else 2)
+    if spec.embedding_size:
+        embeddings += 2 * width * spec.hidden_size
+    if spec.learned_position_offset is not None:
+        embeddings += (spec.max_positions + spec.learned_position_offset) * spec.hidden_size
+    attention = spec.hidden_size * spec.head_dim * 2 * (spec.num_heads + spec.num_kv_heads)
+    mlp = (3 if spec.gated_mlp else 2) * spec.hidden_size * spec.intermediate_size
+    return embeddings + spec.num_layers * (attention + mlp)
+
+
+def activation_bytes(spec: ArchSpec, plan: Plan, itemsize: int) -> int:
+    """Upper bound of what one step of max_num_batched_tokens needs at once besides weights and cache.
+
+    One layer's tensors live together (residual, normalised input, queries, keys, values, attention's output, both
+    halves of the MLP), the keys and values that attention gathers, and the logits of every row.
+    """
+    heads = 2 * (spec.num_heads + spec.num_kv_heads)
+    per_token = 3 * spec.hidden_size + heads * spec.head_dim + 3 * spec.intermediate_size
+    layer = plan.max_num_batched_tokens * per_token * itemsize
+    most_rows = plan.max_num_seqs * -(-plan.max_model_len // plan.block_size) * spec.num_kv_heads
+    gathered = 2 * min(MAX_GATHER_ROWS, most_rows) * plan.block_size * spec.head_dim * itemsize
+    logits = LOGITS_COPIES * plan.max_num_seqs * spec.vocab_size * 4
+    return layer + gathered + logits

@@ -1,0 +1,129 @@
+"""The executor of a world of one: the model runs in the core's own process, on the CPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+
+import torch
+
+from headrace.core.options import Options
+from headrace.core.plan import MemoryReading, ModelDescription, Plan
+from headrace.executor import kv_cache
+from headrace.executor.arch import ArchSpec
+from headrace.executor.base import Executor, Report
+from headrace.executor.batch import BatchState
+from headrace.executor.checkpoint import Checkpoint, open_checkpoint
+from headrace.executor.decoder import Decoder
+from headrace.executor.families import spec_from_config
+from headrace.executor.host import HostMemory, host_memory, usable_cores
+from headrace.executor.memory_estimate import activation_bytes, weight_elements
+from headrace.executor.runner import ModelRunner
+from headrace.ipc.failure import ModelError
+from headrace.ipc.messages import TokenizerBundle
+from headrace.ipc.step import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class UniprocExecutor(Executor):
+    """Owns the checkpoint until the weights are loaded, then the model, its cache and the runner."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._device = torch.device("cpu")
+        self._checkpoint: Checkpoint | None = None
+        self._spec: ArchSpec | None = None
+        self._plan: Plan | None = None
+        self._model: Decoder | None = None
+        self._runner: ModelRunner | None = None
+        self._submitted: deque[StepPlan] = deque()
+
+    def describe(self, report: Report) -> ModelDescription:
+        report("find model")
+        checkpoint = self._checkpoint = open_checkpoint(self._options)
+        spec = self._spec = spec_from_config(checkpoint.config)
+        return ModelDescription(
+            name=checkpoint.name,
+            architecture=spec.architecture,
+            checkpoint_dtype=checkpoint.dtype_name,
+            max_model_len=spec.max_positions,
+            vocab_size=spec.vocab_size,
+            num_layers=spec.num_layers,
+            hidden_size=spec.hidden_size,
+            intermediate_size=spec.intermediate_size,
+            kv_elements_per_token=spec.kv_elements_per_token,
+            eos_token_ids=tuple(checkpoint.eos_token_ids),
+            generation_defaults=dict(checkpoint.generation_config),
+        )
+
+    def tokenizer(self) -> TokenizerBundle | None:
+        if self._options.skip_tokenizer_init:
+            return None
+        assert self._checkpoint is not None, "describe comes before tokenizer"
+        from headrace.executor.tokenizer import load_bundle  # may bring in transformers
+
+        return load_bundle(self._checkpoint, self._options)
+
+    def load(self, plan: Plan, report: Report) -> MemoryReading:
+        assert self._checkpoint is not None, "describe comes before load"
+        assert self._spec is not None, "describe comes before load"
+        report("load weights")
+        use_all_cores()
+        dtype = DTYPES[plan.dtype]
+        check_weights_fit(self._spec, plan, host_memory())
+        self._model = Decoder(self._spec, self._checkpoint.weights(), dtype, self._device)
+        self._plan = plan
+        memory = host_memory()
+        return MemoryReading(
+            total_bytes=memory.total_bytes,
+            available_bytes=memory.available_bytes,
+            weights_bytes=self._model.weight_bytes,
+            activation_bytes=activation_bytes(self._spec, plan, dtype.itemsize),
+        )
+
+    def allocate(self, num_blocks: int, max_model_len: int) -> None:
+        plan, model = self._plan, self._model
+        assert plan is not None, "load comes before allocate"
+        assert model is not None, "load comes before allocate"
+        cache = kv_cache.allocate(model.spec, num_blocks, plan.block_size, model.dtype, self._device)
+        batch = BatchState(plan.max_num_seqs, max_model_len, plan.block_size, plan.model.eos_token_ids)
+        self._runner = ModelRunner(model, cache, batch, vocab_size=model.spec.vocab_size, device=self._device)
+
+    def submit(self, plan: StepPlan) -> None:
+        """Keeps the plan; the step runs in `collect`, as there is no one else to run it meanwhile."""
+        self._submitted.append(plan)
+
+    def collect(self) -> StepResult:
+        assert self._runner is not None, "allocate comes before collect"
+        return self._runner.step(self._submitted.popleft())
+
+    def stop(self) -> None:
+        self._submitted.clear()
+        self._runner = self._model = self._checkpoint = None
+
+
+def check_weights_fit(spec: ArchSpec, plan: Plan, memory: HostMemory) -> None:
+    """Raises ModelError, before any weight is read, when they cannot fit the memory that is available."""
+    elements, itemsize = weight_elements(spec), DTYPES[plan.dtype].itemsize
+    needed_bytes = elements * itemsize
+    if needed_bytes > memory.available_bytes:
+        raise ModelError(
+            f"the weights of {plan.model.name} do not fit: {elements / 1e9:.2f} billion of {itemsize} bytes "
+            f"({plan.dtype}) need {_gib(needed_bytes)}, and {_gib(memory.available_bytes)} of "
+            f"{_gib(memory.total_bytes)} are available",
+            hint="a smaller model fits, or one of the 16-bit dtypes" if itemsize > 2 else "a smaller model fits",
+        )
+
+
+def use_all_cores() -> None:
+    """torch starts with the machine's cores, whatever this process was granted. OMP_NUM_THREADS has the last word."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(usable_cores())
+    logger.info("computing on %d threads", torch.get_num_threads())
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 30):.2f} GiB"
