@@ -37,7 +37,7 @@ MULTIMODAL = "multimodal input is not supported yet; models run on text alone"
 STRUCTURED = "structured outputs are not supported yet"
 COMPILED = "not supported yet: there are no compiled graphs to configure; leave it out"
 SERVER = "an option of the HTTP server, which is not part of the engine"
-EXTENSION = "not supported: the engine loads no code from options; leave it out"
+EXTENSION = "not supported: vLLM's plug-in classes and platform settings do not fit this engine; leave it out"
 OBSERVED = "not supported yet; the engine logs its load every 10 s unless disable_log_stats is set"
 FAIRNESS = "not supported: pending prefills share each step's budget evenly; max_num_batched_tokens sets that budget"
 OFF = (False,)
@@ -62,7 +62,6 @@ FOREIGN: Mapping[str, Foreign] = types.MappingProxyType(
             decode_context_parallel_size=(1,),
             dcp_kv_cache_interleave_size=(1,),
             cp_kv_cache_interleave_size=(1,),
-            distributed_executor_backend=("uni",),
             nnodes=(1,),
             node_rank=(0,),
             master_addr=("127.0.0.1",),
@@ -124,6 +123,17 @@ FOREIGN: Mapping[str, Foreign] = types.MappingProxyType(
             speculative_model=(),
             num_speculative_tokens=(),
             num_lookahead_slots=(0,),
+            speculative_model_quantization=(),
+            speculative_draft_tensor_parallel_size=(),
+            speculative_max_model_len=(),
+            speculative_disable_by_batch_size=(),
+            speculative_disable_mqa_scorer=EITHER,
+            ngram_prompt_lookup_max=(),
+            ngram_prompt_lookup_min=(),
+            spec_decoding_acceptance_method=("rejection_sampler",),
+            typical_acceptance_sampler_posterior_threshold=(),
+            typical_acceptance_sampler_posterior_alpha=(),
+            disable_logprobs_during_spec_decoding=EITHER,
         ),
         **_rows(
             MULTIMODAL,
@@ -141,6 +151,13 @@ FOREIGN: Mapping[str, Foreign] = types.MappingProxyType(
             video_pruning_rate=(0,),
             disable_mm_preprocessor_cache=EITHER,
             disable_chunked_mm_input=EITHER,
+            image_input_type=(),
+            image_token_id=(),
+            image_input_shape=(),
+            image_feature_size=(),
+            image_processor=(),
+            image_processor_revision=(),
+            disable_image_processor=EITHER,
             allowed_local_media_path=("",),
             allowed_media_domains=(),
         ),
@@ -174,11 +191,14 @@ FOREIGN: Mapping[str, Foreign] = types.MappingProxyType(
             cpu_offload_gb=(0,),
             kv_offloading_size=(),
             kv_offloading_backend=("native",),
+            enable_sleep_mode=OFF,
+        ),
+        **_rows(
+            "not supported yet: an engine keeps its cache to itself",
             kv_transfer_config=(),
             kv_events_config=(),
             ec_transfer_config=(),
             kv_sharing_fast_prefill=OFF,
-            enable_sleep_mode=OFF,
         ),
         **_rows(
             FAIRNESS,
@@ -195,7 +215,12 @@ FOREIGN: Mapping[str, Foreign] = types.MappingProxyType(
         **_rows("not supported yet: steps run one after another", async_scheduling=OFF),
         **_rows("retired: outputs never hold up the next step", disable_async_output_proc=EITHER),
         **_rows("not supported yet: the sliding window is the model's own", disable_sliding_window=OFF),
-        **_rows("not supported yet", mamba_cache_dtype=("auto",), mamba_ssm_cache_dtype=("auto",), mamba_block_size=()),
+        **_rows(
+            "not supported yet: models have attention layers only",
+            mamba_cache_dtype=("auto",),
+            mamba_ssm_cache_dtype=("auto",),
+            mamba_block_size=(),
+        ),
         **_rows("not supported yet: log-probabilities are raw_logprobs", logprobs_mode=("raw_logprobs",)),
         **_rows("not supported: the fast tokenizer is the only kind", tokenizer_mode=("auto", "hf")),
         **_rows(

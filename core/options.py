@@ -179,6 +179,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Literal["fcfs", "priority"], Option(SCHEDULER, "Order of waiting requests: of arrival, or by priority first")
     ] = "fcfs"
 
+    distributed_executor_backend: Annotated[
+        str,
+        Option(PROCESS, "What runs the model: uni (in the engine core's process), or module:Class of an Executor"),
+    ] = "uni"
     shutdown_timeout: Annotated[
         float, Option(PROCESS, "How long running requests may take to finish at shutdown", "seconds", minimum=0)
     ] = 30.0

@@ -1,0 +1,292 @@
+"""Options: one declaration serves Python keywords, the command line, the config file and the docs."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.core.foreign_options import FOREIGN, RENAMED
+from headrace.core.option_parsing import OptionParser, add_options, options_from_arguments, parse_options
+from headrace.core.option_values import option_specs, parse_size
+from headrace.core.options import Options
+from headrace.core.options_doc import DOCS_PAGE, options_page
+from headrace.ipc.failure import OptionError
+
+ROOT = Path(__file__).parents[1]
+
+
+def from_command_line(*arguments: str) -> Options:
+    parser = OptionParser(prog="engine-core")
+    add_options(parser, positional_model=True)
+    return options_from_arguments(parser.parse_args(arguments))
+
+
+def test_no_options_are_the_declared_defaults() -> None:
+    assert parse_options() == Options() == from_command_line()
+
+
+def test_every_option_has_a_type_a_group_and_help() -> None:
+    for spec in option_specs().values():
+        assert spec.option.group
+        assert spec.option.help
+        if spec.kind in ("int", "float") and spec.default is not None:
+            assert spec.option.minimum is None or spec.default >= spec.option.minimum
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("model", Path("/models/llama"), "/models/llama"),
+        ("dtype", types.SimpleNamespace(__name__="float16"), "float16"),
+        ("max_model_len", "auto", None),
+        ("max_model_len", -1, None),
+        ("max_model_len", "8k", 8000),
+        ("max_model_len", "8K", 8192),
+        ("max_model_len", 4096.0, 4096),
+        ("kv_cache_memory_bytes", "4GiB", 4 << 30),
+        ("kv_cache_memory_bytes", "512M", 512 << 20),
+        ("kv_cache_memory_bytes", "1.5G", 3 << 29),
+        ("gpu_memory_utilization", "0.5", 0.5),
+        ("enable_prefix_caching", "false", False),
+        ("enable_prefix_caching", None, True),
+        ("seed", None, None),
+        ("seed", "none", None),
+        ("seed", -5, -5),
+        ("served_model_name", "one", ("one",)),
+        ("served_model_name", ["one", "two"], ("one", "two")),
+        ("hf_overrides", '{"rope_theta": 1e4}', {"rope_theta": 1e4}),
+    ],
+)
+def test_values_as_users_write_them(name: str, value: object, expected: object) -> None:
+    assert getattr(parse_options(**{name: value}), name) == expected
+
+
+def test_a_torch_dtype_is_taken_by_name() -> None:
+    torch = pytest.importorskip("torch")
+    assert parse_options(dtype=torch.bfloat16).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"block_size": 512}, ["block_size=512", "1 to 256 tokens"]),
+        ({"max_num_seqs": 0}, ["max_num_seqs=0", "at least 1 request"]),
+        ({"gpu_memory_utilization": float("nan")}, ["gpu_memory_utilization=nan", "0.01 to 1"]),
+        ({"block_size": True}, ["block_size=True", "whole number"]),
+        ({"max_num_seqs": 1.5}, ["max_num_seqs=1.5", "whole number"]),
+        ({"max_model_len": "8.5K5"}, ["max_model_len=8.5K5", "4096, 8k"]),
+        ({"max_model_len": "1.0001k"}, ["1000.1 is not a whole number"]),
+        ({"dtype": "bf16"}, ["dtype=bf16", "auto, half", "bfloat16?"]),
+        ({"model": 3}, ["model=3", "text, not int"]),
+        ({"hf_overrides": lambda config: config}, ["hf_overrides", "a function cannot travel"]),
+        ({"hf_overrides": {"x": object()}}, ["hf_overrides", "plain data"]),
+        ({"hf_overrides": "[1]"}, ["hf_overrides=[1]", "an object"]),
+        ({"hf_overrides": "{"}, ["hf_overrides={", "JSON object"]),
+        ({"served_model_name": [1]}, ["served_model_name", "list of names"]),
+        ({"trust_remote_code": "maybe"}, ["trust_remote_code=maybe", "true or false"]),
+        ({"max_modle_len": 4}, ["unknown option max_modle_len", "did you mean max_model_len?"]),
+        ({"zzzz": 4}, ["unknown option zzzz"]),
+        ({"max-model-len": 1, "max_model_len": 2}, ["given twice"]),
+    ],
+)
+def test_a_bad_value_is_named_with_what_would_be_right(values: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(OptionError) as caught:
+        parse_options(**values)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(OptionError, match="3 problems") as caught:
+        parse_options(max_num_seqs=0, dtype="int8", modle="x")
+    for name in ("max_num_seqs", "dtype", "modle"):
+        assert name in str(caught.value)
+
+
+@given(st.integers(-(2**70), 2**70))
+def test_sizes_read_back_whole_numbers(number: int) -> None:
+    assert parse_size(str(number)) == number
+    assert parse_size(f"{number}k") == number * 1000
+    assert parse_size(f"{number} MiB") == number << 20
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_a_number_in_range_or_a_clear_error(text: str) -> None:
+    try:
+        value = parse_options(max_num_batched_tokens=text).max_num_batched_tokens
+    except OptionError:
+        return
+    assert value is None or value >= 1
+
+
+def test_options_survive_the_channel_to_a_child() -> None:
+    options = parse_options(served_model_name=["a", "b"], hf_overrides={"x": {"y": 1}}, seed=None, max_model_len=64)
+    assert parse_options(**msgspec.to_builtins(options)) == options
+
+
+# --- foreign and retired names ------------------------------------------------------------------------------------
+
+
+def test_foreign_names_pass_silently_at_neutral_values_only() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name, foreign in FOREIGN.items():
+            for value in (None, *foreign.neutral):
+                assert parse_options(**{name: value}) == Options(), name
+    with pytest.raises(OptionError, match="tensor_parallel_size=2 is refused: not supported yet"):
+        parse_options(tensor_parallel_size=2)
+    with pytest.raises(OptionError, match=r"swap_space=16 is refused.*recomputed"):
+        parse_options(swap_space=16)
+
+
+def test_a_foreign_name_at_another_value_is_refused_with_a_reason() -> None:
+    for name, foreign in FOREIGN.items():
+        with pytest.raises(OptionError) as caught:
+            parse_options(**{name: "something else"})
+        assert str(caught.value) == f"{name}=something else is refused: {foreign.reason}"
+
+
+def test_neutral_values_are_recognised_as_text() -> None:
+    assert from_command_line("--tensor-parallel-size", "1", "--compilation-config", "{}", "--no-enforce-eager")
+    with pytest.raises(OptionError, match="--tensor-parallel-size=True"):
+        from_command_line("-tp", "True")
+
+
+def test_no_name_is_both_ours_and_foreign() -> None:
+    ours = set(option_specs())
+    assert not ours & set(FOREIGN)
+    assert not ours & set(RENAMED)
+    assert set(RENAMED.values()) <= ours
+
+
+def test_retired_names_reach_their_successors_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match="kv_cache_memory is now called kv_cache_memory_bytes"):
+        assert parse_options(kv_cache_memory="1GiB").kv_cache_memory_bytes == 1 << 30
+    with pytest.warns(FutureWarning, match="rope_theta is retired"):
+        options = parse_options(rope_theta=1e6, hf_overrides={"x": 1})
+    assert options.hf_overrides == {"rope_theta": 1e6, "x": 1}
+
+
+# --- the command line -----------------------------------------------------------------------------------------------
+
+
+def test_dashes_underscores_and_dotted_keys_are_one() -> None:
+    options = from_command_line(
+        "m",
+        "--max_model_len=8k",
+        "--hf-overrides.rope_scaling.rope_type",
+        "linear",
+        "--hf_overrides.rope_scaling.factor=2.0",
+        "--hf-overrides",
+        '{"a_b": 1}',
+        "--seed",
+        "-1",
+        "--served-model-name",
+        "x",
+        "y",
+    )
+    assert options == parse_options(
+        model="m",
+        max_model_len=8000,
+        hf_overrides={"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "a_b": 1},
+        seed=-1,
+        served_model_name=["x", "y"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--enable-prefix-caching"], True),
+        (["--no-enable-prefix-caching"], False),
+        (["--enable-prefix-caching=False"], False),
+        (["--enable_prefix_caching=true"], True),
+    ],
+)
+def test_booleans_on_the_command_line(arguments: list[str], expected: bool) -> None:
+    assert from_command_line(*arguments).enable_prefix_caching is expected
+
+
+def test_errors_name_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(OptionError, match="--block-size=1k: out of range; it must be 1 to 256 tokens"):
+        from_command_line("--block_size", "1k")
+    with pytest.raises(SystemExit) as caught:
+        from_command_line("--modle", "x")
+    assert caught.value.code == 2
+    assert "unknown option --modle; did you mean --model?" in capsys.readouterr().err
+    with pytest.raises(OptionError, match="model is given twice"):
+        from_command_line("a", "--model", "b")
+
+
+def test_help_tells_groups_units_and_defaults_but_no_foreign_names(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        from_command_line("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    for spec in option_specs().values():
+        assert f"--{spec.name.replace('_', '-')}" in text
+    for part in ("KV cache:", "Scheduler:", "--block-size TOKENS Size of one block (1 to 256 tokens; default: 16)"):
+        assert part in text
+    assert "tensor-parallel" not in text
+
+
+def test_options_can_be_added_to_any_parser() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    assert options_from_arguments(parser.parse_args(["--block-size", "32"])).block_size == 32
+
+
+# --- the config file --------------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_wins_over_the_config_file(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("max-model-len: 4k\nblock_size: 32\nenable-prefix-caching: false\nhf_overrides: {a: 1}\n")
+    options = from_command_line("--config", str(file), "--block-size", "64")
+    assert (options.max_model_len, options.block_size, options.enable_prefix_caching) == (4000, 64, False)
+    assert options.hf_overrides == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("max-modle-len: 1", ["engine.yaml", "max-modle-len", "did you mean max_model_len?"]),
+        ("block_size: 0", ["engine.yaml", "block_size=0", "1 to 256 tokens"]),
+        ("tensor-parallel-size: 4", ["engine.yaml", "tensor_parallel_size=4 is refused"]),
+        ("- a\n- b", ["engine.yaml", "must map option names"]),
+        ("a: [", ["engine.yaml", "not YAML"]),
+    ],
+)
+def test_a_bad_config_file_is_named(tmp_path: Path, content: str, words: list[str]) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text(content)
+    with pytest.raises(OptionError) as caught:
+        from_command_line("--config", str(file))
+    for word in words:
+        assert word in str(caught.value)
+    with pytest.raises(OptionError, match=r"missing\.yaml cannot be read"):
+        from_command_line("--config", str(tmp_path / "missing.yaml"))
+
+
+# --- docs -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_docs_page_is_up_to_date() -> None:
+    assert (ROOT / DOCS_PAGE).read_text(encoding="utf-8") == options_page(), "run: make docs"
+
+
+def test_reading_options_loads_no_heavy_library() -> None:
+    code = (
+        "import sys; from headrace.core.option_parsing import parse_options; parse_options(dtype='half');"
+        "print([m for m in ('torch', 'numpy', 'transformers', 'yaml') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "[]"
