@@ -17,8 +17,11 @@ Block 0 is never handed out: padding and empty table entries point at it, so the
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
+
+import numpy as np
 
 from headrace.core.hashing import BlockHash
 
@@ -123,16 +126,12 @@ class BlockPool:
 
     def check(self, held: Sequence[Sequence[int]]) -> None:
         """Raises AssertionError unless the books agree with `held`, the block tables of all running requests."""
-        counts = [0] * self.num_blocks
-        for table in held:
-            for block in table:
-                counts[block] += 1
-        assert counts == self._references, "reference counts differ from what requests hold"
-        free, cached = set(self._free), set(self._cached)
-        assert len(free) == len(self._free), "a block is in the free list twice"
-        assert not free & cached, "a block is both free and cached"
-        assert NULL_BLOCK not in free | cached, "the null block was handed out"
-        unheld = {block for block in range(1, self.num_blocks) if counts[block] == 0}
-        assert free | cached == unheld, "a block is lost, or is held and free at once"
-        assert all(self._hash_of[b] is not None for b in cached), "a cached block has no hash"
+        counts = np.bincount(np.fromiter(itertools.chain.from_iterable(held), np.int64), minlength=self.num_blocks)
+        assert np.array_equal(counts, self._references), "reference counts differ from what requests hold"
+        listed = np.bincount(np.array([*self._free, *self._cached], np.int64), minlength=self.num_blocks)
+        unheld = counts == 0
+        unheld[NULL_BLOCK] = False
+        assert listed[NULL_BLOCK] == 0, "the null block was handed out"
+        assert np.array_equal(listed, unheld), "a block is lost, listed twice, or held and free at once"
+        assert all(self._hash_of[b] is not None for b in self._cached), "a cached block has no hash"
         assert all(self._hash_of[b] == h for h, b in self._block_of.items()), "a hash names the wrong block"

@@ -144,7 +144,8 @@ def load_executor(options: Options) -> Executor:
     try:
         executor: Executor = getattr(importlib.import_module(module), name)(options)
     except (ImportError, AttributeError) as error:
-        raise OptionError(f"distributed_executor_backend {backend!r} cannot be loaded: {error}") from error
+        hint = "pip install 'headrace[engine]' installs what runs models" if backend in EXECUTORS else ""
+        raise OptionError(f"distributed_executor_backend {backend!r} cannot be loaded: {error}", hint=hint) from error
     return executor
 
 

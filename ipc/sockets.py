@@ -24,6 +24,7 @@ MAX_MESSAGE_BYTES = 1 << 30
 QUEUE_MESSAGES = 100_000
 """Bound of each direction's queue. A core must never block on one slow client, so past it messages are refused."""
 LINGER_MS = 500
+NEVER_MS = 7 * 24 * 3600 * 1000
 _UNIX_PATH_BYTES = 107
 
 
@@ -84,14 +85,14 @@ def check_address(address: str) -> str:
     raise AddressError(f"{address!r} is no address: use ipc:///path/to/socket or tcp://127.0.0.1:PORT")
 
 
-def configure(socket: zmq.Socket[bytes]) -> None:
-    """Bounded queues, heartbeats, no lingering, IPv6."""
+def configure(socket: zmq.Socket[bytes], address: str) -> None:
+    """Bounded queues, heartbeats, no lingering; IPv6 for an address that is."""
     socket.set_hwm(QUEUE_MESSAGES)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.IPV6, True)
+    socket.setsockopt(zmq.IPV6, "[" in address)
 
 
 def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> tuple[zmq.Socket[bytes], str]:
@@ -105,7 +106,7 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> tuple[
     if path is not None and path.exists() and _answers(path):
         raise AddressError(f"cannot listen at {wanted}: another process does")
     socket = context.socket(zmq.ROUTER)
-    configure(socket)
+    configure(socket, wanted)
     socket.setsockopt(zmq.ROUTER_MANDATORY, True)
     try:
         socket.bind(wanted)
@@ -121,8 +122,9 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> tuple[
 def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
     """A DEALER connecting to `address`, once: a lost or refused connection is final, never silently renewed."""
     socket = context.socket(zmq.DEALER)
-    configure(socket)
-    socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    configure(socket, address)
+    # Not -1, which would also drop what was received and not read yet, such as a core's last words.
+    socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
     socket.connect(check_address(address))
     return socket
 

@@ -1,0 +1,390 @@
+"""Ring 1: engine-core as a real process, with an executor that computes nothing. Deaths, garbage, drains."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from wire_client import WireClient
+
+from headrace.core.options import Options
+from headrace.core.supervisor import Child, start_engine
+from headrace.ipc.failure import EngineStartError, Failure
+from headrace.ipc.messages import (
+    Abort,
+    AddRequest,
+    Draining,
+    EngineFailed,
+    FinishReason,
+    Hello,
+    Refused,
+    StepOutputs,
+    Welcome,
+)
+from headrace.ipc.sockets import ipc_path
+
+NULL = "headrace.executor.null:NullExecutor"
+FOREVER = 30_000
+
+
+def null_options(**model: Any) -> Options:
+    return Options(distributed_executor_backend=NULL, model="null", hf_overrides=model, max_num_seqs=64)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
+    """Seconds until the condition held."""
+    began_s = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began_s < timeout_s, f"{what} did not happen within {timeout_s} s"
+        time.sleep(0.02)
+    return time.monotonic() - began_s
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@contextmanager
+def engine(address: str = "", **model: Any) -> Iterator[tuple[Child, str]]:
+    child = start_engine(null_options(**model), address)
+    try:
+        yield child, child.wait_ready(30).address
+    finally:
+        child.stop(0.0)
+        assert not child.alive
+
+
+@pytest.fixture(scope="module")
+def shared_engine() -> Iterator[str]:
+    """One engine for the tests that leave it as they found it."""
+    with engine(step_delay_s=0.002) as (_, address):
+        yield address
+
+
+def test_several_clients_share_one_core(shared_engine):
+    with WireClient(shared_engine) as first, WireClient(shared_engine) as second:
+        first.add(1, [5, 6, 7], max_tokens=5)
+        second.add(1, [8, 9], max_tokens=7)
+        assert first.finish(1).reason == FinishReason.LENGTH
+        assert second.finish(1).reason == FinishReason.LENGTH
+        tokens = [sum(len(m.slots) for m in c.heard if isinstance(m, StepOutputs)) for c in (first, second)]
+        assert tokens == [5, 7]
+
+
+def test_a_killed_client_is_freed_and_others_go_on(shared_engine):
+    script = (
+        "import sys, time; sys.path.insert(0, sys.argv[1])\n"
+        "from wire_client import WireClient\n"
+        "from headrace.ipc.messages import StepOutputs\n"
+        "client = WireClient(sys.argv[2])\n"
+        "[client.add(slot, [5, 6], max_tokens=30000, ignore_eos=True) for slot in range(3)]\n"
+        "client.receive(StepOutputs); print('streaming', flush=True); time.sleep(60)\n"
+    )
+    victim = subprocess.Popen(
+        [sys.executable, "-c", script, str(Path(__file__).parent), shared_engine], stdout=subprocess.PIPE, text=True
+    )
+    assert victim.stdout is not None
+    assert victim.stdout.readline().strip() == "streaming"
+    with WireClient(shared_engine) as other:
+        other.add(1, [5, 6], max_tokens=FOREVER, ignore_eos=True)
+        wait_until(lambda: other.stats().num_running == 4, 5, "all requests running")
+        victim.kill()
+        victim.wait()
+        victim.stdout.close()
+        wait_until(lambda: other.stats().num_running == 1, 5, "freeing the dead client's requests")
+        other.receive(StepOutputs)
+        other.send(Abort(slots=(1,)))
+        assert other.finish(1).reason == FinishReason.ABORT
+
+
+def test_a_waiting_request_of_a_killed_client_is_freed_too():
+    with engine(step_delay_s=0.05) as (_, address):
+        busy = WireClient(address)
+        for slot in range(64):
+            busy.add(slot, [5, 6], max_tokens=FOREVER, ignore_eos=True)
+        gone = WireClient(address)
+        gone.add(1, [5, 6], max_tokens=FOREVER, ignore_eos=True)
+        wait_until(lambda: busy.stats().num_waiting == 1, 5, "the last request to wait")
+        gone.close()
+        wait_until(lambda: busy.stats().num_waiting == 0, 5, "freeing the waiting request")
+        busy.close()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"\x00"],
+        [b"garbage" * 100],
+        [b"\x93\xaaAddRequest\x01\x02"],
+        [os.urandom(5000), os.urandom(10)],
+        [b"\x91\xa8NoSuchMessage"],
+    ],
+)
+def test_garbage_is_refused_and_the_session_goes_on(shared_engine, frames):
+    with WireClient(shared_engine) as client:
+        client.socket.send_multipart(frames)
+        assert "not a message of this version" in client.receive(Refused).failure.message
+        client.add(1, [5], max_tokens=2)
+        assert client.finish(1).reason == FinishReason.LENGTH
+
+
+def test_bytes_that_are_not_even_zeromq_disturb_nobody(shared_engine):
+    path = ipc_path(shared_engine)
+    with socket.socket(socket.AF_UNIX) as stranger, WireClient(shared_engine) as client:
+        stranger.connect(str(path))
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + os.urandom(1000))
+        client.add(1, [5], max_tokens=2)
+        assert client.finish(1).reason == FinishReason.LENGTH
+
+
+def test_another_version_is_refused_with_both_values(shared_engine):
+    with WireClient(shared_engine, greet=False) as client:
+        client.send(Hello(schema_hash="0123456789abcdef", version="9.9", pid=1))
+        refusal = client.receive(Refused)
+        assert "9.9 (messages 0123456789abcdef)" in refusal.failure.message
+        assert refusal.schema_hash in refusal.failure.message
+
+
+def test_a_request_before_hello_is_refused(shared_engine):
+    with WireClient(shared_engine, greet=False) as client:
+        client.add(1, [5])
+        assert "AddRequest before Hello" in client.receive(Refused).failure.message
+
+
+def test_a_slot_in_use_is_refused_and_keeps_its_request(shared_engine):
+    with WireClient(shared_engine) as client:
+        client.add(1, [5], max_tokens=200, ignore_eos=True)
+        client.add(1, [6], max_tokens=3)
+        assert "slot 1 is in use" in client.receive(Refused).failure.message
+        assert client.finish(1).reason == FinishReason.LENGTH
+        assert sum(len(m.slots) for m in client.heard if isinstance(m, StepOutputs)) == 200
+
+
+def test_an_idle_core_uses_no_processor_time():
+    with engine() as (child, address), WireClient(address) as client:
+        client.add(1, [5], max_tokens=4)
+        client.finish(1)
+        process = psutil.Process(child.pid)
+        wait_until(lambda: _cpu_share(process, 0.5) < 0.01, 10, "coming to rest")
+        assert _cpu_share(process, 3.0) < 0.01
+
+
+def _cpu_share(process: psutil.Process, seconds: float) -> float:
+    before = process.cpu_times()
+    time.sleep(seconds)
+    after = process.cpu_times()
+    return (after.user + after.system - before.user - before.system) / seconds
+
+
+def test_a_killed_core_is_reported_with_its_signal_and_clients_hear_of_it():
+    reported: list[Failure] = []
+    told = threading.Event()
+    with engine(step_delay_s=0.01) as (child, address), WireClient(address) as client:
+        child.on_exit(lambda failure: (reported.append(failure), told.set()))
+        client.add(1, [5], max_tokens=FOREVER, ignore_eos=True)
+        client.receive(StepOutputs)
+        os.kill(child.pid, signal.SIGKILL)
+        assert told.wait(5)
+        assert "killed by signal 9 (SIGKILL)" in reported[0].message
+        assert f"pid {child.pid}" in reported[0].message
+        assert reported[0].phase == "serve"
+
+
+def test_a_step_that_raises_ends_the_core_with_its_traceback():
+    reported: list[Failure] = []
+    told = threading.Event()
+    with engine(crash_token_id=13) as (child, address), WireClient(address) as first, WireClient(address) as second:
+        child.on_exit(lambda failure: (reported.append(failure), told.set()))
+        first.add(1, [5, 13])
+        for client in (first, second):
+            failure = client.receive(EngineFailed).failure
+            assert failure.type == "RuntimeError"
+            assert "told to crash" in failure.message
+            assert "in step" in failure.traceback
+        assert told.wait(5)
+        assert "exit status 70" in reported[0].message
+        assert any("told to crash" in line for line in reported[0].log_tail)
+
+
+def test_a_row_that_fails_fails_one_request_only():
+    with engine(fail_token_id=13) as (_, address), WireClient(address) as client:
+        client.add(1, [5, 13])
+        client.add(2, [5, 6])
+        assert client.finish(1).reason == FinishReason.FAILED
+        assert client.finish(2).reason == FinishReason.LENGTH
+
+
+def test_a_core_dies_with_the_process_that_started_it():
+    script = (
+        "import sys, time; sys.path.insert(0, sys.argv[1])\n"
+        "from test_daemon import null_options\n"
+        "from headrace.core.supervisor import start_engine\n"
+        "child = start_engine(null_options()); print(child.wait_ready(30).address, child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script, str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline().split()[1])
+    assert not is_gone(pid)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: is_gone(pid), 5, "the orphan's end")
+
+
+def test_a_start_that_fails_gives_the_cause():
+    child = start_engine(Options(distributed_executor_backend="headrace.nowhere:Nothing"))
+    with pytest.raises(EngineStartError, match=r"headrace\.nowhere:Nothing.* cannot be loaded: No module named"):
+        child.wait_ready(30)
+    child.stop()
+
+
+def test_a_core_killed_while_it_loads_gives_the_signal_and_the_phase():
+    child = start_engine(null_options(load_delay_s=60.0))
+    phases: list[str] = []
+
+    def on_progress(progress: Any) -> None:
+        phases.append(progress.phase)
+        if progress.phase == "load weights":
+            os.kill(child.pid, signal.SIGKILL)
+
+    with pytest.raises(EngineStartError, match="killed by signal 9") as caught:
+        child.wait_ready(30, on_progress)
+    assert caught.value.failure is not None
+    assert caught.value.failure.phase == "load weights"
+    assert phases[0] == "import"
+
+
+def test_a_core_that_is_not_ready_in_time_is_ended():
+    child = start_engine(null_options(load_delay_s=60.0))
+    with pytest.raises(EngineStartError, match="not ready within 2 s"):
+        child.wait_ready(2.0)
+    assert not child.alive
+
+
+def run_daemon(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "headrace.core.daemon", "--model", "null"),
+            *("--distributed-executor-backend", NULL, *arguments),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ready_address(daemon: subprocess.Popen[str]) -> str:
+    assert daemon.stdout is not None
+    line = daemon.stdout.readline()
+    assert line.startswith("engine-core: ready at "), line
+    return line.split()[-1]
+
+
+def test_a_daemon_drains_on_sigterm_and_leaves_no_file():
+    daemon = run_daemon("--hf-overrides", '{"step_delay_s": 0.01}')
+    address = ready_address(daemon)
+    with WireClient(address) as client:
+        client.add(1, [5], max_tokens=100, ignore_eos=True)
+        client.receive(StepOutputs)
+        daemon.send_signal(signal.SIGTERM)
+        client.receive(Draining)
+        client.add(2, [5], max_tokens=5)
+        rejected = client.finish(2)
+        assert rejected.reason == FinishReason.REJECTED
+        assert "shutting down" in rejected.failure.message
+        assert client.finish(1).reason == FinishReason.LENGTH
+    daemon.communicate(timeout=10)
+    assert daemon.returncode == 0
+    assert not ipc_path(address).exists()
+
+
+def test_a_second_sigterm_does_not_wait():
+    daemon = run_daemon("--hf-overrides", '{"step_delay_s": 0.01}')
+    with WireClient(ready_address(daemon)) as client:
+        client.add(1, [5], max_tokens=FOREVER, ignore_eos=True)
+        client.receive(StepOutputs)
+        daemon.send_signal(signal.SIGTERM)
+        client.receive(Draining)
+        daemon.send_signal(signal.SIGTERM)
+        assert client.finish(1).reason == FinishReason.ABORT
+    daemon.communicate(timeout=10)
+    assert daemon.returncode == 0
+
+
+def test_a_daemon_serves_tcp_on_loopback_and_publishes_the_port_it_bound():
+    daemon = run_daemon("--address", "tcp://127.0.0.1:*")
+    address = ready_address(daemon)
+    assert address.startswith("tcp://127.0.0.1:")
+    with WireClient(address) as client:
+        assert isinstance(client.welcome, Welcome)
+        client.send(AddRequest(slot=0, request_id="", prompt_token_ids=_one_token(), sampling=_one_sample()))
+        assert client.finish(0).reason == FinishReason.LENGTH
+    daemon.terminate()
+    daemon.communicate(timeout=10)
+
+
+def _one_token() -> Any:
+    from headrace.ipc.codec import Tensor
+
+    return Tensor.of("int32", [5])
+
+
+def _one_sample() -> Any:
+    from headrace.ipc.messages import Sampling
+
+    return Sampling(max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--address", "tcp://0.0.0.0:5555"], 1, "only loopback addresses"),
+        (["--address", "nonsense"], 1, "use ipc:///path/to/socket or tcp://127.0.0.1:PORT"),
+        (["--max-num-sequences", "3"], 2, "max-num-seqs"),
+        (["--hf-overrides", '{"no_such_field": 1}'], 1, "no_such_field"),
+    ],
+)
+def test_a_daemon_that_cannot_start_says_why_in_a_sentence(arguments, status, words):
+    daemon = run_daemon(*arguments)
+    _, stderr = daemon.communicate(timeout=30)
+    assert daemon.returncode == status
+    assert words in stderr
+    assert "Traceback" not in stderr
+
+
+def test_an_address_in_use_is_refused(shared_engine):
+    daemon = run_daemon("--address", shared_engine)
+    _, stderr = daemon.communicate(timeout=30)
+    assert daemon.returncode == 1
+    assert "another process does" in stderr
+    with WireClient(shared_engine) as client:
+        client.add(1, [5], max_tokens=2)
+        assert client.finish(1).reason == FinishReason.LENGTH
+
+
+def test_leftover_sockets_of_dead_processes_are_swept_away():
+    with engine() as (child, address):
+        path = ipc_path(address)
+        os.kill(child.pid, signal.SIGKILL)
+        wait_until(lambda: not child.alive, 5, "the core's end")
+        assert path.exists()
+    with engine():
+        assert not path.exists()
