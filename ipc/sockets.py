@@ -119,13 +119,12 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> tuple[
     return socket, bound.decode().rstrip("\0") if isinstance(bound, bytes) else wanted
 
 
-def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    """A DEALER connecting to `address`, once: a lost or refused connection is final, never silently renewed."""
+def new_dealer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    """A DEALER for one connection to `address`, not connected yet: lost or refused, it is never tried again."""
     socket = context.socket(zmq.DEALER)
-    configure(socket, address)
+    configure(socket, check_address(address))
     # Not -1, which would also drop what was received and not read yet, such as a core's last words.
     socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
-    socket.connect(check_address(address))
     return socket
 
 

@@ -22,7 +22,7 @@ from headrace.ipc.messages import (
     StepOutputs,
     Welcome,
 )
-from headrace.ipc.sockets import connect_dealer
+from headrace.ipc.sockets import new_dealer
 
 M = TypeVar("M")
 
@@ -32,7 +32,8 @@ class WireClient:
 
     def __init__(self, address: str, *, greet: bool = True) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = connect_dealer(self._context, address)
+        self.socket = new_dealer(self._context, address)
+        self.socket.connect(address)
         self._codec: Codec[CoreMessage] = Codec(CoreMessage)
         self.heard: list[Any] = []
         if greet:
