@@ -1,0 +1,276 @@
+// The arithmetic of one attention tile: a few query rows against up to kTileKeys keys of one sequence and KV head.
+//
+// Both products of attention are the same small matrix product, C[rows, n] = A[rows, k] B[k, n], with A broadcast from
+// row-major memory and B packed so that one vector holds kLanes columns. In bf16 a vector holds pairs along k, as the
+// bf16 dot product wants them:
+//
+//   scores:  A = queries [rows, head_dim],  B = keys^T, packed [head_dim / 2][keys][2]
+//   output:  A = weights [rows, keys],      B = values, packed [keys / 2][head_dim][2]
+//
+// Each element of C is one chain of multiply-adds along k, whatever the number of rows: a row's result does not
+// depend on the rows beside it. That is what makes attention independent of batch, chunking and threads.
+#pragma once
+
+#include "elementwise_vector.h"
+
+namespace headrace {
+
+// Keys of one tile, counted from the start of the context. Never depends on batch or threads: partial results are
+// merged tile by tile in this division always.
+constexpr int kTileKeys = 128;
+
+#if defined(HEADRACE_AVX512) && defined(__AVX512BF16__)
+#define HEADRACE_BF16_DOT 1
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HEADRACE_BF16_DOT 1
+#endif
+
+using Bf16 = uint16_t;
+
+// How many values along k one lane of a packed vector holds.
+template <class T>
+constexpr int kPairs = sizeof(T) == 2 ? 2 : 1;
+
+inline int round_up_to(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+inline Floats multiply_add(Floats sum, const float* a, const float* b) {
+  return fused(all_lanes(*a), load_floats(b), sum);
+}
+
+#if defined(HEADRACE_BF16_DOT)
+inline Floats multiply_add(Floats sum, const Bf16* a, const Bf16* b) {
+  int32_t pair;
+  std::memcpy(&pair, a, 4);
+#if defined(HEADRACE_AVX512)
+  __m512i columns = _mm512_loadu_si512(b);
+  return reinterpret_cast<Floats>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), (__m512bh)_mm512_set1_epi32(pair),
+                                                   (__m512bh)columns));
+#else
+  bfloat16x8_t columns = vreinterpretq_bf16_u16(vld1q_u16(b));
+  return reinterpret_cast<Floats>(vbfdotq_f32(reinterpret_cast<float32x4_t>(sum),
+                                              vreinterpretq_bf16_s32(vdupq_n_s32(pair)), columns));
+#endif
+}
+#endif
+
+// A block of kRows x (kVectors * kLanes) results held in registers.
+template <class T, int kRows, int kVectors>
+inline void product_block(const T* a, int a_stride, const T* b, int b_stride, int steps, float* c, int c_stride) {
+  Floats sums[kRows][kVectors] = {};
+  for (int step = 0; step < steps; ++step) {
+    for (int row = 0; row < kRows; ++row)
+      for (int v = 0; v < kVectors; ++v)
+        sums[row][v] = multiply_add(sums[row][v], a + row * a_stride, b + v * kLanes * kPairs<T>);
+    a += kPairs<T>;
+    b += b_stride;
+  }
+  for (int row = 0; row < kRows; ++row)
+    for (int v = 0; v < kVectors; ++v) store_floats(c + row * c_stride + v * kLanes, sums[row][v]);
+}
+
+template <class T, int kVectors>
+inline void product_columns(const T* a, int a_stride, int rows, const T* b, int b_stride, int steps, float* c,
+                            int c_stride) {
+  // Sums, columns and one broadcast must fit the registers: 32 of them, or 16 under AVX2.
+  constexpr int kMostRows = kLanes == 8 ? (kVectors > 2 ? 3 : 6) : (kVectors > 4 ? 3 : 6);
+  int row = 0;
+  for (; row + kMostRows <= rows; row += kMostRows)
+    product_block<T, kMostRows, kVectors>(a + row * a_stride, a_stride, b, b_stride, steps, c + row * c_stride,
+                                          c_stride);
+  a += row * a_stride;
+  c += row * c_stride;
+  switch (rows - row) {
+    case 5: product_block<T, (kMostRows > 5 ? 5 : 1), kVectors>(a, a_stride, b, b_stride, steps, c, c_stride); break;
+    case 4: product_block<T, (kMostRows > 4 ? 4 : 1), kVectors>(a, a_stride, b, b_stride, steps, c, c_stride); break;
+    case 3: product_block<T, (kMostRows > 3 ? 3 : 1), kVectors>(a, a_stride, b, b_stride, steps, c, c_stride); break;
+    case 2: product_block<T, 2, kVectors>(a, a_stride, b, b_stride, steps, c, c_stride); break;
+    case 1: product_block<T, 1, kVectors>(a, a_stride, b, b_stride, steps, c, c_stride); break;
+    default: break;
+  }
+}
+
+// C[rows, columns] = A[rows, steps * kPairs] B. `columns` is a multiple of kLanes; b_stride counts elements of T from
+// one step of B to the next.
+template <class T>
+inline void product(const T* a, int a_stride, int rows, const T* b, int b_stride, int steps, int columns, float* c,
+                    int c_stride) {
+  int column = 0;
+  if (rows <= 3)  // few rows: more columns at once, or the chain of each sum would leave the multipliers idle
+    for (; column + 8 * kLanes <= columns; column += 8 * kLanes)
+      product_columns<T, 8>(a, a_stride, rows, b + column * kPairs<T>, b_stride, steps, c + column, c_stride);
+  for (; column + 4 * kLanes <= columns; column += 4 * kLanes)
+    product_columns<T, 4>(a, a_stride, rows, b + column * kPairs<T>, b_stride, steps, c + column, c_stride);
+  for (; column + 2 * kLanes <= columns; column += 2 * kLanes)
+    product_columns<T, 2>(a, a_stride, rows, b + column * kPairs<T>, b_stride, steps, c + column, c_stride);
+  for (; column < columns; column += kLanes)
+    product_columns<T, 1>(a, a_stride, rows, b + column * kPairs<T>, b_stride, steps, c + column, c_stride);
+}
+
+#if defined(HEADRACE_AVX512)
+// 16 rows of up to 16 words each become 16 columns: to[word * to_stride + row].
+inline void transpose_words_block(const uint32_t* const* rows, int first, int words, uint32_t* to, int to_stride) {
+  const __mmask16 mask = static_cast<__mmask16>(words >= 16 ? 0xffff : (1 << words) - 1);
+  __m512i r[16], t[16];
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_maskz_loadu_epi32(mask, rows[i] + first);
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  // r[4 g + c] holds, in 128-bit lane l, word 4 l + c of rows 4 g .. 4 g + 3.
+  for (int c = 0; c < 4; ++c) {
+    t[c] = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88);
+    t[4 + c] = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd);
+    t[8 + c] = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
+    t[12 + c] = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
+  }
+  for (int c = 0; c < 4; ++c) {
+    r[c] = _mm512_shuffle_i32x4(t[c], t[8 + c], 0x88);
+    r[8 + c] = _mm512_shuffle_i32x4(t[c], t[8 + c], 0xdd);
+    r[4 + c] = _mm512_shuffle_i32x4(t[4 + c], t[12 + c], 0x88);
+    r[12 + c] = _mm512_shuffle_i32x4(t[4 + c], t[12 + c], 0xdd);
+  }
+  for (int i = 0; i < words && i < 16; ++i) _mm512_storeu_si512(to + i * to_stride, r[i]);
+}
+#elif defined(__AVX2__)
+inline void transpose_words_block(const uint32_t* const* rows, int first, int words, uint32_t* to, int to_stride) {
+  const __m256i mask = _mm256_cmpgt_epi32(_mm256_set1_epi32(words), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  __m256i r[8], t[8];
+  for (int i = 0; i < 8; ++i) r[i] = _mm256_maskload_epi32(reinterpret_cast<const int*>(rows[i] + first), mask);
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    r[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int c = 0; c < 4; ++c) {
+    t[c] = _mm256_permute2x128_si256(r[c], r[4 + c], 0x20);
+    t[4 + c] = _mm256_permute2x128_si256(r[c], r[4 + c], 0x31);
+  }
+  for (int i = 0; i < words && i < 8; ++i)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i * to_stride), t[i]);
+}
+#else
+inline void transpose_words_block(const uint32_t* const* rows, int first, int words, uint32_t* to, int to_stride) {
+  for (int word = 0; word < words && word < kLanes; ++word)
+    for (int row = 0; row < kLanes; ++row) to[word * to_stride + row] = rows[row][first + word];
+}
+#endif
+
+// rows[keys] of `dim` values each -> packed [dim / kPairs][keys][kPairs]; `keys` is a multiple of kLanes, dim even.
+template <class T>
+inline void pack_keys(const T* const* rows, int keys, int dim, T* packed) {
+  const int words = dim / kPairs<T>;
+  for (int key = 0; key < keys; key += kLanes)
+    for (int word = 0; word < words; word += kLanes)
+      transpose_words_block(reinterpret_cast<const uint32_t* const*>(rows + key), word,
+                            words - word, reinterpret_cast<uint32_t*>(packed) + word * keys + key, keys);
+}
+
+// rows[keys] of `dim` values each -> packed [keys / kPairs][padded][kPairs], zeros beyond dim; `keys` is even.
+inline void pack_values(const float* const* rows, int keys, int dim, int padded, float* packed) {
+  for (int key = 0; key < keys; ++key, packed += padded) {
+    std::memcpy(packed, rows[key], sizeof(float) * static_cast<size_t>(dim));
+    for (int i = dim; i < padded; ++i) packed[i] = 0.0f;
+  }
+}
+
+inline void pack_values(const Bf16* const* rows, int keys, int dim, int padded, Bf16* packed) {
+  for (int key = 0; key < keys; key += 2, packed += 2 * padded) {
+    const Bf16 *first = rows[key], *second = rows[key + 1];
+    int i = 0;
+#if defined(HEADRACE_AVX512)
+    alignas(64) static constexpr uint16_t kLow[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                      8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const __m512i low = _mm512_load_si512(kLow), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    for (; i + 32 <= dim; i += 32) {
+      __m512i a = _mm512_loadu_si512(first + i), b = _mm512_loadu_si512(second + i);
+      _mm512_storeu_si512(packed + 2 * i, _mm512_permutex2var_epi16(a, low, b));
+      _mm512_storeu_si512(packed + 2 * i + 32, _mm512_permutex2var_epi16(a, high, b));
+    }
+#endif
+    for (; i < dim; ++i) {
+      packed[2 * i] = first[i];
+      packed[2 * i + 1] = second[i];
+    }
+    for (; i < padded; ++i) packed[2 * i] = packed[2 * i + 1] = 0;
+  }
+}
+
+inline void store_weights(float* to, Floats value) { store_floats(to, value); }
+inline void store_weights(Bf16* to, Floats value) { store_bf16(to, value); }
+inline Floats load_weights(const float* from) { return load_floats(from); }
+inline Floats load_weights(const Bf16* from) { return load_bf16(from); }
+
+// What of a tile one row may see, and how its scores are made.
+struct ScoreRule {
+  float scale;
+  float soft_cap;             // 0: none
+  const float* key_scales;    // [keys], or null
+  const float* value_scales;  // [keys], or null
+};
+
+// The running softmax of one row: its largest score, and the sum of e^(score - largest). No key seen yet: -inf, 0.
+struct RowState {
+  float largest;
+  float sum;
+};
+
+// scores[keys] (products of query and key) -> weights[keys] = e^(score - largest), 0 outside [first, end).
+template <class T>
+inline RowState weigh_row(float* scores, int keys, int first, int end, const ScoreRule& rule, T* weights) {
+  const float infinity = __builtin_inff();
+  Floats most = all_lanes(-infinity);
+  for (int key = 0; key < keys; key += kLanes) {
+    Floats score = load_floats(scores + key) * rule.scale;
+    if (rule.key_scales != nullptr) score *= load_floats(rule.key_scales + key);
+    if (rule.soft_cap != 0.0f) score = hyperbolic_tangent(score / rule.soft_cap) * rule.soft_cap;
+    if (key < first || key + kLanes > end) {
+      const Ints number = lane_numbers() + key;
+      score = choose((number >= first) & (number < end), score, all_lanes(-infinity));
+    }
+    store_floats(scores + key, score);
+    most = larger(most, score);
+  }
+  RowState state = {largest_lane(most), 0.0f};
+  if (state.largest == -infinity) {
+    for (int key = 0; key < keys; key += kLanes) store_weights(weights + key, Floats{});
+    return state;
+  }
+  Floats sum = {};
+  for (int key = 0; key < keys; key += kLanes) {
+    Floats weight = exponential<sizeof(T) == 4>(load_floats(scores + key) - state.largest);
+    if (rule.value_scales != nullptr) {
+      sum += weight;
+      store_weights(weights + key, weight * load_floats(rule.value_scales + key));
+    } else {
+      // The weights are summed as rounded, so that they add up to one and rounding does not shrink the output.
+      store_weights(weights + key, weight);
+      sum += load_weights(weights + key);
+    }
+  }
+  state.sum = sum_of_lanes(sum);
+  return state;
+}
+
+// Adds a tile's outcome to a row's running one. Always called tile by tile in the order of the context.
+inline void merge_row(RowState& state, float* output, const RowState& tile, const float* tile_output, int padded) {
+  if (tile.largest == -__builtin_inff()) return;
+  const float largest = state.largest > tile.largest ? state.largest : tile.largest;
+  const Floats keep = exponential<true>(all_lanes(state.largest - largest));
+  const Floats take = exponential<true>(all_lanes(tile.largest - largest));
+  for (int i = 0; i < padded; i += kLanes)
+    store_floats(output + i, fused(load_floats(output + i), keep, load_floats(tile_output + i) * take));
+  state = {largest, std::fma(state.sum, keep[0], tile.sum * take[0])};
+}
+
+}  // namespace headrace

@@ -1,0 +1,391 @@
+"""Attention, norms, rotary, activations and cache writes on the CPU kernels, with the references' signatures.
+
+Each call opens a parallel region of its own; `program.py` runs the same ops of a whole step in one. Everything is
+computed in float32 and rounded once to the tensors' type. Results do not depend on the number of threads or on what
+else is in the batch, to the bit, and attention's not on how a prompt was cut into chunks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.reference_attention import AttentionParams, PagedBatch
+from headrace.kernels.registry import Version
+
+from . import build
+from .linear import ACTIVATIONS, DTYPES, ROWS_FIXED, Runtime, runtime
+from .threads import Step
+
+CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
+MOST_HEAD_DIM = 256
+MOST_ROW_VALUES = 32768
+WORKSPACE_BYTES = 8 << 20
+"""Partial results of sequences whose context is divided among threads; those that do not fit are not divided."""
+
+
+class KvCacheC(ctypes.Structure):
+    """Mirror of `KvCache` in attention_cache.h."""
+
+    _fields_ = (
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("key_scales", ctypes.c_void_p),
+        ("value_scales", ctypes.c_void_p),
+        ("key_scale", ctypes.c_float),
+        ("value_scale", ctypes.c_float),
+        ("type", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("block_size", ctypes.c_int32),
+    )
+
+
+class RotaryArgs(ctypes.Structure):
+    """Mirror of `RotaryArgs` in attention.h: the arguments of `hr_op_rotary_and_cache_write`."""
+
+    _fields_ = (
+        ("query", ctypes.c_void_p),
+        ("key", ctypes.c_void_p),
+        ("value", ctypes.c_void_p),
+        ("query_stride", ctypes.c_int64),
+        ("key_stride", ctypes.c_int64),
+        ("value_stride", ctypes.c_int64),
+        ("query_norm", ctypes.c_void_p),
+        ("key_norm", ctypes.c_void_p),
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+        ("cache", KvCacheC),
+        ("norm_eps", ctypes.c_float),
+        ("num_heads", ctypes.c_int32),
+        ("rotary_half", ctypes.c_int32),
+        ("by_token", ctypes.c_int32),
+        ("type", ctypes.c_int32),
+        ("fuse_decode", ctypes.c_int32),
+    )
+
+
+class AttentionArgs(ctypes.Structure):
+    """Mirror of `AttentionArgs` in attention.h: the arguments of `hr_op_attention`."""
+
+    _fields_ = (
+        ("source", RotaryArgs),
+        ("output", ctypes.c_void_p),
+        ("output_stride", ctypes.c_int64),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+        ("window", ctypes.c_int32),
+        ("output_type", ctypes.c_int32),
+    )
+
+
+class NormArgs(ctypes.Structure):
+    """Mirror of `NormArgs` in elementwise.h: the arguments of `hr_op_norm`."""
+
+    _fields_ = (
+        ("input", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("input_stride", ctypes.c_int64),
+        ("residual_stride", ctypes.c_int64),
+        ("output_stride", ctypes.c_int64),
+        ("output_thread_stride", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("num_rows", ctypes.c_int64),
+        ("rows", ctypes.c_int32),
+        ("add_to_output", ctypes.c_int32),
+        ("kind", ctypes.c_int32),
+        ("input_type", ctypes.c_int32),
+        ("residual_type", ctypes.c_int32),
+        ("output_type", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+    )
+
+
+class ActivationArgs(ctypes.Structure):
+    """Mirror of `ActivationArgs` in elementwise.h: the arguments of `hr_op_activation_multiply`."""
+
+    _fields_ = (
+        ("gate", ctypes.c_void_p),
+        ("up", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("gate_stride", ctypes.c_int64),
+        ("output_stride", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("num_rows", ctypes.c_int64),
+        ("rows", ctypes.c_int32),
+        ("kind", ctypes.c_int32),
+        ("input_type", ctypes.c_int32),
+        ("output_type", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True)
+class CacheScales:
+    """The scales of an int8 or e4m3 cache: one for the layer, or (dynamic) one per row, made as rows are written."""
+
+    key: float = 1.0
+    value: float = 1.0
+    keys: Tensor | None = None  # [num_blocks, num_kv_heads, block_size] float32
+    values: Tensor | None = None  # [num_blocks, num_kv_heads, block_size] float32
+
+
+def describe_cache(key_cache: Tensor, value_cache: Tensor, scales: CacheScales | None = None) -> KvCacheC:
+    """The kernels' view of one layer's cache, [num_blocks, num_kv_heads, block_size, head_dim] each.
+
+    Raises ValueError where the kernels cannot use it.
+    """
+    _, num_kv_heads, block_size, head_dim = key_cache.shape
+    for name, cache in (("key", key_cache), ("value", value_cache)):
+        if cache.dtype not in CACHE_TYPES or not cache.is_contiguous():
+            raise ValueError(f"the {name} cache is {cache.dtype} and must be contiguous in one of {list(CACHE_TYPES)}.")
+    if value_cache.shape != key_cache.shape or value_cache.dtype != key_cache.dtype:
+        raise ValueError("the key and value caches differ in shape or type; they must be alike.")
+    if reason := why_no_attention(head_dim=head_dim):
+        raise ValueError(reason)
+    scales = scales or CacheScales()
+    return KvCacheC(
+        keys=key_cache.data_ptr(),
+        values=value_cache.data_ptr(),
+        key_scales=None if scales.keys is None else scales.keys.data_ptr(),
+        value_scales=None if scales.values is None else scales.values.data_ptr(),
+        key_scale=scales.key,
+        value_scale=scales.value,
+        type=CACHE_TYPES[key_cache.dtype],
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+    )
+
+
+def step_of(batch: PagedBatch) -> Step:
+    """The kernels' view of a batch, made once per step; `batch` keeps it and what it points to."""
+    if "cpu step" not in batch.memo:
+        tensors = {
+            "slot_mapping": batch.slot_mapping.to(torch.int64).contiguous(),
+            "query_start": batch.query_start.to(torch.int32).contiguous(),
+            "seq_lens": batch.seq_lens.to(torch.int32).contiguous(),
+            "block_table": batch.block_tables.to(torch.int32).contiguous(),
+        }
+        step = Step(
+            num_tokens=len(batch.slot_mapping),
+            num_seqs=len(batch.seq_lens),
+            block_table_stride=tensors["block_table"].shape[1],
+            **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+        )
+        batch.memo["cpu step"] = (step, tensors)
+    return batch.memo["cpu step"][0]
+
+
+class CpuOps:
+    """The ops of one runtime. Tensors that are not contiguous are copied first."""
+
+    def __init__(self, used: Runtime) -> None:
+        self.runtime = used
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8)
+        dll = used.library.dll
+        dll.hr_attention_scratch_bytes.restype = ctypes.c_int64
+        dll.hr_attention_scratch_bytes.argtypes = [ctypes.c_void_p]
+
+    def rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """As `reference.rms_norm`."""
+        return self._norm(0, x, residual, weight, None, eps)
+
+    def layer_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """As `reference.layer_norm`."""
+        return self._norm(1, x, residual, weight, bias, eps)
+
+    def _norm(
+        self, kind: int, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        x = x.contiguous()
+        total = x if residual is None else residual.clone(memory_format=torch.contiguous_format)
+        out, size = torch.empty_like(x), x.shape[-1]
+        args = NormArgs(
+            input=x.data_ptr(),
+            residual=None if residual is None else total.data_ptr(),
+            output=out.data_ptr(),
+            weight=None if weight is None else weight.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            input_stride=size,
+            residual_stride=size,
+            output_stride=size,
+            size=size,
+            num_rows=x.numel() // size,
+            rows=ROWS_FIXED,
+            kind=kind,
+            input_type=DTYPES[x.dtype],
+            residual_type=DTYPES[total.dtype],
+            output_type=DTYPES[out.dtype],
+            eps=eps,
+        )
+        self.runtime.pool.run_op("hr_op_norm", args)
+        return out, total
+
+    def activate(self, x: Tensor, kind: str) -> Tensor:
+        """As `reference.activate`."""
+        x = x.contiguous()
+        return self._activate(x, x.shape[-1], x.shape[-1], None, kind)
+
+    def activate_and_multiply(self, gate_up: Tensor, kind: str) -> Tensor:
+        """As `reference.activate_and_multiply`."""
+        gate_up = gate_up.contiguous()
+        size = gate_up.shape[-1] // 2
+        up = gate_up.data_ptr() + size * gate_up.itemsize
+        return self._activate(gate_up, size, 2 * size, up, kind)
+
+    def _activate(self, x: Tensor, size: int, stride: int, up: int | None, kind: str) -> Tensor:
+        out = torch.empty(*x.shape[:-1], size, dtype=x.dtype)
+        args = ActivationArgs(
+            gate=x.data_ptr(),
+            up=up,
+            output=out.data_ptr(),
+            gate_stride=stride,
+            output_stride=size,
+            size=size,
+            num_rows=out.numel() // size,
+            rows=ROWS_FIXED,
+            kind=ACTIVATIONS[kind],
+            input_type=DTYPES[x.dtype],
+            output_type=DTYPES[out.dtype],
+        )
+        self.runtime.pool.run_op("hr_op_activation_multiply", args)
+        return out
+
+    def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """As `reference.rotary`."""
+        return self._rotate(query, cos, sin), self._rotate(key, cos, sin)
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x, cos, sin = x.clone(memory_format=torch.contiguous_format), cos.contiguous(), sin.contiguous()
+        num_tokens, num_heads, head_dim = x.shape
+        args = RotaryArgs(
+            query=x.data_ptr(),
+            query_stride=num_heads * head_dim,
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            cache=KvCacheC(head_dim=head_dim),
+            num_heads=num_heads,
+            rotary_half=cos.shape[-1],
+            by_token=1,
+            type=DTYPES[x.dtype],
+        )
+        self.runtime.pool.run_op("hr_op_rotary_and_cache_write", args, Step(num_tokens=num_tokens))
+        return x
+
+    def write_cache(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: PagedBatch,
+        scales: CacheScales | None = None,
+    ) -> None:
+        """As `reference.write_cache`; an int8 or e4m3 cache is written divided by its scales."""
+        key, value = _rows_of_heads(key), _rows_of_heads(value)
+        args = RotaryArgs(
+            key=key.data_ptr(),
+            value=value.data_ptr(),
+            key_stride=key.stride(0),
+            value_stride=value.stride(0),
+            cache=describe_cache(key_cache, value_cache, scales),
+            type=DTYPES[key.dtype],
+        )
+        self.runtime.pool.run_op("hr_op_rotary_and_cache_write", args, step_of(batch))
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: PagedBatch,
+        params: AttentionParams,
+        scales: CacheScales | None = None,
+    ) -> Tensor:
+        """As `reference_attention.paged_attention`, and for caches in int8 and e4m3 with their scales.
+
+        Over bf16, int8 and e4m3 caches the query and the softmax weights are rounded to bf16 where the CPU multiplies
+        bf16; sums are in float32 always.
+        """
+        query = _rows_of_heads(query)
+        _, num_heads, head_dim = query.shape
+        out = torch.empty(query.shape, dtype=query.dtype)
+        args = AttentionArgs(
+            source=RotaryArgs(
+                query=query.data_ptr(),
+                query_stride=query.stride(0),
+                cache=describe_cache(key_cache, value_cache, scales),
+                num_heads=num_heads,
+                type=DTYPES[query.dtype],
+            ),
+            output=out.data_ptr(),
+            output_stride=num_heads * head_dim,
+            workspace=self._workspace.data_ptr(),
+            workspace_bytes=self._workspace.nbytes,
+            scale=params.scale,
+            soft_cap=params.soft_cap or 0.0,
+            window=params.sliding_window or 0,
+            output_type=DTYPES[out.dtype],
+        )
+        pool = self.runtime.pool
+        pool.reserve(0, self.runtime.library.dll.hr_attention_scratch_bytes(ctypes.byref(args)))
+        pool.run_op("hr_op_attention", args, step_of(batch))
+        return out
+
+
+def _rows_of_heads(x: Tensor) -> Tensor:
+    """x [num_tokens, num_heads, head_dim] with the heads of a token side by side; tokens may be strided."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+@functools.cache
+def shared_ops() -> CpuOps:
+    """The ops of this process's shared runtime. Raises RuntimeError where there is none."""
+    return CpuOps(runtime())
+
+
+def why_no_op(device: torch.device | None = None, dtype: torch.dtype | None = None, **_: Any) -> str:
+    """Why the row ops cannot serve, in a sentence; "" when they can."""
+    if device is None or device.type != "cpu":
+        return f"the CPU kernels work on the CPU's memory, not on {device}."
+    if dtype not in DTYPES:
+        return f"the CPU kernels compute in float32, bfloat16 and float16, not in {dtype}."
+    return build.why_not() or ""
+
+
+def why_no_attention(head_dim: int | None = None, **_: Any) -> str:
+    """Why attention cannot serve heads of this size, in a sentence; "" when it can."""
+    if head_dim is None or head_dim % 8 != 0 or not 0 < head_dim <= MOST_HEAD_DIM:
+        return f"the CPU attention takes heads of 8 to {MOST_HEAD_DIM} values in steps of 8, not {head_dim}."
+    return ""
+
+
+def _offer(op: str, why_not: Callable[..., str] = why_no_op) -> Version:
+    def serve(*args: Any, **options: Any) -> Any:
+        return getattr(shared_ops(), op)(*args, **options)
+
+    return Version(op, "cpu_native", serve, why_not)
+
+
+def _why_no_paged_attention(**facts: Any) -> str:
+    return why_no_op(**facts) or why_no_attention(**facts)
+
+
+VERSIONS = (
+    *(_offer(op) for op in ("rms_norm", "layer_norm", "rotary", "activate", "activate_and_multiply")),
+    _offer("write_cache", _why_no_paged_attention),
+    _offer("paged_attention", _why_no_paged_attention),
+)
