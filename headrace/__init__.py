@@ -1,0 +1,89 @@
+"""Headrace: a high-throughput, memory-efficient LLM inference and serving engine.
+
+    from headrace import LLM
+    print(LLM().generate("Hello")[0].outputs[0].text)
+
+Names are loaded when first used, so importing this costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.frontend.async_llm import AsyncLLM
+    from headrace.frontend.llm import LLM, connect
+    from headrace.frontend.outputs import CompletionOutput, Logprob, RequestOutput
+    from headrace.frontend.prompts import TextPrompt, TokensPrompt
+    from headrace.frontend.sampling_params import RequestOutputKind, SamplingParams
+    from headrace.ipc.failure import (
+        EngineDeadError,
+        EngineStartError,
+        Failure,
+        HeadraceError,
+        InvalidRequestError,
+        ModelError,
+        OptionError,
+        QueueFullError,
+        RequestFailedError,
+    )
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AsyncLLM": "frontend.async_llm",
+    "CompletionOutput": "frontend.outputs",
+    "EngineDeadError": "ipc.failure",
+    "EngineStartError": "ipc.failure",
+    "Failure": "ipc.failure",
+    "HeadraceError": "ipc.failure",
+    "InvalidRequestError": "ipc.failure",
+    "LLM": "frontend.llm",
+    "Logprob": "frontend.outputs",
+    "ModelError": "ipc.failure",
+    "OptionError": "ipc.failure",
+    "QueueFullError": "ipc.failure",
+    "RequestFailedError": "ipc.failure",
+    "RequestOutput": "frontend.outputs",
+    "RequestOutputKind": "frontend.sampling_params",
+    "SamplingParams": "frontend.sampling_params",
+    "TextPrompt": "frontend.prompts",
+    "TokensPrompt": "frontend.prompts",
+    "connect": "frontend.llm",
+}
+
+__all__ = [  # noqa: RUF022 - the first few are what people come for
+    "LLM",
+    "AsyncLLM",
+    "SamplingParams",
+    "connect",
+    "CompletionOutput",
+    "EngineDeadError",
+    "EngineStartError",
+    "Failure",
+    "HeadraceError",
+    "InvalidRequestError",
+    "Logprob",
+    "ModelError",
+    "OptionError",
+    "QueueFullError",
+    "RequestFailedError",
+    "RequestOutput",
+    "RequestOutputKind",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"headrace.{home}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,68 @@
+"""An asyncio loop in a thread of its own, for faces that are not asynchronous."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_CANCEL_WAIT_S = 5.0
+_STOP_WAIT_S = 5.0
+
+
+class BackgroundLoop:
+    """Runs coroutines for other threads. Works beside a loop that runs in the caller's thread, as in a notebook."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = _new_loop()
+        # A daemon: a user's script that ends without closing must not hang.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Its result. An interruption of the waiting thread (Ctrl-C) cancels the coroutine, lets it clean up, and
+        is raised then."""
+        ended = threading.Event()
+
+        async def run_and_tell() -> T:
+            try:
+                return await coroutine
+            finally:
+                ended.set()
+
+        future = asyncio.run_coroutine_threadsafe(run_and_tell(), self.loop)
+        try:
+            return future.result()
+        except BaseException:
+            if not future.done():
+                future.cancel()
+                ended.wait(_CANCEL_WAIT_S)
+            raise
+
+    def call_soon(self, callback: Callable[..., Any], *args: Any) -> None:
+        """Calls back in the loop's thread; does nothing once the loop is stopped."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(callback, *args)
+
+    def stop(self) -> None:
+        """Ends the loop and its thread. May be called again."""
+        self.call_soon(self.loop.stop)
+        self._thread.join(_STOP_WAIT_S)
+        if not self._thread.is_alive() and not self.loop.is_closed():
+            self.loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()

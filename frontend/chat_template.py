@@ -1,0 +1,205 @@
+"""Chat templates as models ship them, rendered in a sandbox with the names and filters that transformers gives them.
+
+A template is a program from the model's author: it gets plain data, no objects, and no way out of jinja2's
+immutable sandbox.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from headrace.ipc.failure import InvalidRequestError
+
+if TYPE_CHECKING:
+    import jinja2
+
+Message = Mapping[str, Any]
+_CONTINUE_HERE = "HEADRACE_CONTINUES_HERE "
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+"""What models call a message's reasoning; templates read the first."""
+
+
+def render_chat(
+    template: str,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """The prompt's text. `variables` are what else the template sees, such as bos_token.
+
+    Raises InvalidRequestError for messages that are none, and with the template's own words when it refuses.
+    """
+    if continue_final_message and add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt exclude each other: the one goes on with the last "
+            "message, the other begins a new one"
+        )
+    chat = _plain_messages(messages)
+    final_text = _mark_end(chat) if continue_final_message else ""
+    import jinja2
+
+    try:
+        rendered = _compile(template).render(
+            messages=chat,
+            tools=_plain_mappings("tools", tools),
+            documents=_plain_mappings("documents", documents),
+            add_generation_prompt=add_generation_prompt,
+            **_plain(variables or {}),
+        )
+    except jinja2.TemplateError as error:
+        raise InvalidRequestError(f"the chat template refused these messages: {error}") from error
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise InvalidRequestError(
+            f"the chat template could not render these messages: {type(error).__name__}: {error}"
+        ) from error
+    return _cut_at_mark(rendered, final_text) if continue_final_message else rendered
+
+
+def _plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise InvalidRequestError(
+            f"messages must be a list of {{'role': ..., 'content': ...}}, not {type(messages).__name__}"
+        )
+    if not messages:
+        raise InvalidRequestError("messages is empty; give at least one")
+    chat = []
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise InvalidRequestError(f"messages[{index}] must be a dict with a 'role', not {message!r:.100}")
+        # APIs write absent fields as None; templates take a missing key and print "None" for the other.
+        plain = {name: _plain(value) for name, value in message.items() if value is not None}
+        reasoning = next((plain[name] for name in _REASONING_NAMES if name in plain), None)
+        if reasoning is not None:
+            plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+        chat.append(plain)
+    return chat
+
+
+def _plain_mappings(name: str, values: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    if values is None:
+        return None
+    for index, value in enumerate(values):
+        if not isinstance(value, Mapping):
+            raise InvalidRequestError(
+                f"{name}[{index}] must be a dict (for a tool: its JSON schema), not {value!r:.100}"
+            )
+    return [_plain(value) for value in values]
+
+
+def _plain(value: Any) -> Any:
+    """A copy made of JSON's types only: an object's methods have no business in a sandbox."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if callable(getattr(value, "model_dump", None)):
+        return _plain(value.model_dump())
+    return f"<{type(value).__name__}>"
+
+
+def _mark_end(chat: list[dict[str, Any]]) -> str:
+    """Puts a mark after the last message's text, and gives that text."""
+    content = chat[-1].get("content")
+    if isinstance(content, str):
+        chat[-1]["content"] = content + _CONTINUE_HERE
+        return content
+    for part in reversed(content or ()):
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            text: str = part["text"]
+            part["text"] = text + _CONTINUE_HERE
+            return text
+    raise InvalidRequestError("continue_final_message needs a final message with text to go on with")
+
+
+def _cut_at_mark(rendered: str, final_text: str) -> str:
+    mark = _CONTINUE_HERE.strip()
+    at = rendered.rfind(mark)
+    if at < 0 or final_text.strip() not in rendered:
+        raise InvalidRequestError(
+            "continue_final_message cannot work with this chat template: the final message does not appear in "
+            "what it renders"
+        )
+    # A template that trims the message would have trimmed the space at the end of the mark too.
+    keeps_spaces = rendered.startswith(_CONTINUE_HERE, at)
+    return rendered[:at] if keeps_spaces else rendered[:at].rstrip()
+
+
+def _raise_exception(message: str) -> None:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja2's own filter escapes HTML, which is noise in a prompt."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+class _Dict:
+    """`dict` as templates use it. The class itself would lend them methods that change any mapping in place."""
+
+    def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
+        return dict(*args, **items)
+
+    def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+@functools.lru_cache(maxsize=64)
+def _compile(template: str) -> jinja2.Template:
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class GenerationTag(jinja2.ext.Extension):
+        """`{% generation %}...{% endgeneration %}` marks what an assistant wrote, for training. Here: its content."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
+
+        def _render(self, caller: Any) -> str:
+            return str(caller())
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _Dict()
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise InvalidRequestError(f"the chat template is not valid: {error.message} (line {error.lineno})") from error

@@ -1,0 +1,75 @@
+"""What a request gives back, under vLLM's names."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Logprob(msgspec.Struct):
+    """One token's log-probability at one position."""
+
+    logprob: float
+    """Natural logarithm."""
+    rank: int | None = None
+    """1 is the likeliest."""
+    decoded_token: str | None = None
+
+
+LogprobsOfPosition = dict[int, Logprob]
+"""By token id: the sampled (or the prompt's own) token first, then the likeliest ones, best first."""
+
+
+class RequestMetrics(msgspec.Struct):
+    """Where a request's time went. Seconds; None until known. Of several outputs (n > 1), the slowest."""
+
+    arrival_time: float
+    """When it was submitted: seconds since the epoch."""
+    first_token_latency: float | None = None
+    """From submission until the first token was here."""
+    total_s: float | None = None
+    """From submission until the last token was here."""
+    queued_s: float | None = None
+    """In the core: from arrival to first scheduling."""
+    prefill_s: float | None = None
+    """In the core: from first scheduling to the first token."""
+    decode_s: float | None = None
+    """In the core: from the first token to the last."""
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class CompletionOutput(msgspec.Struct):
+    """One of a request's `n` outputs."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    """Sum of the sampled tokens' log-probabilities; None unless `logprobs` was asked for."""
+    logprobs: list[LogprobsOfPosition] | None = None
+    """One entry per token of `token_ids`."""
+    finish_reason: str | None = None
+    """stop, length or abort; None while it runs."""
+    stop_reason: int | str | None = None
+    """The stop string or stop_token_ids entry that ended it; None for an end-of-sequence token."""
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class RequestOutput(msgspec.Struct):
+    """A request's outputs so far (CUMULATIVE, FINAL_ONLY), or what is new of them (DELTA)."""
+
+    request_id: str
+    prompt: str | None
+    """The prompt's text; None when token ids were given."""
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[LogprobsOfPosition | None] | None = None
+    """One entry per prompt token; the first is None, for nothing comes before it."""
+    outputs: list[CompletionOutput] = []
+    finished: bool = False
+    metrics: RequestMetrics | None = None
+    """Set on the last output."""
+    lora_request: None = None
+    num_cached_tokens: int | None = None
+    """Prompt tokens that came from the prefix cache; None until the request is scheduled."""

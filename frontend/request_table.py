@@ -1,0 +1,191 @@
+"""Which outputs are unfinished in one session, and what each step of the core brings them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from headrace.frontend.prompts import Prompt
+from headrace.frontend.request import LogprobRow, RequestStream, SequenceState, split_rows
+from headrace.frontend.sampling_params import SamplingParams
+from headrace.frontend.tokenizer import Tokenizer
+from headrace.ipc.codec import Tensor
+from headrace.ipc.failure import (
+    Failure,
+    HeadraceError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+)
+from headrace.ipc.messages import Abort, AddRequest, ClientMessage, Finish, FinishReason, StepOutputs
+
+_REASON_NAMES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
+
+
+class RequestTable:
+    """Requests from their submission to their end. A slot that ended here is forgotten, and so is its late news."""
+
+    def __init__(self, send: Callable[[ClientMessage], None]) -> None:
+        self._send = send
+        self._sequences: dict[int, SequenceState] = {}  # by slot
+        self._streams: dict[str, RequestStream] = {}  # by request id
+        self._next_slot = 0
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._streams
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        priority: int,
+        tokenizer: Tokenizer | None,
+    ) -> RequestStream:
+        """Sends the request, one slot for each of its `n` outputs. Everything is checked already."""
+        stream = RequestStream(request_id, prompt, params, tokenizer, self._next_slot)
+        self._next_slot += params.n
+        self._streams[request_id] = stream
+        token_ids = Tensor.of("int32", prompt.token_ids or ())
+        for sequence in stream.sequences:
+            self._sequences[sequence.slot] = sequence
+            self._send(
+                AddRequest(
+                    slot=sequence.slot,
+                    request_id=request_id if params.n == 1 else f"{request_id}#{sequence.index}",
+                    prompt_token_ids=token_ids,
+                    sampling=params.to_wire(max_tokens, sequence.index),
+                    priority=priority,
+                    cache_salt=prompt.cache_salt,
+                )
+            )
+        return stream
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends these requests; ids that are not running are ignored."""
+        for request_id in tuple(request_ids):
+            if request_id in self._streams:
+                self.abort_stream(self._streams[request_id])
+
+    def abort_all(self) -> None:
+        self.abort(self._streams)
+
+    def abort_stream(self, stream: RequestStream) -> None:
+        """Ends it with finish_reason `abort` and what it has so far; does nothing once it has ended."""
+        if stream.done:
+            return
+        self._drop(stream)
+        for sequence in stream.sequences:
+            if sequence.finish_reason is None:
+                sequence.finish("abort", None)
+        stream.num_unfinished = 0
+        stream.notify(time.monotonic())
+
+    def fail_all(self, failure: Failure, error: type[HeadraceError]) -> None:
+        """Ends every request with this error; the core is not told."""
+        streams = list(self._streams.values())
+        self._streams.clear()
+        self._sequences.clear()
+        for stream in streams:
+            stream.fail(error.from_failure(failure))
+
+    def on_step(self, step: StepOutputs) -> None:
+        """One step's news for all requests. The loop over tokens is the hot path of a frontend."""
+        sequences = self._sequences
+        slots, token_ids = step.slots.tolist(), step.token_ids.tolist()
+        touched: list[RequestStream] = []
+        if step.admitted or step.prompt_logprobs or step.logprobs is not None:
+            self._take_details(step, slots)
+        # A token that stops the output comes with its Finish, and is not part of the text.
+        silent = self._silent_tokens(step.finished, slots) if step.finished else ()
+        for position, (slot, token_id) in enumerate(zip(slots, token_ids, strict=True)):
+            sequence = sequences.get(slot)
+            if sequence is None:
+                continue  # ended here already: aborted, or by a stop string
+            sequence.token_ids.append(token_id)
+            stream = sequence.stream
+            if not stream.touched:
+                stream.touched = True
+                touched.append(stream)
+            if sequence.stops is not None and position not in silent and sequence.find_stop():
+                self._finish(sequence, "stop", sequence.stops.matched)
+                self._send(Abort(slots=(slot,)))
+        for finish in step.finished:
+            sequence = sequences.get(finish.slot)
+            if sequence is not None:
+                if not sequence.stream.touched:
+                    sequence.stream.touched = True
+                    touched.append(sequence.stream)
+                self._on_finish(sequence, finish)
+        now_s = time.monotonic()
+        for stream in touched:
+            stream.notify(now_s)
+
+    def _take_details(self, step: StepOutputs, slots: list[int]) -> None:
+        for admitted in step.admitted:
+            sequence = self._sequences.get(admitted.slot)
+            if sequence is not None and sequence.index == 0:
+                sequence.stream.num_cached_tokens = admitted.num_cached_tokens
+        for run in step.prompt_logprobs:
+            sequence = self._sequences.get(run.slot)
+            if sequence is not None:
+                sequence.stream.add_prompt_logprobs(run.rows)
+        if step.logprobs is not None and step.logprob_indices is not None:
+            rows: list[LogprobRow] = split_rows(step.logprobs)
+            for position, row in zip(step.logprob_indices.tolist(), rows, strict=True):
+                sequence = self._sequences.get(slots[position])
+                if sequence is not None:
+                    sequence.logprob_rows.append(row)
+
+    def _silent_tokens(self, finished: Iterable[Finish], slots: list[int]) -> frozenset[int]:
+        stopped = {finish.slot for finish in finished if finish.reason is FinishReason.STOP}
+        last = {slot: position for position, slot in enumerate(slots) if slot in stopped}
+        return frozenset(
+            position
+            for slot, position in last.items()
+            if slot in self._sequences and not self._sequences[slot].stream.params.include_stop_str_in_output
+        )
+
+    def _on_finish(self, sequence: SequenceState, finish: Finish) -> None:
+        stream: RequestStream = sequence.stream
+        stream.note_finish(finish)
+        reason = _REASON_NAMES.get(finish.reason)
+        if reason is None:
+            self._drop(stream)
+            stream.touched = False
+            stream.fail(_error_of(finish))
+            return
+        silent = finish.reason is FinishReason.STOP and not stream.params.include_stop_str_in_output
+        self._finish(sequence, reason, finish.stop_token, silent_last_token=silent)
+
+    def _finish(
+        self, sequence: SequenceState, reason: str, stop_reason: int | str | None, *, silent_last_token: bool = False
+    ) -> None:
+        """Ends one output here. Its slot is forgotten, so what the core may still say of it is ignored."""
+        del self._sequences[sequence.slot]
+        sequence.finish(reason, stop_reason, silent_last_token=silent_last_token)
+        stream = sequence.stream
+        stream.num_unfinished -= 1
+        if stream.num_unfinished == 0:
+            del self._streams[stream.request_id]
+
+    def _drop(self, stream: RequestStream) -> None:
+        """Forgets a request, and tells the core to."""
+        slots = [slot for slot in stream.unfinished_slots() if self._sequences.pop(slot, None) is not None]
+        self._streams.pop(stream.request_id, None)
+        if slots:
+            self._send(Abort(slots=tuple(slots)))
+
+
+def _error_of(finish: Finish) -> HeadraceError:
+    failure = finish.failure or Failure(message="the engine gave no reason", process="engine-core")
+    if finish.reason is FinishReason.FAILED:
+        return RequestFailedError.from_failure(failure)
+    if failure.retry_after_s > 0:
+        return QueueFullError.from_failure(failure)
+    return InvalidRequestError.from_failure(failure)

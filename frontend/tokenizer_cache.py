@@ -1,0 +1,64 @@
+"""Tokeniser bundles on disk, by the hash of their content: a frontend fetches each from a core once.
+
+<cache>/tokenizers/<sha256 of the file>.msgpack    where <cache> is HEADRACE_CACHE or ~/.cache/headrace
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from headrace.ipc.failure import ModelError
+from headrace.ipc.messages import TokenizerBundle, TokenizerInfo
+
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+def cache_folder() -> Path:
+    named = os.environ.get("HEADRACE_CACHE")
+    return Path(named) if named else Path.home() / ".cache" / "headrace"
+
+
+def load_bundle(info: TokenizerInfo) -> TokenizerBundle | None:
+    """The cached bundle; None when it is not there, or is not what its name says."""
+    try:
+        data = _path(info).read_bytes()
+        if hashlib.sha256(data).hexdigest() != info.content_hash:
+            return None
+        return msgspec.msgpack.decode(data, type=TokenizerBundle)
+    except (OSError, RuntimeError, msgspec.MsgspecError):
+        return None
+
+
+def store_bundle(info: TokenizerInfo, bundle: TokenizerBundle) -> None:
+    """Keeps a bundle that a core sent. Raises ModelError when it is not the one that was announced.
+
+    A folder that cannot be written only means that it is fetched again next time.
+    """
+    data = msgspec.msgpack.encode(bundle)
+    found = hashlib.sha256(data).hexdigest()
+    if found != info.content_hash:
+        raise ModelError(f"the core sent a tokenizer with hash {found}, and had announced {info.content_hash}")
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home folder
+        path = _path(info)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
+            raise
+
+
+def _path(info: TokenizerInfo) -> Path:
+    if not _HASH.fullmatch(info.content_hash):
+        raise ModelError(f"the core names its tokenizer {info.content_hash!r:.100}, which is no SHA-256")
+    return cache_folder() / "tokenizers" / f"{info.content_hash}.msgpack"

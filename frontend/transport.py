@@ -1,0 +1,220 @@
+"""How a client's messages reach a core: over ZeroMQ, or in memory to one in the same process.
+
+A transport lives in one asyncio loop: everything but what is said to be thread-safe is called there, and it calls
+back there. `on_closed` comes once at most, after the last message, and not after `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import zmq
+
+from headrace.ipc.codec import Codec, CodecError
+from headrace.ipc.failure import Failure
+from headrace.ipc.messages import ClientMessage, CoreMessage
+from headrace.ipc.sockets import LINGER_MS, NEVER_MS, AddressError, check_address, new_dealer
+
+OnMessage = Callable[[CoreMessage], None]
+OnClosed = Callable[[Failure], None]
+
+_MESSAGES_PER_TURN = 64
+"""How many messages to take before other work of the loop gets its turn."""
+
+
+class Transport(Protocol):
+    """One session's way to a core and back, in order and without loss until it is closed."""
+
+    address: str
+
+    def open(self, on_message: OnMessage, on_closed: OnClosed) -> None:
+        """Begins. Raises AddressError for an address that cannot be used."""
+        ...
+
+    def send(self, message: ClientMessage) -> None:
+        """Queues the message; it never blocks. After the end it does nothing."""
+        ...
+
+    def close(self) -> None:
+        """Ends it, once what was sent has left or half a second has passed. May be called again."""
+        ...
+
+
+class MemoryTransport:
+    """To a core in this process: the same messages, not encoded. The core's side is thread-safe."""
+
+    def __init__(self, deliver: Callable[[ClientMessage], None]) -> None:
+        """`deliver` takes the client's messages, in the client's thread; `queue.SimpleQueue().put` will do."""
+        self.address = "memory"
+        self._deliver = deliver
+        self._inbox: collections.deque[CoreMessage | Failure] = collections.deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_message: OnMessage | None = None
+        self._on_closed: OnClosed | None = None
+
+    def open(self, on_message: OnMessage, on_closed: OnClosed) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_message, self._on_closed = on_message, on_closed
+        self._loop.call_soon(self._drain)
+
+    def send(self, message: ClientMessage) -> None:
+        if self._on_message is not None:
+            self._deliver(message)
+
+    def close(self) -> None:
+        self._on_message = self._on_closed = None
+
+    def push(self, message: CoreMessage) -> None:
+        """The core's side: sends to the client. Thread-safe."""
+        self._put(message)
+
+    def end(self, failure: Failure) -> None:
+        """The core's side: it is no more. Thread-safe."""
+        self._put(failure)
+
+    def _put(self, item: CoreMessage | Failure) -> None:
+        self._inbox.append(item)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the client's loop is closed already
+                self._loop.call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        while self._inbox and self._on_message is not None and self._on_closed is not None:
+            item = self._inbox.popleft()
+            if isinstance(item, Failure):
+                on_closed = self._on_closed
+                self.close()
+                on_closed(item)
+            else:
+                self._on_message(item)
+
+
+class ZmqTransport:
+    """To a core that listens at an ipc:// or tcp:// address.
+
+    One connection, never renewed: a core that comes back is another core. ZeroMQ's event descriptors are
+    edge-triggered, so the socket is read until it is empty, and looked at again after every send.
+    """
+
+    def __init__(self, address: str) -> None:
+        """Raises AddressError when clients cannot connect to such an address."""
+        self.address = check_address(address)
+        self._codec: Codec[CoreMessage] = Codec(CoreMessage)
+        self._unsent: collections.deque[list[Any]] = collections.deque()
+        self._connected = False
+        self._turn_due = False
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+
+    def open(self, on_message: OnMessage, on_closed: OnClosed) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_message, self._on_closed = on_message, on_closed
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        configure(self._socket, self.address)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
+        # The monitor has to be there before the connection is tried, or its failure may go unseen.
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
+        )
+        try:
+            self._socket.connect(self.address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise AddressError(f"cannot connect to {self.address}: {(error.strerror or str(error)).lower()}") from error
+        self._descriptors = (int(self._socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD)))
+        self._loop.add_reader(self._descriptors[0], self._receive)
+        self._loop.add_reader(self._descriptors[1], self._watch)
+        self._look_again()
+
+    def send(self, message: ClientMessage) -> None:
+        if self._context is None:
+            return
+        self._unsent.append(self._codec.encode(message))
+        self._flush()
+        self._look_again()
+
+    def close(self) -> None:
+        if self._context is None:
+            return
+        context, self._context = self._context, None
+        for descriptor in getattr(self, "_descriptors", ()):
+            self._loop.remove_reader(descriptor)
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(LINGER_MS if self._connected else 0)
+        context.term()
+
+    def _look_again(self) -> None:
+        """One look at both sockets in the loop's next turn: sending may have used up the descriptor's edge."""
+        if not self._turn_due:
+            self._turn_due = True
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._turn_due = False
+        self._receive()
+        self._watch()
+
+    def _flush(self) -> None:
+        while self._unsent:
+            try:
+                self._socket.send_multipart(self._unsent[0], zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._unsent.popleft()
+
+    def _receive(self) -> None:
+        for _ in range(_MESSAGES_PER_TURN):
+            if self._context is None:
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                self._flush()
+                return
+            try:
+                message = self._codec.decode(frames)
+            except CodecError as error:
+                self._end(
+                    f"the engine-core at {self.address} sent something else than a message: {error}", "CodecError"
+                )
+                return
+            self._on_message(message)
+        self._look_again()
+
+    def _watch(self) -> None:
+        """Takes the connection's news: made, refused, lost."""
+        from zmq.utils.monitor import parse_monitor_message
+
+        while self._context is not None:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connected = True
+                self._look_again()
+                continue
+            while self._context is not None and self._socket.poll(0):
+                self._receive()  # its last words
+            if event & _HANDSHAKE_FAILED:
+                self._end(f"what listens at {self.address} is no engine-core of this version", "HandshakeFailed")
+            elif self._connected:
+                self._end(f"the engine-core at {self.address} is gone: the connection was lost", "ConnectionLost")
+            else:
+                self._end(f"no engine-core listens at {self.address}", "ConnectionRefused")
+
+    def _end(self, message: str, kind: str) -> None:
+        if self._context is not None:
+            self._connected = False
+            self.close()
+            self._on_closed(Failure(message=message, type=kind, phase="connection"))
+
+
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
