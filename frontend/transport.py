@@ -17,7 +17,7 @@ import zmq
 from headrace.ipc.codec import Codec, CodecError
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import ClientMessage, CoreMessage
-from headrace.ipc.sockets import LINGER_MS, NEVER_MS, AddressError, check_address, new_dealer
+from headrace.ipc.sockets import LINGER_MS, AddressError, check_address, new_dealer
 
 OnMessage = Callable[[CoreMessage], None]
 OnClosed = Callable[[Failure], None]
@@ -113,9 +113,7 @@ class ZmqTransport:
         self._loop = asyncio.get_running_loop()
         self._on_message, self._on_closed = on_message, on_closed
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        configure(self._socket, self.address)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
+        self._socket = new_dealer(self._context, self.address)
         # The monitor has to be there before the connection is tried, or its failure may go unseen.
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED

@@ -64,7 +64,7 @@ def byte_level_tokenizer(vocab_size: int = 400) -> FastTokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(
-        ["the quick brown fox jumps over the lazy dog " * 20, "你好，世界 😀 é ü STOP stop"],
+        ["the quick brown fox jumps over the lazy dog " * 20, "你好世界 😀 é ü STOP stop"],
         trainers.BpeTrainer(
             vocab_size=vocab_size,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
