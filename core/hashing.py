@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-BlockHash = bytes | int
+BlockHash = bytes
 Step = Callable[[BlockHash, bytes], BlockHash]
 
 
@@ -42,7 +42,7 @@ class BlockHasher:
 
 
 def _sha256() -> Step:
-    return lambda parent, data: hashlib.sha256(parent + data).digest()  # type: ignore[operator]
+    return lambda parent, data: hashlib.sha256(parent + data).digest()
 
 
 def _xxhash() -> Step:
@@ -52,7 +52,7 @@ def _xxhash() -> Step:
 
 
 def _builtin() -> Step:
-    return lambda parent, data: hash((parent, data))
+    return lambda parent, data: hash((parent, data)).to_bytes(8, "little", signed=True)
 
 
 _ALGORITHMS: dict[str, Callable[[], Step]] = {"sha256": _sha256, "xxhash": _xxhash, "builtin": _builtin}

@@ -77,7 +77,7 @@ class Tensor:
 
     def tolist(self) -> list[Any]:
         """The elements in row-major order, flat, as Python numbers."""
-        return self.data.cast(DTYPES[self.dtype][0]).tolist() if self.data.nbytes else []
+        return self.data.cast(DTYPES[self.dtype][0]).tolist() if self.data.nbytes else []  # type: ignore[call-overload]
 
     def __len__(self) -> int:
         return self.shape[0]
