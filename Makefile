@@ -1,0 +1,58 @@
+# Everything is installed into .venv and nothing outside it. `make demo` and `make test` do the set-up they need.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+TYPES := $(VENV)/types/headrace
+FOLDERS := core executor frontend ipc kernels
+
+.PHONY: demo test lint fmt docs install demo-model clean distclean
+.DELETE_ON_ERROR:
+
+# PROMPT="..." is what to ask.
+demo: demo-model
+	@PROMPT="$${PROMPT:-Why is the sky blue?}" $(BIN)/headrace demo
+
+test: install demo-model lint
+	$(BIN)/pytest
+
+lint: install $(TYPES)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fmt: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: install
+	$(BIN)/python -m headrace.core.options_doc
+
+install: $(INSTALLED)
+
+# torch comes first and alone, so that the build that constraints.txt was tested with is the one that the rest sees.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Headrace needs Python 3.11 or newer; name one with: make PYTHON=python3.12 (here: $$($(PYTHON) --version 2>&1))"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { \
+	  echo "Python could not make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[engine,dev]'
+	@touch $@
+
+demo-model: install
+	@$(BIN)/python -m headrace.executor.demo_model > /dev/null
+
+# mypy does not see that headrace.core is the folder core; this tree of links tells it.
+$(TYPES): Makefile $(INSTALLED)
+	@rm -rf $@ && mkdir -p $@
+	@ln -s ../../../headrace/__init__.py ../../../headrace/py.typed $@
+	@for folder in $(FOLDERS); do ln -s ../../../$$folder $@/$$folder; done
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(FOLDERS) headrace tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

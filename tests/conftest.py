@@ -1,0 +1,63 @@
+"""What every test gets: the demo model when asked for, a cache folder of its own, and a check for stray processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+LEFTOVER_GRACE_S = 5.0
+"""How long a test's processes may take to end after it: what the design promises after a death."""
+
+
+@pytest.fixture(scope="session")
+def demo_model_path() -> Path:
+    """The demo model's GGUF file in the user's cache, fetched when missing. Mark such tests `demo_model`.
+
+    Fails rather than skips when it cannot be had: the sentence says how to get it.
+    """
+    from headrace.executor.demo_model import fetch_demo_model
+
+    return fetch_demo_model()
+
+
+@pytest.fixture
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, for this process and the ones it starts."""
+    folder = tmp_path / "headrace-cache"
+    monkeypatch.setenv("HEADRACE_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_process_left_over() -> Iterator[None]:
+    """Fails a test that leaves a child process behind, and ends it so that the next test is not blamed."""
+    before = _descendants()
+    yield
+    left = _descendants() - before
+    _, alive = psutil.wait_procs(left, timeout=LEFTOVER_GRACE_S)
+    names = [f"{process.pid} {_command(process)}" for process in alive]
+    for process in alive:
+        process.kill()
+    assert not names, f"processes left over {LEFTOVER_GRACE_S:g} s after the test: {names}"
+
+
+def _descendants() -> set[psutil.Process]:
+    return {process for process in psutil.Process(os.getpid()).children(recursive=True) if _is_alive(process)}
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return "(gone)"

@@ -1,0 +1,253 @@
+"""From options and a model to a plan, and from a plan and the memory to blocks: every number and its reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.core.memory import CPU_CACHE_BYTES, block_bytes, fit_cache, ledger
+from headrace.core.option_parsing import parse_options
+from headrace.core.plan import Facts, MemoryReading, ModelDescription, Plan
+from headrace.core.resolve import describe_plan, resolve
+from headrace.ipc.failure import OptionError
+
+GIB = 1 << 30
+
+
+def description(**changes: Any) -> ModelDescription:
+    values: dict[str, Any] = {
+        "name": "tiny",
+        "architecture": "LlamaForCausalLM",
+        "checkpoint_dtype": "bfloat16",
+        "max_model_len": 8192,
+        "vocab_size": 1000,
+        "num_layers": 4,
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "kv_elements_per_token": 4 * 2 * 64,
+        "eos_token_ids": (2,),
+        "generation_defaults": {"temperature": 0.7, "top_p": 0.9},
+    }
+    return ModelDescription(**{**values, **changes})
+
+
+def plan(model: ModelDescription | None = None, **options: Any) -> Plan:
+    return resolve(parse_options(**options), model or description())
+
+
+def reading(available_bytes: int = 8 * GIB, **changes: Any) -> MemoryReading:
+    values: dict[str, Any] = {
+        "total_bytes": 16 * GIB,
+        "available_bytes": available_bytes,
+        "weights_bytes": GIB,
+        "activation_bytes": GIB // 8,
+    }
+    return MemoryReading(**{**values, **changes})
+
+
+def reason(of: Plan, name: str) -> str:
+    return next(decision.reason for decision in of.decisions if decision.name == name)
+
+
+# --- resolve --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "checkpoint", "decided"),
+    [
+        ("auto", "bfloat16", "bfloat16"),
+        ("auto", "float16", "float16"),
+        ("auto", "float32", "bfloat16"),
+        ("auto", "Q4_1", "bfloat16"),
+        ("half", "bfloat16", "float16"),
+        ("float", "bfloat16", "float32"),
+        ("float32", "float16", "float32"),
+    ],
+)
+def test_dtype(asked: str, checkpoint: str, decided: str) -> None:
+    made = plan(description(checkpoint_dtype=checkpoint), dtype=asked)
+    assert made.dtype == decided
+    assert reason(made, "dtype")
+
+
+def test_max_model_len_is_the_models_unless_asked_for_less() -> None:
+    assert (plan().max_model_len, plan().max_model_len_is_fixed) == (8192, False)
+    asked = plan(max_model_len=100)
+    assert (asked.max_model_len, asked.max_model_len_is_fixed) == (100, True)
+    assert plan(max_model_len=8192).max_model_len == 8192
+    with pytest.raises(OptionError, match=r"max_model_len=8193 is more than the 8192 tokens.*hf_overrides"):
+        plan(max_model_len=8193)
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens", "seqs"),
+    [
+        ({}, 2048, 256),
+        ({"max_num_batched_tokens": 64}, 64, 64),
+        ({"max_num_seqs": 4000}, 4000, 4000),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 64}, 64, 64),
+        ({"enable_chunked_prefill": False}, 8192, 256),
+        ({"enable_chunked_prefill": False, "max_model_len": 512}, 2048, 256),
+        ({"enable_chunked_prefill": False, "max_model_len": 512, "max_num_batched_tokens": 512}, 512, 256),
+    ],
+)
+def test_the_budget_of_a_step(options: dict[str, Any], tokens: int, seqs: int) -> None:
+    made = plan(**options)
+    assert (made.max_num_batched_tokens, made.max_num_seqs) == (tokens, seqs)
+
+
+def test_a_budget_that_cannot_work_is_refused_with_the_numbers() -> None:
+    with pytest.raises(OptionError, match=r"max_num_batched_tokens=64 is less than max_num_seqs=65"):
+        plan(max_num_batched_tokens=64, max_num_seqs=65)
+    with pytest.raises(OptionError, match=r"max_num_batched_tokens=512 must be at least max_model_len, 8192"):
+        plan(max_num_batched_tokens=512, enable_chunked_prefill=False)
+
+
+def test_the_seed_is_drawn_only_when_none_is_asked_for() -> None:
+    assert plan(seed=7).seed == 7
+    assert resolve(parse_options(seed=None), description(), draw_seed=lambda: 42).seed == 42
+    assert len({plan(seed=None).seed for _ in range(4)}) == 4
+
+
+def test_names_and_log_probability_limits() -> None:
+    assert plan().served_model_names == ("tiny",)
+    assert plan(served_model_name=["a", "b"]).served_model_names == ("a", "b")
+    assert plan(max_logprobs=5).max_logprobs == 5
+    assert plan(max_logprobs=-1).max_logprobs == 1000
+    assert plan(max_logprobs=5000).max_logprobs == 1000
+
+
+def test_sampling_defaults() -> None:
+    assert plan().model.generation_defaults == {"temperature": 0.7, "top_p": 0.9}
+    assert plan(generation_config="vllm").model.generation_defaults == {}
+    override = plan(override_generation_config={"temperature": 0.1})
+    assert override.model.generation_defaults == {"temperature": 0.1, "top_p": 0.9}
+    with pytest.raises(OptionError, match="cannot set temprature; it can set temperature"):
+        plan(override_generation_config={"temprature": 0.1})
+
+
+def test_the_plan_prints_one_reason_for_each_decision() -> None:
+    made = plan(max_num_seqs=3)
+    lines = describe_plan(made).splitlines()
+    assert len(lines) == len(made.decisions) == len({decision.name for decision in made.decisions})
+    assert any(line.split() == ["max_num_seqs", "3", "asked", "for"] for line in lines)
+    assert all(decision.reason for decision in made.decisions)
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_override_beats_bytes_beats_the_share() -> None:
+    small: dict[str, Any] = {"max_model_len": 32}
+    size = block_bytes(plan())
+    assert size == 16 * 512 * 2
+    both = plan(num_gpu_blocks_override=7, kv_cache_memory_bytes=size * 100, **small)
+    assert fit_cache(both, reading()).num_blocks == 7
+    assert fit_cache(plan(kv_cache_memory_bytes=size * 100 + 5, **small), reading()).num_blocks == 100
+    free = 1000 * size
+    shared = fit_cache(plan(gpu_memory_utilization=0.5, **small), reading(free, activation_bytes=100 * size))
+    assert (shared.num_blocks, shared.kv_cache_bytes) == (400, 400 * size)
+
+
+def test_a_gpu_is_given_a_share_of_all_its_memory() -> None:
+    size = block_bytes(plan())
+    facts = fit_cache(
+        plan(gpu_memory_utilization=0.5),
+        reading(
+            900 * size, total_bytes=2000 * size, weights_bytes=200 * size, activation_bytes=100 * size, device="cuda"
+        ),
+    )
+    assert facts.num_blocks == 1000 - 200 - 100
+
+
+def test_no_more_blocks_than_requests_could_use_nor_than_a_modest_share_of_a_cpu() -> None:
+    few = plan(max_num_seqs=2, max_model_len=32)
+    assert fit_cache(few, reading()).num_blocks == 2 * 2 + 1
+    many = fit_cache(plan(max_num_seqs=1024), reading(100 * GIB))
+    assert CPU_CACHE_BYTES - block_bytes(plan()) < many.kv_cache_bytes <= CPU_CACHE_BYTES
+    long = description(kv_elements_per_token=1 << 20)  # one request of 8192 tokens takes 16 GiB
+    facts = fit_cache(plan(long), reading(100 * GIB))
+    assert (facts.max_model_len, facts.warnings) == (8192, ())
+
+
+def test_a_length_that_does_not_fit_is_shortened_with_one_warning_or_refused_when_asked_for() -> None:
+    size = block_bytes(plan())
+    facts = fit_cache(plan(num_gpu_blocks_override=11), reading())
+    assert (facts.num_blocks, facts.max_model_len) == (11, 160)
+    assert len(facts.warnings) == 1
+    for part in ("shortened to 160", "8192", f"{513 * size:,}", f"{11 * size:,}", "num_gpu_blocks_override"):
+        assert part in facts.warnings[0]
+    with pytest.raises(OptionError) as caught:
+        fit_cache(plan(max_model_len=161), reading(13 * size, activation_bytes=0))
+    for part in ("max_model_len=161", f"{12 * size:,}", f"{11 * size:,}", "to 160", "gpu_memory_utilization"):
+        assert part in str(caught.value)
+    assert fit_cache(plan(max_model_len=160), reading(13 * size, activation_bytes=0)).max_model_len == 160
+
+
+def test_more_than_there_is_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"kv_cache_memory_bytes asks for .* at most"):
+        fit_cache(plan(kv_cache_memory_bytes="16GiB"), reading())
+    with pytest.raises(OptionError, match="no room for a KV cache"):
+        fit_cache(plan(), reading(0))
+    with pytest.raises(OptionError, match=r"no room for a KV cache.*raise kv_cache_memory_bytes"):
+        fit_cache(plan(kv_cache_memory_bytes=1), reading())
+
+
+@given(
+    available_bytes=st.integers(0, 64 * GIB),
+    activation_bytes=st.integers(0, 4 * GIB),
+    share=st.floats(0.01, 1.0),
+    block_size=st.integers(1, 256),
+    max_model_len=st.none() | st.integers(1, 8192),
+    max_num_seqs=st.integers(1, 2048),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    device=st.sampled_from(["cpu", "cuda"]),
+)
+def test_what_is_fitted_fits(
+    available_bytes: int,
+    activation_bytes: int,
+    share: float,
+    block_size: int,
+    max_model_len: int | None,
+    max_num_seqs: int,
+    dtype: str,
+    device: str,
+) -> None:
+    made = plan(
+        gpu_memory_utilization=share,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        dtype=dtype,
+    )
+    memory = reading(available_bytes, activation_bytes=activation_bytes, device=device, total_bytes=65 * GIB)
+    try:
+        facts = fit_cache(made, memory)
+    except OptionError:
+        return
+    assert facts.kv_cache_bytes == facts.num_blocks * block_bytes(made)
+    assert facts.kv_cache_bytes + activation_bytes <= available_bytes
+    holds = (facts.num_blocks - 1) * block_size
+    assert 1 <= facts.max_model_len <= min(holds, made.max_model_len)
+    assert (facts.max_model_len < made.max_model_len) == bool(facts.warnings)
+    assert not (facts.warnings and made.max_model_len_is_fixed)
+    assert facts.num_blocks <= 1 + max_num_seqs * -(-made.max_model_len // block_size)
+
+
+def test_the_ledger_adds_up() -> None:
+    made = plan(num_gpu_blocks_override=65, max_model_len=512)
+    text = ledger(fit_cache(made, reading()), made)
+    rows = {line[:12].strip(): line[12:] for line in text.splitlines()}
+    assert list(rows) == ["weights", "activations", "KV cache", "total"]
+    assert "1.0 GiB" in rows["weights"]
+    assert "65 blocks of 16 tokens in bfloat16: 1024 tokens, 2.0 requests of 512" in rows["KV cache"]
+    assert "16.0 GiB on the cpu" in rows["total"]
+    facts = Facts(num_blocks=2, max_model_len=16, memory=reading(weights_bytes=1), kv_cache_bytes=2)
+    assert "3 B" in ledger(Facts(**{**_fields(facts), "memory": reading(weights_bytes=1, activation_bytes=0)}), made)
+
+
+def _fields(facts: Facts) -> dict[str, Any]:
+    return {name: getattr(facts, name) for name in facts.__struct_fields__}
