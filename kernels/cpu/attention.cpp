@@ -195,6 +195,7 @@ class Worker {
     const int count = std::min(tile_start + kTileKeys, item.last_position() + 1) - base;
     const int keys = round_up_to(count, kLanes);
 
+    prefetch(item, cache_.values, base, count);
     locate(item, cache_.keys, base, count, keys);
     pack_keys(scratch_.places, keys, round_up_to(cache_.head_dim, kPairs<T>), scratch_.keys);
     product(scratch_.queries, padded, rows, scratch_.keys, keys * kPairs<T>,
@@ -209,6 +210,8 @@ class Worker {
                                             scratch_.weights + row * kTileKeys);
     }
 
+    const int next = tile_start + kTileKeys, left = item.last_position() + 1 - next;
+    if (left > 0) prefetch(item, cache_.keys, next, std::min(left, kTileKeys));
     locate(item, cache_.values, base, count, keys);
     pack_values(scratch_.places, keys, cache_.head_dim, padded, scratch_.values);
     product(scratch_.weights, kTileKeys, rows, scratch_.values, padded * kPairs<T>, keys / kPairs<T>, padded,
@@ -233,6 +236,15 @@ class Worker {
       scratch_.places[key] = to;
     });
     for (int key = count; key < keys; ++key) scratch_.places[key] = scratch_.zeros;
+  }
+
+  // Rows lie in blocks all over memory, each too short for the hardware to see a stream.
+  void prefetch(const Item& item, const void* stored, int base, int count) const {
+    const int64_t row_bytes = cache_.head_dim * bytes_of(cache_.type);
+    for_each_row(item, base, count, [&](int, int64_t index) {
+      const char* from = static_cast<const char*>(stored) + index * row_bytes;
+      for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(from + at);
+    });
   }
 
   // visit(key, row of the cache) for keys [base, base + count) of the item's sequence.
@@ -268,6 +280,7 @@ class Worker {
       float* from = scratch_.output + row * shape_.padded;
       const float factor = value_scale / scratch_.states[row].sum;
       for (int i = 0; i < shape_.padded; i += kLanes) store_floats(from + i, load_floats(from + i) * factor);
+      restore_columns(scratch_.queries, head_dim, from);
       const int head = item.kv_head * shape_.group + row % shape_.group;
       store_values(from, args_.output_type, head_dim,
                    row_at(args_.output, item.first_row + row / shape_.group, args_.output_stride, args_.output_type) +

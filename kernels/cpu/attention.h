@@ -43,7 +43,7 @@ struct AttentionArgs {
 // Every sequence computes one token: attention makes its queries and cache rows itself, and the pass before it (and
 // the barrier between) is not needed.
 inline bool fuses_decode(const RotaryArgs& args, const Step& step) {
-  return args.fuse_decode != 0 && step.num_tokens == step.num_seqs;
+  return args.fuse_decode != 0 && step.single_tokens != 0;
 }
 
 void rotary_and_cache_write(const void* args, const Step& step, int thread, int num_threads);

@@ -176,7 +176,8 @@ inline void pack_keys(const T* const* rows, int keys, int dim, T* packed) {
                             words - word, reinterpret_cast<uint32_t*>(packed) + word * keys + key, keys);
 }
 
-// rows[keys] of `dim` values each -> packed [keys / kPairs][padded][kPairs], zeros beyond dim; `keys` is even.
+// rows[keys] of `dim` values each -> packed [keys / kPairs][padded][kPairs], zeros beyond dim; `keys` is even. The
+// order of columns is the packing's own; `restore_columns` undoes it in the result.
 inline void pack_values(const float* const* rows, int keys, int dim, int padded, float* packed) {
   for (int key = 0; key < keys; ++key, packed += padded) {
     std::memcpy(packed, rows[key], sizeof(float) * static_cast<size_t>(dim));
@@ -189,13 +190,11 @@ inline void pack_values(const Bf16* const* rows, int keys, int dim, int padded, 
     const Bf16 *first = rows[key], *second = rows[key + 1];
     int i = 0;
 #if defined(HEADRACE_AVX512)
-    alignas(64) static constexpr uint16_t kLow[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                      8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    const __m512i low = _mm512_load_si512(kLow), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (; i + 32 <= dim; i += 32) {
+      // Interleaving within 128-bit parts is far cheaper than across them.
       __m512i a = _mm512_loadu_si512(first + i), b = _mm512_loadu_si512(second + i);
-      _mm512_storeu_si512(packed + 2 * i, _mm512_permutex2var_epi16(a, low, b));
-      _mm512_storeu_si512(packed + 2 * i + 32, _mm512_permutex2var_epi16(a, high, b));
+      _mm512_storeu_si512(packed + 2 * i, _mm512_unpacklo_epi16(a, b));
+      _mm512_storeu_si512(packed + 2 * i + 32, _mm512_unpackhi_epi16(a, b));
     }
 #endif
     for (; i < dim; ++i) {
@@ -204,6 +203,23 @@ inline void pack_values(const Bf16* const* rows, int keys, int dim, int padded, 
     }
     for (; i < padded; ++i) packed[2 * i] = packed[2 * i + 1] = 0;
   }
+}
+
+inline void restore_columns(const float*, int, float*) {}
+
+// Of 32 columns pack_values puts four from each eight into the first vector and the other four into the second.
+inline void restore_columns(const Bf16*, int dim, float* row) {
+#if defined(HEADRACE_AVX512)
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  for (int i = 0; i + 32 <= dim; i += 32) {
+    const __m512 low = _mm512_loadu_ps(row + i), high = _mm512_loadu_ps(row + i + 16);
+    _mm512_storeu_ps(row + i, _mm512_permutex2var_ps(low, first, high));
+    _mm512_storeu_ps(row + i + 16, _mm512_permutex2var_ps(low, second, high));
+  }
+#else
+  (void)dim, (void)row;
+#endif
 }
 
 inline void store_weights(float* to, Floats value) { store_floats(to, value); }

@@ -53,6 +53,7 @@ struct Step {
   const int32_t* block_table;   // [num_seqs, block_table_stride]
   int64_t block_table_stride;
   const int32_t* logits_rows;  // [num_logits] row of the hidden states of each row of logits
+  int64_t single_tokens;       // 1: every sequence computes exactly one token (a program finds it out)
 
   char* thread_scratch(int thread) const { return scratch + thread * scratch_stride; }
 
