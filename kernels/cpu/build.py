@@ -35,7 +35,7 @@ FOLDER = Path(__file__).parent
 COMPILE_TIMEOUT_S = 120.0
 BASE_FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math",
-    "-fno-plt", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra",
+    "-fno-plt", "-fvisibility=hidden", "-pthread",
 )  # fmt: skip
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,-z,defs")
 

@@ -1,0 +1,124 @@
+// Linear layers y = x W^T + b over packed weights: arguments, weight types, and the order of every sum.
+//
+// Packing. Output features (rows of W) are grouped in panels of kPanelRows; inside a panel the rows are interleaved,
+// so that one vector load brings the same k (or pair, or quad of k) of many rows, and a panel is one contiguous
+// stream. The last panel is filled with zero rows.
+//
+// Order of summation. Each output is one lane of one accumulator. Float types add over k (bf16: pairs of k) in rising
+// order; quantised types add each 32-block's exact integer sum, scaled, in rising order of blocks. Neither depends
+// on the number of rows of x, the row's place among them, or the number of threads: tiling splits M and N only, and
+// where K is cut for the cache the accumulators are stored and loaded as they are. So results are batch-invariant
+// to the bit (for one instruction-set level).
+#pragma once
+
+#include <cstdint>
+
+#include "common.h"
+#include "op.h"
+
+namespace headrace {
+
+constexpr int kPanelRows = 32;
+
+// How a weight is stored. The numbers are known to linear.py.
+enum class WeightType : int32_t {
+  kF32 = 0,
+  kBF16 = 1,
+  kF16 = 2,
+  kQ4_0 = 3,
+  kQ4_1 = 4,
+  kQ5_0 = 5,
+  kQ5_1 = 6,
+  kQ8_0 = 7,
+  kQ4_K = 8,
+  kQ5_K = 9,
+  kQ6_K = 10,
+};
+constexpr int kWeightTypes = 11;
+
+// A weight [n, k] in packed form.
+struct PackedWeight {
+  const void* data;  // 64-byte aligned
+  int64_t n;
+  int64_t k;
+  WeightType type;
+  // 1, or 2 for a gated pair: rows [0, n/2) are the gate and [n/2, n) the up projection, packed as alternating panels
+  // (gate panel j, up panel j, ...), so that one thread has both halves of an output at hand.
+  int32_t fan;
+};
+
+enum class Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2, kGelu = 3, kRelu = 4 };
+
+// y = act(x W^T + bias) [+ residual]; for fan 2: y = act(x Wgate^T + bias) * (x Wup^T + bias), of n/2 columns.
+// x is rounded to bf16 for bf16 weights, and quantised to int8 by blocks of 32 for quantised weights.
+struct LinearArgs {
+  PackedWeight weight;
+  const void* x;            // [rows, k]
+  int64_t x_stride;         // elements from row to row
+  int64_t x_thread_stride;  // bytes from thread to thread where each made its own copy of x; 0: shared
+  const float* bias;        // [n] or null
+  const void* residual;     // [rows, columns] or null; may be out itself
+  int64_t residual_stride;  // elements
+  void* out;                // [rows, columns]
+  int64_t out_stride;       // elements
+  DType x_dtype, residual_dtype, out_dtype;
+  Activation activation;
+  Rows rows;            // which count of the step is the number of rows
+  int32_t from_logits;  // 1: row i of x is row step.logits_rows[i]
+  int64_t fixed_rows;   // for Rows::kFixed
+};
+
+// Scratch that hr_op_linear needs for at most `max_rows` rows.
+struct ScratchNeed {
+  int64_t shared_bytes, per_thread_bytes;
+};
+
+inline int64_t panels_of(const PackedWeight& w) {
+  return w.fan * ((w.n / w.fan + kPanelRows - 1) / kPanelRows);
+}
+
+// The row of W that is row `row` of panel `panel`, or -1 for filling.
+inline int64_t source_row(const PackedWeight& w, int64_t panel, int row) {
+  const int64_t half = w.n / w.fan, index = panel / w.fan * kPanelRows + row;
+  return index < half ? (panel % w.fan) * half + index : -1;
+}
+
+// Where row `row` of W is: its panel, and its row in the panel.
+inline void place_of_row(const PackedWeight& w, int64_t row, int64_t* panel, int* row_in_panel) {
+  const int64_t half = w.n / w.fan, part = row / half, index = row % half;
+  *panel = index / kPanelRows * w.fan + part;
+  *row_in_panel = static_cast<int>(index % kPanelRows);
+}
+
+// Bytes of a panel; 0 for a k that the type does not have.
+int64_t float_panel_bytes(WeightType type, int64_t k);
+int64_t quant_panel_bytes(WeightType type, int64_t k);
+
+// Bytes of a row of activations in the form that the type's tiles read.
+int64_t float_prepared_bytes(WeightType type, int64_t k);
+int64_t quant_prepared_bytes(WeightType type, int64_t k);
+
+inline bool is_quantised(WeightType type) { return type >= WeightType::kQ4_0; }
+inline int64_t panel_bytes(WeightType type, int64_t k) {
+  return is_quantised(type) ? quant_panel_bytes(type, k) : float_panel_bytes(type, k);
+}
+
+inline int64_t prepared_row_bytes(WeightType type, int64_t k) {
+  return is_quantised(type) ? quant_prepared_bytes(type, k) : float_prepared_bytes(type, k);
+}
+
+// The given panels are written from `source` ([n, k] row-major; quantised: rows of GGUF blocks).
+void pack_float_panels(const PackedWeight& w, const void* source, int64_t source_stride, DType source_dtype,
+                       void* packed, Range panels);
+void pack_quant_panels(const PackedWeight& w, const void* source, int64_t source_stride, void* packed, Range panels);
+
+// Row `row` of W as exact floats [k].
+void unpack_float_row(const PackedWeight& w, int64_t row, float* out);
+void unpack_quant_row(const PackedWeight& w, int64_t row, float* out);
+
+void linear_f32(const LinearArgs& args, const Step& step, int thread, int num_threads);
+void linear_f16(const LinearArgs& args, const Step& step, int thread, int num_threads);
+void linear_bf16(const LinearArgs& args, const Step& step, int thread, int num_threads);
+void linear_quant(const LinearArgs& args, const Step& step, int thread, int num_threads);
+
+}  // namespace headrace

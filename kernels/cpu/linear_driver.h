@@ -1,0 +1,157 @@
+// The loops around the tiles: how a linear layer is split among threads and cut for the caches, how activations are
+// prepared and results written. A Kernel says how a weight type multiplies:
+//
+//   kMaxRows                      most rows of x that one tile takes
+//   prepared_bytes(k)             bytes of a row of activations as the tile wants it
+//   usable(args)                  whether x can be read where it is, without preparation
+//   prepare(args, row, to)        one row of x into that form
+//   panel_bytes(k), block_k(k)    the packed panel; how much of K one pass takes (the whole, or a multiple of what
+//                                 the tile's steps need)
+//   block_offset(k), x_offset(k)  bytes into a panel, and into a prepared row, where position k of K begins
+//   tile<kRows>(x, x_bytes, panel, k, sums, add)   sums [kRows, kPanelRows] (+)= x [kRows, k] times the panel
+#pragma once
+
+#include "linear.h"
+
+namespace headrace {
+
+// Up to this many rows every thread prepares all of x for itself: cheaper than a barrier.
+constexpr int64_t kPrepareAloneRows = 16;
+// What a block of activations may take of a core's second-level cache.
+constexpr int64_t kActivationBlockBytes = 384 * 1024;
+
+struct Prepared {
+  const char* base;
+  int64_t row_bytes;
+};
+
+inline const char* row_of_x(const LinearArgs& args, const Step& step, int thread, int64_t row) {
+  if (args.from_logits) row = step.logits_rows[row];
+  return static_cast<const char*>(args.x) + thread * args.x_thread_stride +
+         row * args.x_stride * size_of(args.x_dtype);
+}
+
+template <class Kernel>
+Prepared prepare_rows(const LinearArgs& args, const Step& step, int64_t rows, int thread, int num_threads) {
+  if (!args.from_logits && Kernel::usable(args))
+    return {row_of_x(args, step, thread, 0), args.x_stride * size_of(args.x_dtype)};
+  const int64_t row_bytes = Kernel::prepared_bytes(args.weight.k);
+  if (rows <= kPrepareAloneRows) {
+    char* own = step.thread_scratch(thread);
+    for (int64_t row = 0; row < rows; ++row)
+      Kernel::prepare(args, row_of_x(args, step, thread, row), own + row * row_bytes);
+    return {own, row_bytes};
+  }
+  step.team->barrier();
+  const Range mine = split(rows, thread, num_threads);
+  for (int64_t row = mine.begin; row < mine.end; ++row)
+    Kernel::prepare(args, row_of_x(args, step, thread, row), step.shared_scratch + row * row_bytes);
+  step.team->barrier();
+  return {step.shared_scratch, row_bytes};
+}
+
+inline Floats activate(Activation activation, Floats value) {
+  switch (activation) {
+    case Activation::kSilu: return value / (1.0f + exponential<true>(-value));
+    case Activation::kGeluTanh: {
+      const Floats inner = value * 0.7978845608f * (1.0f + 0.044715f * value * value);
+      return 0.5f * value * (1.0f + hyperbolic_tangent(inner));
+    }
+    case Activation::kGelu: {
+      Floats result;
+      for (int i = 0; i < kLanes; ++i) result[i] = 0.5f * value[i] * (1.0f + std::erf(value[i] * 0.70710678f));
+      return result;
+    }
+    case Activation::kRelu: return larger(value, all_lanes(0.0f));
+    default: return value;
+  }
+}
+
+// Sums of one tile, [kRows, fan, kPanelRows], to the output: bias, activation, gate, residual, type.
+void write_tile(const LinearArgs& args, const float* sums, int64_t sums_stride, int64_t first_row, int num_rows,
+                int64_t unit);
+
+template <class Kernel, int kRows>
+inline void call_tile(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
+                      int64_t sums_stride, bool add) {
+  if (num_rows == kRows) {
+    Kernel::template tile<kRows>(x, x_bytes, panel, k, sums, sums_stride, add);
+  } else if constexpr (kRows > 1) {
+    call_tile<Kernel, kRows - 1>(num_rows, x, x_bytes, panel, k, sums, sums_stride, add);
+  }
+}
+
+// Rows [begin, end) cut into tiles of nearly equal size, none above kMaxRows.
+template <int kMaxRows, class Each>
+inline void for_each_tile(int64_t begin, int64_t end, Each each) {
+  const int64_t tiles = (end - begin + kMaxRows - 1) / kMaxRows;
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const Range rows = split(end - begin, static_cast<int>(tile), static_cast<int>(tiles));
+    each(begin + rows.begin, static_cast<int>(rows.end - rows.begin));
+  }
+}
+
+// One unit (fan panels) times rows [begin, end) of x.
+template <class Kernel>
+void run_unit(const LinearArgs& args, const Prepared& x, int64_t unit, int64_t begin, int64_t end, float* sums) {
+  const int64_t k = args.weight.k, fan = args.weight.fan, panel_bytes = Kernel::panel_bytes(k);
+  const int64_t block_k = Kernel::block_k(k), sums_stride = fan * kPanelRows;
+  const char* panels = static_cast<const char*>(args.weight.data) + unit * fan * panel_bytes;
+  if (block_k >= k) {
+    for_each_tile<Kernel::kMaxRows>(begin, end, [&](int64_t row, int num_rows) {
+      alignas(64) float tile[Kernel::kMaxRows * 2 * kPanelRows];
+      for (int64_t f = 0; f < fan; ++f)
+        call_tile<Kernel, Kernel::kMaxRows>(num_rows, x.base + row * x.row_bytes, x.row_bytes,
+                                            panels + f * panel_bytes, k, tile + f * kPanelRows, sums_stride, false);
+      write_tile(args, tile, sums_stride, row, num_rows, unit);
+    });
+    return;
+  }
+  for (int64_t f = 0; f < fan; ++f)
+    for (int64_t first = 0; first < k; first += block_k) {
+      const int64_t size = k - first < block_k ? k - first : block_k;
+      for_each_tile<Kernel::kMaxRows>(begin, end, [&](int64_t row, int num_rows) {
+        call_tile<Kernel, Kernel::kMaxRows>(
+            num_rows, x.base + row * x.row_bytes + Kernel::x_offset(first), x.row_bytes,
+            panels + f * panel_bytes + Kernel::block_offset(first), size,
+            sums + (row - begin) * sums_stride + f * kPanelRows, sums_stride, first > 0);
+      });
+    }
+  for_each_tile<Kernel::kMaxRows>(begin, end, [&](int64_t row, int num_rows) {
+    write_tile(args, sums + (row - begin) * sums_stride, sums_stride, row, num_rows, unit);
+  });
+}
+
+// Rows of x that are taken through all panels before the next: as many as stay in the cache.
+inline int64_t rows_per_block(int64_t rows, int64_t row_bytes, int64_t units, int num_threads, int max_rows) {
+  int64_t fit = kActivationBlockBytes / row_bytes;
+  if (fit < 4 * max_rows) fit = 4 * max_rows;
+  int64_t blocks = (rows + fit - 1) / fit;
+  // More blocks where there are too few panels to go round, as long as a block still reuses its panel well.
+  while (blocks * units < 4 * num_threads && rows / (blocks + 1) >= 2 * max_rows) ++blocks;
+  return (rows + blocks - 1) / blocks;
+}
+
+constexpr int64_t kMaxBlockRows = 1024;
+
+template <class Kernel>
+void run_linear(const LinearArgs& args, const Step& step, int thread, int num_threads) {
+  const int64_t rows = step.rows(args.rows, args.fixed_rows);
+  if (rows <= 0) return;
+  const Prepared x = prepare_rows<Kernel>(args, step, rows, thread, num_threads);
+  const int64_t units = panels_of(args.weight) / args.weight.fan;
+  int64_t block_rows = rows_per_block(rows, Kernel::prepared_bytes(args.weight.k), units, num_threads, Kernel::kMaxRows);
+  if (block_rows > kMaxBlockRows) block_rows = kMaxBlockRows;
+  const int64_t blocks = (rows + block_rows - 1) / block_rows;
+  // Behind the rows that this thread may have prepared for itself.
+  float* sums = reinterpret_cast<float*>(step.thread_scratch(thread) +
+                                         kPrepareAloneRows * Kernel::prepared_bytes(args.weight.k));
+  const Range mine = split(blocks * units, thread, num_threads);
+  for (int64_t task = mine.begin; task < mine.end; ++task) {
+    const int64_t block = task / units, begin = block * block_rows;
+    const int64_t end = begin + block_rows < rows ? begin + block_rows : rows;
+    run_unit<Kernel>(args, x, task % units, begin, end, sums);
+  }
+}
+
+}  // namespace headrace

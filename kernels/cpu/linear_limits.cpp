@@ -1,0 +1,87 @@
+// The machine's limits, measured by the same threads that run the kernels: how fast memory can be read, and how many
+// products per second the vector units give. Benchmarks state their figures as shares of these.
+#include "linear_float.h"
+
+namespace headrace {
+namespace {
+
+struct ReadArgs {
+  const void* data;
+  int64_t bytes;
+  uint64_t* sums;  // [num_threads], so that the reading is not optimised away
+};
+
+enum class Arithmetic : int32_t { kF32 = 0, kBF16Pairs = 1, kInt8Quads = 2 };
+
+struct ArithmeticArgs {
+  int64_t rounds;
+  float* results;    // [num_threads, kLanes], so that the arithmetic is not optimised away
+  const float* ones;  // [2, kLanes] values the compiler cannot know
+  Arithmetic kind;
+};
+
+// Enough independent sums to cover an instruction's latency on every machine we know, and few enough for registers.
+#if defined(HEADRACE_AVX512) || defined(__aarch64__)
+constexpr int kChains = 24;
+#else
+constexpr int kChains = 12;
+#endif
+
+template <class Multiply>
+Floats run_chains(int64_t rounds, Multiply multiply) {
+  Floats chains[kChains] = {};
+  for (int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 32
+    for (int i = 0; i < kChains; ++i) chains[i] = multiply(chains[i]);
+  }
+  Floats sum = {};
+  for (int i = 0; i < kChains; ++i) sum += chains[i];
+  return sum;
+}
+
+}  // namespace
+}  // namespace headrace
+
+using namespace headrace;
+
+HR_EXPORT void hr_op_read(const void* raw, const Step&, int thread, int num_threads) {
+  const auto& args = *static_cast<const ReadArgs*>(raw);
+  const Range mine = split(args.bytes, thread, num_threads, 4096);
+  typedef uint64_t Words __attribute__((vector_size(64), aligned(8)));
+  const char* data = static_cast<const char*>(args.data);
+  Words sum[4] = {};
+  for (int64_t at = mine.begin; at + 256 <= mine.end; at += 256) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      prefetch(data + at + kPrefetchBytes + 64 * i);
+      sum[i] += *reinterpret_cast<const Words*>(data + at + 64 * i);
+    }
+  }
+  args.sums[thread] = (sum[0] + sum[1] + sum[2] + sum[3])[0];
+}
+
+// Each round of each thread does kChains vectors of multiply-adds: hr_arithmetic_per_round of them.
+HR_EXPORT void hr_op_arithmetic(const void* raw, const Step&, int thread, int) {
+  const auto& args = *static_cast<const ArithmeticArgs*>(raw);
+  const Floats a = load_floats(args.ones), b = load_floats(args.ones + kLanes);
+  Floats sum = {};
+  switch (args.kind) {
+    case Arithmetic::kF32: sum = run_chains(args.rounds, [&](Floats c) { return fused(a, b, c); }); break;
+#if defined(HEADRACE_BF16_DOT)
+    case Arithmetic::kBF16Pairs: sum = run_chains(args.rounds, [&](Floats c) { return dot_pairs(c, a, b); }); break;
+#endif
+    default: break;
+  }
+  store_floats(args.results + thread * kLanes, sum);
+}
+
+// Multiply-adds of one round on one thread; 0 where the machine (at this level) has no such instruction.
+HR_EXPORT int64_t hr_arithmetic_per_round(int32_t kind) {
+  switch (static_cast<Arithmetic>(kind)) {
+    case Arithmetic::kF32: return kChains * kLanes;
+#if defined(HEADRACE_BF16_DOT)
+    case Arithmetic::kBF16Pairs: return kChains * kLanes * 2;
+#endif
+    default: return 0;
+  }
+}

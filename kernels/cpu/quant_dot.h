@@ -1,0 +1,57 @@
+// The int8 dot product: each 32-bit lane adds four products of an unsigned byte (a weight's code) and a signed byte
+// (an activation in [-127, 127]). All versions are exact, so they agree to the bit.
+#pragma once
+
+#include "common.h"
+
+namespace headrace {
+
+typedef uint8_t Bytes __attribute__((vector_size(4 * kLanes)));
+
+inline Bytes load_bytes(const void* from) {
+  Bytes result;
+  std::memcpy(&result, from, sizeof(result));
+  return result;
+}
+
+// kCodeBits: how large the codes are, for versions whose intermediate sums are narrow.
+template <int kCodeBits>
+inline Ints dot_quads(Ints sums, Bytes codes, Bytes x) {
+#if defined(HEADRACE_AVX512) && defined(__AVX512VNNI__)
+  return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums), reinterpret_cast<__m512i>(codes),
+                                                    reinterpret_cast<__m512i>(x)));
+#elif defined(HEADRACE_AVX512)
+  const __m512i c = reinterpret_cast<__m512i>(codes), q = reinterpret_cast<__m512i>(x), one = _mm512_set1_epi16(1);
+  const auto add = [&](__m512i to, __m512i part) {
+    return _mm512_add_epi32(to, _mm512_madd_epi16(_mm512_maddubs_epi16(part, q), one));
+  };
+  if (kCodeBits < 8) return reinterpret_cast<Ints>(add(reinterpret_cast<__m512i>(sums), c));
+  // maddubs adds two products in 16 bits: half of a code at a time, so that 2 * 128 * 127 still fits.
+  const __m512i half = _mm512_and_si512(_mm512_srli_epi16(c, 1), _mm512_set1_epi8(0x7f));
+  return reinterpret_cast<Ints>(add(add(reinterpret_cast<__m512i>(sums), half), _mm512_sub_epi8(c, half)));
+#elif defined(__AVX2__)
+  const __m256i c = reinterpret_cast<__m256i>(codes), q = reinterpret_cast<__m256i>(x), one = _mm256_set1_epi16(1);
+  const auto add = [&](__m256i to, __m256i part) {
+    return _mm256_add_epi32(to, _mm256_madd_epi16(_mm256_maddubs_epi16(part, q), one));
+  };
+  if (kCodeBits < 8) return reinterpret_cast<Ints>(add(reinterpret_cast<__m256i>(sums), c));
+  const __m256i half = _mm256_and_si256(_mm256_srli_epi16(c, 1), _mm256_set1_epi8(0x7f));
+  return reinterpret_cast<Ints>(add(add(reinterpret_cast<__m256i>(sums), half), _mm256_sub_epi8(c, half)));
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_MATMUL_INT8)
+  return reinterpret_cast<Ints>(vusdotq_s32(reinterpret_cast<int32x4_t>(sums), reinterpret_cast<uint8x16_t>(codes),
+                                            reinterpret_cast<int8x16_t>(x)));
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+  const int8x16_t q = reinterpret_cast<int8x16_t>(x);
+  int32x4_t to = reinterpret_cast<int32x4_t>(sums);
+  if (kCodeBits < 8) return reinterpret_cast<Ints>(vdotq_s32(to, reinterpret_cast<int8x16_t>(codes), q));
+  // A code of 8 bits as a signed byte is 128 too small; 128 itself is two times 64.
+  to = vdotq_s32(to, reinterpret_cast<int8x16_t>(codes ^ static_cast<uint8_t>(0x80)), q);
+  return reinterpret_cast<Ints>(vdotq_s32(vdotq_s32(to, vdupq_n_s8(64), q), vdupq_n_s8(64), q));
+#else
+  for (int j = 0; j < 4; ++j)
+    sums += ((reinterpret_cast<Ints>(codes) >> (8 * j)) & 0xff) * (reinterpret_cast<Ints>(x) << (24 - 8 * j) >> 24);
+  return sums;
+#endif
+}
+
+}  // namespace headrace

@@ -1,0 +1,190 @@
+// Tiles of quantised weights: see quant.h for the layout and the arithmetic.
+#pragma once
+
+#include "linear_driver.h"
+#include "quant.h"
+#include "quant_dot.h"
+
+namespace headrace {
+
+#if defined(HEADRACE_AVX512)
+constexpr int kQuantTileRows = 8;
+#elif defined(__aarch64__)
+constexpr int kQuantTileRows = 2;
+#else
+constexpr int kQuantTileRows = 2;
+#endif
+
+constexpr int64_t kQuantPrefetchBytes = 2048;
+constexpr int kQuads = kBlock / 4;
+
+// kLanes rows of a panel at a time.
+constexpr int kGroups = kPanelRows / kLanes;
+
+// kLanes small integers as floats.
+template <class Integer>
+inline Floats load_integers(const char* from) {
+  typedef Integer Small __attribute__((vector_size(sizeof(Integer) * kLanes)));
+  Small values;
+  std::memcpy(&values, from, sizeof(values));
+  return __builtin_convertvector(values, Floats);
+}
+
+template <WeightType kType>
+struct QuantKernel {
+  static constexpr QuantLayout kLayout = layout_of(kType);
+  static constexpr int kMaxRows = kQuantTileRows;
+
+  static int64_t panel_bytes(int64_t k) { return kLayout.panel_bytes(k); }
+  // A panel of 32 rows of up to 8 bits stays in the second-level cache for any K that models have.
+  static int64_t block_k(int64_t k) { return k; }
+  static int64_t block_offset(int64_t) { return 0; }
+  static int64_t x_offset(int64_t) { return 0; }
+  static int64_t prepared_bytes(int64_t k) { return (k / kBlock * static_cast<int64_t>(sizeof(QuantBlock)) + 63) / 64 * 64; }
+  static bool usable(const LinearArgs&) { return false; }
+
+  static void prepare(const LinearArgs& args, const char* from, char* to) {
+    auto* blocks = reinterpret_cast<QuantBlock*>(to);
+    for (int64_t block = 0; block < args.weight.k / kBlock; ++block)
+      quantise(from, block * kBlock, args.x_dtype, &blocks[block]);
+  }
+
+  static void quantise(const void* x, int64_t at, DType dtype, QuantBlock* block) {
+    constexpr int kParts = kBlock / kLanes;
+    Floats values[kParts], most = {};
+    for (int i = 0; i < kParts; ++i) {
+      values[i] = load_vector(x, at + i * kLanes, dtype);
+      most = larger(most, larger(values[i], -values[i]));
+    }
+    const float largest = largest_lane(most);
+    const float step = largest / 127.0f;
+    // A step that is subnormal has no finite inverse that is any use: such a block is as good as zero.
+    const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
+    typedef int8_t Small __attribute__((vector_size(kLanes)));
+    Ints sums[2] = {};
+    for (int i = 0; i < kParts; ++i) {
+      const Ints rounded = __builtin_convertvector(round_to_integer(values[i] * inverse), Ints);
+      const Small small = __builtin_convertvector(rounded, Small);
+      std::memcpy(block->q + i * kLanes, &small, sizeof(small));
+      sums[i * 2 / kParts] += rounded;
+    }
+    int32_t halves[2] = {};
+    for (int half = 0; half < 2; ++half)
+      for (int lane = 0; lane < kLanes; ++lane) halves[half] += sums[half][lane];
+    block->step = step;
+    block->step_sum = step * static_cast<float>(halves[0] + halves[1]);
+    block->correct[0] = -kLayout.offset * (kLayout.two_scales() ? halves[0] : halves[0] + halves[1]);
+    block->correct[1] = kLayout.two_scales() ? -kLayout.offset * halves[1] : 0;
+  }
+
+  // The codes of kLanes rows of a block, as kQuads vectors of unsigned bytes.
+  static inline __attribute__((always_inline)) void unpack(const char* block, int group, Bytes (&codes)[kQuads]) {
+    constexpr int kLine = kPanelRows * 4;  // bytes of one quad of every row
+    const char* high = block + kLayout.scale_bytes() + group * kLanes * 4;
+    const char* low = high + kLayout.high_bytes();
+    if constexpr (kLayout.bits == 8) {
+#pragma GCC unroll 8
+      for (int g = 0; g < kQuads; ++g) codes[g] = load_bytes(low + g * kLine);
+      return;
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < 4; ++g) {
+      const Bytes both = load_bytes(low + g * kLine);
+      codes[g] = both & 0x0f;
+      codes[g + 4] = (both >> 4) & 0x0f;
+    }
+    if constexpr (kLayout.bits == 5) {
+      const Bytes bits = load_bytes(high);
+#pragma GCC unroll 8
+      for (int g = 0; g < kQuads; ++g) codes[g] |= (g < 4 ? bits << (4 - g) : bits >> (g - 4)) & 0x10;
+    }
+    if constexpr (kLayout.bits == 6) {
+#pragma GCC unroll 2
+      for (int part = 0; part < 2; ++part) {
+        const Bytes bits = load_bytes(high + part * kLine);
+#pragma GCC unroll 4
+        for (int g = 0; g < 4; ++g) codes[part * 4 + g] |= (g < 2 ? bits << (4 - 2 * g) : bits >> (2 * g - 4)) & 0x30;
+      }
+    }
+  }
+
+  struct Scales {
+    Floats scale[2];  // [1] is used by Q6_K alone
+    Floats minimum;   // what is added per unit of x
+  };
+
+  static inline __attribute__((always_inline)) Scales scales(const char* super, const char* block, int group) {
+    Scales result = {};
+    const int rows = group * kLanes;
+    const auto* half = reinterpret_cast<const uint16_t*>(kLayout.super ? super : block);
+    const Floats d = load_f16(half + rows);
+    if constexpr (!kLayout.super) {
+      result.scale[0] = d;
+      if constexpr (kLayout.minimum) result.minimum = load_f16(half + kPanelRows + rows);
+    } else if constexpr (kLayout.minimum) {
+      result.scale[0] = d * load_integers<uint8_t>(block + rows);
+      result.minimum = -load_f16(half + kPanelRows + rows) * load_integers<uint8_t>(block + kPanelRows + rows);
+    } else {
+      result.scale[0] = d * load_integers<int8_t>(block + rows);
+      result.scale[1] = d * load_integers<int8_t>(block + kPanelRows + rows);
+    }
+    return result;
+  }
+
+  static inline __attribute__((always_inline)) Bytes quad(const QuantBlock& x, int g) {
+    int32_t bits;
+    std::memcpy(&bits, x.q + 4 * g, 4);
+    return reinterpret_cast<Bytes>(all_lanes(bits));
+  }
+
+  static inline __attribute__((always_inline)) Floats multiply(Floats total, const QuantBlock& x,
+                                                               const Bytes (&codes)[kQuads], const Scales& s) {
+    const Floats step = all_lanes(x.step);
+    Ints sum = kLayout.offset ? all_lanes(x.correct[0]) : Ints{};
+    constexpr int kFirst = kLayout.two_scales() ? kQuads / 2 : kQuads;
+#pragma GCC unroll 8
+    for (int g = 0; g < kFirst; ++g) sum = dot_quads<kLayout.bits>(sum, codes[g], quad(x, g));
+    total = fused(__builtin_convertvector(sum, Floats) * step, s.scale[0], total);
+    if constexpr (kLayout.two_scales()) {
+      sum = all_lanes(x.correct[1]);
+#pragma GCC unroll 4
+      for (int g = kFirst; g < kQuads; ++g) sum = dot_quads<kLayout.bits>(sum, codes[g], quad(x, g));
+      total = fused(__builtin_convertvector(sum, Floats) * step, s.scale[1], total);
+    }
+    if constexpr (kLayout.minimum) total = fused(all_lanes(x.step_sum), s.minimum, total);
+    return total;
+  }
+
+  template <int kRows>
+  static void tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums, int64_t sums_stride,
+                   bool) {
+    Floats total[kRows][kGroups] = {};
+    const QuantBlock* rows[kRows];
+    for (int row = 0; row < kRows; ++row) rows[row] = reinterpret_cast<const QuantBlock*>(x + row * x_bytes);
+    const char* block = panel;
+    const char* super = panel;
+    for (int64_t b = 0; b < k / kBlock; ++b) {
+      if (kLayout.super && b % kSuperBlocks == 0) {
+        super = block;
+        block += kLayout.super_bytes();
+      }
+      constexpr int kLines = kLayout.block_bytes() / 64;
+#pragma GCC unroll 18
+      for (int line = 0; line < kLines; ++line) __builtin_prefetch(block + kQuantPrefetchBytes + 64 * line, 0, 3);
+#pragma GCC unroll 8
+      for (int group = 0; group < kGroups; ++group) {
+        Bytes codes[kQuads];
+        unpack(block, group, codes);
+        const Scales s = scales(super, block, group);
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row) total[row][group] = multiply(total[row][group], rows[row][b], codes, s);
+      }
+      block += kLayout.block_bytes();
+    }
+    for (int row = 0; row < kRows; ++row)
+      for (int group = 0; group < kGroups; ++group)
+        store_floats(sums + row * sums_stride + group * kLanes, total[row][group]);
+  }
+};
+
+}  // namespace headrace
