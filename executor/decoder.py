@@ -14,6 +14,7 @@ from headrace.executor.kv_cache import KVCache
 from headrace.executor.layers import (
     SINGLE,
     CheckedWeights,
+    ChooseKernel,
     ColumnParallel,
     Heads,
     MergedColumnParallel,
@@ -49,7 +50,7 @@ class Norm:
             self._weights = (weight if weight is not None else ones,)
         else:
             self._weights = (weight, weights.vector(f"{name}.bias", size) if spec.affine else None)
-        self._op = kernels.choose(f"{spec.kind}_norm", device=weights.device, dtype=weights.dtype, size=size)
+        self._op = weights.kernel(f"{spec.kind}_norm", size=size)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x and residual [..., size] -> (norm of their sum, their sum)"""
@@ -74,11 +75,13 @@ class Attention:
             self.key_norm = Norm(weights, prefix + names.key_norm, spec.head_dim, spec.norm)
         self._rope_index = spec.ropes.index(layer.rope) if layer.rope is not None else None
         self._params = AttentionParams(spec.attention_scale, layer.sliding_window, spec.attention_soft_cap)
-        facts = {"device": weights.device, "dtype": weights.dtype, "head_dim": spec.head_dim}
-        self._rotate = kernels.choose("rotary", **facts)
-        self._write = kernels.choose("write_cache", **facts)
-        self._attend = kernels.choose(
-            "paged_attention", **facts, num_heads=self.qkv.num_heads, num_kv_heads=self.qkv.num_kv_heads
+        self._rotate = weights.kernel("rotary", head_dim=spec.head_dim)
+        self._write = weights.kernel("write_cache", head_dim=spec.head_dim)
+        self._attend = weights.kernel(
+            "paged_attention",
+            head_dim=spec.head_dim,
+            num_heads=self.qkv.num_heads,
+            num_kv_heads=self.qkv.num_kv_heads,
         )
 
     def __call__(self, x: Tensor, step: Step, key_cache: Tensor, value_cache: Tensor) -> Tensor:
@@ -104,7 +107,7 @@ class Mlp:
             self.up = ColumnParallel(weights, prefix + names.up, hidden, inner, spec.mlp_bias, tp)
         self.down = RowParallel(weights, prefix + names.down, inner, hidden, spec.mlp_bias, tp)
         op = "activate_and_multiply" if spec.gated_mlp else "activate"
-        self._activate = kernels.choose(op, device=weights.device, dtype=weights.dtype, kind=spec.activation)
+        self._activate = weights.kernel(op, kind=spec.activation)
         self._kind = spec.activation
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -167,9 +170,10 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         tp: TensorParallel = SINGLE,
+        choose: ChooseKernel = kernels.choose,
     ) -> None:
         spec.local_kv_heads(tp.size)
-        checked = CheckedWeights(weights, dtype, torch.device(device))
+        checked = CheckedWeights(weights, dtype, torch.device(device), choose)
         names, norm_spec = spec.names, spec.norm
         prefix = next((p for p in names.prefixes if f"{p}{names.embedding}.weight" in checked), names.prefixes[0])
         head = next((n for n in names.lm_heads if f"{n}.weight" in checked), names.lm_heads[0])

@@ -7,9 +7,9 @@ What a weight looks like in memory is known only to the `LinearWeight` that the 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -60,6 +60,9 @@ class TensorParallel:
 
 SINGLE = TensorParallel()
 
+ChooseKernel = Callable[..., Callable[..., Any]]
+"""(op's name, **facts) -> the function that serves; `kernels.choose` is one."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -80,8 +83,11 @@ class Part:
 class CheckedWeights:
     """Reads a source into tensors of the final dtype, checking each shape first and noting what was used."""
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, source: WeightSource, dtype: torch.dtype, device: torch.device, choose: ChooseKernel = kernels.choose
+    ) -> None:
         self.dtype, self.device = dtype, device
+        self._choose = choose
         self.nbytes = 0
         """Memory of what was read so far, in its final layout."""
         self._source = source
@@ -111,12 +117,19 @@ class CheckedWeights:
         biases = self._stack([(f"{part.name}.bias", part) for part in parts], None, None) if bias else None
         return self.pack(weight, biases)
 
+    def kernel(self, op: str, **facts: Any) -> Callable[..., Any]:
+        """The version of `op` that serves this model's device and dtype, and these facts."""
+        return self._choose(op, device=self.device, dtype=self.dtype, **facts)
+
     def pack(self, weight: Tensor, bias: Tensor | None) -> LinearWeight:
         """weight [out, in] and bias [out] in the layout of the kernel that serves them."""
-        pack = kernels.choose("linear", device=self.device, dtype=self.dtype, shape=tuple(weight.shape))
-        packed: LinearWeight = pack(weight, bias)
+        packed: LinearWeight = self.kernel("linear", shape=tuple(weight.shape))(weight, bias)
         self.nbytes += packed.nbytes
         return packed
+
+    def leave(self, name: str, size: int) -> None:
+        """Checks a vector that another rank reads."""
+        self._check(name, (size,))
 
     def check_all_used(self, ignorable: Sequence[str]) -> None:
         """Raises ModelError when the source holds a tensor that nothing read and no pattern excuses."""
@@ -235,6 +248,8 @@ class RowParallel:
     ) -> None:
         columns = tp.share(in_features, f"{name}'s input") if tp.size > 1 else None
         self._tp = tp
+        if bias and tp.rank > 0:
+            weights.leave(f"{name}.bias", out_features)  # added once, by rank 0
         self.weight = weights.linear([Part(name, out_features)], in_features, columns, bias and tp.rank == 0)
 
     def __call__(self, x: Tensor) -> Tensor:

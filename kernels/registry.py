@@ -54,7 +54,7 @@ class Op:
         Facts are what is known when a layer is built: `device` (a torch.device), `dtype` (a torch.dtype) always, and
         what the op adds, such as `head_dim`.
         """
-        refused = []
+        refused: list[tuple[str, str]] = []
         for version in self.versions:
             reason = version.why_not(**facts)
             if not reason:
@@ -82,6 +82,11 @@ def ops() -> Mapping[str, Op]:
 def choose(name: str, **facts: Any) -> Callable[..., Any]:
     """The function that serves op `name` under these facts (see `Op.choose`)."""
     return ops()[name].choose(**facts).function
+
+
+def choose_reference(name: str, **_: Any) -> Callable[..., Any]:
+    """The reference of op `name`, whatever else could serve: for comparisons, and where nothing may be compiled."""
+    return ops()[name].reference
 
 
 def _find_versions() -> list[Version]:

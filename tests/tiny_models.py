@@ -44,15 +44,23 @@ class TinyModel:
     model_class: str
     config_class: str
     config: dict[str, Any] = field(default_factory=dict)
+    embedding_std: float = 0.1
+    """Small where embedding and head are one, lest every answer repeat its last token."""
 
 
 def _llama(**config: Any) -> TinyModel:
     return TinyModel("LlamaForCausalLM", "LlamaConfig", config)
 
 
-def _opt(**config: Any) -> TinyModel:
+def _opt(embedding_std: float = 0.1, **config: Any) -> TinyModel:
     base = {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0, "pad_token_id": 2}
-    return TinyModel("OPTForCausalLM", "OPTConfig", base | config)
+    return TinyModel("OPTForCausalLM", "OPTConfig", base | config, embedding_std)
+
+
+def _gemma(version: str, **config: Any) -> TinyModel:
+    # Gemma multiplies embeddings by sqrt(hidden_size).
+    config_class = {"2": "Gemma2Config", "3": "Gemma3TextConfig"}[version]
+    return TinyModel(f"Gemma{version}ForCausalLM", config_class, {"head_dim": 16, "pad_token_id": 2} | config, 0.03)
 
 
 TINY_MODELS: dict[str, TinyModel] = {
@@ -88,32 +96,21 @@ TINY_MODELS: dict[str, TinyModel] = {
         {"use_sliding_window": True, "sliding_window": 33, "max_window_layers": 1, "num_hidden_layers": 3},
     ),
     "qwen3": TinyModel("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 32, "tie_word_embeddings": False}),
-    "gemma3": TinyModel(
-        "Gemma3ForCausalLM", "Gemma3TextConfig",
-        {
-            "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 24, "num_key_value_heads": 1,
-            "query_pre_attn_scalar": 24, "pad_token_id": 2, "tie_word_embeddings": True,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    "gemma3": _gemma(
+        "3", num_hidden_layers=4, sliding_window=24, num_key_value_heads=1, query_pre_attn_scalar=24,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "gemma3_capped_scaled": _gemma(
+        "3", num_hidden_layers=3, sliding_window=40, query_pre_attn_scalar=16, final_logit_softcapping=2.0,
+        attention_bias=True, layer_types=["sliding_attention", "full_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
-    "gemma3_capped_scaled": TinyModel(
-        "Gemma3ForCausalLM", "Gemma3TextConfig",
-        {
-            "head_dim": 16, "num_hidden_layers": 3, "sliding_window": 40, "query_pre_attn_scalar": 16,
-            "pad_token_id": 2, "final_logit_softcapping": 5.0, "attention_bias": True,
-            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            },
-        },
-    ),
-    "gemma2": TinyModel(
-        "Gemma2ForCausalLM", "Gemma2Config",
-        {
-            "head_dim": 16, "num_hidden_layers": 3, "sliding_window": 24, "query_pre_attn_scalar": 20,
-            "pad_token_id": 2, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0,
-        },
+    "gemma2": _gemma(
+        "2", num_hidden_layers=3, sliding_window=24, query_pre_attn_scalar=20, attn_logit_softcapping=2.0,
+        final_logit_softcapping=2.0,
     ),
     "smollm3": TinyModel("SmolLM3ForCausalLM", "SmolLM3Config", {"num_hidden_layers": 4}),
     "smollm3_window": TinyModel(
@@ -121,7 +118,7 @@ TINY_MODELS: dict[str, TinyModel] = {
         {"no_rope_layers": [1, 0, 1], "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 30},
     ),
     "opt": _opt(),
-    "opt_projected_post_norm": _opt(word_embed_proj_dim=32, do_layer_norm_before=False),
+    "opt_projected_post_norm": _opt(0.3, word_embed_proj_dim=32, do_layer_norm_before=False),
     "opt_plain": _opt(enable_bias=False, layer_norm_elementwise_affine=False, activation_function="gelu"),
 }  # fmt: skip
 
@@ -131,7 +128,7 @@ def build(name: str, seed: int = 0, **config: Any) -> Any:
     tiny = TINY_MODELS[name]
     values = COMMON | tiny.config | config
     model = getattr(transformers, tiny.model_class)(getattr(transformers, tiny.config_class)(**values)).eval()
-    _randomise(model, seed)
+    _randomise(model, seed, tiny.embedding_std)
     return model
 
 
@@ -162,7 +159,7 @@ def make_tokenizer() -> Any:
     )
 
 
-def _randomise(model: Any, seed: int) -> None:
+def _randomise(model: Any, seed: int, embedding_std: float) -> None:
     """Weights large enough that the answer changes from token to token; biases and norms away from 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
     centred_at_zero = "Gemma" in type(model).__name__
@@ -176,5 +173,5 @@ def _randomise(model: Any, seed: int) -> None:
             elif "embed_positions" in parameter_name:
                 parameter.copy_(0.5 * noise)
             else:
-                parameter.copy_(noise * (0.1 if "embed" in parameter_name else 0.25))
+                parameter.copy_(noise * (embedding_std if "embed" in parameter_name else 0.25))
     model.tie_weights()

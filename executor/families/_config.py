@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from headrace.executor.arch import ArchSpec, LayerSpec, NormSpec, RopeSpec, WeightNames
+from headrace.executor.arch import ArchSpec, LayerSpec, NormSpec, RopeKind, RopeSpec, WeightNames
 from headrace.executor.families import Config
 from headrace.ipc.failure import ModelError
 
@@ -20,7 +20,13 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "relu": "relu",
 }
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_KINDS: dict[str, RopeKind] = {
+    "default": "default",
+    "linear": "linear",
+    "dynamic": "dynamic",
+    "llama3": "llama3",
+    "yarn": "yarn",
+}
 
 
 def integer(config: Config, key: str, default: int | None = None) -> int:
@@ -39,6 +45,13 @@ def number(config: Config, key: str, default: float | None = None) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ModelError(f"the config's {key} must be a number, got {_shown(config, key)}")
     return float(value)
+
+
+def positive(config: Config, key: str, default: float | None = None) -> float:
+    value = number(config, key, default)
+    if value <= 0:
+        raise ModelError(f"the config's {key} must be positive, got {_shown(config, key)}")
+    return value
 
 
 def optional_number(config: Config, key: str) -> float | None:
@@ -80,17 +93,18 @@ def rope(config: Config, head_dim: int, default_theta: float, layer_type: str | 
         raise ModelError(f"the config's rope parameters must be a mapping, got {given!r}")
     theta = number(given, "rope_theta", number(config, "rope_theta", default_theta))
     partial = number(given, "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0))
-    kind = given.get("rope_type") or given.get("type") or "default"
     rotary_dim = int(head_dim * partial)
-    if kind not in ROPE_KINDS:
-        raise ModelError(f"rope scaling of type {kind!r} is not supported; known are {', '.join(ROPE_KINDS)}")
+    named = given.get("rope_type") or given.get("type") or "default"
+    if named not in ROPE_KINDS:
+        raise ModelError(f"rope scaling of type {named!r} is not supported; known are {', '.join(ROPE_KINDS)}")
+    kind = ROPE_KINDS[named]
     if kind == "default":
         return RopeSpec(theta, rotary_dim)
     if kind == "linear":
-        return RopeSpec(theta, rotary_dim, kind, factor=number(given, "factor"))
+        return RopeSpec(theta, rotary_dim, kind, factor=positive(given, "factor"))
     max_positions = integer(config, "max_position_embeddings")
     if kind == "dynamic":
-        return RopeSpec(theta, rotary_dim, kind, number(given, "factor"), original_max_positions=max_positions)
+        return RopeSpec(theta, rotary_dim, kind, positive(given, "factor"), original_max_positions=max_positions)
     original = integer(config, "original_max_position_embeddings", -1)
     if original < 0:
         original = integer(given, "original_max_position_embeddings", max_positions)
@@ -99,12 +113,12 @@ def rope(config: Config, head_dim: int, default_theta: float, layer_type: str | 
             theta,
             rotary_dim,
             kind,
-            number(given, "factor"),
+            positive(given, "factor"),
             original,
             low_freq_factor=number(given, "low_freq_factor"),
             high_freq_factor=number(given, "high_freq_factor"),
         )
-    factor = number(given, "factor", max_positions / max(original, 1))
+    factor = positive(given, "factor", max_positions / max(original, 1))
     return RopeSpec(
         theta,
         rotary_dim,

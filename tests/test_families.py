@@ -1,0 +1,173 @@
+"""From a checkpoint's config to an ArchSpec: published configs, old and new field names, and wrong ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma3TextConfig, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from headrace.executor.arch import RopeSpec
+from headrace.executor.families import families, spec_from_config
+from headrace.executor.rotary import inverse_frequencies
+from headrace.ipc.failure import ModelError
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3_ROPE = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def test_every_family_of_the_design_is_known() -> None:
+    wanted = {"Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "SmolLM3", "OPT"}
+    assert {f"{name}ForCausalLM" for name in wanted} <= families().keys()
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ModelError, match=r"MambaForCausalLM is not supported; known are .*LlamaForCausalLM"):
+        spec_from_config({"architectures": ["MambaForCausalLM"]})
+    for nameless in ({}, {"architectures": []}, {"architectures": None}):
+        with pytest.raises(ModelError, match='no "architectures"'):
+            spec_from_config(nameless)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key/value heads"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
+        ({"num_hidden_layers": 0}, "at least one layer"),
+        ({"hidden_size": "64"}, "hidden_size must be a whole number, got '64'"),
+        ({"hidden_size": None}, "hidden_size must be a whole number, got nothing"),
+        ({"vocab_size": -5}, "vocab_size must be at least 1, got -5"),
+        ({"head_dim": 7}, "7 rotary dimensions must be even"),
+        ({"hidden_act": "mish"}, "hidden_act is 'mish'; supported are silu"),
+        ({"rms_norm_eps": 0}, "eps must be between 0 and 1, got 0"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, got 'no'"),
+        ({"rope_theta": float("nan")}, "rope_theta must be a number, got nan"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "type 'longrope' is not supported; known are default, linear"),
+        ({"rope_scaling": {"type": "linear"}}, "factor must be a number, got nothing"),
+        ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor must be positive, got -1"),
+        ({"rope_scaling": "linear"}, "must be a mapping, got 'linear'"),
+        ({"rope_scaling": LLAMA3_ROPE | {"type": "llama3", "low_freq_factor": 4.0}}, "high_freq_factor above"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\)"),
+    ],
+)
+def test_a_wrong_config_is_refused_with_the_field_and_its_value(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        spec_from_config(LLAMA | change)
+
+
+def test_layer_types_that_are_short_or_unknown_are_refused() -> None:
+    qwen = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}
+    with pytest.raises(ModelError, match="2 layers but 1 layer_types"):
+        spec_from_config(qwen | {"layer_types": ["full_attention"]})
+    with pytest.raises(ModelError, match="layer types linear_attention are not supported"):
+        spec_from_config(qwen | {"layer_types": ["linear_attention", "full_attention"]})
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 5e5}),
+        (
+            {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4.0}},
+            {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+        ),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3"} | LLAMA3_ROPE},
+            {"rope_type": "llama3", "rope_theta": 5e5} | LLAMA3_ROPE,
+        ),
+        (
+            {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0},
+        ),
+    ],
+)
+def test_old_and_new_rope_fields_mean_the_same(old: dict[str, Any], new: dict[str, Any]) -> None:
+    assert spec_from_config(LLAMA | old) == spec_from_config(LLAMA | {"rope_parameters": new})
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "linear", "factor": 3.0},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "llama3", **LLAMA3_ROPE},
+        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
+        {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 128, "truncate": False},
+        {"rope_type": "yarn", "factor": 8.0, "beta_fast": 16, "beta_slow": 2, "mscale": 1.0, "mscale_all_dim": 0.7},
+        {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.25},
+    ],
+)
+@pytest.mark.parametrize("head_dim", [16, 128])
+def test_frequencies_equal_transformers(parameters: dict[str, Any], head_dim: int) -> None:
+    parameters = {"rope_theta": 500000.0} | parameters
+    config = LlamaConfig(**LLAMA, head_dim=head_dim, rope_parameters=dict(parameters))
+    expected, attention_factor = ROPE_INIT_FUNCTIONS[str(parameters["rope_type"])](config, None)
+    rope = spec_from_config(LLAMA | {"head_dim": head_dim, "rope_parameters": parameters}).layers[0].rope
+    assert rope is not None
+    torch.testing.assert_close(inverse_frequencies(rope), expected, atol=0, rtol=1e-5)
+    assert rope.attention_factor == pytest.approx(attention_factor)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "context"),
+    [
+        (None, 512),
+        ({"rope_type": "linear", "factor": 4.0}, 2048),
+        ({"rope_type": "dynamic", "factor": 2.0}, 1024),
+        ({"rope_type": "llama3"} | LLAMA3_ROPE, 512),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+    ],
+)
+def test_the_context_includes_rope_scaling(scaling: dict[str, Any] | None, context: int) -> None:
+    assert spec_from_config(LLAMA | {"rope_scaling": scaling}).max_positions == context
+
+
+def test_gemma3_reads_the_sparse_text_config_of_a_multimodal_checkpoint() -> None:
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    spec = spec_from_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
+    theirs = Gemma3TextConfig(**text)
+    assert [layer.sliding_window is not None for layer in spec.layers] == [
+        kind == "sliding_attention" for kind in theirs.layer_types
+    ]
+    assert spec.layers[0].rope == RopeSpec(10_000.0, 256)
+    assert spec.layers[5].rope == RopeSpec(1_000_000.0, 256, "linear", factor=8.0)
+    assert (spec.vocab_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (262_208, 8, 4, 256)
+    assert (spec.max_positions, spec.tied_head, spec.num_layers) == (131_072, True, 34)
+    assert spec.kv_elements_per_token == 2 * 34 * 4 * 256
+
+
+def test_smollm3_leaves_every_fourth_layer_without_rotary_positions() -> None:
+    config = LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 8}
+    assert [layer.rope is None for layer in spec_from_config(config).layers] == [False, False, False, True] * 2
+
+
+def test_qwen2_slides_only_where_the_config_turns_it_on() -> None:
+    config = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "max_window_layers": 1}
+    assert [layer.sliding_window for layer in spec_from_config(config).layers] == [None, None]
+    on = config | {"use_sliding_window": True}
+    assert [layer.sliding_window for layer in spec_from_config(on).layers] == [None, 64]
