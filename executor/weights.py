@@ -1,10 +1,19 @@
-"""Where a model's weights come from, as the decoder sees it."""
+"""Where a model's weights come from, as the decoder sees it, and the sources that are not GGUF."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+
+from headrace.ipc.failure import ModelError
+
+DUMMY_STANDARD_DEVIATION = 0.02
+LFS_POINTER = b"version https://git-lfs"
 
 
 class WeightSource(Protocol):
@@ -17,3 +26,183 @@ class WeightSource(Protocol):
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         """The tensor, or that part of it. A slice has a start and a stop within the shape, and no step."""
         ...
+
+
+def bounds(part: slice | None, size: int) -> tuple[int, int]:
+    """Start and stop of a slice of `size` things; None is all of them. Raises ValueError for any other slice."""
+    if part is None:
+        return 0, size
+    start, stop = 0 if part.start is None else part.start, size if part.stop is None else part.stop
+    if part.step not in (None, 1) or not 0 <= start <= stop <= size:
+        raise ValueError(f"{part} is not a part of {size}")
+    return start, stop
+
+
+def _part(tensor: Any, shape: tuple[int, ...], rows: slice | None, columns: slice | None) -> Tensor:
+    """Works on a tensor and on a safetensors slice alike."""
+    index = [slice(*bounds(rows, shape[0]))] if shape else []
+    if columns is not None:
+        index += [slice(None)] * (len(shape) - 2) + [slice(*bounds(columns, shape[-1]))]
+    part: Tensor = tensor[tuple(index)] if index else tensor[...]
+    return part
+
+
+class SafetensorsWeights:
+    """Tensors of one or more safetensors files, memory-mapped. Raises ModelError for a foreign or truncated file."""
+
+    def __init__(self, files: Sequence[Path], weight_map: Mapping[str, str] | None = None) -> None:
+        """weight_map: of an index, the file name for each tensor; without one, the files must not overlap."""
+        from safetensors import SafetensorError, safe_open
+
+        self._open: dict[str, Any] = {}
+        self._file_of: dict[str, str] = {}
+        for file in files:
+            try:
+                handle = self._open[file.name] = safe_open(file, framework="pt")
+                held = handle.keys()
+            except (SafetensorError, OSError) as error:
+                raise _unreadable(file, "a whole safetensors file", error) from error
+            for name in held:
+                if weight_map is not None and weight_map.get(name) != file.name:
+                    continue
+                if name in self._file_of:
+                    raise ModelError(
+                        f"both {self._file_of[name]} and {file.name} in {file.parent} hold the weight {name}"
+                    )
+                self._file_of[name] = file.name
+        for name, owner in (weight_map or {}).items():
+            if name not in self._file_of:
+                raise ModelError(f"the index says that {owner} holds the weight {name}, but it does not")
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._file_of)
+
+    def _slice(self, name: str) -> Any:
+        return self._open[self._file_of[name]].get_slice(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def dtype_name(self) -> str:
+        """Of the largest tensor, in torch's words; safetensors' own where torch has no such type."""
+        largest = max(self._file_of, key=lambda name: _elements(self.shape(name)), default=None)
+        if largest is None:
+            return "float32"
+        found = str(self._slice(largest).get_dtype())
+        return {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(found, found)
+
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        shape = self.shape(name)
+        if not shape:
+            scalar: Tensor = self._open[self._file_of[name]].get_tensor(name)
+            return scalar
+        return _part(self._slice(name), shape, rows, columns)
+
+
+class TorchWeights:
+    """Tensors of one or more files that torch.save wrote, memory-mapped where their format allows it.
+
+    A pickle can name any function to call, so only plain tensors are taken. Raises ModelError for a pickle that wants
+    more, and for a foreign or truncated file.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        for file in files:
+            loaded = _load_torch(file)
+            held = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
+            if not held:
+                raise ModelError(
+                    f"{file} holds no tensors by name, only {', '.join(map(str, list(loaded)[:5])) or 'nothing'}"
+                )
+            if twice := self._tensors.keys() & held.keys():
+                raise ModelError(f"{file} and another file beside it both hold the weight {min(twice)}")
+            self._tensors |= held
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def dtype_name(self) -> str:
+        largest = max(self._tensors.values(), key=lambda tensor: tensor.numel())
+        return str(largest.dtype).removeprefix("torch.")
+
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        return _part(self._tensors[name], self.shape(name), rows, columns)
+
+
+class DummyWeights:
+    """Random weights of given shapes: normal, small, and the same for the same name and shape."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.bfloat16) -> None:
+        self._shapes = dict(shapes)
+        self._dtype = dtype
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
+        generator = torch.Generator().manual_seed(seed)
+        whole = torch.empty(self._shapes[name], dtype=self._dtype)
+        whole.normal_(std=DUMMY_STANDARD_DEVIATION, generator=generator)
+        return _part(whole, self._shapes[name], rows, columns)
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _load_torch(file: Path) -> dict[Any, Any]:
+    import pickle
+
+    try:
+        try:
+            loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        except RuntimeError as error:
+            if "mmap can only be used" not in str(error):
+                raise
+            loaded = torch.load(file, map_location="cpu", weights_only=True)  # the format before torch 1.6
+    except pickle.UnpicklingError as error:
+        wanted = _wanted_global(str(error))
+        if wanted:
+            raise ModelError(
+                f"{file} wants to run Python code ({wanted}) while it is loaded, which is refused; "
+                "use a safetensors version of this checkpoint"
+            ) from error
+        raise _unreadable(file, "a whole file of torch.save", error) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise _unreadable(file, "a whole file of torch.save", error) from error
+    if not isinstance(loaded, dict):
+        raise ModelError(f"{file} holds a {type(loaded).__name__}; a mapping of names to tensors is expected")
+    return loaded
+
+
+def _wanted_global(text: str) -> str:
+    """What torch's refusal names: `GLOBAL os.system was not an allowed global by default`, or an instruction."""
+    import re
+
+    match = re.search(r"(?:GLOBAL|Unsupported (?:global|class|operand)[^\n]*?:?)\s+([\w.]+)", text)
+    return match[1] if match else ""
+
+
+def _unreadable(file: Path, expected: str, error: Exception) -> ModelError:
+    try:
+        with file.open("rb") as opened:
+            start = opened.read(len(LFS_POINTER))
+        size = file.stat().st_size
+    except OSError as cause:
+        return ModelError(f"{file} cannot be read: {cause.strerror or cause}")
+    if start == LFS_POINTER:
+        return ModelError(f"{file} is a Git LFS pointer, not the weights; `git lfs pull` in {file.parent} fetches them")
+    return ModelError(
+        f"{file} ({size} bytes) is not {expected}: {str(error).strip().splitlines()[0]}", hint="fetch it again"
+    )

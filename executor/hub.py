@@ -1,0 +1,184 @@
+"""From what the user called the model to a folder or .gguf file on this machine.
+
+A name is tried as a local path first, then on the Hugging Face hub through huggingface_hub, which honours
+HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT and its cache. One file of a repository of GGUF files is named by
+`owner/name:FILE.gguf`, `owner/name/FILE.gguf` or `owner/name:Q4_K_M`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.ipc.failure import ModelError
+
+CONFIG_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
+WEIGHT_PATTERNS = {"safetensors": ("*.safetensors",), "pt": ("*.bin", "*.pt", "*.pth")}
+# Of a training run, or the same weights once more for another program.
+NEEDLESS = ("*/*", "consolidated*", "optimizer*", "scheduler*", "training_args*", "rng_state*", "tf_model*", "flax_*")
+HUB_TIMEOUT_S = 10.0
+_HUB_NAME = re.compile(r"(?P<repo>[\w.-]+(?:/[\w.-]+)?)(?::(?P<tag>[^:]+))?")
+_HUB_FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<tag>.+\.gguf)")
+
+
+@dataclass(frozen=True)
+class HubChoice:
+    """Where to look on the hub, and for what."""
+
+    revision: str | None = None
+    download_dir: str | None = None
+    load_format: str = "auto"
+    """As the option; dummy fetches no weights."""
+
+
+def locate(model: str, choice: HubChoice) -> Path:
+    """The folder or .gguf file that `model` names, fetched from the hub when it is not here.
+
+    Raises ModelError, saying what was tried and what would be right.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return path
+        raise ModelError(f"{path} is a file but not a .gguf one; give the folder that holds the model, {path.parent}")
+    match = _HUB_FILE.fullmatch(model) or _HUB_NAME.fullmatch(model)
+    if match is None or model.startswith((".", "~", "/")) or (model.endswith(".gguf") and match["tag"] is None):
+        raise ModelError(f"there is no model at {path}{_nearest(path)}")
+    try:
+        return _fetch(match["repo"], match["tag"], choice)
+    except ModelError as error:
+        raise ModelError(
+            f"the model {model} was found neither as a folder or .gguf file here{_nearest(path)} nor on the "
+            f"Hugging Face hub: {error}",
+            hint=error.hint,
+        ) from error
+
+
+def _nearest(path: Path) -> str:
+    """A suggestion where something beside it has a similar name."""
+    try:
+        beside = [each.name for each in path.parent.iterdir() if each.is_dir() or each.suffix == ".gguf"]
+    except OSError:
+        return f" (nor is there a folder {path.parent})"
+    close = difflib.get_close_matches(path.name, beside, n=1)
+    return f" (did you mean {path.parent / close[0]}?)" if close else ""
+
+
+def _fetch(repo: str, tag: str | None, choice: HubChoice) -> Path:
+    """The snapshot's folder, or the .gguf file in it."""
+    import huggingface_hub as hub
+
+    files, reason = _listing(repo, choice)
+    gguf = _chosen_gguf(repo, files, tag, choice) if files is not None else None
+    try:
+        if files is None:
+            snapshot = hub.snapshot_download(
+                repo, revision=choice.revision, cache_dir=choice.download_dir, local_files_only=True
+            )
+        else:
+            patterns = [*_split_parts(gguf, files), "*.json"] if gguf else _patterns(files, choice.load_format)
+            snapshot = hub.snapshot_download(
+                repo, revision=choice.revision, cache_dir=choice.download_dir, allow_patterns=patterns
+            )
+    except Exception as error:  # the hub's own errors, httpx's and OSError, with no common base
+        raise _explained(repo, error, choice, reason) from error
+    folder = Path(snapshot)
+    if files is None:
+        held = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+        gguf = _chosen_gguf(repo, held, tag, choice)
+    return folder / gguf if gguf else folder
+
+
+def _listing(repo: str, choice: HubChoice) -> tuple[list[str] | None, str]:
+    """The repository's files; None, and why, where the hub cannot be reached.
+
+    Raises ModelError when it was reached and has no such repository or revision for this user.
+    """
+    import huggingface_hub as hub
+    from huggingface_hub import constants, errors
+
+    if constants.HF_HUB_OFFLINE:
+        return None, "HF_HUB_OFFLINE is set"
+    try:
+        info = hub.HfApi().model_info(repo, revision=choice.revision, timeout=HUB_TIMEOUT_S)
+        return [each.rfilename for each in info.siblings or ()], ""
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
+        raise _explained(repo, error, choice, "") from error
+    except Exception as error:  # no network: whatever the HTTP library raises
+        return None, f"the hub cannot be reached ({_first_line(error)})"
+
+
+def _patterns(files: Sequence[str], load_format: str) -> list[str]:
+    """What to fetch: the config, the tokenizer and one form of the weights, safetensors before PyTorch's."""
+    wanted = ["safetensors", "pt"] if load_format == "auto" else [load_format]
+    for each in wanted:
+        weights = [
+            file for file in files if _matches(file, WEIGHT_PATTERNS.get(each, ())) and not _matches(file, NEEDLESS)
+        ]
+        if weights:
+            break
+    else:
+        weights = []
+    return [*weights, *(file for file in files if _matches(file, CONFIG_PATTERNS) and "/" not in file)]
+
+
+def _matches(file: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(file, pattern) for pattern in patterns)
+
+
+def _chosen_gguf(repo: str, files: Sequence[str], tag: str | None, choice: HubChoice) -> str | None:
+    """The GGUF file to use; None where the repository is to be read as a folder."""
+    found = sorted(file for file in files if file.endswith(".gguf"))
+    first = [file for file in found if "-of-" not in file or re.search(r"-00001-of-\d{5}\.gguf$", file)]
+    if tag is not None:
+        named = [file for file in first if file == tag or (not tag.endswith(".gguf") and _has_tag(file, tag))]
+        if len(named) == 1:
+            return named[0]
+        raise ModelError(f"{len(named)} GGUF files of {repo} match {tag!r}; it has {', '.join(first) or 'none'}")
+    others = choice.load_format in ("safetensors", "pt") or any(_matches(f, ("*.safetensors", "*.bin")) for f in files)
+    if not first or (others and choice.load_format != "gguf"):
+        return None
+    if len(first) == 1:
+        return first[0]
+    raise ModelError(f"{repo} holds several GGUF files; name one as {repo}:FILE.gguf, of {', '.join(first)}")
+
+
+def _has_tag(file: str, tag: str) -> bool:
+    return re.search(rf"(^|[-._/]){re.escape(tag)}([-._/]|$)", file, re.IGNORECASE) is not None
+
+
+def _split_parts(gguf: str, files: Sequence[str]) -> list[str]:
+    """The file, and those that follow it when it is the first of several."""
+    match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", gguf)
+    if match is None:
+        return [gguf]
+    return [file for file in files if re.fullmatch(rf"{re.escape(match[1])}-\d{{5}}-of-{match[2]}\.gguf", file)]
+
+
+def _explained(repo: str, error: Exception, choice: HubChoice, reason: str) -> ModelError:
+    from huggingface_hub import errors
+
+    revision = choice.revision or "main"
+    if isinstance(error, errors.GatedRepoError):
+        return ModelError(f"{repo} is gated", hint="ask for access on its page, and set HF_TOKEN to a token of yours")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return ModelError(f"{repo} has no branch, tag or commit {revision}")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return ModelError(f"there is no {repo}, or it is private", hint="HF_TOKEN gives access to private models")
+    if reason:
+        cache = choice.download_dir or "the hub's cache"
+        return ModelError(
+            f"{reason}, and {repo} at {revision} is not in {cache}", hint="fetch it once with network access"
+        )
+    return ModelError(f"{repo} could not be fetched: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
