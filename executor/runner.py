@@ -97,11 +97,8 @@ class ModelRunner:
         if len(rows) != len(hidden):
             hidden = hidden[torch.from_numpy(indices).to(self._device)]
         sampled = sample(self._model.logits(hidden), self._batch, rows)
-        if not sampled.problems:
-            self._batch.append_sampled(rows, sampled.token_ids)
-        else:
-            good = sampled.good
-            self._batch.append_sampled(rows[good], sampled.token_ids[good])
+        # Failed rows get some token too: a plan made before the failure was known may still compute them.
+        self._batch.append_sampled(rows, sampled.token_ids)
         return sampled
 
     def _result(

@@ -134,7 +134,7 @@ def _choose_randomly(logits: Tensor, batch: BatchState, rows: np.ndarray, indice
         )
         scores = candidates.logits.add_(gumbel_noise(keys[at], candidates.token_ids))
         drawn = candidates.token_ids.gather(1, scores.argmax(1, keepdim=True))[:, 0].cpu().numpy()
-        token_ids[pending[candidates.complete]] = drawn[candidates.complete]
+        token_ids[pending] = drawn
         pending, width = pending[~candidates.complete], logits.shape[1]
     return token_ids
 

@@ -241,9 +241,9 @@ def test_truncated_draws_follow_the_renormalised_distribution() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 9e-6])
 def test_temperatures_below_the_threshold_are_greedy_and_ties_go_to_the_lowest_id(temperature: float) -> None:
-    logits = torch.tensor([[1.0, 5.0, 5.0, 2.0], [-1.0, -7.0, -1.0, -1.0]])
-    cases = [Case([1], 1, 3, Sampling(max_tokens=1, temperature=temperature))] * 2
-    assert run(logits, cases).token_ids.tolist() == [1, 0]
+    logits = torch.tensor([[1.0, 5.0, 5.0, 2.0], [-1.0, -7.0, -1.0, -1.0]]).repeat(10, 1)
+    cases = [Case([1], 1, seed, Sampling(max_tokens=1, temperature=temperature)) for seed in range(20)]
+    assert run(logits, cases).token_ids.tolist() == [1, 0] * 10
 
 
 def test_top_k_of_one_is_greedy_whatever_the_seed() -> None:
