@@ -60,7 +60,8 @@ class OptionParser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.error("; ".join(self._explain(argument) for argument in unknown))
+            flags = [argument for argument in unknown if argument.startswith("-")]  # the others may be their values
+            self.error("; ".join(self._explain(argument) for argument in flags or unknown))
         return parsed
 
     def error(self, message: str) -> NoReturn:

@@ -1,0 +1,93 @@
+"""The `headrace` command. A subcommand is one module, `cli_<name>.py`: its docstring is its help.
+
+Exit status: 0 done, 1 an error (one sentence on stderr), 2 a wrong command line, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import pkgutil
+import sys
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import headrace.frontend
+from headrace.core.option_parsing import OptionParser
+from headrace.ipc.failure import HeadraceError, OptionError
+
+_PREFIX = "cli_"
+EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+class CommandModule(Protocol):
+    """What a `cli_<name>.py` holds. Importing it must be cheap: what it needs, it imports when it runs."""
+
+    __doc__: str | None
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+    def run(self, arguments: argparse.Namespace) -> int:
+        """The exit status. Raises HeadraceError, of which OptionError is a wrong command line."""
+        ...
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser(given)
+    parsed = parser.parse_args(given)
+    if parsed.command is None:
+        parser.print_help(sys.stderr)
+        return EXIT_USAGE
+    try:
+        status = _load(parsed.command).run(parsed)
+        sys.stdout.flush()
+    except OptionError as error:
+        return _complain(error, EXIT_USAGE)
+    except HeadraceError as error:
+        return _complain(error, EXIT_ERROR)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_ERROR
+    return status
+
+
+def commands() -> tuple[str, ...]:
+    """The names of all commands."""
+    modules = pkgutil.iter_modules(headrace.frontend.__path__)
+    return tuple(sorted(module.name.removeprefix(_PREFIX) for module in modules if module.name.startswith(_PREFIX)))
+
+
+def _load(name: str) -> CommandModule:
+    return cast(CommandModule, importlib.import_module(f"headrace.frontend.{_PREFIX}{name}"))
+
+
+def _parser(given: list[str]) -> OptionParser:
+    """Only a command that is named gets its arguments: building all of them would show in the start-up."""
+    parser = OptionParser(prog="headrace", description="Headrace, an LLM inference engine.")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name in commands():
+        module = _load(name)
+        text = (module.__doc__ or "").strip()
+        sub = subparsers.add_parser(name, help=text.splitlines()[0], description=text)
+        if name in given:
+            module.add_arguments(sub)
+    return parser
+
+
+def _complain(error: HeadraceError, status: int) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    print(
+        f"headrace: {error}" + (f"\n{error.hint}" if error.hint and error.hint not in str(error) else ""),
+        file=sys.stderr,
+    )
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
