@@ -1,0 +1,139 @@
+"""The `headrace` command as a user runs it: help, errors in a sentence, exit statuses, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+import headrace
+from headrace.frontend.cli import commands, main
+from headrace.frontend.cli_demo import figures
+from headrace.frontend.outputs import RequestMetrics
+from headrace.ipc.wait import Deadline
+
+NULL = ("--distributed-executor-backend", "headrace.executor.null:NullExecutor", "--model", "null")
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "headrace.frontend.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **(env or {})},
+        check=False,
+    )
+
+
+def test_help_lists_every_command_with_its_first_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    listed = {parts[0]: parts[1] for parts in lines if len(parts) == 2 and parts[0] in commands()}
+    assert set(listed) == set(commands()) >= {"complete", "demo", "options", "version"}
+
+
+def test_help_loads_no_heavy_library() -> None:
+    code = (
+        "import sys\nfrom headrace.frontend.cli import main\n"
+        "try: main(['complete', '--help'])\nexcept SystemExit: pass\n"
+        "print([m for m in ('torch', 'numpy', 'transformers', 'zmq', 'tokenizers') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_version_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out.startswith(f"headrace {headrace.__version__} ")
+    assert main(["options"]) == 0
+    assert "--block-size" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["complete", "x", "--temprature", "1"], "unknown option --temprature; did you mean --temperature?"),
+        (["complete", "x", "--block-size", "0"], "--block-size=0: out of range; it must be 1 to 256 tokens"),
+        (["complete", "x", "--engine", "ipc:///x", "--block-size", "8"], "leave out --block-size"),
+        (["complete"], "PROMPT"),
+        (["serv"], "invalid choice: 'serv'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence_and_status_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status: object = main(arguments)
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    assert words in capsys.readouterr().err
+
+
+def test_an_error_is_a_sentence_and_status_1(tmp_path: Path) -> None:
+    missing = run("complete", "x", "--engine", f"ipc://{tmp_path}/nobody")
+    assert (missing.returncode, missing.stdout) == (1, "")
+    assert missing.stderr.startswith("headrace: ")
+    assert "nobody" in missing.stderr
+    assert "Traceback" not in missing.stderr
+    no_tokenizer = run("complete", "x", *NULL)
+    assert no_tokenizer.returncode == 1
+    assert "without a tokenizer" in no_tokenizer.stderr
+    assert "Traceback" not in no_tokenizer.stderr
+
+
+def test_ctrl_c_while_the_engine_starts_is_status_130_and_leaves_nothing() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headrace.frontend.cli", "complete", "x", *NULL, "--hf-overrides.load_delay_s", "60"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = Deadline(30.0)
+        while not (children := psutil.Process(process.pid).children()):
+            assert not deadline.passed
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert psutil.wait_procs(children, timeout=5)[1] == []
+
+
+@pytest.mark.demo_model
+def test_the_demo_streams_an_answer_and_then_its_figures(demo_model_path: Path) -> None:
+    result = run("demo", "--max-tokens", "8", "--temperature", "0", env={"PROMPT": "What is the capital of France?"})
+    assert result.returncode == 0, result.stderr
+    prompt, *answer, figures_line = result.stdout.strip().splitlines()
+    assert prompt == "> What is the capital of France?"
+    assert "Paris" in " ".join(answer)
+    for part in ("time to first token ", "decode ", " tokens/s over 8 tokens", "start-up "):
+        assert part in figures_line
+
+
+@pytest.mark.demo_model
+def test_complete_continues_the_text_as_it_is(demo_model_path: Path) -> None:
+    arguments = ("complete", "The capital of France is", "--max-tokens", "6", "--temperature", "0", "--stop", ".")
+    result = run(*arguments, "--max-model-len", "64")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.rstrip("\n").startswith(" Paris")
+
+
+def test_figures_leave_out_what_is_not_known() -> None:
+    metrics = RequestMetrics(arrival_time=0.0, first_token_latency=0.25, decode_s=2.0, num_generation_tokens=101)
+    assert figures(metrics, {"load": 1.0, "tokenizer": 0.5}, 1.75) == (
+        "time to first token 0.250 s; decode 50.0 tokens/s over 101 tokens; start-up 1.75 s (load 1.00, tokenizer 0.50)"
+    )
+    attached = RequestMetrics(arrival_time=0.0, first_token_latency=0.25, decode_s=0.0, num_generation_tokens=1)
+    assert figures(attached, {"load": 1.0}, None) == "time to first token 0.250 s"
