@@ -34,6 +34,7 @@ class SequenceState:
     """One output of a request while it grows."""
 
     __slots__ = (
+        "_end_read",
         "_logprobs",
         "_new_text",
         "_num_read",
@@ -71,6 +72,7 @@ class SequenceState:
         self._text = ""
         self._logprobs: list[LogprobsOfPosition] = []
         self._num_read = 0
+        self._end_read = False
 
     def find_stop(self) -> bool:
         """Looks at the text of the newest token; True when a stop string is complete, which ends the output."""
@@ -106,6 +108,7 @@ class SequenceState:
         text = "".join(self._new_text)
         self._new_text.clear()
         start, self._num_read = (self._num_read if delta else 0), len(self.token_ids)
+        self._end_read = self.finish_reason is not None
         if not delta:
             self._text = text = self._text + text
         logprobs = None
@@ -125,7 +128,7 @@ class SequenceState:
         )
 
     def has_news(self) -> bool:
-        return len(self.token_ids) > self._num_read or self.finish_reason is not None
+        return len(self.token_ids) > self._num_read or (self.finish_reason is not None and not self._end_read)
 
 
 class RequestStream:

@@ -119,7 +119,7 @@ class Faults:
     schema_hash: str = SCHEMA_HASH
     """The schema this core pretends to have."""
     ignore_hello: bool = False
-    ignore_calls: bool = False
+    ignore_stats: bool = False
     retry_after_s: float = 0.0
     """Reject every request, as a full queue does."""
     failing_prompts: tuple[int, ...] = ()
@@ -178,12 +178,12 @@ class FakeCore:
         if isinstance(message, Goodbye):
             self.forget(client)
             return []
-        if self.faults.ignore_calls:
-            return []
         if isinstance(message, FetchTokenizer):
             bundle = TokenizerBundle(tokenizer_json=b"{}") if self.faults.wrong_tokenizer else self.bundle
             return [(client, Reply(call=message.call, result=bundle))]
         if isinstance(message, GetStats):
+            if self.faults.ignore_stats:
+                return []
             return [(client, Reply(call=message.call, result=self._stats()))]
         assert isinstance(message, ResetPrefixCache)
         return [(client, Reply(call=message.call))]

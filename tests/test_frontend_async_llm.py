@@ -1,0 +1,207 @@
+"""The asynchronous face, on a core in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from fake_core import FakeCore, Faults, MemoryCore, hashed_token, zmq_core
+
+from headrace import AsyncLLM, EngineDeadError, HeadraceError, InvalidRequestError, RequestOutputKind, SamplingParams
+from headrace.ipc.messages import Abort, AddRequest
+
+pytestmark = pytest.mark.usefixtures("private_cache")
+
+LONG = SamplingParams(max_tokens=200)
+
+
+@asynccontextmanager
+async def attached(**kwargs: Any) -> AsyncIterator[tuple[MemoryCore, AsyncLLM]]:
+    core = MemoryCore(FakeCore(**kwargs))
+    llm = await AsyncLLM.attach(core.transport)
+    try:
+        yield core, llm
+    finally:
+        await llm.close()
+        core.stop()
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """The coroutine function as a test with a deadline."""
+
+    def synchronous() -> None:
+        asyncio.run(asyncio.wait_for(test(), 30))
+
+    synchronous.__name__ = test.__name__
+    return synchronous
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@run
+async def test_outputs_are_cumulative_by_default() -> None:
+    async with attached() as (_, llm):
+        outputs = [output async for output in llm.generate("Hello", SamplingParams(max_tokens=20))]
+        tokens = [hashed_token([42, 71, 78, 78, 81], 0, position) for position in range(20)]
+        assert outputs[-1].outputs[0].token_ids == tokens
+        assert outputs[-1].outputs[0].text == (await llm.get_tokenizer()).decode(tokens)
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        for output in outputs:
+            assert outputs[-1].outputs[0].text.startswith(output.outputs[0].text)
+
+
+@run
+async def test_deltas_join_to_the_final_text() -> None:
+    async with attached() as (_, llm):
+        params = SamplingParams(max_tokens=20, output_kind=RequestOutputKind.DELTA)
+        deltas = [output.outputs[0].text async for output in llm.generate("Hello", params)]
+        params = SamplingParams(max_tokens=20, output_kind=RequestOutputKind.FINAL_ONLY)
+        (final,) = [output.outputs[0].text async for output in llm.generate("Hello", params)]
+        assert "".join(deltas) == final
+
+
+@run
+async def test_a_slow_reader_gets_fewer_and_larger_outputs() -> None:
+    async with attached() as (core, llm):
+        params = SamplingParams(max_tokens=100, output_kind=RequestOutputKind.DELTA)
+        stream = llm.generate("Hello", params)
+        first = await anext(stream)
+        await until(lambda: not core.core.running)
+        rest = [output async for output in stream]
+        assert len(rest) <= 2
+        assert len(first.outputs[0].token_ids) + sum(len(each.outputs[0].token_ids) for each in rest) == 100
+
+
+@run
+async def test_many_requests_at_once_do_not_mix() -> None:
+    async with attached() as (_, llm):
+
+        async def final(token_id: int) -> list[int]:
+            params = SamplingParams(max_tokens=10, output_kind=RequestOutputKind.FINAL_ONLY)
+            (output,) = [output async for output in llm.generate([token_id], params)]
+            return output.outputs[0].token_ids
+
+        found = await asyncio.gather(*(final(token_id) for token_id in range(100)))
+        expected = [[hashed_token([token_id], 0, position) for position in range(10)] for token_id in range(100)]
+        assert found == expected
+
+
+@pytest.mark.parametrize("how", ["cancel", "break", "abort"])
+def test_ending_early_aborts_the_request(how: str) -> None:
+    async def test() -> None:
+        async with attached() as (core, llm):
+            core.pause()
+
+            async def read() -> list[str | None]:
+                return [output.outputs[0].finish_reason async for output in llm.generate("Hello", LONG, "mine")]
+
+            if how == "break":
+                core.resume()
+                stream = llm.generate("Hello", LONG, "mine")
+                await anext(stream)
+                core.pause()
+                await stream.aclose()  # type: ignore[attr-defined]
+            else:
+                reading = asyncio.create_task(read())
+                await until(lambda: bool(core.core.running))
+                if how == "cancel":
+                    reading.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await reading
+                else:
+                    await llm.abort("mine")
+                    assert (await reading)[-1] == "abort"
+            await until(lambda: not core.core.running)
+            aborts = [message for message in core.core.received if isinstance(message, Abort) and message.slots]
+            assert [abort.slots for abort in aborts] == [(0,)]
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+@run
+async def test_a_running_requests_id_is_refused_and_an_ended_ones_is_free() -> None:
+    async with attached() as (core, llm):
+        core.pause()
+        first = asyncio.create_task(anext(llm.generate("Hello", LONG, "same")))
+        await until(lambda: bool(core.core.running))
+        with pytest.raises(InvalidRequestError, match="'same' is running"):
+            await anext(llm.generate("Hello", LONG, "same"))
+        assert len(core.core.running) == 1
+        core.resume()
+        await first
+        await llm.abort(["same", "unknown"])
+        assert (await anext(llm.generate("Hello", LONG, "same"))).request_id == "same"
+
+
+@run
+async def test_a_bad_request_leaves_others_alone() -> None:
+    async with attached() as (core, llm):
+        with pytest.raises(InvalidRequestError, match="empty"):
+            await anext(llm.generate("", LONG))
+        with pytest.raises(InvalidRequestError, match="must be a SamplingParams"):
+            await anext(llm.generate("Hello", {"temperature": 1}))  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequestError, match="priority must be an integer"):
+            await anext(llm.generate("Hello", LONG, priority="high"))  # type: ignore[arg-type]
+        assert not any(isinstance(message, AddRequest) for message in core.core.received)
+        await anext(llm.generate("Hello", LONG))
+
+
+@run
+async def test_a_core_that_dies_ends_streams_and_health() -> None:
+    async with attached(faults=Faults(fail_after_steps=3)) as (_, llm):
+        await llm.check_health()
+        with pytest.raises(EngineDeadError, match="ran out of memory"):
+            async for _output in llm.generate("Hello", LONG):
+                pass
+        with pytest.raises(EngineDeadError, match="ran out of memory"):
+            await llm.check_health()
+
+
+@run
+async def test_closing_ends_what_runs() -> None:
+    async with attached() as (core, llm):
+        core.pause()
+        reading = asyncio.create_task(anext(llm.generate("Hello", LONG)))
+        await until(lambda: bool(core.core.running))
+        await llm.shutdown()
+        assert (await reading).outputs[0].finish_reason == "abort"
+        with pytest.raises(HeadraceError, match="closed"):
+            await llm.check_health()
+
+
+def test_another_loop_is_told() -> None:
+    async def attach() -> tuple[MemoryCore, AsyncLLM]:
+        core = MemoryCore(FakeCore())
+        return core, await AsyncLLM.attach(core.transport)
+
+    core, llm = asyncio.run(attach())
+    with pytest.raises(HeadraceError, match="another asyncio loop"):
+        asyncio.run(llm.check_health())
+    core.stop()
+
+
+@run
+async def test_long_texts_are_tokenised_too() -> None:
+    async with attached() as (_, llm):
+        with pytest.raises(InvalidRequestError, match="max_model_len is 256"):
+            await anext(llm.generate("x " * 10_000, LONG))
+
+
+@run
+async def test_connect_speaks_over_a_socket() -> None:
+    with zmq_core() as core:
+        llm = await AsyncLLM.connect(core.address)
+        assert (await llm.engine()).model == "fake"
+        assert (await llm.get_default_sampling_params()).max_tokens == 8
+        outputs = [output async for output in llm.generate("Hello")]
+        assert outputs[-1].outputs[0].finish_reason == "length"
+        await llm.reset_prefix_cache()
+        assert (await llm.get_stats()).num_running == 0
+        await llm.close()

@@ -1,0 +1,418 @@
+"""The synchronous face, on a core in memory and on one behind a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_core import MAX_MODEL_LEN, Faults, MemoryCore, hashed_token, memory_core, zmq_core
+
+import headrace
+from headrace import (
+    LLM,
+    EngineDeadError,
+    HeadraceError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+    SamplingParams,
+)
+from headrace.ipc.messages import Abort, AddRequest, FetchTokenizer, GetStats, Goodbye
+
+pytestmark = pytest.mark.usefixtures("private_cache")
+
+
+@pytest.fixture
+def core() -> Iterator[MemoryCore]:
+    with memory_core() as running:
+        yield running
+
+
+@pytest.fixture
+def llm(core: MemoryCore) -> Iterator[LLM]:
+    with LLM.attach(core.transport) as attached:
+        yield attached
+
+
+def expected_text(llm: LLM, prompt_ids: list[int], count: int, seed: int = 0) -> str:
+    return llm.get_tokenizer().decode([hashed_token(prompt_ids, seed, position) for position in range(count)])
+
+
+def requests_of(core: MemoryCore) -> list[AddRequest]:
+    return [message for message in core.core.received if isinstance(message, AddRequest)]
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = ["Hello", "the quick brown", "世界"]
+    lengths = [9, 3, 6]
+    outputs = llm.generate(prompts, [SamplingParams(max_tokens=each) for each in lengths], use_tqdm=False)
+    for prompt, length, output in zip(prompts, lengths, outputs, strict=True):
+        assert output.prompt == prompt
+        assert output.prompt_token_ids == llm.get_tokenizer().encode(prompt)
+        assert output.outputs[0].text == expected_text(llm, output.prompt_token_ids, length)
+        assert (output.finished, output.outputs[0].finish_reason) == (True, "length")
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        "Hello",
+        {"prompt": "Hello"},
+        [42, 71, 78, 78, 81],
+        {"prompt_token_ids": [42, 71, 78, 78, 81]},
+        {"prompt_token_ids": [42, 71, 78, 78, 81], "prompt": "Hello"},
+        ["Hello"],
+        [{"prompt": "Hello"}],
+        [[42, 71, 78, 78, 81]],
+        [{"prompt_token_ids": (42, 71, 78, 78, 81), "cache_salt": None}],
+    ],
+)
+def test_every_form_of_a_prompt_is_the_same_request(llm: LLM, prompts: Any) -> None:
+    (output,) = llm.generate(prompts, use_tqdm=False)
+    assert output.outputs[0].text == expected_text(llm, [42, 71, 78, 78, 81], 8)
+    assert output.prompt_token_ids == [42, 71, 78, 78, 81]
+
+
+def test_no_prompts_give_no_outputs(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_the_models_defaults_count_when_none_are_given(llm: LLM, core: MemoryCore) -> None:
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, max_tokens=8)
+    llm.generate("Hello", use_tqdm=False)
+    assert (requests_of(core)[0].sampling.temperature, requests_of(core)[0].sampling.max_tokens) == (0.5, 8)
+    llm.generate("Hello", SamplingParams(), use_tqdm=False)
+    assert (requests_of(core)[1].sampling.temperature, requests_of(core)[1].sampling.max_tokens) == (1.0, 16)
+
+
+def test_no_limit_means_the_models_length(llm: LLM) -> None:
+    (output,) = llm.generate("Hello", SamplingParams(max_tokens=None), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == MAX_MODEL_LEN - 5
+
+
+def test_priority_and_cache_salt_reach_the_core(llm: LLM, core: MemoryCore) -> None:
+    llm.generate([{"prompt": "a", "cache_salt": "mine"}, "b"], priority=[3, -1], use_tqdm=False)
+    assert [(each.priority, each.cache_salt) for each in requests_of(core)] == [(3, "mine"), (-1, "")]
+
+
+def test_n_outputs_have_seeds_of_their_own(llm: LLM) -> None:
+    (output,) = llm.generate("Hello", SamplingParams(n=3, seed=5, max_tokens=7), use_tqdm=False)
+    assert [each.index for each in output.outputs] == [0, 1, 2]
+    for each in output.outputs:
+        assert each.text == expected_text(llm, output.prompt_token_ids, 7, seed=5 + each.index)
+
+
+def test_logprobs_have_vllms_form(llm: LLM, core: MemoryCore) -> None:
+    (output,) = llm.generate("Hi", SamplingParams(max_tokens=3, n=2, logprobs=2, prompt_logprobs=0), use_tqdm=False)
+    assert [each.sampling.prompt_logprobs for each in requests_of(core)] == [0, None]
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert [list(each or {}) for each in output.prompt_logprobs[1:]] == [[each] for each in output.prompt_token_ids[1:]]
+    completion = output.outputs[0]
+    assert completion.logprobs is not None
+    assert completion.cumulative_logprob == pytest.approx(-0.5 * 3)
+    for token_id, row in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert list(row) == list(dict.fromkeys([token_id, 10, 11]))
+        assert (row[token_id].logprob, row[token_id].rank) == (-0.5, 2)
+        assert row[token_id].decoded_token == llm.get_tokenizer().decode([token_id])
+        if token_id != 10:
+            assert (row[10].logprob, row[10].rank) == (-0.25, 1)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "said"),
+    [
+        ("", {}, "the prompt is empty"),
+        ([["Hello"]], {}, r"prompt_token_ids\[0\] is 'Hello', which is no token id"),
+        ([[]], {}, "the prompt is empty"),
+        ([1, -2, 3], {}, r"prompt_token_ids\[1\] is -2: the model's token ids are 0 to"),
+        ([1, 5000, 9999], {}, r"prompt_token_ids\[1\] is 5000: the model's token ids are 0 to"),
+        ([[1, 2], [1, 2**80]], {}, r"prompt_token_ids\[1\] is 1208925819614629174706176"),
+        ([[1, True]], {}, r"prompt_token_ids\[1\] is True"),
+        ([[1, 2.5]], {}, r"prompt_token_ids\[1\] is 2.5"),
+        ([[1], [3] * 300], {}, r"prompts\[1\]: the prompt has 300 tokens, and max_model_len is 256"),
+        ([[3] * 256], {}, "shorten the prompt to 255 tokens"),
+        (5, {}, "a prompt is a string"),
+        ([None], {}, "a prompt is a string"),
+        ({"text": "x"}, {}, "a field 'text'"),
+        ({"prompt": "x", "multi_modal_data": {"image": 1}}, {}, "'multi_modal_data', which is not supported"),
+        ({}, {}, "neither 'prompt' nor 'prompt_token_ids'"),
+        ({"prompt": 7}, {}, "'prompt' must be a string"),
+        ({"prompt_token_ids": "abc"}, {}, "must be a list of integers"),
+        ({"prompt": "x", "cache_salt": 1}, {}, "'cache_salt' must be a string"),
+        ("\ud800", {}, "not valid Unicode"),
+        ("x", {"logprobs": 6}, "logprobs = 6: the engine gives at most 5"),
+        ("x", {"prompt_logprobs": -1}, "prompt_logprobs = -1: the engine gives at most 5"),
+        ("x", {"stop_token_ids": [5000]}, "stop_token_ids contains 5000"),
+    ],
+)
+def test_a_bad_request_is_refused_before_anything_is_sent(
+    llm: LLM, core: MemoryCore, prompts: Any, params: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
+        llm.generate(prompts, SamplingParams(**params), use_tqdm=False)
+    assert requests_of(core) == []
+    assert llm.generate("still fine", use_tqdm=False)[0].finished
+
+
+def test_numbers_of_params_and_priorities_must_match(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="2 prompts and 1 sampling_params"):
+        llm.generate(["a", "b"], [SamplingParams()])
+    with pytest.raises(InvalidRequestError, match="one for each of the 2 prompts"):
+        llm.generate(["a", "b"], priority=[1])
+    with pytest.raises(InvalidRequestError, match="must be a SamplingParams"):
+        llm.generate("a", {"temperature": 0})  # type: ignore[arg-type]
+
+
+def test_params_changed_to_something_bad_are_refused(llm: LLM) -> None:
+    params = SamplingParams()
+    params.top_p = 7
+    with pytest.raises(InvalidRequestError, match="top_p"):
+        llm.generate("a", params)
+
+
+def test_chat_is_the_template_and_generate(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hi 😀"}]
+    (answer,) = llm.chat(messages, use_tqdm=False)
+    assert answer.prompt == "<|im_start|>user\nhi 😀<|im_end|>\n<|im_start|>assistant\n"
+    ids = llm.get_tokenizer().encode(answer.prompt, add_special_tokens=False)
+    assert answer.outputs == llm.generate({"prompt_token_ids": ids}, use_tqdm=False)[0].outputs
+
+
+def test_chat_takes_several_conversations_and_the_templates_arguments(llm: LLM) -> None:
+    half = [{"role": "assistant", "content": "I am"}]
+    outputs = llm.chat([half, half], continue_final_message=True, use_tqdm=False)
+    assert [output.prompt for output in outputs] == ["<|im_start|>assistant\nI am"] * 2
+    (output,) = llm.chat(
+        half, chat_template="{{ mood }}!{{ add_generation_prompt }}", chat_template_kwargs={"mood": "ü"}, use_tqdm=False
+    )
+    assert output.prompt == "ü!True"
+    with pytest.raises(InvalidRequestError, match="no argument 'template'"):
+        llm.chat(half, template="x")
+    with pytest.raises(InvalidRequestError, match="must be a list of dicts"):
+        llm.chat("hi")  # type: ignore[arg-type]
+
+
+def test_stream_gives_each_piece_once(llm: LLM) -> None:
+    pieces = list(llm.stream("Hello", SamplingParams(max_tokens=20)))
+    assert "".join(piece.outputs[0].text for piece in pieces) == expected_text(llm, [42, 71, 78, 78, 81], 20)
+    assert [piece.finished for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert sum(len(piece.outputs[0].token_ids) for piece in pieces) == 20
+
+
+def test_stream_refuses_a_bad_request_at_once(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="empty"):
+        llm.stream("")
+
+
+def wait_until_idle(llm: LLM) -> None:
+    deadline = threading.Event()
+    for _ in range(500):
+        if llm.get_stats().num_running == 0:
+            return
+        deadline.wait(0.01)
+    pytest.fail("the core still runs the request 5 s later")
+
+
+@pytest.mark.parametrize("how", ["close", "with", "forget"])
+def test_leaving_a_stream_aborts_the_request(llm: LLM, core: MemoryCore, how: str) -> None:
+    core.pause()
+    stream = llm.stream("Hello", SamplingParams(max_tokens=250))
+    assert llm.get_stats().num_running == 1
+    if how == "close":
+        stream.close()
+        assert list(stream) == []
+    elif how == "with":
+        with stream:
+            pass
+    del stream
+    gc.collect()
+    wait_until_idle(llm)
+    assert any(isinstance(message, Abort) for message in core.core.received)
+
+
+@pytest.mark.parametrize("call", ["generate", "stream"])
+def test_ctrl_c_aborts_what_runs_and_raises(llm: LLM, core: MemoryCore, call: str) -> None:
+    core.pause()
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+
+    def interrupt_once_it_runs() -> None:
+        while llm.get_stats().num_running < 1:
+            pass
+        signal.pthread_kill(main_thread, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt_once_it_runs)
+    thread.start()
+    params = SamplingParams(max_tokens=250)
+    with pytest.raises(KeyboardInterrupt):
+        _ = (
+            llm.generate(["Hello", "a"], params, use_tqdm=False)
+            if call == "generate"
+            else next(llm.stream("a", params))
+        )
+    thread.join()
+    wait_until_idle(llm)
+    core.resume()
+    assert llm.generate("and on", use_tqdm=False)[0].finished
+
+
+def test_one_request_that_fails_ends_its_call_and_nothing_else() -> None:
+    with memory_core(faults=Faults(failing_prompts=(9,))) as core, LLM.attach(core.transport) as llm:
+        with pytest.raises(RequestFailedError, match="the model gave NaN") as caught:
+            llm.generate([[5], [9], [6]], SamplingParams(max_tokens=200), use_tqdm=False)
+        assert caught.value.failure is not None
+        assert caught.value.failure.phase == "step"
+        wait_until_idle(llm)
+        assert llm.generate([5], use_tqdm=False)[0].finished
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    with memory_core(faults=Faults(retry_after_s=2.5)) as core, LLM.attach(core.transport) as llm:
+        with pytest.raises(QueueFullError, match="the queue is full") as caught:
+            llm.generate("Hello", use_tqdm=False)
+        assert caught.value.failure is not None
+        assert caught.value.failure.retry_after_s == 2.5
+
+
+@pytest.mark.parametrize("fault", ["die_after_steps", "fail_after_steps"])
+@pytest.mark.parametrize("call", ["generate", "stream", "stats"])
+def test_a_core_that_dies_ends_every_wait_with_the_cause(fault: str, call: str) -> None:
+    with (
+        memory_core(faults=Faults(ignore_stats=True, **{fault: 3})) as core,
+        LLM.attach(core.transport) as llm,
+    ):
+        core.pause()
+        waited_for = GetStats if call == "stats" else AddRequest
+
+        def die_once_somebody_waits() -> None:
+            while not any(isinstance(message, waited_for) for message in core.core.received):
+                pass
+            core.resume()
+
+        killer = threading.Thread(target=die_once_somebody_waits)
+        killer.start()
+        params = SamplingParams(max_tokens=100)
+        calls: dict[str, Callable[[], object]] = {
+            "generate": lambda: llm.generate("Hello", params, use_tqdm=False),
+            "stream": lambda: list(llm.stream("Hello", params)),
+            "stats": lambda: [llm.stream("Hello", params), llm.get_stats()],
+        }
+        with pytest.raises(EngineDeadError, match="ran out of memory"):
+            calls[call]()
+        killer.join()
+        with pytest.raises(EngineDeadError, match="ran out of memory"):
+            llm.generate("again", use_tqdm=False)
+
+
+def test_a_closed_llm_says_so(core: MemoryCore) -> None:
+    llm = LLM.attach(core.transport)
+    llm.close()
+    llm.close()
+    core.stop()
+    assert isinstance(core.core.received[-1], Goodbye)
+    with pytest.raises(HeadraceError, match="closed"):
+        llm.generate("Hello")
+
+
+def test_an_llm_that_is_forgotten_leaves_and_ends_its_thread(core: MemoryCore) -> None:
+    llm = LLM.attach(core.transport)
+    thread = llm._background._thread
+    llm.generate("Hello", use_tqdm=False)
+    watched = weakref.ref(llm)
+    del llm
+    gc.collect()
+    assert watched() is None
+    assert not thread.is_alive()
+    core.stop()
+    assert isinstance(core.core.received[-1], Goodbye)
+
+
+def test_it_works_where_a_loop_runs_already_as_in_a_notebook(llm: LLM) -> None:
+    async def cell() -> str:
+        return llm.generate("Hello", use_tqdm=False)[0].outputs[0].text
+
+    assert asyncio.run(cell()) == expected_text(llm, [42, 71, 78, 78, 81], 8)
+
+
+def test_threads_can_share_one(llm: LLM) -> None:
+    texts: dict[int, str] = {}
+
+    def work(token_id: int) -> None:
+        texts[token_id] = llm.generate([token_id], use_tqdm=False)[0].outputs[0].text
+
+    threads = [threading.Thread(target=work, args=(token_id,)) for token_id in range(10, 30)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == {token_id: expected_text(llm, [token_id], 8) for token_id in range(10, 30)}
+
+
+def test_a_fork_is_told_instead_of_hanging(llm: LLM) -> None:
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            llm.generate("Hello", use_tqdm=False)
+        except HeadraceError as error:
+            os.write(write_end, str(error).encode())
+        finally:
+            llm.close()
+            os._exit(0)
+    os.close(write_end)
+    said = os.read(read_end, 1000).decode()
+    os.close(read_end)
+    os.waitpid(pid, 0)
+    assert f"belongs to process {os.getpid()}, and this one was forked" in said
+    assert llm.generate("Hello", use_tqdm=False)[0].finished
+
+
+def test_a_batch_larger_than_the_window_completes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.frontend.batch.MAX_IN_FLIGHT", 4)
+    outputs = llm.generate([[10 + index % 50] for index in range(100)], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == [[10 + index % 50] for index in range(100)]
+
+
+def test_the_progress_bar_counts_prompts(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["a", "b"])
+    said = capsys.readouterr()
+    assert "2/2" in said.err
+    assert said.out == ""
+
+
+def test_connect_attaches_and_closing_only_detaches(private_cache: Path) -> None:
+    with zmq_core() as core:
+        for _ in range(2):
+            with headrace.connect(core.address) as llm:
+                assert llm.engine.model == "fake"
+                assert llm.generate("Hello", use_tqdm=False)[0].outputs[0].text == expected_text(
+                    llm, [42, 71, 78, 78, 81], 8
+                )
+                llm.reset_prefix_cache()
+        fetched = [message for message in core.core.received if isinstance(message, FetchTokenizer)]
+        assert len(fetched) == 1, "the second client should have used the cache"
+        (path,) = (private_cache / "tokenizers").iterdir()
+        path.write_bytes(b"damaged")
+        with headrace.connect(core.address) as llm:
+            assert llm.get_tokenizer().encode("Hello") == [42, 71, 78, 78, 81]
+
+
+def test_without_a_tokenizer_token_ids_work_and_text_is_refused() -> None:
+    with memory_core(tokenizer=None) as core, LLM.attach(core.transport) as llm:
+        (output,) = llm.generate([5, 6], use_tqdm=False)
+        assert (output.prompt, output.outputs[0].text, len(output.outputs[0].token_ids)) == (None, "", 8)
+        with pytest.raises(InvalidRequestError, match="without a tokenizer"):
+            llm.generate("Hello")
+        with pytest.raises(InvalidRequestError, match="without a tokenizer"):
+            llm.get_tokenizer()
+        with pytest.raises(InvalidRequestError, match="stop needs a tokenizer"):
+            llm.generate([5, 6], SamplingParams(stop="x"))

@@ -1,0 +1,136 @@
+"""Sampling parameters: vLLM's defaults, and one sentence that names the field, the value and what would be right."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import pytest
+
+from headrace import InvalidRequestError, RequestOutputKind, SamplingParams
+
+
+def test_the_defaults_are_vllms() -> None:
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+    assert (params.max_tokens, params.min_tokens, params.seed, params.logprobs) == (16, 0, None, None)
+    assert params.skip_special_tokens
+    assert params.output_kind is RequestOutputKind.CUMULATIVE
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("n", 1.5),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", math.nan),
+        ("top_k", -2),
+        ("top_k", 0.5),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.inf),
+        ("seed", 2**63),
+        ("max_tokens", 0),
+        ("max_tokens", "many"),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("logprobs", -2),
+        ("prompt_logprobs", -2),
+        ("ignore_eos", 1),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", [1]),
+        ("stop", 7),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["a"]),
+        ("stop_token_ids", 5),
+        ("spaces_between_special_tokens", False),
+        ("output_kind", "delta"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name_and_value(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{field: value})
+    assert f"SamplingParams.{field} = {value!r}: " in str(caught.value)
+
+
+def test_the_range_is_named() -> None:
+    with pytest.raises(InvalidRequestError, match=r"top_p = 1.5: must be over 0 and at most 1$"):
+        SamplingParams(top_p=1.5)
+    with pytest.raises(InvalidRequestError, match=r"temperature = nan: must be at least 0, and finite$"):
+        SamplingParams(temperature=math.nan)
+
+
+def test_a_value_set_later_is_checked_before_it_is_used() -> None:
+    params = SamplingParams()
+    params.temperature = math.nan
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        params.verify()
+
+
+def test_an_unknown_field_fails_with_the_nearest_name() -> None:
+    with pytest.raises(InvalidRequestError, match="'temprature'; did you mean 'temperature'"):
+        SamplingParams(temprature=0.5)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("field", ["logit_bias", "best_of", "guided_decoding", "bad_words", "allowed_token_ids"])
+def test_a_field_of_vllm_that_is_not_supported_is_refused_unless_it_asks_for_nothing(field: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"SamplingParams.{field} is not supported"):
+        SamplingParams(**{field: {1: 2}})
+    assert SamplingParams(**{field: None}) == SamplingParams()
+
+
+def test_several_greedy_outputs_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="n = 2"):
+        SamplingParams(n=2, temperature=0)
+
+
+def test_stop_strings_need_text() -> None:
+    with pytest.raises(InvalidRequestError, match="needs detokenize=True"):
+        SamplingParams(stop="x", detokenize=False)
+
+
+def test_the_wire_form_is_resolved() -> None:
+    params = SamplingParams(max_tokens=None, temperature=1e-7, top_k=-1, stop_token_ids=[5], seed=2**63 - 1)
+    wire = params.to_wire(max_tokens=90)
+    assert (wire.max_tokens, wire.temperature, wire.top_k, wire.stop_token_ids) == (90, 0.0, 0, (5,))
+    assert SamplingParams(max_tokens=100).to_wire(max_tokens=90).max_tokens == 90
+    assert SamplingParams(max_tokens=10).to_wire(max_tokens=90).max_tokens == 10
+
+
+def test_children_have_consecutive_seeds_that_stay_in_64_bits() -> None:
+    params = SamplingParams(n=3, seed=2**63 - 2)
+    assert [params.to_wire(8, child).seed for child in range(3)] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    assert SamplingParams(n=2).to_wire(8, 1).seed is None
+
+
+def test_copies_are_equal_and_independent() -> None:
+    params = SamplingParams(stop=["a"], temperature=0.3)
+    for twin in (params.clone(), copy.deepcopy(params), pickle.loads(pickle.dumps(params))):
+        assert twin == params
+        assert isinstance(twin.stop, list)
+        twin.stop.append("b")
+        assert params.stop == ["a"]
+
+
+def test_from_optional_takes_none_for_the_default() -> None:
+    params = SamplingParams.from_optional(temperature=None, top_p=0.5, max_tokens=None)
+    assert (params.temperature, params.top_p, params.max_tokens) == (1.0, 0.5, None)
+
+
+def test_the_repr_shows_every_field() -> None:
+    assert repr(SamplingParams(temperature=0.25)).startswith("SamplingParams(n=1, presence_penalty=0.0,")
+    assert "temperature=0.25" in repr(SamplingParams(temperature=0.25))

@@ -1,0 +1,224 @@
+"""The tokenizer: chat templates as transformers renders them, and the cache of bundles."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fake_core import CHAT_TEMPLATE, bundle_of, byte_level_tokenizer
+
+from headrace import InvalidRequestError, ModelError
+from headrace.frontend.tokenizer import Tokenizer
+from headrace.frontend.tokenizer_cache import load_bundle, store_bundle
+from headrace.ipc.messages import TokenizerBundle, TokenizerInfo
+
+LLAMA_LIKE = """{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = 'Be kind.' %}
+{%- endif %}
+    {% if tools is not none %}
+Tools: {{ tools | tojson(indent=2) }}
+    {% endif %}
+<<SYS>>{{ system }}<</SYS>>
+{%- for message in messages %}
+    {%- if message.role not in ['user', 'assistant', 'tool'] %}
+        {{- raise_exception('Unknown role: ' + message.role) }}
+    {%- endif %}
+    {%- if loop.index0 > 8 %}{% break %}{% endif %}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{ '[A]' + (message.content or '') }}{% endgeneration %}
+        {%- if message.reasoning_content %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}
+        {%- for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}
+        {{- eos_token }}
+    {%- elif message.content is string %}
+        {{- '[' + message.role + ']' + message.content }}
+    {%- else %}
+        {%- for part in message.content %}{{ part.text }}|{% endfor %}
+    {%- endif %}
+{% endfor %}
+{% for document in documents or [] %}
+Doc: {{ document.title }}
+{% endfor %}
+{{ dict(a=1).a }} {{ namespace(x=2).x }} {{ extra }}
+{% if add_generation_prompt %}[A]{% endif %}"""
+
+TRIMMING = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] | trim }}</{{ m['role'] }}>{% endfor %}"
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "wetter", "description": "für <überall> & 世界"}}
+USER = {"role": "user", "content": "Hello & <b>世界</b> 'quoted'"}
+HALF = {"role": "assistant", "content": "The answer is  "}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(bundle_of(byte_level_tokenizer()))
+
+
+@pytest.fixture(scope="module")
+def transformers_tokenizer() -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_tokenizer(), bos_token="<|im_start|>", eos_token="<|im_end|>"
+    )
+
+
+CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
+    (CHAT_TEMPLATE, [USER], {"add_generation_prompt": True}),
+    (CHAT_TEMPLATE, [USER], {}),
+    (CHAT_TEMPLATE, [USER, HALF], {"continue_final_message": True}),
+    (TRIMMING, [USER, HALF], {"continue_final_message": True}),
+    (LLAMA_LIKE, [USER], {"add_generation_prompt": True, "extra": "ü"}),
+    (LLAMA_LIKE, [{"role": "system", "content": " S "}, USER, HALF, USER], {"tools": [TOOL], "extra": [1, None, "x"]}),
+    (LLAMA_LIKE, [USER, {**HALF, "content": None, "tool_calls": [TOOL], "thinking": "hm"}], {}),
+    (LLAMA_LIKE, [USER] * 12, {"documents": [{"title": "T", "text": "x"}]}),
+    (LLAMA_LIKE, [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], {}),
+    (
+        CHAT_TEMPLATE.replace("m['content']", "m['content'][0]['text']"),
+        [{"role": "assistant", "content": [{"type": "text", "text": "to go on"}]}],
+        {"continue_final_message": True},
+    ),
+]
+
+
+@pytest.mark.parametrize(("template", "messages", "arguments"), CASES)
+def test_templates_render_as_in_transformers(
+    tokenizer: Tokenizer,
+    transformers_tokenizer: Any,
+    template: str,
+    messages: list[dict[str, Any]],
+    arguments: dict[str, Any],
+) -> None:
+    expected = transformers_tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **arguments)
+    assert tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **arguments) == expected
+    ids = transformers_tokenizer.apply_chat_template(messages, chat_template=template, return_dict=False, **arguments)
+    assert tokenizer.apply_chat_template(messages, chat_template=template, **arguments) == ids
+
+
+def test_the_date_is_available_to_templates(tokenizer: Tokenizer) -> None:
+    import datetime
+
+    template = "{{ strftime_now('%Y') }}{{ messages[0].role }}"
+    assert tokenizer.apply_chat_template([USER], chat_template=template, tokenize=False) in {
+        f"{datetime.date.today().year + offset}user" for offset in (-1, 0)
+    }
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('Roles must alternate') }}", "Roles must alternate"),
+        ("{% if %}", "is not valid"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{% set _ = messages.append(1) %}", "unsafe|not safely callable"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+    ],
+)
+def test_a_template_that_refuses_or_breaks_out_gives_a_sentence(tokenizer: Tokenizer, template: str, said: str) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
+        tokenizer.apply_chat_template([USER], chat_template=template)
+
+
+@pytest.mark.parametrize(
+    ("messages", "arguments", "said"),
+    [
+        ([], {}, "empty"),
+        ("Hello", {}, "must be a list"),
+        (["Hello"], {}, r"messages\[0\] must be a dict with a 'role'"),
+        ([{"content": "x"}], {}, "'role'"),
+        ([USER], {"tools": [len]}, r"tools\[0\] must be a dict"),
+        ([USER], {"add_generation_prompt": True, "continue_final_message": True}, "exclude each other"),
+        ([{"role": "assistant"}], {"continue_final_message": True}, "final message with text"),
+    ],
+)
+def test_bad_messages_are_refused(tokenizer: Tokenizer, messages: Any, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
+        tokenizer.apply_chat_template(messages, **arguments)
+
+
+def test_a_message_that_the_template_drops_cannot_be_continued(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequestError, match="does not appear"):
+        tokenizer.apply_chat_template([HALF], chat_template="nothing", continue_final_message=True)
+
+
+def test_templates_are_chosen_by_name_and_for_tools() -> None:
+    templates = {"default": "D", "tool_use": "T", "rag": "R"}
+    tokenizer = Tokenizer(msgspec.structs.replace(bundle_of(byte_level_tokenizer()), chat_templates=templates))
+    render = tokenizer.apply_chat_template
+    assert render([USER], tokenize=False) == "D"
+    assert render([USER], tokenize=False, tools=[TOOL]) == "T"
+    assert render([USER], tokenize=False, chat_template="rag") == "R"
+    assert render([USER], tokenize=False, chat_template="{{ 1 + 1 }}") == "2"
+    base = Tokenizer(msgspec.structs.replace(bundle_of(byte_level_tokenizer()), chat_templates={}))
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        base.apply_chat_template([USER])
+
+
+def test_settings_for_training_in_the_file_do_not_cut_or_pad_prompts() -> None:
+    fast = byte_level_tokenizer()
+    fast.enable_truncation(2)
+    fast.enable_padding(length=50)
+    tokenizer = Tokenizer(bundle_of(fast))
+    assert tokenizer.encode("Hello there") == byte_level_tokenizer().encode("Hello there").ids
+    assert tokenizer.encode_batch(["Hello", "x"]) == [tokenizer.encode("Hello"), tokenizer.encode("x")]
+
+
+def test_the_names_of_transformers(tokenizer: Tokenizer, transformers_tokenizer: Any) -> None:
+    assert len(tokenizer) == len(transformers_tokenizer)
+    assert (tokenizer.bos_token, tokenizer.bos_token_id) == ("<|im_start|>", transformers_tokenizer.bos_token_id)
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", transformers_tokenizer.eos_token_id)
+    ids = tokenizer.encode("Hello<|im_end|>")
+    assert tokenizer.convert_ids_to_tokens(ids) == transformers_tokenizer.convert_ids_to_tokens(ids)
+    assert tokenizer.decode(ids) == "Hello<|im_end|>"
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "Hello"
+
+
+def test_a_tokenizer_that_is_none_is_a_model_error() -> None:
+    with pytest.raises(ModelError, match="cannot be read"):
+        Tokenizer(TokenizerBundle(tokenizer_json=b"{}"))
+
+
+def info_of(bundle: TokenizerBundle) -> TokenizerInfo:
+    data = msgspec.msgpack.encode(bundle)
+    return TokenizerInfo(content_hash=hashlib.sha256(data).hexdigest(), size_bytes=len(data))
+
+
+def test_a_stored_bundle_is_found_again(private_cache: Path) -> None:
+    bundle = bundle_of(byte_level_tokenizer())
+    assert load_bundle(info_of(bundle)) is None
+    store_bundle(info_of(bundle), bundle)
+    assert load_bundle(info_of(bundle)) == bundle
+    assert [path.name for path in (private_cache / "tokenizers").iterdir()] == [
+        f"{info_of(bundle).content_hash}.msgpack"
+    ]
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", None])
+def test_a_damaged_file_counts_as_missing(private_cache: Path, damage: bytes | None) -> None:
+    bundle = bundle_of(byte_level_tokenizer())
+    store_bundle(info_of(bundle), bundle)
+    (path,) = (private_cache / "tokenizers").iterdir()
+    path.write_bytes(path.read_bytes()[:-1] if damage is None else damage)
+    assert load_bundle(info_of(bundle)) is None
+
+
+def test_a_bundle_that_is_not_the_announced_one_is_refused(private_cache: Path) -> None:
+    bundle = bundle_of(byte_level_tokenizer())
+    with pytest.raises(ModelError, match="announced"):
+        store_bundle(info_of(bundle), TokenizerBundle(tokenizer_json=b"{}"))
+    with pytest.raises(ModelError, match="no SHA-256"):
+        load_bundle(TokenizerInfo(content_hash="../../etc/passwd", size_bytes=1))
+    assert not private_cache.exists()
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "file"))
+    bundle = bundle_of(byte_level_tokenizer())
+    store_bundle(info_of(bundle), bundle)
+    assert load_bundle(info_of(bundle)) is None
