@@ -21,6 +21,7 @@ from headrace.kernels.registry import Version
 
 from . import build
 from .linear import ACTIVATIONS, DTYPES, ROWS_FIXED, Runtime, runtime
+from .program_args import ActivationArgs, AttentionArgs, KvCacheC, NormArgs, RotaryArgs
 from .threads import Step
 
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
@@ -28,106 +29,6 @@ MOST_HEAD_DIM = 256
 MOST_ROW_VALUES = 32768
 WORKSPACE_BYTES = 8 << 20
 """Partial results of sequences whose context is divided among threads; those that do not fit are not divided."""
-
-
-class KvCacheC(ctypes.Structure):
-    """Mirror of `KvCache` in attention_cache.h."""
-
-    _fields_ = (
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("key_scales", ctypes.c_void_p),
-        ("value_scales", ctypes.c_void_p),
-        ("key_scale", ctypes.c_float),
-        ("value_scale", ctypes.c_float),
-        ("type", ctypes.c_int32),
-        ("num_kv_heads", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
-        ("block_size", ctypes.c_int32),
-    )
-
-
-class RotaryArgs(ctypes.Structure):
-    """Mirror of `RotaryArgs` in attention.h: the arguments of `hr_op_rotary_and_cache_write`."""
-
-    _fields_ = (
-        ("query", ctypes.c_void_p),
-        ("key", ctypes.c_void_p),
-        ("value", ctypes.c_void_p),
-        ("query_stride", ctypes.c_int64),
-        ("key_stride", ctypes.c_int64),
-        ("value_stride", ctypes.c_int64),
-        ("query_norm", ctypes.c_void_p),
-        ("key_norm", ctypes.c_void_p),
-        ("cos", ctypes.c_void_p),
-        ("sin", ctypes.c_void_p),
-        ("cache", KvCacheC),
-        ("norm_eps", ctypes.c_float),
-        ("num_heads", ctypes.c_int32),
-        ("rotary_half", ctypes.c_int32),
-        ("by_token", ctypes.c_int32),
-        ("type", ctypes.c_int32),
-        ("fuse_decode", ctypes.c_int32),
-    )
-
-
-class AttentionArgs(ctypes.Structure):
-    """Mirror of `AttentionArgs` in attention.h: the arguments of `hr_op_attention`."""
-
-    _fields_ = (
-        ("source", RotaryArgs),
-        ("output", ctypes.c_void_p),
-        ("output_stride", ctypes.c_int64),
-        ("workspace", ctypes.c_void_p),
-        ("workspace_bytes", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-        ("soft_cap", ctypes.c_float),
-        ("window", ctypes.c_int32),
-        ("output_type", ctypes.c_int32),
-    )
-
-
-class NormArgs(ctypes.Structure):
-    """Mirror of `NormArgs` in elementwise.h: the arguments of `hr_op_norm`."""
-
-    _fields_ = (
-        ("input", ctypes.c_void_p),
-        ("residual", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("input_stride", ctypes.c_int64),
-        ("residual_stride", ctypes.c_int64),
-        ("output_stride", ctypes.c_int64),
-        ("output_thread_stride", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("num_rows", ctypes.c_int64),
-        ("rows", ctypes.c_int32),
-        ("add_to_output", ctypes.c_int32),
-        ("kind", ctypes.c_int32),
-        ("input_type", ctypes.c_int32),
-        ("residual_type", ctypes.c_int32),
-        ("output_type", ctypes.c_int32),
-        ("eps", ctypes.c_float),
-    )
-
-
-class ActivationArgs(ctypes.Structure):
-    """Mirror of `ActivationArgs` in elementwise.h: the arguments of `hr_op_activation_multiply`."""
-
-    _fields_ = (
-        ("gate", ctypes.c_void_p),
-        ("up", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("gate_stride", ctypes.c_int64),
-        ("output_stride", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("num_rows", ctypes.c_int64),
-        ("rows", ctypes.c_int32),
-        ("kind", ctypes.c_int32),
-        ("input_type", ctypes.c_int32),
-        ("output_type", ctypes.c_int32),
-    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,381 @@
+"""A model's whole step as one list of ops, built once and run with one call in one parallel region.
+
+A `Builder` lays out the activation buffers and writes the ops down in order; it knows nothing of any model. It keeps
+two lists of the same ops: for steps of few rows, where every thread norms all rows for itself rather than wait for the
+others, and for steps of many, where the rows are divided. Results are the same to the bit. Barriers follow from what
+the ops read and write: one stands before an op that reads what was written since the last barrier, or that overwrites
+what was read or written since.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .linear import ACTIVATIONS, DTYPES, ROWS_LOGITS, ROWS_TOKENS, EmbedArgs, LinearArgs, PackedLinear, Runtime
+from .ops import MOST_ROW_VALUES, WORKSPACE_BYTES, describe_cache
+from .program_args import (
+    ActivationArgs,
+    AddArgs,
+    AttentionArgs,
+    EmbeddingArgs,
+    NormArgs,
+    ProgramOp,
+    RotaryArgs,
+    SoftCapArgs,
+)
+from .program_parts import FEW_ROWS, Attention, Buffer, Norm
+from .program_run import Program, Written
+
+NORM_KINDS = {"rms": 0, "layer": 1}
+ROW_COUNTS = {"tokens": ROWS_TOKENS, "logits": ROWS_LOGITS}
+
+
+@dataclass
+class _List:
+    """Ops in order, and what was touched since the last barrier."""
+
+    ops: list[ProgramOp] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    written: set[int] = field(default_factory=set)
+    read: set[int] = field(default_factory=set)
+
+    def append(self, name: str, op: ProgramOp, reads: set[int], writes: set[int]) -> None:
+        barrier = bool(reads & self.written or writes & (self.written | self.read))
+        if barrier:
+            self.written.clear()
+            self.read.clear()
+        self.written |= writes
+        self.read |= reads
+        op.barrier_before = barrier
+        self.ops.append(op)
+        self.names.append(name)
+
+
+class Builder:
+    """Writes a program down. Every method but `buffer` and `build` adds one op; all check that shapes fit.
+
+    They raise ValueError for what the kernels cannot do. Tensors are used where they lie and kept alive.
+    """
+
+    def __init__(self, runtime: Runtime, *, max_tokens: int, max_logits: int) -> None:
+        if max_tokens < 1 or max_logits < 1:
+            raise ValueError(f"a step has at least one row; max_tokens={max_tokens}, max_logits={max_logits}.")
+        self._runtime = runtime
+        self._max_rows = {"tokens": max_tokens, "logits": max_logits}
+        self._few, self._many = _List(), _List()
+        self._kept: list[Any] = []
+        self._scratch = [0, 0]  # shared, per thread
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8)
+        self._logits_start: tuple[int, int] | None = None
+        self._vocab_size = 0
+        self._max_position: int | None = None
+        runtime.library.dll.hr_attention_scratch_bytes.restype = ctypes.c_int64
+
+    def buffer(
+        self, columns: int, dtype: torch.dtype, rows: Literal["tokens", "logits"] = "tokens", *, own: bool = False
+    ) -> Buffer:
+        """Room for one row per token or per row of logits. own: threads make their own copy in small steps, which
+        only a norm may write and only linear layers may read."""
+        copies = None
+        if own:
+            copies = torch.empty(self._runtime.pool.num_threads, FEW_ROWS, columns, dtype=dtype)
+        return Buffer(torch.empty(self._max_rows[rows], columns, dtype=dtype), rows, copies)
+
+    def embedding(self, table: PackedLinear | Tensor, out: Buffer, scale: float = 1.0) -> None:
+        """out = table[token ids] * scale. table: packed, or dense [vocab, columns] in fp32, bf16 or fp16."""
+        self._vocab_size, columns = (table.n, table.k) if isinstance(table, PackedLinear) else table.shape
+        _same(columns, out.columns, "the embedding's width", "its output's")
+        if isinstance(table, PackedLinear):
+            packed = EmbedArgs(
+                weight=table.descriptor,
+                out=out.address,
+                out_stride=out.columns,
+                out_dtype=out.type,
+                rows=ROWS_TOKENS,
+                scale=scale,
+            )
+            self._need(0, 4 * table.k)
+            self._add("embedding", "hr_op_embed", packed, (), (out,), keep=(table,))
+            return
+        self._dense_embedding(table, None, out, scale, 0)
+
+    def add_positions(self, table: Tensor, out: Buffer, offset: int = 0) -> None:
+        """out += table[position + offset]. table: [positions, columns], learned."""
+        _same(table.shape[1], out.columns, "the position table's width", "its output's")
+        self._limit_positions(table.shape[0] - offset)
+        self._dense_embedding(None, table, out, 1.0, offset)
+
+    def _dense_embedding(
+        self, table: Tensor | None, positions: Tensor | None, out: Buffer, scale: float, offset: int
+    ) -> None:
+        args = EmbeddingArgs(output=out.address, output_stride=out.columns, size=out.columns, scale=scale)
+        args.output_type, args.position_offset = out.type, offset
+        if table is not None:
+            args.table, args.table_stride, args.table_type = _matrix(table)
+        if positions is not None:
+            args.positions, args.positions_stride, args.positions_type = _matrix(positions)
+        reads = () if positions is None else (out,)
+        self._add("embedding", "hr_op_embedding", args, reads, (out,), keep=(table, positions))
+
+    def norm(self, source: Buffer, out: Buffer, norm: Norm, *, add: bool = False) -> None:
+        """out = norm(source), or (add) out += norm(source). Into a buffer of logits rows it takes those rows alone."""
+        _same(source.columns, out.columns, "a norm's input", "its output")
+        for vector in (norm.weight, norm.bias):
+            _check_vector(vector, source.columns, "a norm's weight or bias")
+        if source.columns > MOST_ROW_VALUES:
+            raise ValueError(f"a norm takes rows of at most {MOST_ROW_VALUES} values, not {source.columns}.")
+        gathers = source.rows == "tokens" and out.rows == "logits"
+        if not gathers:
+            _same(source.rows, out.rows, "a norm's input rows", "its output rows")
+            if source.rows == "logits":
+                raise ValueError("a norm of logits rows reads them from a buffer of tokens.")
+        args = NormArgs(
+            input=source.address,
+            output=out.address,
+            weight=_address(norm.weight),
+            bias=_address(norm.bias),
+            input_stride=source.columns,
+            output_stride=out.columns,
+            size=source.columns,
+            rows=ROW_COUNTS[out.rows],
+            add_to_output=add,
+            kind=NORM_KINDS[norm.kind],
+            input_type=source.type,
+            output_type=out.type,
+            eps=norm.eps,
+        )
+        few = None
+        if out.copies is not None:
+            few = NormArgs.from_buffer_copy(args)
+            few.output, few.output_thread_stride = out.copies.data_ptr(), out.copies.stride(0) * out.copies.itemsize
+        reads = (source, out) if add else (source,)
+        self._add("norm", "hr_op_norm", args, reads, (out,), few=few, keep=(norm,))
+
+    def linear(
+        self,
+        weight: PackedLinear,
+        x: Buffer,
+        out: Buffer,
+        *,
+        bias: Tensor | None = None,
+        residual: Buffer | None = None,
+        activation: str = "none",
+    ) -> None:
+        """out = act(x W^T + bias) [+ residual]; of a gated pair act(x Wg^T + bg) * (x Wu^T + bu) [+ residual]."""
+        _same(x.columns, weight.k, "a linear layer's input", "its weight's columns")
+        _same(out.columns, weight.columns, "a linear layer's output", "its weight's rows")
+        _check_vector(bias, weight.n, "a linear layer's bias")
+        gathers = x.rows == "tokens" and out.rows == "logits"
+        if not gathers:
+            _same(x.rows, out.rows, "a linear layer's input rows", "its output rows")
+        args = LinearArgs(
+            weight=weight.descriptor,
+            x=x.address,
+            x_stride=x.columns,
+            bias=_address(bias),
+            residual=None if residual is None else residual.address,
+            residual_stride=0 if residual is None else residual.columns,
+            out=out.address,
+            out_stride=out.columns,
+            x_dtype=x.type,
+            residual_dtype=0 if residual is None else residual.type,
+            out_dtype=out.type,
+            activation=ACTIVATIONS[activation],
+            rows=ROW_COUNTS[out.rows],
+            from_logits=gathers,
+        )
+        few = None
+        if x.copies is not None:
+            few = LinearArgs.from_buffer_copy(args)
+            few.x, few.x_thread_stride = x.copies.data_ptr(), x.copies.stride(0) * x.copies.itemsize
+        self._need(*weight.scratch(self._max_rows[out.rows]))
+        reads = (x,) if residual is None else (x, residual)
+        self._add("linear", "hr_op_linear", args, reads, (out,), few=few, keep=(weight, bias))
+
+    def attention(self, qkv: Buffer, out: Buffer, layer: Attention) -> None:
+        """Two ops: q/k norm, rotation and the cache write; then paged attention.
+
+        qkv: queries, keys and values side by side, (num_heads + 2 num_kv_heads) head_dim columns; its queries are
+        overwritten. In steps where every sequence computes one token the first op is done within the second.
+        """
+        cache = describe_cache(layer.cache.keys, layer.cache.values, layer.cache.scales)
+        head_dim, num_kv_heads = cache.head_dim, cache.num_kv_heads
+        if layer.num_heads % num_kv_heads:
+            raise ValueError(f"{layer.num_heads} query heads cannot share {num_kv_heads} KV heads evenly.")
+        width = (layer.num_heads + 2 * num_kv_heads) * head_dim
+        _same(qkv.columns, width, "the query, key and value buffer's columns", "its heads'")
+        _same(out.columns, layer.num_heads * head_dim, "attention's output", "its heads'")
+        source = self._rotary_args(qkv, layer)
+        source.cache = cache
+        args = AttentionArgs(
+            source=source,
+            output=out.address,
+            output_stride=out.columns,
+            workspace=self._workspace.data_ptr(),
+            workspace_bytes=self._workspace.nbytes,
+            scale=layer.scale,
+            soft_cap=layer.soft_cap or 0.0,
+            window=layer.window or 0,
+            output_type=out.type,
+        )
+        self._need(0, self._runtime.library.dll.hr_attention_scratch_bytes(ctypes.byref(args)))
+        keys = layer.cache.keys.data_ptr()
+        name = "hr_op_rotary_and_cache_write"
+        self._add("rotary", name, source, (qkv, keys), (qkv, keys), keep=(layer,), skipped_when_single=True)
+        touched = (self._workspace.data_ptr(), keys)
+        self._add("attention", "hr_op_attention", args, (qkv, *touched), (out, *touched))
+
+    def _rotary_args(self, qkv: Buffer, layer: Attention) -> RotaryArgs:
+        head_dim, num_kv_heads = layer.cache.keys.shape[3], layer.cache.keys.shape[1]
+        norms = [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
+        for norm in norms:
+            _check_vector(norm.weight, head_dim, "a query or key norm's weight")
+            if norm.kind != "rms" or norm.weight is None or norm.bias is not None or norm.eps != norms[0].eps:
+                raise ValueError("the norms of queries and keys are RMS norms with weights and one eps.")
+        head_bytes = head_dim * qkv.tensor.itemsize
+        args = RotaryArgs(
+            query=qkv.address,
+            key=qkv.address + layer.num_heads * head_bytes,
+            value=qkv.address + (layer.num_heads + num_kv_heads) * head_bytes,
+            query_stride=qkv.columns,
+            key_stride=qkv.columns,
+            value_stride=qkv.columns,
+            query_norm=_address(layer.query_norm.weight) if layer.query_norm else None,
+            key_norm=_address(layer.key_norm.weight) if layer.key_norm else None,
+            norm_eps=norms[0].eps if norms else 0.0,
+            num_heads=layer.num_heads,
+            type=qkv.type,
+            fuse_decode=1,
+        )
+        if layer.rotary is not None:
+            cos, sin = layer.rotary.cos, layer.rotary.sin
+            for table in (cos, sin):
+                if table.dtype != torch.float32 or not table.is_contiguous() or table.shape != cos.shape:
+                    raise ValueError("cos and sin are contiguous float32 tables of one shape, [positions, half].")
+            if 2 * cos.shape[1] > head_dim:
+                raise ValueError(f"rotation of {2 * cos.shape[1]} dimensions does not fit heads of {head_dim}.")
+            args.cos, args.sin, args.rotary_half = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
+            self._limit_positions(len(cos))
+        return args
+
+    def activation_multiply(self, gate_up: Buffer, out: Buffer, activation: str) -> None:
+        """out = act(gate) * up, of a buffer that holds the gate's columns first; linear layers can do it themselves."""
+        _same(gate_up.columns, 2 * out.columns, "the gate and up buffer's columns", "twice the output's")
+        args = ActivationArgs(
+            gate=gate_up.address,
+            up=gate_up.address + out.columns * gate_up.tensor.itemsize,
+            output=out.address,
+            gate_stride=gate_up.columns,
+            output_stride=out.columns,
+            size=out.columns,
+            rows=ROW_COUNTS[out.rows],
+            kind=ACTIVATIONS[activation],
+            input_type=gate_up.type,
+            output_type=out.type,
+        )
+        self._add("activation", "hr_op_activation_multiply", args, (gate_up,), (out,))
+
+    def add(self, source: Buffer, out: Buffer, scale: float = 1.0) -> None:
+        """out += source * scale. Linear layers can add their own output to a residual."""
+        _same(source.columns, out.columns, "an addition's input", "its output")
+        args = AddArgs(
+            input=source.address,
+            output=out.address,
+            input_stride=source.columns,
+            output_stride=out.columns,
+            size=out.columns,
+            rows=ROW_COUNTS[out.rows],
+            input_type=source.type,
+            output_type=out.type,
+            scale=scale,
+        )
+        self._add("add", "hr_op_add", args, (source, out), (out,))
+
+    def start_of_logits(self) -> None:
+        """From here on ops work on rows of logits alone: `Program.run_logits` can run them again for other rows."""
+        self._logits_start = (len(self._few.ops), len(self._many.ops))
+
+    def soft_cap(self, logits: Buffer, cap: float) -> None:
+        """logits = cap * tanh(logits / cap), float32."""
+        if logits.tensor.dtype != torch.float32 or cap <= 0:
+            raise ValueError(f"a soft cap is positive and over float32, not {cap} over {logits.tensor.dtype}.")
+        args = SoftCapArgs(values=logits.address, stride=logits.columns, size=logits.columns, cap=cap)
+        args.rows = ROW_COUNTS[logits.rows]
+        self._add("soft_cap", "hr_op_soft_cap", args, (logits,), (logits,))
+
+    def build(self, output: Buffer) -> Program:
+        """The program, whose runs return `output`'s rows. The builder must not be used afterwards."""
+        self._runtime.pool.reserve(*self._scratch)
+        written = Written(
+            ops=(self._few.ops, self._many.ops),
+            names=(self._few.names, self._many.names),
+            output=output,
+            max_rows=dict(self._max_rows),
+            vocab_size=self._vocab_size,
+            max_position=self._max_position,
+            logits_start=self._logits_start,
+            kept=(self._kept, self._workspace),
+        )
+        return Program(self._runtime, written)
+
+    def _need(self, shared_bytes: int, per_thread_bytes: int) -> None:
+        self._scratch = [max(self._scratch[0], shared_bytes), max(self._scratch[1], per_thread_bytes)]
+
+    def _limit_positions(self, count: int) -> None:
+        self._max_position = count if self._max_position is None else min(self._max_position, count)
+
+    def _add(
+        self,
+        name: str,
+        symbol: str,
+        args: ctypes.Structure,
+        reads: Iterable[Buffer | int],
+        writes: Iterable[Buffer | int],
+        *,
+        few: ctypes.Structure | None = None,
+        keep: Iterable[object] = (),
+        skipped_when_single: bool = False,
+    ) -> None:
+        reads, writes = tuple(reads), tuple(writes)
+        self._kept.append((args, few, reads, writes, *keep))
+        function = ctypes.cast(getattr(self._runtime.library.dll, symbol), ctypes.c_void_p).value
+        for ops, used, own in ((self._few, few or args, True), (self._many, args, False)):
+            op = ProgramOp(run=function, args=ctypes.addressof(used), skipped_when_single=skipped_when_single)
+            ops.append(name, op, _shared(reads, own), _shared(writes, own))
+
+
+def _shared(touched: tuple[Buffer | int, ...], own: bool) -> set[int]:
+    """What other threads could touch too: a buffer that each thread has for itself is none of theirs."""
+    return {
+        part if isinstance(part, int) else part.address
+        for part in touched
+        if not (own and isinstance(part, Buffer) and part.copies is not None)
+    }
+
+
+def _same(found: object, wanted: object, what: str, against: str) -> None:
+    if found != wanted:
+        raise ValueError(f"{what} ({found}) must equal {against} ({wanted}).")
+
+
+def _check_vector(vector: Tensor | None, size: int, what: str) -> None:
+    if vector is None:
+        return
+    if vector.dtype != torch.float32 or vector.shape != (size,) or not vector.is_contiguous():
+        raise ValueError(f"{what} is {vector.dtype} {list(vector.shape)}; it must be contiguous float32 [{size}].")
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _matrix(table: Tensor) -> tuple[int, int, int]:
+    if table.dtype not in DTYPES or table.dim() != 2 or table.stride(1) != 1:
+        raise ValueError(f"a table is [rows, columns] in fp32, bf16 or fp16, not {table.dtype} {list(table.shape)}.")
+    return table.data_ptr(), table.stride(0), DTYPES[table.dtype]

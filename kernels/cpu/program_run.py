@@ -1,0 +1,186 @@
+"""Running a program: a step's arrays in, its logits out, and the profile of where the time went."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from .linear import Runtime
+from .program_args import ProgramC, ProgramOp
+from .program_parts import FEW_ROWS, Buffer
+from .threads import Step
+
+
+@dataclass(frozen=True)
+class StepArrays:
+    """What a step computes, all C-contiguous: sequence after sequence, each sequence's tokens in order of position."""
+
+    token_ids: np.ndarray  # [num_tokens] int32
+    positions: np.ndarray  # [num_tokens] int32
+    slot_mapping: np.ndarray  # [num_tokens] int64: block * block_size + offset; negative: do not store
+    query_start: np.ndarray  # [num_seqs + 1] int32
+    seq_lens: np.ndarray  # [num_seqs] int32: tokens in context, the step's included
+    block_tables: np.ndarray  # [num_seqs, max_blocks] int32
+    logits_rows: np.ndarray  # [num_logits] int32: the tokens whose logits are wanted
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the time of profiled runs went, summed over runs. Times are of one thread, in the mean over threads."""
+
+    runs: int
+    seconds: float
+    """From call to return, in Python."""
+    working_s: dict[str, float]
+    """By kind of op."""
+    waiting_s: float
+    """At barriers: for other threads, and the barriers' own cost."""
+
+    @property
+    def share_outside(self) -> float:
+        """The share of the time in which a thread worked on no op."""
+        return 1.0 - sum(self.working_s.values()) / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """What a builder wrote: two lists of the same ops, for steps of few rows and of many."""
+
+    ops: tuple[list[ProgramOp], list[ProgramOp]]
+    names: tuple[list[str], list[str]]
+    output: Buffer
+    max_rows: dict[str, int]
+    vocab_size: int
+    """0 when nothing looks token ids up."""
+    max_position: int | None
+    logits_start: tuple[int, int] | None
+    """In each list, the first op that works on rows of logits alone."""
+    kept: object
+    """Everything that the ops point to."""
+
+
+class Program:
+    """A list of ops, ready to run. Made by `Builder.build`; used from one thread at a time."""
+
+    def __init__(self, runtime: Runtime, written: Written) -> None:
+        self.runtime, self._written = runtime, written
+        self._max_rows, self._logits_start = written.max_rows, written.logits_start
+        self._vocab_size, self._max_position = written.vocab_size, written.max_position
+        self.names = written.names
+        self._ops = [(ProgramOp * len(ops))(*ops) for ops in written.ops]
+        self._programs = [ProgramC(ops=ctypes.addressof(ops), first=0, end=len(ops)) for ops in self._ops]
+        self._step = Step()
+        self._arrays: StepArrays | None = None
+        dll = runtime.library.dll
+        dll.hr_program_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+        dll.hr_program_run.restype = None
+        dll.hr_ticks_now.restype = ctypes.c_uint64
+        self._run = dll.hr_program_run
+
+    @property
+    def num_barriers(self) -> tuple[int, int]:
+        """Barriers of a step of few rows whose sequences compute one token each, and of a step of many rows."""
+        few, many = self._ops
+        return (
+            sum(op.barrier_before for op in few if not op.skipped_when_single),
+            sum(op.barrier_before for op in many),
+        )
+
+    def run(self, arrays: StepArrays) -> Tensor:
+        """Runs the step, cache writes included. Returns the output's rows, valid until the next run.
+
+        Raises ValueError for arrays of another type or shape, more rows than there is room for, a token id outside
+        the vocabulary or a position beyond the tables. Slots and block tables are the caller's to keep in range.
+        """
+        self._load(arrays)
+        which = 0 if self._step.num_tokens <= FEW_ROWS else 1
+        self._run(self.runtime.pool.handle, ctypes.byref(self._programs[which]), ctypes.byref(self._step))
+        output = self._written.output
+        return output.tensor[: self._step.num_logits if output.rows == "logits" else self._step.num_tokens]
+
+    def run_logits(self, logits_rows: np.ndarray) -> Tensor:
+        """The logits of other tokens of the step that ran last: [len(logits_rows), ...], valid until the next run."""
+        if self._logits_start is None or self._arrays is None:
+            raise ValueError("a program without start_of_logits, or that has not run yet, has no logits to run again.")
+        step = self._step
+        step.logits_rows, step.num_logits = self._check_logits(logits_rows, step.num_tokens), len(logits_rows)
+        which = 0 if step.num_tokens <= FEW_ROWS else 1
+        tail = ProgramC.from_buffer_copy(self._programs[which])
+        tail.first = self._logits_start[which]
+        self._run(self.runtime.pool.handle, ctypes.byref(tail), ctypes.byref(step))
+        return self._written.output.tensor[: step.num_logits]
+
+    def profile(self, arrays: StepArrays, runs: int) -> Profile:
+        """Runs the same step `runs` times and says where the time went."""
+        which = 0 if len(arrays.token_ids) <= FEW_ROWS else 1
+        program, names = self._programs[which], self.names[which]
+        num_threads = self.runtime.pool.num_threads
+        ticks = np.zeros((num_threads, len(names), 2), np.uint64)
+        dll = self.runtime.library.dll
+        program.ticks, program.ticks_per_thread = ticks.ctypes.data, 2 * len(names)
+        try:
+            begin, first_tick = time.perf_counter(), dll.hr_ticks_now()
+            for _ in range(runs):
+                self.run(arrays)
+            seconds, last_tick = time.perf_counter() - begin, dll.hr_ticks_now()
+        finally:
+            program.ticks = None
+        to_seconds = seconds / (last_tick - first_tick) / num_threads
+        working: dict[str, float] = {}
+        for name, spent in zip(names, ticks[:, :, 1].sum(0, dtype=np.float64), strict=True):
+            working[name] = working.get(name, 0.0) + float(spent) * to_seconds
+        return Profile(runs, seconds, working, float(ticks[:, :, 0].sum(dtype=np.float64)) * to_seconds)
+
+    def _load(self, arrays: StepArrays) -> None:
+        """Points the step at the arrays, once they are known to be what it reads."""
+        step, self._arrays = self._step, arrays
+        num_tokens, num_seqs = len(arrays.token_ids), len(arrays.seq_lens)
+        if num_tokens > self._max_rows["tokens"]:
+            raise ValueError(f"a step of {num_tokens} tokens; this program has room for {self._max_rows['tokens']}.")
+        step.num_tokens, step.num_seqs, step.num_logits = num_tokens, num_seqs, len(arrays.logits_rows)
+        step.token_ids = _address(arrays.token_ids, np.int32, (num_tokens,), "token_ids")
+        step.positions = _address(arrays.positions, np.int32, (num_tokens,), "positions")
+        step.slot_mapping = _address(arrays.slot_mapping, np.int64, (num_tokens,), "slot_mapping")
+        step.query_start = _address(arrays.query_start, np.int32, (num_seqs + 1,), "query_start")
+        step.seq_lens = _address(arrays.seq_lens, np.int32, (num_seqs,), "seq_lens")
+        tables = arrays.block_tables
+        step.block_table = _address(tables, np.int32, (num_seqs, tables.shape[-1]), "block_tables")
+        step.block_table_stride = tables.shape[-1]
+        step.logits_rows = self._check_logits(arrays.logits_rows, num_tokens)
+        if not num_tokens:
+            return
+        # Seen as unsigned, a negative number is a large one.
+        if self._vocab_size and (largest := int(arrays.token_ids.view(np.uint32).max())) >= self._vocab_size:
+            raise ValueError(f"token id {_signed(largest)} is outside the vocabulary of {self._vocab_size}.")
+        if (
+            self._max_position is not None
+            and (most := int(arrays.positions.view(np.uint32).max())) >= self._max_position
+        ):
+            raise ValueError(f"position {_signed(most)} is outside the tables, which hold {self._max_position}.")
+
+    def _check_logits(self, logits_rows: np.ndarray, num_tokens: int) -> int:
+        count, most = len(logits_rows), self._max_rows["logits"]
+        if count > most:
+            raise ValueError(f"{count} rows of logits; this program has room for {most}.")
+        address = _address(logits_rows, np.int32, (count,), "logits_rows")
+        if count and int(logits_rows.view(np.uint32).max()) >= num_tokens:
+            raise ValueError(f"logits_rows name a token that a step of {num_tokens} tokens does not have.")
+        return address
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 32) if number >> 31 else number
+
+
+def _address(array: np.ndarray, dtype: type, shape: tuple[int, ...], name: str) -> int:
+    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+        raise ValueError(
+            f"{name} is {array.dtype} {list(array.shape)}; it must be contiguous {np.dtype(dtype)} {list(shape)}."
+        )
+    address: Any = array.__array_interface__["data"][0]
+    return int(address)
