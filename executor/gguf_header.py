@@ -13,6 +13,7 @@ specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import struct
 from collections.abc import Iterator
@@ -82,25 +83,34 @@ class GGUFHeader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self._map: Any = np.memmap(path, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
-        except OSError as error:
-            raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
+        self._map = _mapped(path)
         self._data = memoryview(self._map)
         self._position = 0
         tensor_count, key_count = self._read_start()
         self.metadata: dict[str, Any] = {}
         """Scalars as Python values, strings as str, arrays of numbers as numpy arrays, others as StringArray."""
         self.tensors: dict[str, TensorRecord] = {}
+        self._spans: dict[str, tuple[int, int]] = {}
         try:
             for _ in range(key_count):
+                start = self._position
                 key = self._string("a metadata key")
                 if key in self.metadata:
                     raise ModelError(f"{path} is not a sound GGUF file: its metadata has the key {key} twice")
                 self.metadata[key] = self._value(self._u32(), key)
+                self._spans[key] = start, self._position
             self._read_tensors(tensor_count)
         except (struct.error, ValueError) as error:  # reading beyond the end of the map
             raise self._truncated() from error
+
+    def digest(self, prefix: str) -> str:
+        """SHA-256, in hexadecimal, of all metadata whose key begins with `prefix`, order aside."""
+        digest = hashlib.sha256()
+        for key in sorted(self._spans):
+            if key.startswith(prefix):
+                start, end = self._spans[key]
+                digest.update(self._data[start:end])
+        return digest.hexdigest()
 
     def _read_start(self) -> tuple[int, int]:
         """The counts of tensors and keys."""
@@ -221,3 +231,11 @@ class GGUFHeader:
             )
         data = self._map[start:end].view(np.ndarray).reshape(rows, row_bytes)
         return TensorRecord(name, shape, type_number, kind.name, block_size, block_bytes, data)
+
+
+def _mapped(path: Path) -> Any:
+    """The file's bytes as a uint8 array that stays on disk until it is read."""
+    try:
+        return np.memmap(path, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
