@@ -77,7 +77,7 @@ class Loop:
                 vocab_size=plan.model.vocab_size,
                 policy=options.scheduling_policy,
                 chunked_prefill=options.enable_chunked_prefill,
-                prefix_caching=options.enable_prefix_caching,
+                prefix_caching=plan.enable_prefix_caching,
                 hash_algorithm=options.prefix_caching_hash_algo,
             )
         )

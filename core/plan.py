@@ -29,6 +29,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, Any]
     """From generation_config.json, under SamplingParams' names."""
+    why_no_prefix_caching: str = ""
+    """Why a token's key may depend on more than the tokens before it, so that blocks cannot be shared; else empty."""
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -52,6 +54,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_logprobs: int
+    enable_prefix_caching: bool
     seed: int
     decisions: tuple[Decision, ...]
 

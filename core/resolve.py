@@ -56,6 +56,9 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
     defaults, defaults_reason = _generation_defaults(options, model)
     if defaults:
         decide("sampling defaults", msgspec.json.encode(defaults).decode(), defaults_reason)
+    prefix_caching = options.enable_prefix_caching
+    if prefix_caching and model.why_no_prefix_caching:
+        prefix_caching = decide("enable_prefix_caching", False, model.why_no_prefix_caching)
     return Plan(
         options=options,
         model=msgspec.structs.replace(model, generation_defaults=defaults),
@@ -67,6 +70,7 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=tokens,
         max_logprobs=max_logprobs,
+        enable_prefix_caching=prefix_caching,
         seed=seed,
         decisions=tuple(decisions),
     )

@@ -57,6 +57,7 @@ class UniprocExecutor(Executor):
             kv_elements_per_token=spec.kv_elements_per_token,
             eos_token_ids=tuple(checkpoint.eos_token_ids),
             generation_defaults=dict(checkpoint.generation_config),
+            why_no_prefix_caching=_why_no_prefix_caching(spec),
         )
 
     def tokenizer(self) -> TokenizerBundle | None:
@@ -116,6 +117,12 @@ def check_weights_fit(spec: ArchSpec, plan: Plan, memory: HostMemory) -> None:
             f"{_gib(memory.total_bytes)} are available",
             hint="a smaller model fits, or one of the 16-bit dtypes" if itemsize > 2 else "a smaller model fits",
         )
+
+
+def _why_no_prefix_caching(spec: ArchSpec) -> str:
+    if spec.uses_prompt_lens:
+        return "the model's dynamic rotary scaling makes keys depend on the length of their prompt"
+    return ""
 
 
 def use_all_cores() -> None:

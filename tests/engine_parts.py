@@ -55,6 +55,7 @@ def make_plan(**changes: Any) -> tuple[Plan, Facts]:
         max_model_len=max_model_len,
         max_model_len_is_fixed=False,
         max_logprobs=20,
+        enable_prefix_caching=options.enable_prefix_caching,
         seed=0,
         decisions=(),
         **plan_fields,

@@ -251,3 +251,10 @@ def test_the_ledger_adds_up() -> None:
 
 def _fields(facts: Facts) -> dict[str, Any]:
     return {name: getattr(facts, name) for name in facts.__struct_fields__}
+
+
+def test_prefix_caching_is_off_where_keys_depend_on_more_than_the_prefix() -> None:
+    assert plan().enable_prefix_caching
+    decided = plan(description(why_no_prefix_caching="keys depend on the prompt's length"))
+    assert not decided.enable_prefix_caching
+    assert any(d.name == "enable_prefix_caching" and "prompt's length" in d.reason for d in decided.decisions)
