@@ -76,7 +76,7 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
 )
 GEMMA_27B_LAYERS = 62
 # What ends a turn, for files that name only the token that ends a document.
-END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
+END_OF_TURN = (b"<|eot_id|>", b"<|im_end|>", b"<end_of_turn>", b"<|end|>")
 SAMPLING_KEYS = MappingProxyType(
     {
         "temp": "temperature",
@@ -258,7 +258,7 @@ def _token_ids(header: GGUFHeader) -> dict[str, Any]:
     ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     tokens = metadata.get("tokenizer.ggml.tokens")
     if ends[1] is None and isinstance(tokens, StringArray):
-        ends += [index for index, token in enumerate(tokens.raw()) if token.decode(errors="replace") in END_OF_TURN]
+        ends += [index for index, token in enumerate(tokens.raw()) if token in END_OF_TURN]
     unique = list(dict.fromkeys(end for end in ends if isinstance(end, int)))
     if unique:
         found["eos_token_id"] = unique[0] if len(unique) == 1 else unique

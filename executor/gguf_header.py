@@ -34,7 +34,7 @@ _FIXED_SIZE_BYTES = 24
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 # Value type number -> numpy type; 8 is a string and 9 an array.
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
-_STRING, _ARRAY = 8, 9
+_FLOAT32, _STRING, _ARRAY = 6, 8, 9
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,9 @@ class GGUFHeader:
             return self._string(key)
         if kind == _ARRAY:
             return self._array(self._u32(), self._u64(), key)
-        return self._numbers(kind, 1, key)[0].item()
+        value = self._numbers(kind, 1, key)[0]
+        # Written from a decimal, 1e-05 and not 9.999999747378752e-06; the shortest one is the same float32.
+        return float(str(value)) if kind == _FLOAT32 else value.item()
 
     def _array(self, kind: int, count: int, key: str) -> Any:
         if kind == _STRING:

@@ -1,0 +1,246 @@
+"""GGUF files: config, names, row order and numbers as in the checkpoint they came from, and damaged files by name."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGMLQuantizationType as Kind
+from tiny_gguf import finish, save_gguf, save_tensors
+
+from headrace.core.options import Options
+from headrace.executor.checkpoint import open_checkpoint
+from headrace.executor.families import spec_from_config
+from headrace.executor.gguf_file import GGUFFile
+from headrace.ipc.failure import ModelError
+
+LLAMA3_WIDE = {
+    "hidden_size": 256,
+    "head_dim": 64,
+    "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+LLAMA3_OTHER = {
+    "hidden_size": 256,
+    "head_dim": 64,
+    "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 8.0,
+        "original_max_position_embeddings": 4096,
+    },
+}  # fmt: skip
+GEMMA3 = {
+    "num_hidden_layers": 7,
+    "query_pre_attn_scalar": 16,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention", "sliding_attention"],
+}
+MODELS = {
+    "llama": ("llama", {}),
+    "llama, shared heads, tied": ("llama_gqa_tied", {}),
+    "llama, biases, wide heads": ("llama_biases", {}),
+    "llama 3": ("llama", LLAMA3_WIDE),
+    "llama 3, other thresholds": ("llama", LLAMA3_OTHER),
+    "llama, linear scaling": ("llama_linear", {}),
+    "llama, yarn": ("llama_yarn", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma3": ("gemma3", GEMMA3),
+    "smollm3": ("smollm3", {}),
+}
+
+
+def random_matrix(rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_gguf_file_gives_the_config_and_the_weights_of_the_checkpoint_it_came_from(case: str, tmp_path: Path) -> None:
+    name, changes = MODELS[case]
+    model = tiny_models.build(name, **changes)
+    checkpoint = open_checkpoint(Options(model=str(save_gguf(model, tmp_path / "model.gguf"))))
+    original = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    assert spec_from_config(checkpoint.config) == spec_from_config(original)
+    assert (checkpoint.format, checkpoint.dtype_name, checkpoint.eos_token_ids) == ("gguf", "float32", (1,))
+    weights = checkpoint.weights()
+    state = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    assert weights.names() == state.keys()
+    for weight, expected in state.items():
+        assert weights.shape(weight) == tuple(expected.shape)
+        torch.testing.assert_close(weights.get(weight), expected, rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize(
+    "kind", [Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q8_0], ids=lambda k: k.name
+)
+def test_parts_of_quantised_weights_equal_the_whole_cut(kind: Kind, tmp_path: Path) -> None:
+    model = tiny_models.build("llama", hidden_size=128, head_dim=32)
+    weights = GGUFFile(save_gguf(model, tmp_path / "model.gguf", kind)).weights()
+    for name in ("model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"):
+        original = model.state_dict()[name]
+        whole = weights.get(name)
+        step = (original.max() - original.min()).item() / (256 if kind in (Kind.F16, Kind.BF16, Kind.Q8_0) else 12)
+        torch.testing.assert_close(whole.float(), original, rtol=0, atol=step)
+        for rows, columns in ((slice(3, 77), None), (None, slice(5, 70)), (slice(64, 128), slice(32, 64))):
+            part = weights.get(name, rows, columns)
+            assert torch.equal(part, whole[rows or slice(None), columns or slice(None)])
+    if kind in (Kind.F16, Kind.BF16):
+        assert weights.get("lm_head.weight").dtype == {Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}[kind]
+
+
+QUANTISED = [kind for kind in gguf.quants._type_traits if kind != Kind.BF16]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bytes make random scales, infinite ones among them
+@pytest.mark.parametrize("kind", QUANTISED, ids=lambda k: k.name)
+def test_every_type_that_gguf_can_dequantise_is_read(kind: Kind, tmp_path: Path) -> None:
+    block_size, block_bytes = GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(kind.value)
+    packed = rng.integers(0, 256, size=(8, 512 // block_size * block_bytes), dtype=np.uint8)
+    path = save_tensors(
+        tmp_path / "model.gguf",
+        {"token_embd.weight": (random_matrix(10, 256), Kind.F32), "blk.0.ffn_down.weight": (packed, kind)},
+    )
+    file = GGUFFile(path)
+    expected = gguf.quants.dequantize(packed, kind)
+    found = file.weights().get("model.layers.0.mlp.down_proj.weight")
+    assert found.shape == (8, 512)
+    np.testing.assert_array_equal(found.numpy(), expected)
+    kept = file.weights().packed("model.layers.0.mlp.down_proj.weight")
+    assert kept is not None
+    assert kept[0] == kind.name
+    np.testing.assert_array_equal(kept[1], packed)
+
+
+def test_packed_query_rows_are_in_the_order_of_the_dequantised_ones(tmp_path: Path) -> None:
+    model = tiny_models.build("llama", hidden_size=128, head_dim=32)
+    weights = GGUFFile(save_gguf(model, tmp_path / "model.gguf", Kind.Q4_1)).weights()
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.v_proj.weight"):
+        packed = weights.packed(name)
+        assert packed is not None
+        np.testing.assert_array_equal(gguf.quants.dequantize(packed[1], Kind.Q4_1), weights.get(name).numpy())
+    assert weights.packed("model.norm.weight") is None
+
+
+def test_a_split_model_is_read_whole_and_a_missing_part_is_named(tmp_path: Path) -> None:
+    def write(index: int, tensor: str) -> Path:
+        path = tmp_path / f"m-0000{index + 1}-of-00002.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_uint16("split.no", index)
+        writer.add_uint16("split.count", 2)
+        for key in ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count"):
+            writer.add_uint32(f"llama.{key}", 4)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_tensor(tensor, random_matrix(4, 4, index))
+        return finish(writer, path)
+
+    first = write(0, "token_embd.weight")
+    with pytest.raises(ModelError, match=r"first of 2 files; m-00002-of-00002\.gguf should lie beside it"):
+        GGUFFile(first)
+    second = write(1, "output.weight")
+    weights = open_checkpoint(Options(model=str(tmp_path))).weights()
+    assert weights.names() == {"model.embed_tokens.weight", "lm_head.weight"}
+    np.testing.assert_array_equal(weights.get("lm_head.weight").numpy(), random_matrix(4, 4, 1))
+    with pytest.raises(ModelError, match="give the first"):
+        GGUFFile(second)
+
+
+def tiny_file(folder: Path) -> Path:
+    return save_tensors(
+        folder / "model.gguf",
+        {
+            "token_embd.weight": (random_matrix(10, 256), Kind.F32),
+            "blk.0.attn_q.weight": (gguf.quants.quantize(random_matrix(256, 256), Kind.Q8_0), Kind.Q8_0),
+        },
+    )
+
+
+def set_type(data: bytearray, tensor: str, number: int) -> bytearray:
+    at = data.index(tensor.encode()) + len(tensor) + 4 + 2 * 8
+    data[at : at + 4] = struct.pack("<I", number)
+    return data
+
+
+def set_offset(data: bytearray, tensor: str, offset: int) -> bytearray:
+    at = data.index(tensor.encode()) + len(tensor) + 4 + 2 * 8 + 4
+    data[at : at + 8] = struct.pack("<Q", offset)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: d[:-7], r"truncated .*: tensor blk\.0\.attn_q\.weight \(Q8_0 \[256, 256\]\) lies at bytes \d+ to"),
+        (lambda d: d[:200], r"header goes on beyond the end of the file at 200 bytes"),
+        (lambda d: d[:10], r"header goes on beyond the end of the file at 10 bytes"),
+        (lambda d: b"", r"not a GGUF file: it is empty"),
+        (lambda d: b"PK\x03\x04" + d[4:], r"not a GGUF file: it begins with b'PK\\x03\\x04' where b'GGUF'"),
+        (lambda d: b"version https://git-lfs.github.com/spec/v1\n", r"not a GGUF file"),
+        (lambda d: d[:4] + struct.pack("<I", 9) + d[8:], r"GGUF version 9; versions 2 and 3"),
+        (lambda d: d[:4] + struct.pack(">I", 3) + d[8:], r"big-endian"),
+        (lambda d: set_type(d, "blk.0.attn_q.weight", 4711), r"tensor blk\.0\.attn_q\.weight is of unknown type 4711"),
+        (lambda d: set_type(d, "blk.0.attn_q.weight", Kind.I8), r"attn_q\.weight is of type I8 \(24\), which cannot"),
+        (lambda d: set_offset(d, "blk.0.attn_q.weight", 1 << 40), r"attn_q\.weight .* but the file ends at \d+"),
+        (lambda d: set_offset(d, "blk.0.attn_q.weight", (1 << 64) - 32), r"attn_q\.weight .* but the file ends at"),
+        (lambda d: d[:16] + struct.pack("<Q", 1 << 60) + d[24:], r"truncated or damaged"),
+        (lambda d: d.replace(b"llama.block_count", b"llama.block_kount"), r"lacks the metadata key llama\.block_count"),
+        (lambda d: d.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"), r"architecture mamba; supported"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_named_with_what_is_wrong_with_it(
+    damage: Callable[[bytearray], bytes], message: str, tmp_path: Path
+) -> None:
+    path = tiny_file(tmp_path)
+    path.write_bytes(bytes(damage(bytearray(path.read_bytes()))))
+    with pytest.raises(ModelError, match=message) as raised:
+        open_checkpoint(Options(model=str(path))).weights()
+    assert str(path) in str(raised.value)
+
+
+def test_no_byte_of_a_header_can_be_changed_into_anything_but_a_model_error(tmp_path: Path) -> None:
+    path = tiny_file(tmp_path)
+    sound = path.read_bytes()
+    rng = np.random.default_rng(0)
+    refused = 0
+    for _ in range(300):
+        data = bytearray(sound)
+        data[rng.integers(0, 700)] = rng.integers(0, 256)
+        path.write_bytes(data)
+        try:
+            weights = open_checkpoint(Options(model=str(path))).weights()
+            for name in weights.names():
+                weights.get(name)
+        except ModelError:
+            refused += 1
+    assert refused > 50
+
+
+@pytest.mark.demo_model
+def test_the_demo_models_tensors_equal_transformers_own_dequantised_ones(demo_model_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    checkpoint = open_checkpoint(Options(model=str(demo_model_path)))
+    # from_pretrained(gguf_file=...) does this too, but only where accelerate is installed.
+    with torch.device("meta"):
+        skeleton = LlamaForCausalLM(LlamaConfig(**checkpoint.config))
+    theirs = load_gguf_checkpoint(str(demo_model_path), return_tensors=True, model_to_load=skeleton)
+    ours = checkpoint.weights()
+    assert ours.names() == theirs["tensors"].keys()
+    for name, expected in theirs["tensors"].items():
+        assert torch.equal(ours.get(name), expected), name
+    assert (checkpoint.dtype_name, checkpoint.eos_token_ids) == ("Q4_1", (2,))
+    assert checkpoint.config["rms_norm_eps"] == pytest.approx(theirs["config"].pop("rms_norm_eps"), rel=1e-6)
+    shared = checkpoint.config.keys() & theirs["config"].keys()
+    assert len(shared) >= 11
+    for key in shared:
+        assert checkpoint.config[key] == theirs["config"][key], key

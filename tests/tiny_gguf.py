@@ -1,0 +1,138 @@
+"""Tiny GGUF files, written as llama.cpp's converter writes them: its names, its row order, its norms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf.constants import GGMLQuantizationType as Kind
+from torch import Tensor
+
+PERMUTED = ("llama", "smollm3")
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Gemma3ForCausalLM": "gemma3",
+    "SmolLM3ForCausalLM": "smollm3",
+}
+
+
+def save_gguf(model: Any, path: Path, kind: Kind = Kind.F32, tokenizer: Mapping[str, Any] | None = None) -> Path:
+    """Writes a transformers model; matrices are stored as `kind`, vectors as F32."""
+    config = model.config
+    arch = ARCHITECTURES[type(model).__name__]
+    writer = gguf.GGUFWriter(path, arch)
+    _write_config(writer, arch, config)
+    for key, value in (tokenizer or {}).items():
+        _write(writer, key, value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        stem, suffix = name.rsplit(".", 1)
+        values = _as_converted(arch, name, tensor, config).float().numpy()
+        wanted = kind if values.ndim == 2 else Kind.F32
+        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", gguf.quants.quantize(values, wanted), raw_dtype=wanted)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_factors(rope, config.head_dim))
+    return finish(writer, path)
+
+
+def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def save_tensors(path: Path, tensors: Mapping[str, tuple[np.ndarray, Kind]]) -> Path:
+    """A file of these tensors, packed already, beside the least metadata that a llama needs."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(256)
+    writer.add_feed_forward_length(512)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=kind)
+    return finish(writer, path)
+
+
+def _as_converted(arch: str, name: str, tensor: Tensor, config: Any) -> Tensor:
+    """What the converter stores for a tensor of the checkpoint."""
+    if arch == "gemma3" and name.endswith("norm.weight"):
+        return tensor + 1
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+    if arch in PERMUTED and heads:
+        halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+        return halves.swapaxes(1, 2).reshape(tensor.shape)
+    return tensor
+
+
+def _write_config(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    full = rope.get("full_attention", rope)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(full["rope_theta"])
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if arch in ("qwen3", "gemma3") or head_dim * config.num_attention_heads != config.hidden_size:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if arch in PERMUTED:
+        writer.add_rope_dimension_count(head_dim)
+    if arch == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
+    if full.get("rope_type") in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
+        writer.add_rope_scaling_factor(full["factor"])
+    if full.get("rope_type") == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+    for name in ("bos", "eos"):
+        token_id = getattr(config, f"{name}_token_id", None)
+        if token_id is not None:
+            writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
+
+
+def _write(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _llama3_factors(rope: Mapping[str, Any], head_dim: int) -> np.ndarray:
+    """[head_dim / 2] float32, as the converter works them out."""
+    low_length = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
+    high_length = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
+    factors = []
+    for frequency in (1.0 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)).tolist():
+        wavelength = 2 * math.pi / frequency
+        if wavelength < high_length:
+            factors.append(1.0)
+        elif wavelength > low_length:
+            factors.append(rope["factor"])
+        else:
+            smooth = rope["original_max_position_embeddings"] / wavelength - rope["low_freq_factor"]
+            smooth /= rope["high_freq_factor"] - rope["low_freq_factor"]
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(factors, dtype=np.float32)
