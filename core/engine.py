@@ -24,7 +24,7 @@ from headrace.core.options import Options
 from headrace.core.plan import Facts, Plan
 from headrace.core.resolve import resolve
 from headrace.core.zmq_port import ZmqPort
-from headrace.ipc.failure import OptionError
+from headrace.ipc.failure import Failure, OptionError
 from headrace.ipc.messages import TokenizerBundle, TokenizerInfo, Welcome
 
 if TYPE_CHECKING:
@@ -150,23 +150,35 @@ def load_executor(options: Options) -> Executor:
 
 
 class EngineThread:
-    """An engine core on a thread of this process, reached through its MemoryPort."""
+    """An engine core on a thread of this process, reached through its MemoryPort; otherwise like a child program."""
 
     def __init__(self, options: Options, executor: Executor | None = None) -> None:
         """Returns once the engine answers. Raises what its start raised."""
         self.port = MemoryPort()
+        self._on_exit: list[Callable[[Failure], None]] = []
         self._core = EngineCore(options, self.port, executor)
-        self._core.start()
+        try:
+            self._core.start()
+        except BaseException:
+            self._core.close()
+            raise
         self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
         self._thread.start()
+
+    def on_exit(self, callback: Callable[[Failure], None]) -> None:
+        """Calls back, from the engine's thread, when it ends without having been asked to."""
+        self._on_exit.append(callback)
+
+    def stop(self, deadline_s: float = 0.0) -> None:
+        """Lets running requests finish within `deadline_s`, then frees everything."""
+        self._core.stop(deadline_s)
+        self._thread.join(deadline_s + 5.0)
+        self._core.close()
 
     def _run(self) -> None:
         try:
             self._core.run()
-        except Exception:  # every client has been sent the cause
+        except Exception as error:
             logger.exception("the engine core ended")
-
-    def close(self, deadline_s: float = 0.0) -> None:
-        self._core.stop(deadline_s)
-        self._thread.join(deadline_s + 5.0)
-        self._core.close()
+            for callback in self._on_exit:
+                callback(Failure.of(error, process="engine-core", phase="step"))

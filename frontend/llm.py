@@ -13,7 +13,13 @@ from headrace.frontend.background import BackgroundLoop
 from headrace.frontend.batch import OnDone, check_batch, params_for, priorities_for, run_batch
 from headrace.frontend.client import CONNECT_TIMEOUT_S, CoreClient
 from headrace.frontend.outputs import RequestOutput
-from headrace.frontend.own_engine import CAUSE_GRACE_S, START_TIMEOUT_S, STOP_DEADLINE_S, start_own_engine
+from headrace.frontend.own_engine import (
+    CAUSE_GRACE_S,
+    START_TIMEOUT_S,
+    STOP_DEADLINE_S,
+    run_in_process,
+    start_own_engine,
+)
 from headrace.frontend.prompts import Prompt, parse_prompt, parse_prompts, tokenize
 from headrace.frontend.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.sync_stream import SyncStream
@@ -21,6 +27,7 @@ from headrace.frontend.transport import Transport, ZmqTransport
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 
 if TYPE_CHECKING:
+    from headrace.core.engine import EngineThread
     from headrace.core.supervisor import Child
     from headrace.frontend.chat_template import Message
     from headrace.frontend.tokenizer import Tokenizer
@@ -36,11 +43,19 @@ class LLM:
     Every method raises EngineDeadError, with the cause, when the engine has died.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    def __init__(self, model: str | None = None, *, in_process: bool = False, **options: Any) -> None:
         """Starts an engine-core of its own. `options` are those of `engine-core --help`, with underscores.
 
-        Raises OptionError for a bad or unknown option, and EngineStartError with what went wrong in the engine.
+        With `in_process` it is a thread of this process instead of a child: easier to debug, but then torch is
+        loaded here and the engine's crash is this process's too.
+
+        Raises OptionError for a bad or unknown option, and EngineStartError (in process: the error itself) with
+        what went wrong in the engine.
         """
+        if in_process:
+            thread, transport = run_in_process(model, options)
+            self._open(transport, CONNECT_TIMEOUT_S, thread)
+            return
         child = start_own_engine(model, options)
         try:
             ready = child.wait_ready(START_TIMEOUT_S)
@@ -64,7 +79,7 @@ class LLM:
         self._open(transport, timeout_s, None)
         return self
 
-    def _open(self, transport: Transport, timeout_s: float, child: Child | None) -> None:
+    def _open(self, transport: Transport, timeout_s: float, child: Child | EngineThread | None) -> None:
         self._background = BackgroundLoop("headrace-llm")
         self._client = CoreClient(transport, cause_grace_s=CAUSE_GRACE_S if child is not None else 0.0)
         self._process_id = os.getpid()
@@ -201,7 +216,9 @@ def connect(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> LLM:
     return LLM.connect(address, timeout_s)
 
 
-def _shut_down(process_id: int, background: BackgroundLoop, client: CoreClient, child: Child | None) -> None:
+def _shut_down(
+    process_id: int, background: BackgroundLoop, client: CoreClient, child: Child | EngineThread | None
+) -> None:
     if os.getpid() != process_id:
         return  # a fork's copy: the threads are not here, and the engine is not ours
     with contextlib.suppress(Exception):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from headrace.frontend.transport import MemoryTransport
+from headrace.ipc.messages import ClientMessage, Hello
+
 if TYPE_CHECKING:
+    from headrace.core.engine import EngineThread
+    from headrace.core.options import Options
     from headrace.core.supervisor import Child
 
 START_TIMEOUT_S = 3600.0
@@ -16,9 +22,29 @@ CAUSE_GRACE_S = 1.0
 
 def start_own_engine(model: str | None, options: dict[str, Any]) -> Child:
     """Starts it; `wait_ready` says when and where it listens. Raises OptionError for options that cannot be."""
-    from headrace.core.option_parsing import parse_options
     from headrace.core.supervisor import start_engine
 
-    if model is not None:
-        options = {"model": model, **options}
-    return start_engine(parse_options(**options))
+    return start_engine(_parse(model, options))
+
+
+def run_in_process(model: str | None, options: dict[str, Any]) -> tuple[EngineThread, MemoryTransport]:
+    """The same engine on a thread of this process, and the way to it. Raises what its start raises."""
+    from headrace.core.engine import EngineThread
+
+    thread = EngineThread(_parse(model, options))
+    session: list[Callable[[ClientMessage], None]] = []
+
+    def deliver(message: ClientMessage) -> None:
+        if isinstance(message, Hello):
+            session.append(thread.port.open(message, transport.push))
+        else:
+            session[-1](message)
+
+    transport = MemoryTransport(deliver)
+    return thread, transport
+
+
+def _parse(model: str | None, options: dict[str, Any]) -> Options:
+    from headrace.core.option_parsing import parse_options
+
+    return parse_options(**options if model is None else {"model": model, **options})
