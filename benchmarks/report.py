@@ -17,7 +17,8 @@ PACKAGES = ("headrace", "torch", "numpy", "msgspec", "pyzmq", "transformers", "t
 
 def machine() -> dict[str, Any]:
     cpu_info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    fields = dict((part.strip() for part in line.split(":", 1)) for line in cpu_info.splitlines() if ":" in line)
+    pairs = (line.partition(":") for line in cpu_info.splitlines())
+    fields = {name.strip(): value.strip() for name, _, value in pairs}
     return {
         "cpu": fields.get("model name", platform.processor()),
         "cores": psutil.cpu_count(),
