@@ -6,7 +6,6 @@ failed while it ran.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import logging
@@ -17,7 +16,7 @@ import threading
 from types import FrameType
 
 from headrace.core.engine import EngineCore
-from headrace.core.option_parsing import add_options, options_from_arguments, parse_options
+from headrace.core.option_parsing import OptionParser, add_options, options_from_arguments, parse_options
 from headrace.core.options import Options
 from headrace.core.zmq_port import ZmqPort
 from headrace.ipc.channel import Channel, ChannelClosedError
@@ -37,18 +36,17 @@ def main() -> None:
     """The `engine-core` command."""
     if sys.argv[1:2] == ["--parent-fd"]:
         sys.exit(run_as_child(int(sys.argv[2])))
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="engine-core",
         description="Runs a model and serves it to Headrace clients: headrace.connect(ADDRESS), headrace --engine.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--address",
         default="",
-        help="where to listen: ipc:///path/to/socket or tcp://127.0.0.1:PORT (PORT may be *); "
+        help="Where to listen: ipc:///path/to/socket or tcp://127.0.0.1:PORT (PORT may be *); "
         "default: a new ipc:// address, which is printed",
     )
-    add_options(parser)
+    add_options(parser, positional_model=True)
     try:
         arguments = parser.parse_args()
         options = options_from_arguments(arguments)

@@ -32,6 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
         params = sampling_params(arguments, llm.get_default_sampling_params())
         if "max_tokens" not in vars(arguments):
             params.max_tokens = DEFAULT_MAX_TOKENS
+        if "temperature" not in vars(arguments) and "temperature" not in llm.engine.generation_defaults:
+            params.temperature = 0.0  # small models wander at the neutral 1.0
         tokenizer = llm.get_tokenizer()
         conversation = [{"role": "user", "content": arguments.prompt}]
         text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
