@@ -120,7 +120,7 @@ class Worker {
 
   // All tiles of an item, then its output.
   void run(const Item& item) {
-    prepare(item, true);
+    prepare(item, item.first_tile, true);
     const int rows = item.tokens * shape_.group;
     reset(rows);
     for (int tile = item.first_tile; tile < item.end_tile; ++tile) {
@@ -134,7 +134,7 @@ class Worker {
 
   // One tile of a split item into `partials`, [tiles, rows, partial_floats]; whoever finishes the last tile merges all.
   void run_split(const Item& item, int tile, float* partials, uint32_t* finished) {
-    prepare(item, tile == item.end_tile - 1);
+    prepare(item, tile, tile == item.end_tile - 1);
     compute_tile(item, tile);
     const int rows = item.tokens * shape_.group, tiles = item.end_tile - item.first_tile;
     const int64_t stride = shape_.partial_floats();
@@ -158,7 +158,9 @@ class Worker {
 
  private:
   // Queries in T. In a fused decode step also the token's own key and value, which the last tile then reads.
-  void prepare(const Item& item, bool has_last_tile) {
+  void prepare(const Item& item, int tile, bool has_last_tile) {
+    const int base = tile * kTileKeys;
+    prefetch(item, cache_.keys, base, std::min(kTileKeys, item.last_position() + 1 - base));
     const RotaryArgs& source = args_.source;
     const bool fused = fuses_decode(source, step_);
     const int head_dim = cache_.head_dim;
@@ -213,6 +215,9 @@ class Worker {
     const int next = tile_start + kTileKeys, left = item.last_position() + 1 - next;
     if (left > 0) prefetch(item, cache_.keys, next, std::min(left, kTileKeys));
     locate(item, cache_.values, base, count, keys);
+    if (direct_values(scratch_.weights, kTileKeys, rows, scratch_.places, keys, cache_.head_dim, scratch_.tile_output,
+                      padded))
+      return;
     pack_values(scratch_.places, keys, cache_.head_dim, padded, scratch_.values);
     product(scratch_.weights, kTileKeys, rows, scratch_.values, padded * kPairs<T>, keys / kPairs<T>, padded,
             scratch_.tile_output, padded);
@@ -243,7 +248,7 @@ class Worker {
     const int64_t row_bytes = cache_.head_dim * bytes_of(cache_.type);
     for_each_row(item, base, count, [&](int, int64_t index) {
       const char* from = static_cast<const char*>(stored) + index * row_bytes;
-      for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(from + at);
+      for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(from + at, 0, 2);  // second-level cache
     });
   }
 

@@ -11,6 +11,8 @@
 // depend on the rows beside it. That is what makes attention independent of batch, chunking and threads.
 #pragma once
 
+#include <type_traits>
+
 #include "elementwise_vector.h"
 
 namespace headrace {
@@ -202,6 +204,87 @@ inline void pack_values(const Bf16* const* rows, int keys, int dim, int padded, 
       packed[2 * i + 1] = second[i];
     }
     for (; i < padded; ++i) packed[2 * i] = packed[2 * i + 1] = 0;
+  }
+}
+
+// A block of kRows x (kVectors * kLanes) of weights [rows, keys] times values that are read where they lie, in the
+// order of sums (and of columns) that `product` over packed values has. For few rows packing would cost more.
+template <int kRows, int kVectors>
+inline void value_block(const float* weights, int stride, const float* const* rows, int keys, int column, float* c,
+                        int c_stride) {
+  Floats sums[kRows][kVectors] = {};
+  for (int key = 0; key < keys; ++key) {
+    for (int v = 0; v < kVectors; ++v) {
+      const Floats value = load_floats(rows[key] + column + v * kLanes);
+      for (int row = 0; row < kRows; ++row)
+        sums[row][v] = fused(all_lanes(weights[row * stride + key]), value, sums[row][v]);
+    }
+  }
+  for (int row = 0; row < kRows; ++row)
+    for (int v = 0; v < kVectors; ++v) store_floats(c + row * c_stride + column + v * kLanes, sums[row][v]);
+}
+
+#if defined(HEADRACE_AVX512) && defined(HEADRACE_BF16_DOT)
+template <int kRows, int kVectors>
+inline void value_block(const Bf16* weights, int stride, const Bf16* const* rows, int keys, int column, float* c,
+                        int c_stride) {
+  static_assert(kVectors % 2 == 0, "columns are interleaved by 32");
+  __m512 sums[kRows][kVectors] = {};
+  for (int key = 0; key < keys; key += 2) {
+    for (int v = 0; v < kVectors; v += 2) {
+      const __m512i first = _mm512_loadu_si512(rows[key] + column + v * 16);
+      const __m512i second = _mm512_loadu_si512(rows[key + 1] + column + v * 16);
+      const __m512i low = _mm512_unpacklo_epi16(first, second), high = _mm512_unpackhi_epi16(first, second);
+      for (int row = 0; row < kRows; ++row) {
+        int32_t pair;
+        std::memcpy(&pair, weights + row * stride + key, 4);
+        sums[row][v] = _mm512_dpbf16_ps(sums[row][v], (__m512bh)_mm512_set1_epi32(pair), (__m512bh)low);
+        sums[row][v + 1] = _mm512_dpbf16_ps(sums[row][v + 1], (__m512bh)_mm512_set1_epi32(pair), (__m512bh)high);
+      }
+    }
+  }
+  for (int row = 0; row < kRows; ++row)
+    for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(c + row * c_stride + column + v * 16, sums[row][v]);
+}
+
+// Columns of one step of the direct product over values of this type; 0: there is none.
+template <class T>
+constexpr int kDirectColumns = 32;
+#else
+template <class T>
+constexpr int kDirectColumns = sizeof(T) == 4 ? kLanes : 0;
+#endif
+
+constexpr int kMostDirectRows = 6;
+
+// True when it computed C[rows, dim] = weights [rows, keys] times the values at `places`; false when rows or dim are
+// not what it is for.
+template <class T>
+inline bool direct_values(const T* weights, int stride, int num_rows, const T* const* places, int keys, int dim,
+                          float* c, int c_stride) {
+  constexpr int kStep = kDirectColumns<T>;
+  if constexpr (kStep == 0) {
+    return false;
+  } else {
+    constexpr int kWide = kLanes == 8 ? 2 : 4, kNarrow = kStep / kLanes;
+    if (num_rows > kMostDirectRows || dim % kStep != 0) return false;
+    int column = 0;
+    const auto run = [&](auto rows_tag) {
+      constexpr int kRows = decltype(rows_tag)::value;
+      for (; column + kWide * kLanes <= dim; column += kWide * kLanes)
+        value_block<kRows, kWide>(weights, stride, places, keys, column, c, c_stride);
+      for (; column < dim; column += kNarrow * kLanes)
+        value_block<kRows, kNarrow>(weights, stride, places, keys, column, c, c_stride);
+    };
+    switch (num_rows) {
+      case 1: run(std::integral_constant<int, 1>{}); break;
+      case 2: run(std::integral_constant<int, 2>{}); break;
+      case 3: run(std::integral_constant<int, 3>{}); break;
+      case 4: run(std::integral_constant<int, 4>{}); break;
+      case 5: run(std::integral_constant<int, 5>{}); break;
+      default: run(std::integral_constant<int, 6>{}); break;
+    }
+    return true;
   }
 }
 
