@@ -15,6 +15,8 @@ from headrace.ipc.messages import LogprobRows
 
 WHOLE_VOCABULARY = -1
 LOW_WORD = 0xFFFFFFFF
+TILE_ELEMENTS = 1 << 18
+"""On a CPU so many logits are ranked at a time: their keys stay in its cache."""
 
 
 def likeliest(logits: Tensor, count: int) -> Tensor:
@@ -24,11 +26,19 @@ def likeliest(logits: Tensor, count: int) -> Tensor:
 
         bits 63..32: the float's bits as an integer of the same order    31..0: 0xFFFFFFFF - token id
     """
+    num_rows, vocab_size = logits.shape
+    reversed_ids = torch.arange(LOW_WORD, LOW_WORD - vocab_size, -1, device=logits.device)
+    at_once = max(1, TILE_ELEMENTS // vocab_size) if logits.device.type == "cpu" else max(1, num_rows)
+    return torch.cat([_likeliest(part, reversed_ids, count) for part in logits.split(at_once)])
+
+
+def _likeliest(logits: Tensor, reversed_ids: Tensor, count: int) -> Tensor:
     bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    reversed_ids = torch.arange(LOW_WORD, LOW_WORD - logits.shape[1], -1, device=logits.device)
-    keys = (ordered.long() << 32) | reversed_ids
-    top = keys.topk(count, dim=1).values if count < logits.shape[1] else keys.sort(dim=1, descending=True).values
+    bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
+    keys = bits.long()
+    keys <<= 32
+    keys |= reversed_ids
+    top = keys.topk(count, dim=1).values if count < keys.shape[1] else keys.sort(dim=1, descending=True).values
     return LOW_WORD - (top & LOW_WORD)
 
 

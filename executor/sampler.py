@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from headrace.executor.batch import BatchState, Needs
-from headrace.executor.logprobs import likeliest, logprob_rows
-from headrace.executor.random_numbers import gumbel_noise, row_keys
+from headrace.executor.logprobs import TILE_ELEMENTS, likeliest, logprob_rows
+from headrace.executor.random_numbers import draw, gumbel_noise, row_keys, token_steps
 from headrace.ipc.messages import LogprobRows
 
 CANDIDATES = 256
 """How many of the likeliest tokens are ranked at first; rows whose choice needs more are ranked whole."""
 MOST_CANDIDATES = 1024
-NOISE_ELEMENTS = 1 << 17
-"""Full-vocabulary noise is made for about this many logits at a time, so that its passes stay in the CPU's cache."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,11 @@ def _choose_randomly(logits: Tensor, batch: BatchState, rows: np.ndarray, indice
         at = _indices(pending, logits)
         chosen = rows[pending]
         candidates = truncate(
-            tempered[at], width, top_k=columns.top_k[chosen], top_p=columns.top_p[chosen], min_p=columns.min_p[chosen]
+            tempered if len(pending) == len(tempered) else tempered[at],
+            width,
+            top_k=columns.top_k[chosen],
+            top_p=columns.top_p[chosen],
+            min_p=columns.min_p[chosen],
         )
         scores = candidates.logits.add_(gumbel_noise(keys[at], candidates.token_ids))
         drawn = candidates.token_ids.gather(1, scores.argmax(1, keepdim=True))[:, 0].cpu().numpy()
@@ -140,14 +142,15 @@ def _choose_randomly(logits: Tensor, batch: BatchState, rows: np.ndarray, indice
 
 
 def _draw_from_all(tempered: Tensor, keys: Tensor, indices: np.ndarray) -> np.ndarray:
+    """Token ids [num_indices] from the whole vocabulary, for the rows at `indices`."""
     vocab_size = tempered.shape[1]
-    every_id = torch.arange(vocab_size, device=tempered.device)
-    at_once = max(1, NOISE_ELEMENTS // vocab_size) if tempered.device.type == "cpu" else len(indices)
-    drawn = []
-    for start in range(0, len(indices), at_once):
-        at = _indices(indices[start : start + at_once], tempered)
-        drawn.append(_argmax(gumbel_noise(keys[at], every_id).add_(tempered[at]))[0])
-    return np.concatenate(drawn)
+    if tempered.device.type == "cpu":
+        logits, steps = tempered.numpy(), token_steps(vocab_size)
+        words = keys[:, 0].numpy().view(np.uint64)
+        return np.array([draw(logits[index], words[index], steps) for index in indices])
+    at = _indices(indices, tempered)
+    noise = gumbel_noise(keys[at], torch.arange(vocab_size, device=tempered.device))
+    return _argmax(noise.add_(tempered[at]))[0]
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ def truncate(tempered: Tensor, width: int, *, top_k: np.ndarray, top_p: np.ndarr
     tempered: [num_rows, vocab_size] float32; top_k: 0 for none, top_p: 1 for none, min_p: 0 for none, [num_rows].
     In the total order each of the three keeps a beginning: min_p the tokens at least min_p times as probable as
     the first, top_k the first k of those, top_p the shortest beginning of what is left that has at least the
-    share top_p of its mass. Sums are in float64, so that they do not depend on the width.
+    share top_p of its mass. What is kept does not depend on the width, as long as that is enough.
     """
     vocab_size = tempered.shape[1]
     token_ids = likeliest(tempered, width)
@@ -181,15 +184,24 @@ def truncate(tempered: Tensor, width: int, *, top_k: np.ndarray, top_p: np.ndarr
     place = torch.arange(width, device=tempered.device)
     mass = weights.masked_fill_(place >= limit[:, None], 0).cumsum(1)
     total = mass[:, -1]
-    # Only without min_p and top_k is the sum over the whole vocabulary what top_p takes its share of.
-    unbounded = ~bounded & _column((min_p <= 0) & (top_k <= 0), tempered)
-    if unbounded.any():
-        sums = (tempered[unbounded].double() - first[unbounded]).exp_().sum(1)
-        total = total.masked_scatter(unbounded, sums)
+    # Without min_p and top_k, top_p takes its share of the whole vocabulary, of which `width` tokens may be enough.
+    whole = _column((min_p <= 0) & (top_k <= 0), tempered)
+    if whole.any():
+        total = total.masked_scatter(whole, _exp_sums(tempered, first, whole))
     by_top_p = (mass < (share * total)[:, None]).sum(1) + 1
-    reached = (by_top_p <= width) & unbounded & (share < 1)
+    reached = whole & (by_top_p <= width)
     keep = torch.where(share < 1, torch.minimum(by_top_p, limit), limit)
     return Candidates(token_ids, values.masked_fill_(place >= keep[:, None], -torch.inf), _host(bounded | reached))
+
+
+def _exp_sums(logits: Tensor, first: Tensor, chosen: Tensor) -> Tensor:
+    """[num_chosen] float64: the sums of exp(logits - first) of the rows that chosen [num_rows] bool marks."""
+    at_once = max(1, TILE_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    sums = [
+        (logits[rows] - first[rows].float()).exp_().sum(1, dtype=torch.float64)
+        for rows in chosen.nonzero()[:, 0].split(at_once)
+    ]
+    return torch.cat(sums)
 
 
 def _first_width(top_k: np.ndarray, vocab_size: int) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from headrace.executor.batch import BatchState
 from headrace.executor.logprobs import likeliest
-from headrace.executor.random_numbers import gumbel_noise, row_keys, words
+from headrace.executor.random_numbers import RARE_NOISE, draw, gumbel_noise, row_keys, token_steps, words
 from headrace.executor.sampler import CANDIDATES, Sampled, penalise, sample, truncate
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow, StepPlan
@@ -182,6 +182,19 @@ def test_noise_is_finite_at_both_ends_of_the_word(word: int, expected: float) ->
     key = (scalar_unmix(word) - 0x9E3779B97F4A7C15) & MASK
     keys = torch.from_numpy(np.array([[key]], np.uint64).view(np.int64))
     assert float(gumbel_noise(keys, torch.tensor([0]))) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0, 40.0])
+def test_the_short_cut_on_the_host_draws_what_all_the_noise_would(spread: float) -> None:
+    """Flat logits let rare noise win; steep ones let the likeliest token win nearly always."""
+    vocab_size, num_rows = 20_000, 60
+    logits = random_logits(num_rows, vocab_size, seed=11) * spread
+    keys = row_keys(np.arange(num_rows, dtype=np.uint64), np.full(num_rows, 5))
+    noise = gumbel_noise(torch.from_numpy(keys.view(np.int64))[:, None], torch.arange(vocab_size))
+    drawn = [draw(row.numpy(), key, token_steps(vocab_size)) for row, key in zip(logits, keys, strict=True)]
+    assert drawn == (logits + noise).argmax(1).tolist()
+    if spread == 0.0:
+        assert (noise.max(1).values > RARE_NOISE).float().mean() > 0.8
 
 
 # --- choosing a token -------------------------------------------------------------------------------------------
