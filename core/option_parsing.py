@@ -122,8 +122,10 @@ def add_options(
 ) -> None:
     """Adds every declared option to the parser, in groups, and `--config FILE`. Read by `options_from_arguments`.
 
-    With `positional_model` the model may also stand without `--model`, as in `vllm serve MODEL`.
+    With `positional_model` the model may also stand without `--model`, as in `vllm serve MODEL`. A parser may have
+    several Structs; the config file may then hold options of all of them.
     """
+    parser.set_defaults(option_structs=(*(parser.get_default("option_structs") or ()), struct))
     if positional_model:
         parser.add_argument(
             "model_argument", nargs="?", metavar="MODEL", help=option_specs(struct)["model"].option.help
@@ -149,15 +151,15 @@ def options_from_arguments(args: argparse.Namespace) -> Options:
 
 def struct_from_arguments(args: argparse.Namespace, struct: type[T]) -> T:
     """`options_from_arguments` for any Struct of options that was added to the parser."""
-    names = {*option_specs(struct), *(FOREIGN if struct is Options else ()), *(RENAMED if struct is Options else ())}
+    names = _names(struct)
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
     model = getattr(args, "model_argument", None)
-    if model is not None and given.setdefault("model", model) != model:
+    if model is not None and struct is Options and given.setdefault("model", model) != model:
         raise OptionError(f"the model is given twice: {model} and --model {given['model']}")
     options, notes = read_options(struct, given, flag)
     config = getattr(args, "config", None)
     if config is not None:
-        in_file, file_notes = read_config(Path(config), struct)
+        in_file, file_notes = read_config(Path(config), struct, args.option_structs)
         notes += file_notes
         set_here = {name for name in option_specs(struct) if name in given or _renamed_to(name, given)}
         kept = {name: getattr(options, name) for name in set_here}
@@ -167,8 +169,11 @@ def struct_from_arguments(args: argparse.Namespace, struct: type[T]) -> T:
     return options
 
 
-def read_config(path: Path, struct: type[T]) -> tuple[T, tuple[str, ...]]:
-    """The options of a YAML file, and notes about retired names. Raises OptionError that names the file."""
+def read_config(path: Path, struct: type[T], structs: Sequence[type[msgspec.Struct]] = ()) -> tuple[T, tuple[str, ...]]:
+    """The Struct's options in a YAML file that may hold those of `structs` too, and notes about retired names.
+
+    Raises OptionError that names the file.
+    """
     import yaml
 
     try:
@@ -179,10 +184,17 @@ def read_config(path: Path, struct: type[T]) -> tuple[T, tuple[str, ...]]:
         raise OptionError(f"the config file {path} is not YAML: {error}") from None
     if not isinstance(content, dict | None) or not all(isinstance(key, str) for key in content or ()):
         raise OptionError(f"the config file {path} must map option names to values, such as 'max-model-len: 4096'")
+    others = {name for other in structs if other is not struct for name in _names(other)}
+    own = {key: value for key, value in (content or {}).items() if key.replace("-", "_") not in others}
     try:
-        return read_options(struct, content or {})
+        return read_options(struct, own, also_known=others - FOREIGN.keys())
     except OptionError as error:
         raise OptionError(f"in the config file {path}: {error}") from None
+
+
+def _names(struct: type[msgspec.Struct]) -> set[str]:
+    """All that it answers to."""
+    return {*option_specs(struct), *(FOREIGN if struct is Options else ()), *(RENAMED if struct is Options else ())}
 
 
 def flag(name: str) -> str:
@@ -251,7 +263,7 @@ def _argument(spec: OptionSpec) -> dict[str, Any]:
         return {**argument, "action": argparse.BooleanOptionalAction}
     argument["metavar"] = type_text(spec)
     if spec.kind == "list":
-        argument["nargs"] = "+"
+        argument.update(nargs="+", action="extend")
     if spec.kind == "dict":
         argument["action"] = _MergeJson
     return argument

@@ -65,11 +65,12 @@ def option_specs(struct: type[msgspec.Struct] = Options) -> Mapping[str, OptionS
 
 
 def read_options(
-    struct: type[T], values: Mapping[str, Any], spell: Callable[[str], str] = str
+    struct: type[T], values: Mapping[str, Any], spell: Callable[[str], str] = str, also_known: Iterable[str] = ()
 ) -> tuple[T, tuple[str, ...]]:
     """The Struct from values by name, and notes for the user about retired names.
 
-    `spell` is how the user wrote an option's name, for the text of errors. Raises OptionError.
+    `spell` is how the user wrote an option's name, for the text of errors; `also_known` are names that an unknown
+    one may have meant besides the Struct's. Raises OptionError.
     """
     specs = option_specs(struct)
     problems: list[str] = []
@@ -89,7 +90,7 @@ def read_options(
                 problems += check_foreign(name, value, spell(name))
                 continue
         if name not in specs:
-            problems.append(_unknown(given_name, specs, spell))
+            problems.append(_unknown(given_name, (*specs, *also_known), spell))
             continue
         spec = specs[name]
         try:
@@ -163,8 +164,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return found[0] if found else ""
 
 
-def _unknown(name: str, specs: Mapping[str, OptionSpec], spell: Callable[[str], str]) -> str:
-    close = nearest(name, specs)
+def _unknown(name: str, known: Iterable[str], spell: Callable[[str], str]) -> str:
+    close = nearest(name, known)
     return f"unknown option {spell(name)}" + (f"; did you mean {spell(close)}?" if close else "")
 
 

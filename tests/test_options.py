@@ -8,6 +8,7 @@ import sys
 import types
 import warnings
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import pytest
@@ -15,9 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.foreign_options import FOREIGN, RENAMED
-from headrace.core.option_parsing import OptionParser, add_options, options_from_arguments, parse_options
+from headrace.core.option_parsing import (
+    OptionParser,
+    add_options,
+    options_from_arguments,
+    parse_options,
+    struct_from_arguments,
+)
 from headrace.core.option_values import option_specs, parse_size
-from headrace.core.options import Options
+from headrace.core.options import Option, Options
 from headrace.core.options_doc import DOCS_PAGE, options_page
 from headrace.ipc.failure import OptionError
 
@@ -274,6 +281,28 @@ def test_a_bad_config_file_is_named(tmp_path: Path, content: str, words: list[st
         assert word in str(caught.value)
     with pytest.raises(OptionError, match=r"missing\.yaml cannot be read"):
         from_command_line("--config", str(tmp_path / "missing.yaml"))
+
+
+class OtherOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """As a server would declare beside the engine's."""
+
+    port: Annotated[int, Option("Server", "Where to listen", minimum=0, maximum=65535)] = 8000
+    api_key: Annotated[tuple[str, ...], Option("Server", "Who may ask")] = ()
+
+
+def test_several_sets_of_options_share_a_parser_and_a_config_file(tmp_path: Path) -> None:
+    parser = OptionParser()
+    add_options(parser, OtherOptions)
+    add_options(parser)
+    file = tmp_path / "server.yaml"
+    file.write_text("port: 9000\nblock-size: 32\ntensor-parallel-size: 1\n")
+    arguments = parser.parse_args(["--config", str(file), "--api-key", "a", "b", "--api-key", "c"])
+    assert struct_from_arguments(arguments, OtherOptions) == OtherOptions(port=9000, api_key=("a", "b", "c"))
+    assert options_from_arguments(arguments).block_size == 32
+    file.write_text("prot: 9000\n")
+    for read in (options_from_arguments, lambda given: struct_from_arguments(given, OtherOptions)):
+        with pytest.raises(OptionError, match=r"server\.yaml: unknown option prot; did you mean port\?"):
+            read(arguments)
 
 
 # --- docs -------------------------------------------------------------------------------------------------------------
