@@ -1,0 +1,93 @@
+"""Step plans written by hand, for tests of what executes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headrace.ipc.messages import Sampling
+from headrace.ipc.step import NewRow, StepPlan
+
+
+def i32(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+@dataclass
+class PlanMaker:
+    """Writes plans by hand, and keeps by plain lists what the batch state should then hold."""
+
+    block_size: int = 4
+    step: int = 0
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    prompts: dict[int, int] = field(default_factory=dict)
+    computed: dict[int, int] = field(default_factory=dict)
+    blocks: dict[int, list[int]] = field(default_factory=dict)
+    next_block: int = 1
+    _released: list[int] = field(default_factory=list)
+    _new: list[NewRow] = field(default_factory=list)
+    _appended: list[tuple[int, int]] = field(default_factory=list)
+    _work: list[tuple[int, int]] = field(default_factory=list)
+
+    def enter(
+        self, row: int, tokens: list[int], num_prompt: int | None = None, seed: int = 0, **sampling: object
+    ) -> None:
+        """`sampling` are fields of Sampling; the row starts with blocks for what `compute` then takes of it."""
+        self.tokens[row], self.prompts[row] = list(tokens), num_prompt or len(tokens)
+        self.computed[row], self.blocks[row] = 0, self._take(1)
+        self._new.append(
+            NewRow(
+                row=row,
+                token_ids=np.array(tokens, np.int32),
+                num_prompt_tokens=self.prompts[row],
+                num_computed_tokens=0,
+                block_ids=np.array(self.blocks[row], np.int32),
+                sampling=Sampling(max_tokens=99, **sampling),  # type: ignore[arg-type]
+                seed=seed,
+            )
+        )
+
+    def release(self, row: int) -> None:
+        for state in (self.tokens, self.prompts, self.computed, self.blocks):
+            del state[row]
+        self._released.append(row)
+
+    def compute(self, row: int, count: int | None = None) -> None:
+        """The row's next `count` tokens, by default all that are known."""
+        count = len(self.tokens[row]) - self.computed[row] if count is None else count
+        needed = -(-(self.computed[row] + count) // self.block_size) - len(self.blocks[row])
+        for block in self._take(needed):
+            self.blocks[row].append(block)
+            self._appended.append((row, block))
+        self._work.append((row, count))
+
+    def plan(self) -> StepPlan:
+        rows = [row for row, _ in self._work]
+        counts = np.array([count for _, count in self._work], np.int32)
+        computed = np.array([self.computed[row] for row in rows], np.int32)
+        known = np.array([len(self.tokens[row]) for row in rows], np.int32)
+        plan = StepPlan(
+            step=self.step,
+            released_rows=i32(*self._released),
+            new_rows=tuple(self._new),
+            block_rows=i32(*(row for row, _ in self._appended)),
+            block_ids=i32(*(block for _, block in self._appended)),
+            rows=i32(*rows),
+            num_tokens=counts,
+            num_computed_tokens=computed,
+            sampled=computed + counts == known,
+        )
+        for row, count in self._work:
+            self.computed[row] += count
+        self.step += 1
+        self._released, self._new, self._appended, self._work = [], [], [], []
+        return plan
+
+    def sampled(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
+        for row, token in zip(rows.tolist(), token_ids.tolist(), strict=True):
+            self.tokens[row].append(token)
+
+    def _take(self, count: int) -> list[int]:
+        self.next_block += max(count, 0)
+        return list(range(self.next_block - max(count, 0), self.next_block))

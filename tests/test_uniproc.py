@@ -1,0 +1,158 @@
+"""The in-process executor over tiny checkpoints, and what it finds out about memory and cores."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from plan_maker import PlanMaker
+
+from headrace.core.options import Options
+from headrace.core.plan import MemoryReading, Plan
+from headrace.core.resolve import resolve
+from headrace.executor.families import spec_from_config
+from headrace.executor.host import HostMemory, host_memory, usable_cores
+from headrace.executor.memory_estimate import weight_elements
+from headrace.executor.uniproc import UniprocExecutor, check_weights_fit, use_all_cores
+from headrace.ipc.failure import ModelError
+
+PROMPT = [7, 8, 9, 10, 11, 12, 13]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save("llama", tmp_path_factory.mktemp("llama"))
+
+
+def started(checkpoint: Path) -> tuple[UniprocExecutor, Plan, MemoryReading, list[str]]:
+    options = Options(model=str(checkpoint), dtype="float32", block_size=4, max_num_seqs=4, skip_tokenizer_init=True)
+    executor, phases = UniprocExecutor(options), []
+    plan = resolve(options, executor.describe(phases.append))
+    return executor, plan, executor.load(plan, phases.append), phases
+
+
+def test_from_a_folder_to_the_same_greedy_tokens_as_transformers(checkpoint: Path) -> None:
+    executor, plan, reading, phases = started(checkpoint)
+    assert (plan.model.architecture, plan.model.vocab_size) == ("LlamaForCausalLM", tiny_models.VOCAB_SIZE)
+    assert plan.model.eos_token_ids == (tiny_models.EOS,)
+    assert executor.tokenizer() is None
+    assert phases == ["find model", "load weights"]
+    assert 0 < reading.available_bytes < reading.total_bytes
+    assert reading.activation_bytes > 0
+
+    executor.allocate(num_blocks=64, max_model_len=64)
+    maker = PlanMaker(block_size=4)
+    maker.enter(0, PROMPT, temperature=0.0)
+    maker.enter(1, PROMPT[:3], seed=5)
+    for step in range(12):
+        maker.compute(0, 4 if step == 0 else None)
+        maker.compute(1)
+        executor.submit(maker.plan())
+        result = executor.collect()
+        assert result.step == step
+        maker.sampled(result.rows, result.token_ids)
+    reference = tiny_models.build("llama")
+    expected = reference.generate(
+        torch.tensor([PROMPT]), max_new_tokens=11, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert maker.tokens[0] == expected[0].tolist()
+    executor.stop()
+    executor.stop()
+
+
+def test_stop_is_safe_before_anything_started() -> None:
+    UniprocExecutor(Options()).stop()
+
+
+def test_importing_it_loads_no_transformers() -> None:
+    code = "import sys, headrace.executor.uniproc; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "opt", "opt_projected_post_norm"])
+def test_weights_are_estimated_from_the_config_to_a_few_percent(name: str) -> None:
+    model = tiny_models.build(name, hidden_size=128)
+    config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    actual = sum(parameter.numel() for parameter in model.parameters())
+    assert 0.96 * actual < weight_elements(spec_from_config(config)) <= actual
+
+
+def test_weights_that_do_not_fit_are_refused_with_the_numbers(checkpoint: Path) -> None:
+    _, plan, _, _ = started(checkpoint)
+    spec = spec_from_config({**_config(checkpoint), "num_hidden_layers": 10_000})
+    with pytest.raises(
+        ModelError, match=r"0\.\d\d billion of 4 bytes \(float32\) need 1\.\d\d GiB, and 1\.00 GiB of 8"
+    ):
+        check_weights_fit(spec, plan, HostMemory(8 << 30, 1 << 30))
+    check_weights_fit(spec, plan, HostMemory(8 << 30, 4 << 30))
+
+
+def _config(checkpoint: Path) -> dict[str, Any]:
+    import json
+
+    config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
+    return config
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def test_memory_is_limited_by_the_tightest_control_group_of_version_2(tmp_path: Path) -> None:
+    proc, root = tmp_path / "cgroup", tmp_path / "fs"
+    proc.write_text("0::/slice/task\n")
+    stat = "anon 5\ninactive_file 100000\n"
+    write(root / "slice" / "task", memory__max="max\n", memory__current="300000\n", memory__stat=stat)
+    write(root / "slice", memory__max="1000000\n", memory__current="700000\n", memory__stat=stat)
+    assert host_memory(proc, root) == HostMemory(total_bytes=1_000_000, available_bytes=400_000)
+
+
+def test_memory_is_limited_by_a_control_group_of_version_1(tmp_path: Path) -> None:
+    proc, root = tmp_path / "cgroup", tmp_path / "fs"
+    proc.write_text("12:cpu,cpuacct:/task\n4:memory:/task\n1:name=systemd:/\n0::/elsewhere\n")
+    write(root / "memory" / "task", **{"memory.limit_in_bytes": "500000", "memory.usage_in_bytes": "600000"})
+    assert host_memory(proc, root) == HostMemory(total_bytes=500_000, available_bytes=0)
+
+
+def test_without_a_limit_memory_is_the_machines(tmp_path: Path) -> None:
+    proc, root = tmp_path / "cgroup", tmp_path / "fs"
+    proc.write_text("4:memory:/task\n")
+    write(root / "memory" / "task", **{"memory.limit_in_bytes": str(1 << 62), "memory.usage_in_bytes": "1"})
+    missing = host_memory(tmp_path / "none", root)
+    assert host_memory(proc, root).total_bytes == missing.total_bytes > 1 << 28
+
+
+# --- cores ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("quota", "expected"), [("100000 100000", 1), ("50000 100000", 1), ("max 100000", None)])
+def test_cores_are_limited_by_the_quota(tmp_path: Path, quota: str, expected: int | None) -> None:
+    proc, root = tmp_path / "cgroup", tmp_path / "fs"
+    proc.write_text("0::/task\n")
+    write(root / "task", cpu__max=quota + "\n")
+    unlimited = usable_cores(tmp_path / "none", root)
+    assert usable_cores(proc, root) == (expected or unlimited)
+
+
+def test_threads_are_the_usable_cores_unless_omp_num_threads_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(usable_cores() + 1)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        use_all_cores()
+        assert torch.get_num_threads() == usable_cores() + 1
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        use_all_cores()
+        assert torch.get_num_threads() == usable_cores()
+    finally:
+        torch.set_num_threads(before)
