@@ -15,7 +15,6 @@ import sys
 import threading
 from types import FrameType
 
-from headrace.core.engine import EngineCore
 from headrace.core.option_parsing import OptionParser, add_options, options_from_arguments, parse_options
 from headrace.core.options import Options
 from headrace.core.zmq_port import ZmqPort
@@ -24,6 +23,14 @@ from headrace.ipc.codec import CodecError
 from headrace.ipc.failure import Failure, HeadraceError, OptionError
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Progress, Ready, Start, Stop
 from headrace.ipc.wait import Deadline
+
+try:
+    from headrace.core.engine import EngineCore
+except ModuleNotFoundError as missing:
+    sys.exit(
+        f"engine-core: {missing.name} is not installed, for this is Headrace's client alone; "
+        "to run models here: pip install 'headrace[engine]'"
+    )
 
 logger = logging.getLogger(__name__)
 EXIT_START_FAILED, EXIT_ENGINE_FAILED = 1, 70
