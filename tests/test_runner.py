@@ -193,8 +193,10 @@ def prompt_logprobs(bench: Bench, *chunks: int) -> tuple[list[int], np.ndarray, 
     bench.maker.enter(0, [1, 2, 3])
     runs = [run for chunk in chunks for run in bench.step(0, (2, chunk)).prompt_logprobs]
     assert {run.row for run in runs} == {2}
-    columns = (np.concatenate([getattr(r.rows, n).numpy() for r in runs]) for n in ("token_ids", "logprobs", "ranks"))
-    return [run.start for run in runs], *columns
+    ids, values, ranks = (
+        np.concatenate([getattr(run.rows, name).numpy() for run in runs]) for name in ("token_ids", "logprobs", "ranks")
+    )
+    return [run.start for run in runs], ids, values, ranks
 
 
 def test_prompt_logprobs_are_complete_and_equal_however_the_prompt_is_cut() -> None:

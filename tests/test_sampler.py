@@ -8,34 +8,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from scalar_noise import scalar_noise
 
 from headrace.executor.batch import BatchState
 from headrace.executor.logprobs import likeliest
-from headrace.executor.random_numbers import RARE_NOISE, draw, gumbel_noise, row_keys, token_steps, words
 from headrace.executor.sampler import CANDIDATES, Sampled, penalise, sample, truncate
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow, StepPlan
 
-MASK = (1 << 64) - 1
 EOS = 2
 NONE = np.zeros(0, np.int32)
-
-
-def scalar_mix(z: int) -> int:
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-    return z ^ (z >> 31)
-
-
-def scalar_word(seed: int, position: int, token: int) -> int:
-    golden = 0x9E3779B97F4A7C15
-    key = scalar_mix((seed + golden * (position + 1)) & MASK)
-    return scalar_mix((key + golden * (token + 1)) & MASK)
-
-
-def scalar_noise(seed: int, position: int, token: int) -> float:
-    uniform = ((scalar_word(seed, position, token) >> 12) + 0.5) * 2.0**-52
-    return -math.log(-math.log(uniform))
 
 
 @dataclass
@@ -144,57 +126,6 @@ def mixed_cases(count: int, vocab_size: int, seed: int) -> list[Case]:
         tokens = rng.integers(0, min(vocab_size, 30), num_tokens).tolist()
         cases.append(Case(tokens, int(rng.integers(1, num_tokens + 1)), int(rng.integers(0, 1 << 63)) * 2, sampling))
     return cases
-
-
-# --- random numbers ---------------------------------------------------------------------------------------------
-
-
-def test_the_generator_is_splitmix64() -> None:
-    # The first two outputs that SplitMix64's published test program prints for the seed 1234567.
-    keys = row_keys(np.array([1234567, 1234567], np.uint64), np.array([0, 1]))
-    assert keys.tolist() == [6457827717110365317, 3203168211198807973]
-
-
-def test_tensor_words_and_noise_equal_the_scalar_definition_bit_for_bit() -> None:
-    seeds = np.array([0, 1, (1 << 63) + 5, MASK], np.uint64)
-    positions = np.array([0, 7, 4095, 1_000_000], np.int32)
-    tokens = torch.tensor([0, 1, 255, 49_151, 262_143])
-    keys = torch.from_numpy(row_keys(seeds, positions).view(np.int64))[:, None]
-    found = words(keys, tokens).numpy().view(np.uint64)
-    noise = gumbel_noise(keys, tokens)
-    for i, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
-        for j, token in enumerate(tokens.tolist()):
-            assert int(found[i, j]) == scalar_word(seed, position, token)
-            assert float(noise[i, j]) == pytest.approx(scalar_noise(seed, position, token), rel=1e-14)
-
-
-def scalar_unmix(z: int) -> int:
-    """The word that scalar_mix turns into z."""
-    z ^= (z >> 31) ^ (z >> 62)
-    z = (z * pow(0x94D049BB133111EB, -1, 1 << 64)) & MASK
-    z ^= (z >> 27) ^ (z >> 54)
-    z = (z * pow(0xBF58476D1CE4E5B9, -1, 1 << 64)) & MASK
-    return z ^ (z >> 30) ^ (z >> 60)
-
-
-@pytest.mark.parametrize(("word", "expected"), [(0, -math.log(53 * math.log(2))), (MASK, 53 * math.log(2))])
-def test_noise_is_finite_at_both_ends_of_the_word(word: int, expected: float) -> None:
-    key = (scalar_unmix(word) - 0x9E3779B97F4A7C15) & MASK
-    keys = torch.from_numpy(np.array([[key]], np.uint64).view(np.int64))
-    assert float(gumbel_noise(keys, torch.tensor([0]))) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0, 40.0])
-def test_the_short_cut_on_the_host_draws_what_all_the_noise_would(spread: float) -> None:
-    """Flat logits let rare noise win; steep ones let the likeliest token win nearly always."""
-    vocab_size, num_rows = 20_000, 60
-    logits = random_logits(num_rows, vocab_size, seed=11) * spread
-    keys = row_keys(np.arange(num_rows, dtype=np.uint64), np.full(num_rows, 5))
-    noise = gumbel_noise(torch.from_numpy(keys.view(np.int64))[:, None], torch.arange(vocab_size))
-    drawn = [draw(row.numpy(), key, token_steps(vocab_size)) for row, key in zip(logits, keys, strict=True)]
-    assert drawn == (logits + noise).argmax(1).tolist()
-    if spread == 0.0:
-        assert (noise.max(1).values > RARE_NOISE).float().mean() > 0.8
 
 
 # --- choosing a token -------------------------------------------------------------------------------------------

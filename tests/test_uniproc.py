@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def started(checkpoint: Path) -> tuple[UniprocExecutor, Plan, MemoryReading, list[str]]:
     options = Options(model=str(checkpoint), dtype="float32", block_size=4, max_num_seqs=4, skip_tokenizer_init=True)
-    executor, phases = UniprocExecutor(options), []
+    executor, phases = UniprocExecutor(options), list[str]()
     plan = resolve(options, executor.describe(phases.append))
     return executor, plan, executor.load(plan, phases.append), phases
 
