@@ -30,6 +30,9 @@ class RequestTable:
         self._sequences: dict[int, SequenceState] = {}  # by slot
         self._streams: dict[str, RequestStream] = {}  # by request id
         self._next_slot = 0
+        self._aborted: set[int] = set()  # slots whose Finish is still to come
+        self.num_tokens_after_abort = 0
+        """Tokens that came for requests nobody wanted any more."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._streams
@@ -91,6 +94,7 @@ class RequestTable:
         streams = list(self._streams.values())
         self._streams.clear()
         self._sequences.clear()
+        self._aborted.clear()
         for stream in streams:
             stream.fail(error.from_failure(failure))
 
@@ -106,6 +110,7 @@ class RequestTable:
         for position, (slot, token_id) in enumerate(zip(slots, token_ids, strict=True)):
             sequence = sequences.get(slot)
             if sequence is None:
+                self.num_tokens_after_abort += slot in self._aborted
                 continue  # ended here already: aborted, or by a stop string
             sequence.token_ids.append(token_id)
             stream = sequence.stream
@@ -122,6 +127,7 @@ class RequestTable:
                     sequence.stream.touched = True
                     touched.append(sequence.stream)
                 self._on_finish(sequence, finish)
+            self._aborted.discard(finish.slot)
         now_s = time.monotonic()
         for stream in touched:
             stream.notify(now_s)
@@ -156,6 +162,7 @@ class RequestTable:
         stream.note_finish(finish)
         reason = _REASON_NAMES.get(finish.reason)
         if reason is None:
+            del self._sequences[sequence.slot]  # the core has let go of this one; the others are aborted
             self._drop(stream)
             stream.touched = False
             stream.fail(_error_of(finish))
@@ -179,6 +186,7 @@ class RequestTable:
         slots = [slot for slot in stream.unfinished_slots() if self._sequences.pop(slot, None) is not None]
         self._streams.pop(stream.request_id, None)
         if slots:
+            self._aborted.update(slots)
             self._send(Abort(slots=tuple(slots)))
 
 

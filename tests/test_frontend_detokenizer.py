@@ -118,6 +118,13 @@ def test_a_long_run_of_bytes_that_are_no_text_is_given_in_the_end_and_costs_litt
     assert "".join([*pieces, detokenizer.finish()]) == REPLACEMENT * 100
 
 
+def test_a_prompt_of_byte_tokens_does_not_spoil_the_output() -> None:
+    tokenizer = tokenizer_of("sentencepiece")
+    prompt = tokenizer.encode("x" + "😀" * 5)
+    token_ids = tokenizer.encode("🦀", add_special_tokens=False)[-4:]
+    assert "".join(stream(tokenizer, [token_ids], skip=True, prompt=prompt)) == "🦀"
+
+
 STOPS = st.lists(st.text("ab.", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
@@ -150,6 +157,14 @@ def test_stop_strings_never_leak_wherever_the_text_is_split(
     else:
         end = next(end for end in range(len(text) + 1) if first_stop(text[:end], stops))
         assert given_text == text[: end if include else end - len(expected)]
+
+
+@pytest.mark.parametrize("stops", [["b", "ab", "xb"], ["ab", "b"]])
+def test_of_two_stop_strings_that_end_together_the_longer_counts(stops: list[str]) -> None:
+    for pieces in (["ab"], ["a", "b"]):
+        checker = StopChecker(stops)
+        assert "".join(checker.add(piece) for piece in pieces) == ""
+        assert checker.matched == "ab"
 
 
 def test_text_that_cannot_become_a_stop_string_is_not_held_back() -> None:

@@ -101,11 +101,22 @@ SCRIPT = st.one_of(
 ).map(lambda ids: [*ids, EOS])
 
 
+@st.composite
+def scripts_and_stops(draw: st.DrawFn) -> tuple[list[list[int]], list[str], list[int]]:
+    """What to generate, and stop strings and tokens that often occur in it."""
+    scripts = draw(st.lists(SCRIPT, min_size=1, max_size=3))
+    texts = [tokenizer().decode(script) for script in scripts]
+    stops = []
+    for text in draw(st.lists(st.sampled_from(texts), max_size=2)):
+        start = draw(st.integers(0, max(0, len(text) - 1)))
+        stops.append(text[start : start + draw(st.integers(1, 5))] or "stop")
+    tokens = st.sampled_from([token_id for script in scripts for token_id in script])
+    return scripts, stops, draw(st.lists(tokens, max_size=1))
+
+
 @settings(max_examples=200, deadline=None)
 @given(
-    scripts=st.lists(SCRIPT, min_size=1, max_size=3),
-    stop=st.lists(st.text("stopSTOP. 😀", min_size=1, max_size=5), max_size=2),
-    stop_token_ids=st.lists(st.integers(0, 399), max_size=2),
+    what=scripts_and_stops(),
     include=st.booleans(),
     skip=st.booleans(),
     min_tokens=st.integers(0, 4),
@@ -115,12 +126,24 @@ SCRIPT = st.one_of(
     read_every=st.integers(1, 5),
 )
 def test_every_way_of_reading_gives_the_same_answer(
-    scripts: list[list[int]], include: bool, skip: bool, tokens_per_step: int, read_every: int, **fields: Any
+    what: tuple[list[list[int]], list[str], list[int]],
+    include: bool,
+    skip: bool,
+    tokens_per_step: int,
+    read_every: int,
+    **fields: Any,
 ) -> None:
     min_tokens = fields["min_tokens"]
+    scripts, stop, stop_token_ids = what
     scripts = [[*([each for each in script if each != EOS]), *[EOS] * 20] for script in scripts]
     params = SamplingParams(
-        n=len(scripts), seed=0, include_stop_str_in_output=include, skip_special_tokens=skip, **fields
+        n=len(scripts),
+        seed=0,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        include_stop_str_in_output=include,
+        skip_special_tokens=skip,
+        **fields,
     )
     params.output_kind = CUMULATIVE
     reference = merged(drive(params, scripts)[0], params)
@@ -168,6 +191,20 @@ def test_a_stop_token_stays_in_the_ids_and_out_of_the_text(include: bool, text: 
         ((found, token_ids, _, _, reason, stop_reason),) = merged(outputs, params)
         assert (found, reason, stop_reason) == (text, "stop", stop_token)
         assert token_ids[-1] == stop_token
+
+
+def test_a_stop_token_whose_text_is_a_stop_string_counts_as_a_token() -> None:
+    (stop_token,) = tokenizer().encode("c")
+    params = SamplingParams(max_tokens=50, stop_token_ids=[stop_token], stop=["c", "zz"])
+    ((text, _, _, _, reason, stop_reason),) = merged(drive(params, [script_of("abcd")])[0], params)
+    assert (text, reason, stop_reason) == ("ab", "stop", stop_token)
+
+
+def test_what_comes_after_a_stop_string_in_the_same_step_is_dropped() -> None:
+    params = SamplingParams(max_tokens=50, stop="b", logprobs=0)
+    ((_, token_ids, rows, total, *_),) = merged(drive(params, [script_of("abcdef")], tokens_per_step=5)[0], params)
+    assert tokenizer().decode(token_ids) == "ab"
+    assert (len(rows), total) == (2, pytest.approx(-1.0))
 
 
 def test_the_end_of_sequence_token_is_no_stop_reason() -> None:

@@ -76,6 +76,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
     (LLAMA_LIKE, [USER], {"add_generation_prompt": True, "extra": "ü"}),
     (LLAMA_LIKE, [{"role": "system", "content": " S "}, USER, HALF, USER], {"tools": [TOOL], "extra": [1, None, "x"]}),
     (LLAMA_LIKE, [USER, {**HALF, "content": None, "tool_calls": [TOOL], "thinking": "hm"}], {}),
+    (CHAT_TEMPLATE, [USER, {"role": "assistant", "content": None}], {}),
     (LLAMA_LIKE, [USER] * 12, {"documents": [{"title": "T", "text": "x"}]}),
     (LLAMA_LIKE, [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], {}),
     (
@@ -198,7 +199,10 @@ def test_a_stored_bundle_is_found_again(private_cache: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("damage", [b"", b"garbage", None])
+ANOTHER = msgspec.msgpack.encode(TokenizerBundle(tokenizer_json=b"another"))
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", ANOTHER, None])
 def test_a_damaged_file_counts_as_missing(private_cache: Path, damage: bytes | None) -> None:
     bundle = bundle_of(byte_level_tokenizer())
     store_bundle(info_of(bundle), bundle)
