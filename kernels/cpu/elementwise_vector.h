@@ -164,7 +164,7 @@ inline PowerOfTwo split_power(Floats x) {
 }
 
 // (2^f - 1), by interpolating (2^f - 1) / f at Chebyshev nodes of [-1/2, 1/2]: relative error of 2^f under 6e-9, or
-// under 8e-6 for results that are rounded to bf16 (2^-9) anyway.
+// under 8e-6 for results that are rounded to bf16 (2^-8) anyway.
 template <bool kPrecise>
 inline Floats power_less_one(Floats f) {
   Floats p;

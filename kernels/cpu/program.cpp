@@ -1,5 +1,11 @@
 #include "program.h"
 
+#include <cstring>
+
+#include "attention.h"
+#include "elementwise.h"
+#include "sampling.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #else
@@ -76,3 +82,21 @@ HR_EXPORT void hr_program_run(Pool* pool, const Program* program, const Step* st
 }
 
 HR_EXPORT uint64_t hr_ticks_now() { return ticks_now(); }
+
+// The size of a structure that Python mirrors, so that a mirror that went wrong is found; -1 for an unknown name.
+HR_EXPORT int64_t hr_size_of(const char* name) {
+  const struct {
+    const char* name;
+    size_t size;
+  } known[] = {
+      {"KvCacheC", sizeof(KvCache)},         {"RotaryArgs", sizeof(RotaryArgs)},
+      {"AttentionArgs", sizeof(AttentionArgs)}, {"NormArgs", sizeof(NormArgs)},
+      {"ActivationArgs", sizeof(ActivationArgs)}, {"EmbeddingArgs", sizeof(EmbeddingArgs)},
+      {"AddArgs", sizeof(AddArgs)},          {"SoftCapArgs", sizeof(SoftCapArgs)},
+      {"SampleArgs", sizeof(SampleArgs)},    {"ProgramOp", sizeof(ProgramOp)},
+      {"ProgramC", sizeof(Program)},         {"Step", sizeof(Step)},
+  };
+  for (const auto& each : known)
+    if (std::strcmp(each.name, name) == 0) return static_cast<int64_t>(each.size);
+  return -1;
+}

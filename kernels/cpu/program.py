@@ -29,7 +29,7 @@ from .program_args import (
     RotaryArgs,
     SoftCapArgs,
 )
-from .program_parts import FEW_ROWS, Attention, Buffer, Norm
+from .program_parts import FEW_ROWS, Attention, Buffer, Norm, SamplingColumns
 from .program_run import Program, Written
 
 NORM_KINDS = {"rms": 0, "layer": 1}
@@ -308,6 +308,13 @@ class Builder:
         args = SoftCapArgs(values=logits.address, stride=logits.columns, size=logits.columns, cap=cap)
         args.rows = ROW_COUNTS[logits.rows]
         self._add("soft_cap", "hr_op_soft_cap", args, (logits,), (logits,))
+
+    def sample(self, logits: Buffer) -> SamplingColumns:
+        """Chooses a token for each row of logits; parameters go into, and tokens come out of, what this returns."""
+        columns = SamplingColumns(self._runtime, len(logits.tensor), logits.columns)
+        args = columns.args(logits.tensor, ROW_COUNTS[logits.rows])
+        self._add("sample", "hr_op_sample", args, (logits,), (), keep=(columns,))
+        return columns
 
     def build(self, output: Buffer) -> Program:
         """The program, whose runs return `output`'s rows. The builder must not be used afterwards."""

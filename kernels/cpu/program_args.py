@@ -154,6 +154,27 @@ class SoftCapArgs(ctypes.Structure):
     )
 
 
+class SampleArgs(ctypes.Structure):
+    """Mirror of `SampleArgs` in sampling.h: the arguments of `hr_op_sample`."""
+
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("vocab_size", ctypes.c_int64),
+        ("num_rows", ctypes.c_int64),
+        ("temperature", ctypes.c_void_p),
+        ("top_k", ctypes.c_void_p),
+        ("top_p", ctypes.c_void_p),
+        ("min_p", ctypes.c_void_p),
+        ("seeds", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("token_ids", ctypes.c_void_p),
+        ("best", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("rows", ctypes.c_int32),
+    )
+
+
 class ProgramOp(ctypes.Structure):
     """Mirror of `ProgramOp` in program.h."""
 

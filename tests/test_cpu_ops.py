@@ -1,0 +1,430 @@
+"""The CPU's attention, row ops and sampling against torch in float64 (or the sampler itself), to stated bounds."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace import kernels
+from headrace.executor.random_numbers import gumbel_noise, row_keys
+from headrace.executor.sampler import truncate
+from headrace.kernels import reference
+from headrace.kernels.cpu import build, program_args
+from headrace.kernels.cpu.linear import Runtime
+from headrace.kernels.cpu.ops import CacheScales, CpuOps
+from headrace.kernels.cpu.program_parts import SamplingColumns, sample
+from headrace.kernels.cpu.threads import Pool, Step
+from headrace.kernels.reference_attention import AttentionParams, PagedBatch
+
+pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+
+FLOAT_TYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPSILON = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Largest relative error of rounding to a type."""
+
+
+class ManyThreads(Pool):
+    """A pool of more threads than this machine's cores, to cut the work in other places."""
+
+    def __init__(self, library: build.Library, count: int) -> None:
+        super().__init__(library, 1)
+        library.dll.hr_pool_destroy(self.handle)
+        self.plan = replace(self.plan, num_threads=count)
+        self.handle = library.dll.hr_pool_create(count, None, 0)
+        self._end.detach()
+
+
+@pytest.fixture(scope="module")
+def ops() -> CpuOps:
+    library = build.build()
+    return CpuOps(Runtime(library, Pool(library, 2)))
+
+
+@pytest.fixture(scope="module")
+def other_ops() -> Iterator[list[CpuOps]]:
+    """The same ops on one thread, three and five."""
+    library = build.build()
+    pools = [ManyThreads(library, count) for count in (1, 3, 5)]
+    yield [CpuOps(Runtime(library, pool)) for pool in pools]
+    for pool in pools:
+        library.dll.hr_pool_destroy(pool.handle)
+
+
+@dataclass
+class Case:
+    """Sequences over a paged cache whose unused slots hold NaN, in the cache's own type where it has one."""
+
+    query: Tensor  # [num_tokens, num_heads, head_dim]
+    keys: Tensor  # [num_blocks, num_kv_heads, block_size, head_dim]
+    values: Tensor
+    query_lens: list[int]
+    context_lens: list[int]
+    tables: Tensor  # [num_seqs, max_blocks]
+
+    def batch(self, seqs: list[int] | None = None, spans: list[tuple[int, int]] | None = None) -> PagedBatch:
+        """All sequences, or some; `spans` are the positions that each computes, by default its query's."""
+        seqs = list(range(len(self.context_lens))) if seqs is None else seqs
+        spans = [self.span(i) for i in seqs] if spans is None else spans
+        block_size = self.keys.shape[2]
+        slots = [
+            int(self.tables[i, p // block_size]) * block_size + p % block_size
+            for i, (start, end) in zip(seqs, spans, strict=True)
+            for p in range(start, end)
+        ]
+        return PagedBatch(
+            torch.tensor([0, *np.cumsum([end - start for start, end in spans])], dtype=torch.int32),
+            torch.tensor([end for _, end in spans], dtype=torch.int32),
+            self.tables[seqs],
+            torch.tensor(slots, dtype=torch.int64),
+            block_size,
+        )
+
+    def span(self, seq: int) -> tuple[int, int]:
+        return self.context_lens[seq] - self.query_lens[seq], self.context_lens[seq]
+
+    def query_of(self, seq: int) -> Tensor:
+        start = sum(self.query_lens[:seq])
+        return self.query[start : start + self.query_lens[seq]]
+
+    def expected(self, params: AttentionParams, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of every sequence in float64, from caches that hold the exact values."""
+        num_heads, kv_heads, block_size = self.query.shape[1], keys.shape[1], keys.shape[2]
+        found = []
+        for seq, length in enumerate(self.context_lens):
+            blocks = self.tables[seq, : -(-length // block_size)].long()
+            k, v = (cache[blocks].double().transpose(0, 1).flatten(1, 2)[:, :length] for cache in (keys, values))
+            k, v = (x.repeat_interleave(num_heads // kv_heads, 0) for x in (k, v))
+            start, end = self.span(seq)
+            scores = torch.einsum("qhd,hkd->hqk", self.query_of(seq).double(), k) * params.scale
+            if params.soft_cap is not None:
+                scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
+            row, column = torch.arange(start, end)[:, None], torch.arange(length)
+            hidden = column > row
+            if params.sliding_window is not None:
+                hidden |= column <= row - params.sliding_window
+            found.append(torch.einsum("hqk,hkd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
+        return torch.cat(found)
+
+
+def make_case(
+    lens: list[tuple[int, int]],
+    heads: tuple[int, int, int],
+    block_size: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    seed: int = 0,
+) -> Case:
+    """lens: (tokens to compute, context) of each sequence; heads: (query, key/value, size)."""
+    generator = torch.Generator().manual_seed(seed)
+    num_heads, kv_heads, head_dim = heads
+    counts = [-(-context // block_size) for _, context in lens]
+    order = torch.randperm(sum(counts) + 2, generator=generator).int()
+    tables = torch.full((len(lens), max(counts)), -1, dtype=torch.int32)
+    keys, values = torch.full((2, sum(counts) + 2, kv_heads, block_size, head_dim), torch.nan).unbind(0)
+    used = 0
+    for seq, ((_, context), count) in enumerate(zip(lens, counts, strict=True)):
+        tables[seq, :count] = order[used : used + count]
+        used += count
+        for position in range(context):
+            block = tables[seq, position // block_size]
+            for cache in (keys, values):
+                cache[block, :, position % block_size] = torch.randn(kv_heads, head_dim, generator=generator)
+    query = torch.randn(sum(tokens for tokens, _ in lens), num_heads, head_dim, generator=generator).to(dtype)
+    keys, values = keys.to(cache_dtype), values.to(cache_dtype)
+    return Case(query, keys, values, [tokens for tokens, _ in lens], [context for _, context in lens], tables)
+
+
+MIXED = [(1, 1), (5, 5), (0, 9), (1, 300), (30, 77), (200, 600), (1, 129), (17, 128)]
+HEADS = [(9, 3, 64), (4, 4, 80), (5, 1, 72), (7, 7, 8), (8, 2, 128), (2, 1, 256), (6, 2, 96)]
+PARAMS = {
+    "plain": AttentionParams(0.125),
+    "window": AttentionParams(0.2, sliding_window=20),
+    "window of one": AttentionParams(0.2, sliding_window=1),
+    "soft cap": AttentionParams(0.3, soft_cap=2.0),
+    "window and cap": AttentionParams(0.2, sliding_window=140, soft_cap=5.0),
+}
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
+@pytest.mark.parametrize("heads", HEADS)
+def test_fp32_attention_is_exact_to_rounding(ops: CpuOps, heads: tuple[int, int, int], params: AttentionParams) -> None:
+    case = make_case(MIXED, heads, 16, torch.float32, torch.float32)
+    params = replace(params, scale=params.scale * (64 / heads[2]) ** 0.5)
+    found = ops.paged_attention(case.query, case.keys, case.values, case.batch(), params)
+    # Values are around 1; a score of size s adds s * 2^-24 to a weight, and there are head_dim products in one.
+    assert (found - case.expected(params, case.keys, case.values)).abs().max() < 4e-6
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bf16_attention_is_within_its_roundings(ops: CpuOps, dtype: torch.dtype, params: AttentionParams) -> None:
+    case = make_case(MIXED, (9, 3, 64), 16, dtype, torch.bfloat16)
+    found = ops.paged_attention(case.query, case.keys, case.values, case.batch(), params).double()
+    # The query rounded to bf16 moves a score by 2^-8 of its products (exact for a bf16 query), each weight is
+    # rounded to 2^-8, and the output to its type.
+    error = (found - case.expected(params, case.keys, case.values)).abs()
+    assert error.max() < 0.03
+    assert error.mean() < 0.002
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16, 17, 128])
+def test_blocks_of_any_size(ops: CpuOps, block_size: int) -> None:
+    case = make_case([(1, 200), (40, 131)], (4, 2, 32), block_size, torch.float32, torch.float32)
+    found = ops.paged_attention(case.query, case.keys, case.values, case.batch(), PARAMS["plain"])
+    assert (found - case.expected(PARAMS["plain"], case.keys, case.values)).abs().max() < 4e-6
+
+
+def test_fp16_cache(ops: CpuOps) -> None:
+    case = make_case(MIXED, (4, 2, 64), 16, torch.float16, torch.float16)
+    found = ops.paged_attention(case.query, case.keys, case.values, case.batch(), PARAMS["plain"])
+    expected = case.expected(PARAMS["plain"], case.keys, case.values)
+    assert (found - expected).abs().max() < 2.0**-11 * expected.abs().max()
+
+
+@pytest.mark.parametrize("per_row", [False, True], ids=["one scale", "a scale per row"])
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_caches(ops: CpuOps, cache_dtype: torch.dtype, per_row: bool) -> None:
+    wide = make_case(MIXED, (6, 2, 64), 16, torch.float32, torch.float32)
+    shape = wide.keys.shape
+    keys, values = torch.zeros(2, *shape, dtype=torch.float32).to(cache_dtype).unbind(0)
+    largest = 127.0 if cache_dtype == torch.int8 else 448.0
+    if per_row:
+        row_scales = torch.full((2, *shape[:3]), torch.nan)
+        scales = CacheScales(keys=row_scales[0], values=row_scales[1])
+    else:
+        scales = CacheScales(key=5 / largest, value=6 / largest)
+    for seq, length in enumerate(wide.context_lens):
+        every = wide.batch([seq], [(0, length)])
+        blocks, offsets = every.slot_mapping // 16, every.slot_mapping % 16
+        ops.write_cache(wide.keys[blocks, :, offsets], wide.values[blocks, :, offsets], keys, values, every, scales)
+
+    def exact(cache: Tensor, rows: Tensor | None, scale: float) -> Tensor:
+        return cache.float() * (scale if rows is None else rows.nan_to_num()[..., None])
+
+    exact_keys, exact_values = exact(keys, scales.keys, scales.key), exact(values, scales.values, scales.value)
+    written = ~wide.keys.isnan()
+    # Half the distance of neighbours: 1 in int8, 32 among the largest of e4m3.
+    step = 5 / largest * (0.5 if cache_dtype == torch.int8 else 16)
+    assert (exact_keys - wide.keys)[written].abs().max() <= step * 1.01
+    found = ops.paged_attention(wide.query, keys, values, wide.batch(), PARAMS["plain"], scales)
+    error = (found - wide.expected(PARAMS["plain"], exact_keys, exact_values)).abs()
+    assert error.max() < 0.03  # the roundings of bf16 products, as above
+    assert error.mean() < 0.002
+
+
+def test_e4m3_writes_round_as_torch_does_and_saturate(ops: CpuOps) -> None:
+    generator = torch.Generator().manual_seed(1)
+    sizes = 10 ** torch.empty(64, 2, 32).uniform_(-4, 3, generator=generator)
+    key = torch.randn(64, 2, 32, generator=generator) * sizes
+    caches = torch.zeros(2, 8, 2, 8, 32).to(torch.float8_e4m3fn)
+    case_batch = PagedBatch(torch.tensor([0, 64]), torch.tensor([64]), torch.arange(8)[None], torch.arange(64), 8)
+    ops.write_cache(key, key, caches[0], caches[1], case_batch)
+    wanted = key.clamp(-448, 448).to(torch.float8_e4m3fn).view(8, 8, 2, 32).transpose(1, 2)
+    assert torch.equal(caches[0].view(torch.uint8), wanted.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(9, 3, 64), (3, 3, 40)])
+def test_attention_is_the_same_whatever_the_threads_batch_and_chunks(
+    ops: CpuOps, other_ops: list[CpuOps], heads: tuple[int, int, int], cache_dtype: torch.dtype
+) -> None:
+    case = make_case(MIXED, heads, 16, torch.float32, cache_dtype)
+    params = AttentionParams(0.15, sliding_window=400, soft_cap=8.0)
+    wanted = ops.paged_attention(case.query, case.keys, case.values, case.batch(), params)
+    for other in other_ops:
+        assert torch.equal(other.paged_attention(case.query, case.keys, case.values, case.batch(), params), wanted)
+    for seq, part in enumerate(wanted.split(case.query_lens)):
+        query, (start, end) = case.query_of(seq), case.span(seq)
+        for chunk in (1, 13, 64, 600):
+            found = [
+                ops.paged_attention(
+                    query[low - start : low - start + chunk],
+                    case.keys,
+                    case.values,
+                    case.batch([seq], [(low, min(low + chunk, end))]),
+                    params,
+                )
+                for low in range(start, end, chunk)
+            ]
+            assert torch.equal(torch.cat([part[:0], *found]), part)
+
+
+def test_a_lone_long_sequence_is_divided_and_stays_the_same(ops: CpuOps, other_ops: list[CpuOps]) -> None:
+    case = make_case([(1, 3000)], (6, 2, 64), 16, torch.bfloat16, torch.bfloat16)
+    alone = other_ops[0].paged_attention(case.query, case.keys, case.values, case.batch(), PARAMS["plain"])
+    for other in (ops, *other_ops[1:]):
+        for _ in range(3):  # the counters of finished tiles are left ready for the next
+            found = other.paged_attention(case.query, case.keys, case.values, case.batch(), PARAMS["plain"])
+            assert torch.equal(found, alone)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+@pytest.mark.parametrize("size", [1, 7, 64, 577])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_norms(ops: CpuOps, dtype: torch.dtype, size: int, with_residual: bool) -> None:
+    generator = torch.Generator().manual_seed(size)
+    x, residual = (torch.randn(5, 3, size, generator=generator) * 3 + 1).to(dtype), None
+    if with_residual:
+        residual = torch.randn(5, 3, size, generator=generator).to(dtype)
+    weight, bias = torch.randn(2, size, generator=generator).unbind(0)
+    total = x if residual is None else x + residual
+    for found, wanted in (
+        (ops.rms_norm(x, residual, weight, 1e-5), F.rms_norm(total.double(), (size,), weight.double(), 1e-5)),
+        (
+            ops.layer_norm(x, residual, weight, bias, 1e-5),
+            F.layer_norm(total.double(), (size,), weight.double(), bias.double(), 1e-5),
+        ),
+        (ops.layer_norm(x, residual, None, None, 1e-5), F.layer_norm(total.double(), (size,), None, None, 1e-5)),
+    ):
+        normed, summed = found
+        assert torch.equal(summed, total)
+        bound = EPSILON[dtype] * 1.01 * wanted.abs() + 3e-6 * (1 + wanted.abs().max())
+        assert ((normed.double() - wanted).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("size", [3, 16, 101])
+def test_activations(ops: CpuOps, dtype: torch.dtype, kind: str, size: int) -> None:
+    x = torch.cat((torch.linspace(-100, 100, 2 * size), torch.linspace(-6, 6, 2 * size))).view(2, 2 * size).to(dtype)
+    # 1 + erf and the like lose what is small beside one, so the error goes by the size of x.
+    up = x[:, size:].double().abs()
+    for found, wanted, size_of in (
+        (ops.activate(x, kind), reference.activate(x.double(), kind), x.double().abs()),
+        (
+            ops.activate_and_multiply(x, kind),
+            reference.activate_and_multiply(x.double(), kind),
+            x[:, :size].double().abs() * up,
+        ),
+    ):
+        bound = EPSILON[dtype] * 1.01 * wanted.abs() + 4e-7 * (1 + size_of)
+        assert ((found.double() - wanted).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+@pytest.mark.parametrize("half", [8, 5])
+def test_rotary_leaves_the_rest_of_a_head_alone(ops: CpuOps, dtype: torch.dtype, half: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    query, key = (
+        torch.randn(6, 5, 24, generator=generator).to(dtype),
+        torch.randn(6, 2, 24, generator=generator).to(dtype),
+    )
+    angles = torch.rand(6, half, generator=generator) * 7
+    found = ops.rotary(query, key, angles.cos(), angles.sin())
+    wanted = reference.rotary(query.double(), key.double(), angles.cos(), angles.sin())
+    for a, b, before in zip(found, wanted, (query, key), strict=True):
+        assert ((a.double() - b).abs() <= EPSILON[dtype] * 1.01 * b.abs() + 1e-6).all()
+        assert torch.equal(a[..., 2 * half :], before[..., 2 * half :])
+
+
+@pytest.mark.parametrize("cache_dtype", FLOAT_TYPES)
+def test_write_cache_touches_its_slots_alone(ops: CpuOps, cache_dtype: torch.dtype) -> None:
+    key, value = torch.randn(4, 2, 2, 16).unbind(1)
+    caches = torch.full((2, 5, 2, 8, 16), 7.0, dtype=cache_dtype)
+    wanted = caches.clone()
+    slots = torch.tensor([3, 39, 8, 16])
+    batch = PagedBatch(torch.tensor([0, 4]), torch.tensor([4]), torch.zeros(1, 1), slots, 8)
+    reference.write_cache(key.to(cache_dtype), value.to(cache_dtype), wanted[0], wanted[1], batch)
+    ops.write_cache(key, value, caches[0], caches[1], batch)
+    assert torch.equal(caches, wanted)
+
+
+def random_rows(vocab: int, count: int, generator: np.random.Generator) -> Tensor:
+    """Logits as models make them: peaked, flat, with ties, with masked tokens."""
+    rows = []
+    for i in range(count):
+        row = generator.normal(size=vocab) * [1.0, 4.0, 0.01, 2.5][i % 4]
+        if i % 3 == 0:
+            row = np.round(row, 1)
+        if i % 5 == 0:
+            row[generator.integers(0, vocab, vocab // 4)] = -np.inf
+        rows.append(row)
+    return torch.tensor(np.array(rows), dtype=torch.float32)
+
+
+def torch_choice(logits: Tensor, columns: SamplingColumns, row: int) -> int:
+    """What the torch sampler chooses, its whole vocabulary ranked."""
+    if columns.temperature[row] == 0:
+        return int(logits.argmax())
+    tempered = (logits / torch.tensor(columns.temperature[row]))[None]
+    at = slice(row, row + 1)
+    found = truncate(tempered, len(logits), top_k=columns.top_k[at], top_p=columns.top_p[at], min_p=columns.min_p[at])
+    key = torch.from_numpy(row_keys(columns.seed[at], columns.position[at]).view(np.int64))[:, None]
+    scores = found.logits + gumbel_noise(key, found.token_ids)
+    return int(found.token_ids[0, int(scores.argmax())])
+
+
+@pytest.mark.parametrize("vocab", [5, 1000, 49152])
+def test_sampling_chooses_as_the_torch_sampler(ops: CpuOps, other_ops: list[CpuOps], vocab: int) -> None:
+    generator = np.random.default_rng(vocab)
+    count = 24 if vocab > 10000 else 96
+    logits = random_rows(vocab, count, generator)
+    columns = SamplingColumns(ops.runtime, count, vocab)
+    columns.temperature[:] = generator.choice([0, 0.3, 0.7, 1.0, 1.0, 2.5], count)
+    columns.top_k[:] = generator.choice([0, 0, 0, 1, 3, 50, vocab, 2 * vocab], count)
+    columns.top_p[:] = generator.choice([1.0, 1.0, 1.0, 0.0, 0.1, 0.5, 0.9, 0.999], count)
+    columns.min_p[:] = generator.choice([0.0, 0.0, 0.0, 0.001, 0.1, 1.0], count)
+    columns.seed[:] = generator.integers(0, 1 << 64, count, dtype=np.uint64)
+    columns.position[:] = generator.integers(0, 100000, count)
+    sample(ops.runtime, logits, columns)
+    chosen = columns.token_ids.copy()
+    for row in range(count):
+        assert chosen[row] == torch_choice(logits[row], columns, row)
+        assert columns.best[row] == logits[row].max()
+    for other in other_ops:
+        again = SamplingColumns(other.runtime, count, vocab)
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed", "position"):
+            getattr(again, name)[:] = getattr(columns, name)
+        sample(other.runtime, logits, again)
+        assert (again.token_ids == chosen).all()
+
+
+@pytest.mark.parametrize("num_rows", [1, 6], ids=["divided among threads", "row by row"])
+def test_equal_logits_choose_the_lowest_id_and_nan_shows(ops: CpuOps, num_rows: int) -> None:
+    columns = SamplingColumns(ops.runtime, num_rows, 1003)
+    logits = torch.zeros(num_rows, 1003)
+    logits[:, [400, 401, 1002]] = 3.0
+    sample(ops.runtime, logits, columns)
+    assert (columns.token_ids == 400).all()
+    logits[:, 900] = torch.nan
+    columns.temperature[:] = 1.0
+    sample(ops.runtime, logits, columns)
+    assert np.isnan(columns.best).all()
+
+
+def test_a_strided_matrix_of_logits_and_a_wrong_one(ops: CpuOps) -> None:
+    columns = SamplingColumns(ops.runtime, 4, 50)
+    logits = torch.randn(4, 64)[:, :50]
+    sample(ops.runtime, logits, columns)
+    assert columns.token_ids.tolist() == logits.argmax(1).tolist()
+    with pytest.raises(ValueError, match="5 rows of logits; these columns have room for 4"):
+        sample(ops.runtime, torch.randn(5, 50), columns)
+    with pytest.raises(ValueError, match="logits are float32 rows of 50"):
+        sample(ops.runtime, torch.randn(4, 51), columns)
+
+
+def test_support_records_say_why_not() -> None:
+    cpu: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
+    attention = kernels.ops()["paged_attention"]
+    assert attention.choose(**cpu, head_dim=64).name == "cpu_native"
+    assert "steps of 8, not 20" in attention.choose(**cpu, head_dim=20).refused[0][1]
+    assert "not 264" in attention.choose(**cpu, head_dim=264).refused[0][1]
+    norm = kernels.ops()["rms_norm"]
+    assert norm.choose(**cpu, size=576).name == "cpu_native"
+    assert "not on meta" in norm.choose(device=torch.device("meta"), dtype=torch.float32).refused[0][1]
+    assert "not in torch.float64" in norm.choose(device=torch.device("cpu"), dtype=torch.float64).refused[0][1]
+
+
+def test_mirrors_have_the_size_of_the_structures(ops: CpuOps) -> None:
+    mirrors = [value for value in vars(program_args).values() if isinstance(value, type(ctypes.Structure))]
+    assert len(mirrors) >= 11
+    for mirror in (*mirrors, Step):
+        assert ctypes.sizeof(mirror) == ops.runtime.library.dll.hr_size_of(mirror.__name__.encode()), mirror.__name__
