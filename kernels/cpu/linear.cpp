@@ -121,3 +121,9 @@ HR_EXPORT void hr_linear_scratch(const PackedWeight* weight, int64_t max_rows, S
   need->shared_bytes = max_rows > kPrepareAloneRows ? max_rows * row_bytes : 0;
   need->per_thread_bytes = kPrepareAloneRows * row_bytes + block_rows * weight->fan * kPanelRows * 4;
 }
+
+// So that a test can hold the ctypes mirrors to these structures.
+HR_EXPORT int64_t hr_sizeof_linear_args() { return sizeof(LinearArgs); }
+HR_EXPORT int64_t hr_sizeof_embed_args() { return sizeof(EmbedArgs); }
+HR_EXPORT int64_t hr_sizeof_pack_args() { return sizeof(PackArgs); }
+HR_EXPORT int64_t hr_sizeof_step() { return sizeof(Step); }

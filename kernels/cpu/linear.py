@@ -10,7 +10,7 @@ weight is stored in decides how it multiplies:
   where w is the exact dequantisation and m the block's offset (its minimum or its step times the stored bias).
 
 The rounding of the result to the output's type comes on top. A row's result is the same to the bit whatever the
-number of rows, its place among them and the number of threads; `reference` is the same product in torch.
+number of rows, its place among them and the number of threads. linear_reference.py has the same product in torch.
 """
 
 from __future__ import annotations
@@ -18,116 +18,42 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
-from collections.abc import Sequence
+import threading
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from headrace.kernels.registry import Version
+
 from . import build
+from .linear_args import (
+    ACTIVATIONS,
+    DTYPES,
+    FLOAT_TYPES,
+    ROWS_FIXED,
+    ROWS_LOGITS,
+    ROWS_SEQS,
+    ROWS_TOKENS,
+    WEIGHT_TYPES,
+    EmbedArgs,
+    LinearArgs,
+    PackArgs,
+    PackedWeightC,
+    ScratchNeed,
+    WeightType,
+)
+from .linear_reference import dequantise, quantise, reference
 from .threads import Pool
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-FLOAT_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4}
-ROWS_FIXED, ROWS_TOKENS, ROWS_LOGITS, ROWS_SEQS = range(4)
+__all__ = [
+    "ACTIVATIONS", "DTYPES", "ROWS_FIXED", "ROWS_LOGITS", "ROWS_SEQS", "ROWS_TOKENS", "VERSIONS", "WEIGHT_TYPES",
+    "Arena", "EmbedArgs", "LinearArgs", "PackArgs", "PackedLayer", "PackedLinear", "Runtime", "WeightType",
+    "dequantise", "pack", "quantise", "reference", "runtime", "why_not",
+]  # fmt: skip
+
 HUGE_PAGE_BYTES = 2 << 20
-
-
-@dataclass(frozen=True)
-class WeightType:
-    """A storage type: its number in linear.h, and weights and bytes of a block as GGUF stores it."""
-
-    number: int
-    block_size: int
-    block_bytes: int
-
-    @property
-    def quantised(self) -> bool:
-        return self.block_size > 1
-
-
-WEIGHT_TYPES = {
-    "F32": WeightType(0, 1, 4),
-    "BF16": WeightType(1, 1, 2),
-    "F16": WeightType(2, 1, 2),
-    "Q4_0": WeightType(3, 32, 18),
-    "Q4_1": WeightType(4, 32, 20),
-    "Q5_0": WeightType(5, 32, 22),
-    "Q5_1": WeightType(6, 32, 24),
-    "Q8_0": WeightType(7, 32, 34),
-    "Q4_K": WeightType(8, 256, 144),
-    "Q5_K": WeightType(9, 256, 176),
-    "Q6_K": WeightType(10, 256, 210),
-}
-
-
-class PackedWeightC(ctypes.Structure):
-    """Mirror of `PackedWeight` in linear.h."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("n", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-        ("type", ctypes.c_int32),
-        ("fan", ctypes.c_int32),
-    )
-
-
-class LinearArgs(ctypes.Structure):
-    """Mirror of `LinearArgs` in linear.h: the arguments of `hr_op_linear`."""
-
-    _fields_ = (
-        ("weight", PackedWeightC),
-        ("x", ctypes.c_void_p),
-        ("x_stride", ctypes.c_int64),
-        ("x_thread_stride", ctypes.c_int64),
-        ("bias", ctypes.c_void_p),
-        ("residual", ctypes.c_void_p),
-        ("residual_stride", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
-        ("out_stride", ctypes.c_int64),
-        ("x_dtype", ctypes.c_int32),
-        ("residual_dtype", ctypes.c_int32),
-        ("out_dtype", ctypes.c_int32),
-        ("activation", ctypes.c_int32),
-        ("rows", ctypes.c_int32),
-        ("from_logits", ctypes.c_int32),
-        ("fixed_rows", ctypes.c_int64),
-    )
-
-
-class PackArgs(ctypes.Structure):
-    """Mirror of `PackArgs` in linear.cpp: the arguments of `hr_op_pack`."""
-
-    _fields_ = (
-        ("weight", PackedWeightC),
-        ("source", ctypes.c_void_p),
-        ("source_stride", ctypes.c_int64),
-        ("packed", ctypes.c_void_p),
-        ("source_dtype", ctypes.c_int32),
-    )
-
-
-class EmbedArgs(ctypes.Structure):
-    """Mirror of `EmbedArgs` in linear.cpp: the arguments of `hr_op_embed`, which needs 4 k bytes of thread scratch."""
-
-    _fields_ = (
-        ("weight", PackedWeightC),
-        ("ids", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("out_stride", ctypes.c_int64),
-        ("out_dtype", ctypes.c_int32),
-        ("rows", ctypes.c_int32),
-        ("fixed_rows", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-    )
-
-
-class ScratchNeed(ctypes.Structure):
-    """Mirror of `ScratchNeed` in linear.h."""
-
-    _fields_ = (("shared_bytes", ctypes.c_int64), ("per_thread_bytes", ctypes.c_int64))
 
 
 def why_not(type_name: str, n: int, k: int, *, gated: bool = False, level: str = "native") -> str | None:
@@ -146,36 +72,40 @@ def why_not(type_name: str, n: int, k: int, *, gated: bool = False, level: str =
 
 @dataclass
 class Arena:
-    """Memory for packed weights, in chunks aligned to huge pages. A chunk lives as long as something packed in it."""
+    """Memory for packed weights, in chunks of huge pages. A chunk lives as long as anything packed in it does."""
 
     chunk_bytes: int = 64 << 20
     _chunk: mmap.mmap | None = None
     _base: int = 0
     _used: int = 0
     _size: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, num_bytes: int) -> tuple[mmap.mmap, int]:
         """`num_bytes` of zeroed, 64-byte aligned memory: the chunk that keeps it alive, and its address."""
         num_bytes = -(-num_bytes // 64) * 64
-        if self._chunk is None or self._used + num_bytes > self._size:
-            self._size = max(self.chunk_bytes, num_bytes)
-            self._chunk = mmap.mmap(-1, self._size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            start = ctypes.addressof(ctypes.c_char.from_buffer(self._chunk))
-            self._base = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-            self._used = 0
-            if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= HUGE_PAGE_BYTES // 2:
-                self._chunk.madvise(mmap.MADV_HUGEPAGE)
-        address = self._base + self._used
-        self._used += num_bytes
-        return self._chunk, address
+        with self._lock:
+            if self._chunk is None or self._used + num_bytes > self._size:
+                # Whole huge pages; what follows in the chunk fills the last one.
+                size = max(self.chunk_bytes, -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
+                chunk = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                start = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
+                if hasattr(mmap, "MADV_HUGEPAGE"):
+                    chunk.madvise(mmap.MADV_HUGEPAGE)
+                self._chunk, self._size, self._used = chunk, size, 0
+                self._base = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+            address = self._base + self._used
+            self._used += num_bytes
+            return self._chunk, address
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """A library with the pool that runs its ops."""
+    """A library, the pool that runs its ops, and the memory that its weights are packed into."""
 
     library: build.Library
     pool: Pool
+    arena: Arena = field(default_factory=Arena)
 
 
 @functools.cache
@@ -320,7 +250,7 @@ def pack(
         source = source.contiguous()
     descriptor = PackedWeightC(n=n, k=k, type=WEIGHT_TYPES[type_name].number, fan=2 if gated else 1)
     nbytes = used.library.dll.hr_linear_bytes(ctypes.byref(descriptor))
-    memory, address = (arena or Arena(chunk_bytes=0)).take(nbytes)
+    memory, address = (arena or used.arena).take(nbytes)
     descriptor.data = address
     args = PackArgs(
         weight=descriptor,
@@ -333,46 +263,36 @@ def pack(
     return PackedLinear(type_name, n, k, gated, descriptor, nbytes, used, memory)
 
 
-def reference(
-    x: Tensor,  # [..., k]
-    weight: Tensor,  # [n, k], dequantised
-    bias: Tensor | None = None,  # [n]
-    *,
-    gated: bool = False,
-    activation: str = "none",
-    residual: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """The same product in torch, computed in `dtype`; bf16 weights meet x rounded to bf16, as in the kernels."""
-    if weight.dtype == torch.bfloat16:
-        x = x.to(torch.bfloat16)
-    y = torch.nn.functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    functions = {
-        "none": lambda value: value,
-        "silu": torch.nn.functional.silu,
-        "gelu_tanh": lambda value: torch.nn.functional.gelu(value, approximate="tanh"),
-        "gelu": torch.nn.functional.gelu,
-        "relu": torch.relu,
-    }
-    if gated:
-        gate, up = y.chunk(2, dim=-1)
-        y = functions[activation](gate) * up
-    else:
-        y = functions[activation](y)
-    return y if residual is None else y + residual.to(dtype)
+@dataclass(frozen=True)
+class PackedLayer:
+    """A packed weight with its bias: what the `linear` op gives to a model."""
+
+    weight: PackedLinear
+    bias: Tensor | None  # [n] float32
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [..., k] -> [..., n] in x's dtype."""
+        return self.weight.apply(x, self.bias)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (self.bias.nbytes if self.bias is not None else 0)
 
 
-def dequantise(type_name: str, rows: Tensor) -> Tensor:
-    """GGUF rows [n, bytes] uint8 as [n, k] fp32, by the gguf package."""
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    return torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType[type_name]))
+def _pack_layer(weight: Tensor, bias: Tensor | None) -> PackedLayer:
+    return PackedLayer(pack(weight), None if bias is None else bias.to(torch.float32).contiguous())
 
 
-def cat_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Weights over the same input as one, row under row: projections that share x then share one op."""
-    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
+def _why_no_layer(device: torch.device | None = None, dtype: torch.dtype | None = None, **facts: Any) -> str:
+    if device is not None and device.type != "cpu":
+        return f"it runs on a CPU, and the weight is on {device}."
+    if dtype is None or dtype not in FLOAT_TYPES:
+        return f"it multiplies in fp32, bf16 or fp16, and the weight is {dtype}."
+    n, k = facts.get("shape", (1, 1))
+    return why_not(FLOAT_TYPES[dtype], n, k) or ""
+
+
+VERSIONS = (Version("linear", "cpu_packed", _pack_layer, _why_no_layer),)
 
 
 def _k_of_rows(type_name: str, rows: Tensor) -> int:
@@ -382,7 +302,7 @@ def _k_of_rows(type_name: str, rows: Tensor) -> int:
         raise ValueError(f"blocks of type {type_name} are not supported; there are {names}.")
     if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[1] % kind.block_bytes != 0:
         raise ValueError(
-            f"{type_name} rows are [n, multiple of {kind.block_bytes}] uint8; these are {rows.dtype} {list(rows.shape)}."
+            f"{type_name} rows are uint8 [n, multiple of {kind.block_bytes}]; here: {rows.dtype} {list(rows.shape)}."
         )
     return rows.shape[1] // kind.block_bytes * kind.block_size
 

@@ -14,6 +14,23 @@ inline Bytes load_bytes(const void* from) {
   return result;
 }
 
+// To the nearest integers, ties to even, whatever the multiplication that the compiler sees before it.
+inline Ints nearest_integers(Floats value) {
+#if defined(HEADRACE_AVX512)
+  return reinterpret_cast<Ints>(_mm512_cvtps_epi32(reinterpret_cast<__m512>(value)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Ints>(_mm256_cvtps_epi32(reinterpret_cast<__m256>(value)));
+#elif defined(__SSE2__)
+  return reinterpret_cast<Ints>(__builtin_ia32_cvtps2dq(value));
+#elif defined(__aarch64__)
+  return reinterpret_cast<Ints>(vcvtnq_s32_f32(reinterpret_cast<float32x4_t>(value)));
+#else
+  Ints result;
+  for (int i = 0; i < kLanes; ++i) result[i] = static_cast<int32_t>(lrintf(value[i]));
+  return result;
+#endif
+}
+
 // kCodeBits: how large the codes are, for versions whose intermediate sums are narrow.
 template <int kCodeBits>
 inline Ints dot_quads(Ints sums, Bytes codes, Bytes x) {

@@ -27,7 +27,14 @@ inline Floats load_integers(const char* from) {
   typedef Integer Small __attribute__((vector_size(sizeof(Integer) * kLanes)));
   Small values;
   std::memcpy(&values, from, sizeof(values));
-  return __builtin_convertvector(values, Floats);
+#if defined(HEADRACE_AVX512)
+  // Two compilers spell the generic conversion out lane by lane.
+  const __m128i bytes = reinterpret_cast<__m128i>(values);
+  const __m512i wide = Integer(-1) < 0 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes);
+  return reinterpret_cast<Floats>(_mm512_cvtepi32_ps(wide));
+#else
+  return __builtin_convertvector(__builtin_convertvector(values, Ints), Floats);
+#endif
 }
 
 template <WeightType kType>
@@ -63,7 +70,7 @@ struct QuantKernel {
     typedef int8_t Small __attribute__((vector_size(kLanes)));
     Ints sums[2] = {};
     for (int i = 0; i < kParts; ++i) {
-      const Ints rounded = __builtin_convertvector(round_to_integer(values[i] * inverse), Ints);
+      const Ints rounded = nearest_integers(values[i] * inverse);
       const Small small = __builtin_convertvector(rounded, Small);
       std::memcpy(block->q + i * kLanes, &small, sizeof(small));
       sums[i * 2 / kParts] += rounded;
@@ -139,6 +146,8 @@ struct QuantKernel {
 
   static inline __attribute__((always_inline)) Floats multiply(Floats total, const QuantBlock& x,
                                                                const Bytes (&codes)[kQuads], const Scales& s) {
+    // Without this the compiler keeps the broadcast quads of all rows for the next group, and spills them.
+    asm volatile("" ::: "memory");
     const Floats step = all_lanes(x.step);
     Ints sum = kLayout.offset ? all_lanes(x.correct[0]) : Ints{};
     constexpr int kFirst = kLayout.two_scales() ? kQuads / 2 : kQuads;

@@ -1,0 +1,116 @@
+"""The C structures of linear layers, mirrored for ctypes, and the numbers of types that they carry."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+DTYPES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
+ACTIVATIONS: Mapping[str, int] = MappingProxyType({"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4})
+ROWS_FIXED, ROWS_TOKENS, ROWS_LOGITS, ROWS_SEQS = range(4)
+"""Which count of the step is an op's number of rows: its own constant, num_tokens, num_logits, num_seqs."""
+
+
+@dataclass(frozen=True)
+class WeightType:
+    """A storage type: its number in linear.h, and weights and bytes of a block as GGUF stores it."""
+
+    number: int
+    block_size: int
+    block_bytes: int
+
+    @property
+    def quantised(self) -> bool:
+        return self.block_size > 1
+
+
+WEIGHT_TYPES: Mapping[str, WeightType] = MappingProxyType(
+    {
+        "F32": WeightType(0, 1, 4),
+        "BF16": WeightType(1, 1, 2),
+        "F16": WeightType(2, 1, 2),
+        "Q4_0": WeightType(3, 32, 18),
+        "Q4_1": WeightType(4, 32, 20),
+        "Q5_0": WeightType(5, 32, 22),
+        "Q5_1": WeightType(6, 32, 24),
+        "Q8_0": WeightType(7, 32, 34),
+        "Q4_K": WeightType(8, 256, 144),
+        "Q5_K": WeightType(9, 256, 176),
+        "Q6_K": WeightType(10, 256, 210),
+    }
+)
+FLOAT_TYPES: Mapping[torch.dtype, str] = MappingProxyType(
+    {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+)
+
+
+class PackedWeightC(ctypes.Structure):
+    """Mirror of `PackedWeight` in linear.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("type", ctypes.c_int32),
+        ("fan", ctypes.c_int32),
+    )
+
+
+class LinearArgs(ctypes.Structure):
+    """Mirror of `LinearArgs` in linear.h: the arguments of `hr_op_linear`."""
+
+    _fields_ = (
+        ("weight", PackedWeightC),
+        ("x", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("x_thread_stride", ctypes.c_int64),
+        ("bias", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("residual_stride", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
+        ("x_dtype", ctypes.c_int32),
+        ("residual_dtype", ctypes.c_int32),
+        ("out_dtype", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
+        ("from_logits", ctypes.c_int32),
+        ("fixed_rows", ctypes.c_int64),
+    )
+
+
+class PackArgs(ctypes.Structure):
+    """Mirror of `PackArgs` in linear.cpp: the arguments of `hr_op_pack`."""
+
+    _fields_ = (
+        ("weight", PackedWeightC),
+        ("source", ctypes.c_void_p),
+        ("source_stride", ctypes.c_int64),
+        ("packed", ctypes.c_void_p),
+        ("source_dtype", ctypes.c_int32),
+    )
+
+
+class EmbedArgs(ctypes.Structure):
+    """Mirror of `EmbedArgs` in linear.cpp: the arguments of `hr_op_embed`, which needs 4 k bytes of thread scratch."""
+
+    _fields_ = (
+        ("weight", PackedWeightC),
+        ("ids", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
+        ("out_dtype", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
+        ("fixed_rows", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+    )
+
+
+class ScratchNeed(ctypes.Structure):
+    """Mirror of `ScratchNeed` in linear.h."""
+
+    _fields_ = (("shared_bytes", ctypes.c_int64), ("per_thread_bytes", ctypes.c_int64))
