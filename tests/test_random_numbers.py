@@ -9,7 +9,7 @@ import pytest
 import torch
 from scalar_noise import GOLDEN, MASK, scalar_noise, scalar_word
 
-from headrace.executor.random_numbers import RARE_NOISE, draw, gumbel_noise, row_keys, token_steps, words
+from headrace.executor.random_numbers import draw, gumbel_noise, row_keys, token_steps, words
 
 
 def test_the_generator_is_splitmix64() -> None:
@@ -47,14 +47,22 @@ def test_noise_is_finite_at_both_ends_of_the_word(word: int, expected: float) ->
     assert float(gumbel_noise(keys, torch.tensor([0]))) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0, 40.0])
-def test_the_short_cut_on_the_host_draws_what_all_the_noise_would(spread: float) -> None:
-    """Flat logits let rare noise win; steep ones let the likeliest token win nearly always."""
-    vocab_size, num_rows = 20_000, 60
-    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(11)) * 4 * spread
+def shaped_logits(shape: str, num_rows: int, vocab_size: int) -> torch.Tensor:
+    spread = {"flat": 0.0, "usual": 3.0, "steep": 40.0, "peak": 0.1}[shape]
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(11)) * spread
+    if shape == "peak":
+        logits[:, 7] = math.log(vocab_size) + 1.5  # far above each other token, not above all of them together
+    return logits
+
+
+@pytest.mark.parametrize("shape", ["flat", "usual", "steep", "peak"])
+def test_the_short_cut_on_the_host_draws_what_all_the_noise_would(shape: str) -> None:
+    vocab_size, num_rows = 20_000, 100
+    logits = shaped_logits(shape, num_rows, vocab_size)
     keys = row_keys(np.arange(num_rows, dtype=np.uint64), np.full(num_rows, 5))
     noise = gumbel_noise(torch.from_numpy(keys.view(np.int64))[:, None], torch.arange(vocab_size))
     drawn = [draw(row.numpy(), key, token_steps(vocab_size)) for row, key in zip(logits, keys, strict=True)]
     assert drawn == (logits + noise).argmax(1).tolist()
-    if spread == 0.0:
-        assert (noise.max(1).values > RARE_NOISE).float().mean() > 0.8
+    if shape == "peak":
+        won_by_rare_noise = sum(token != 7 for token in drawn)
+        assert 5 < won_by_rare_noise < 50

@@ -238,6 +238,8 @@ def test_a_flat_distribution_is_truncated_over_the_whole_vocabulary() -> None:
     found = truncate(logits[None], CANDIDATES, top_k=np.array([0]), top_p=np.array([0.5]), min_p=np.array([0.0]))
     assert found.complete.tolist() == [False]
     assert survivors(logits, len(logits), top_p=0.5) == set(range(2 * CANDIDATES))
+    found = truncate(logits[None], CANDIDATES, top_k=np.array([0]), top_p=np.array([0.5]), min_p=np.array([0.9]))
+    assert found.complete.tolist() == [False]
     sampling = Sampling(max_tokens=1, top_p=0.5)
     drawn = run(logits.repeat(64, 1), [Case([1], 1, seed, sampling) for seed in range(64)]).token_ids
     assert drawn.max() < 2 * CANDIDATES
