@@ -206,6 +206,8 @@ class GGUFHeader:
                 f"{self.path}: tensor {name} has {dimensions} dimensions; 1 to {MAX_DIMENSIONS} are possible"
             )
         shape = tuple(self._u64() for _ in range(dimensions))[::-1]
+        if 0 in shape:
+            raise ModelError(f"{self.path}: tensor {name} has shape {list(shape)}; every dimension is at least 1")
         return name, shape, self._u32(), self._u64()
 
     def _record(self, name: str, shape: tuple[int, ...], type_number: int, start: int) -> TensorRecord:

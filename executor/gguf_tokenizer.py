@@ -133,17 +133,17 @@ def _byte_level(header: GGUFHeader, texts: list[str], split: Split, special: Map
             tokenizer.add_tokens([AddedToken(text, normalized=False, special=token_type == CONTROL)])
     adds_bos = bool(metadata.get(f"{KEY}add_bos_token", split.adds_bos))
     adds_eos = bool(metadata.get(f"{KEY}add_eos_token", False))
-    add_ends(tokenizer, special.get("bos_token") if adds_bos else None, special.get("eos_token") if adds_eos else None)
+    _add_ends(tokenizer, special.get("bos_token") if adds_bos else None, special.get("eos_token") if adds_eos else None)
     json_text: str = tokenizer.to_str()
     return json_text
 
 
-def add_ends(tokenizer: Any, bos: str | None, eos: str | None) -> None:
+def _add_ends(tokenizer: Any, bos: str | None, eos: str | None) -> None:
     """Makes the post-processor put these around a text, and nothing else. They are in the vocabulary."""
     from tokenizers import processors
 
     ends = [text for text in (bos, eos) if text is not None]
-    first, last = ([f"{text}"] if text is not None else [] for text in (bos, eos))
+    first, last = ([text] if text is not None else [] for text in (bos, eos))
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[*first, "$A", *last],
         pair=[*first, "$A", *last, *(f"{text}:1" for text in first), "$B:1", *(f"{text}:1" for text in last)],

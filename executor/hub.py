@@ -78,9 +78,7 @@ def _fetch(repo: str, tag: str | None, choice: HubChoice) -> Path:
     gguf = _chosen_gguf(repo, files, tag, choice) if files is not None else None
     try:
         if files is None:
-            snapshot = hub.snapshot_download(
-                repo, revision=choice.revision, cache_dir=choice.download_dir, local_files_only=True
-            )
+            snapshot = _cached_snapshot(repo, choice)
         else:
             patterns = [*_split_parts(gguf, files), "*.json"] if gguf else _patterns(files, choice.load_format)
             snapshot = hub.snapshot_download(
@@ -93,6 +91,22 @@ def _fetch(repo: str, tag: str | None, choice: HubChoice) -> Path:
         held = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
         gguf = _chosen_gguf(repo, held, tag, choice)
     return folder / gguf if gguf else folder
+
+
+def _cached_snapshot(repo: str, choice: HubChoice) -> str:
+    """The snapshot as it is on this machine. Raises what the hub raises where there is none."""
+    import huggingface_hub as hub
+
+    try:
+        return hub.snapshot_download(
+            repo, revision=choice.revision, cache_dir=choice.download_dir, local_files_only=True
+        )
+    except Exception as error:
+        # Newer versions call a snapshot incomplete that lacks a file of the repository, needed or not.
+        partial = getattr(error, "snapshot_path", None)
+        if partial is None:
+            raise
+        return str(partial)
 
 
 def _listing(repo: str, choice: HubChoice) -> tuple[list[str] | None, str]:

@@ -17,7 +17,7 @@ from headrace.core.options import Options
 from headrace.executor.checkpoint import Checkpoint
 from headrace.executor.converted_tokenizers import cached_bundle
 from headrace.executor.gguf_header import GGUFHeader
-from headrace.executor.gguf_tokenizer import add_ends, gguf_bundle
+from headrace.executor.gguf_tokenizer import gguf_bundle
 from headrace.executor.hub import HubChoice, locate
 from headrace.ipc.failure import ModelError
 from headrace.ipc.messages import TokenizerBundle
@@ -72,7 +72,10 @@ def _fast(folder: Path) -> TokenizerBundle:
 
 
 def _completed(data: bytes, config: Mapping[str, Any], special: Mapping[str, str]) -> bytes:
-    """The tokenizer.json with the tokens of tokenizer_config.json that it lacks, and its choice of ends."""
+    """The tokenizer.json with the tokens of tokenizer_config.json that it lacks. As transformers 5 does it.
+
+    What is put around a text is the tokenizer.json's to say: its post-processor, whatever add_bos_token reads.
+    """
     from tokenizers import AddedToken, Tokenizer
 
     tokenizer = Tokenizer.from_buffer(data)
@@ -88,22 +91,7 @@ def _completed(data: bytes, config: Mapping[str, Any], special: Mapping[str, str
     known |= {token.content for token in missing}
     missing += [AddedToken(text, special=True) for text in dict.fromkeys(special.values()) if text not in known]
     tokenizer.add_tokens(missing)
-    changed = bool(missing) | _choose_ends(tokenizer, config, special)
-    return tokenizer.to_str().encode() if changed else data
-
-
-def _choose_ends(tokenizer: Any, config: Mapping[str, Any], special: Mapping[str, str]) -> bool:
-    """Follows add_bos_token and add_eos_token where they are given; whether anything changed."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return False
-    bos = special.get("bos_token") if config.get("add_bos_token") else None
-    eos = special.get("eos_token") if config.get("add_eos_token") else None
-    bare = tokenizer.encode("a", add_special_tokens=False).ids
-    ends = [[tokenizer.token_to_id(text)] if text is not None else [] for text in (bos, eos)]
-    if tokenizer.encode("a").ids == [*ends[0], *bare, *ends[1]]:
-        return False
-    add_ends(tokenizer, bos, eos)
-    return True
+    return tokenizer.to_str().encode() if missing else data
 
 
 def _slow(folder: Path, trust_remote_code: bool) -> TokenizerBundle:

