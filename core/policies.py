@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import msgspec
+
 
 def order_of(policy: str, priority: int, arrival: int) -> tuple[int, ...]:
     """The sort key of a request: the smallest is served first, the largest gives way first."""
     return (priority, arrival) if policy == "priority" else (arrival,)
 
 
-def prefill_share(missing_tokens: int, budget_tokens: int, step_tokens: int, others_wait: bool) -> int:
-    """How many of a prompt's missing tokens this step takes.
+class StepLimits(msgspec.Struct, frozen=True):
+    """What every step is bound by."""
+
+    max_tokens: int
+    chunked_prefill: bool = True
+
+
+def prefill_share(missing_tokens: int, budget_tokens: int, limits: StepLimits, others_wait: bool) -> int:
+    """How many of a prompt's missing tokens this step takes, with `budget_tokens` of it left.
 
     A prompt of more than half a step leaves half of what is left to the others that wait, so that a very long one
     delays short ones by a step and not by all of its own; several long ones take a half, a quarter, and so on.
-    What then remains unused is handed back to them at the end of the step.
+    What then remains unused is handed back to them at the end of the step. Without chunked prefill it is all or
+    nothing.
     """
-    if others_wait and missing_tokens > step_tokens // 2:
+    if not limits.chunked_prefill:
+        return missing_tokens if missing_tokens <= budget_tokens else 0
+    if others_wait and missing_tokens > limits.max_tokens // 2:
         return min(missing_tokens, max(1, budget_tokens // 2)) if budget_tokens else 0
     return min(missing_tokens, budget_tokens)

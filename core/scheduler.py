@@ -12,7 +12,7 @@ import numpy as np
 
 from headrace.core.blocks import BlockPool
 from headrace.core.hashing import BlockHasher
-from headrace.core.policies import order_of, prefill_share
+from headrace.core.policies import StepLimits, order_of, prefill_share
 from headrace.core.requests import Request, RowTable, State, WaitingQueue
 from headrace.core.step_draft import StepDraft
 from headrace.ipc.messages import FinishReason
@@ -72,6 +72,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.pool = BlockPool(config.num_blocks)
         self.hasher = BlockHasher(config.hash_algorithm, config.block_size) if config.prefix_caching else None
+        self._step_limits = StepLimits(config.max_num_batched_tokens, config.chunked_prefill)
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_prompt_tokens = 0
@@ -154,7 +155,7 @@ class Scheduler:
         pending.sort(key=lambda row: table.requests[row].order)  # type: ignore[union-attr]
         for position, row in enumerate(pending):
             others_wait = position + 1 < len(pending) or len(self.waiting) > 0
-            self._extend(draft, row, self._share(draft, self._missing(row), others_wait))
+            self._extend(draft, row, prefill_share(self._missing(row), draft.budget, self._step_limits, others_wait))
 
     def _admit_waiting(self, draft: StepDraft) -> None:
         """In order, and only when the whole prompt finds blocks: half-admitted prompts would block each other."""
@@ -165,7 +166,7 @@ class Scheduler:
             if blocks_missing + growth > self.pool.num_available - self.pool.num_unheld(cached):
                 break
             missing = len(request.token_ids) - len(cached) * self.config.block_size
-            count = self._share(draft, missing, others_wait=len(self.waiting) > 1)
+            count = prefill_share(missing, draft.budget, self._step_limits, others_wait=len(self.waiting) > 1)
             if count == 0:
                 break
             self.waiting.pop()
@@ -229,11 +230,6 @@ class Scheduler:
 
     def _missing(self, row: int) -> int:
         return int(self.rows.num_tokens[row] - self.rows.num_computed_tokens[row])
-
-    def _share(self, draft: StepDraft, missing: int, others_wait: bool) -> int:
-        if not self.config.chunked_prefill:
-            return missing if missing <= draft.budget else 0
-        return prefill_share(missing, draft.budget, self.config.max_num_batched_tokens, others_wait)
 
     def _extend(self, draft: StepDraft, row: int, count: int) -> None:
         """Plans up to `count` more tokens of a row, as far as there are blocks for them."""

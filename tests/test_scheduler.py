@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.desk import ClientGone
-from headrace.core.policies import prefill_share
+from headrace.core.policies import StepLimits, prefill_share
 from headrace.core.scheduler import Scheduler, SchedulerConfig
 from headrace.executor.null import NullModel
 from headrace.ipc.messages import Abort, FinishReason, Goodbye, ResetPrefixCache
@@ -327,9 +327,7 @@ def test_a_full_queue_rejects_with_a_time_to_come_back():
 
 def test_limits_that_could_never_run_a_request_are_refused():
     plan, _ = make_plan()
-    config = SchedulerConfig(
-        num_blocks=16, block_size=4, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32
-    )
+    config = SchedulerConfig(num_blocks=16, block_size=4, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32)
     with pytest.raises(ValueError, match="15 blocks of 4 tokens cannot hold one request of max_model_len 64; 16"):
         Scheduler(config)
     assert plan.block_size == config.block_size
@@ -337,6 +335,6 @@ def test_limits_that_could_never_run_a_request_are_refused():
 
 @given(st.integers(1, 10_000), st.integers(0, 4096), st.integers(1, 4096), st.booleans())
 def test_a_prefill_share_is_positive_and_within_the_budget(missing, budget, step, others_wait):
-    share = prefill_share(missing, budget, step, others_wait)
+    share = prefill_share(missing, budget, StepLimits(step), others_wait)
     assert 0 <= share <= min(missing, budget)
     assert share > 0 or budget == 0
