@@ -174,7 +174,12 @@ class AsyncLLM:
         if self._starting is None:
             self._starting = loop.create_task(self._start())
         # Shielded: a caller that gives up must not end the start that others wait for.
-        return await asyncio.shield(self._starting)
+        try:
+            return await asyncio.shield(self._starting)
+        except asyncio.CancelledError:
+            if self._closed:
+                raise HeadraceError("this AsyncLLM was closed while it started") from None
+            raise
 
     async def _start(self) -> CoreClient:
         assert self._child is not None

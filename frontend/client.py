@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -68,6 +69,8 @@ class CoreClient:
         self._failure: Failure | None = None
         self._closed = False
         self._draining = False
+        self.last_step_s = 0.0
+        """When a step last brought news (monotonic seconds)."""
         self.load: Load | None = None
         """The core's load as it last told, while requests of ours run there."""
         self.tokenizer: Tokenizer | None = None
@@ -189,10 +192,9 @@ class CoreClient:
                 f"the engine-core at {self._transport.address} did not {what} within {timeout_s:g} s"
             ) from None
 
-    # --- what the core says -------------------------------------------------------------------------------------
-
     def _on_message(self, message: CoreMessage) -> None:
         if isinstance(message, StepOutputs):
+            self.last_step_s = time.monotonic()
             self.requests.on_step(message)
         elif isinstance(message, Load):
             self.load = message

@@ -7,6 +7,7 @@ import difflib
 import enum
 import functools
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -177,13 +178,13 @@ class SamplingParams:
         """What the core needs for output `child` of n; `max_tokens` is at most what the model's length allows."""
         seed = self.seed
         if seed is not None:
-            seed = (seed + child + 2**63) % 2**64 - 2**63
+            seed = (int(seed) + child + 2**63) % 2**64 - 2**63
         return Sampling(
-            max_tokens=max_tokens if self.max_tokens is None else min(self.max_tokens, max_tokens),
-            min_tokens=min(self.min_tokens, max_tokens),
+            max_tokens=max_tokens if self.max_tokens is None else min(int(self.max_tokens), max_tokens),
+            min_tokens=min(int(self.min_tokens), max_tokens),
             temperature=0.0 if self.temperature < GREEDY_BELOW else float(self.temperature),
             top_p=float(self.top_p),
-            top_k=max(self.top_k, 0),
+            top_k=max(int(self.top_k), 0),
             min_p=float(self.min_p),
             seed=seed,
             presence_penalty=float(self.presence_penalty),
@@ -191,8 +192,10 @@ class SamplingParams:
             repetition_penalty=float(self.repetition_penalty),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
-            logprobs=self.logprobs,
-            prompt_logprobs=self.prompt_logprobs if child == 0 else None,  # the same for every child
+            logprobs=None if self.logprobs is None else int(self.logprobs),
+            prompt_logprobs=None
+            if self.prompt_logprobs is None or child
+            else int(self.prompt_logprobs),  # the same for every child
         )
 
 
@@ -239,15 +242,19 @@ def _check_number(name: str, value: Any, low: float, high: float, *, open_low: b
     allowed = f"over {low:g}" if open_low else f"at least {low:g}"
     if high != math.inf:
         allowed += f" and at most {high:g}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise _bad(name, value, f"must be a number, {allowed}")
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond any float
+        number = math.inf
     # A NaN fails every comparison, so it is caught here too.
-    if not (low < value if open_low else low <= value) or not value <= high or value == math.inf:
-        raise _bad(name, value, f"must be {allowed}" + ("" if math.isfinite(value) else ", and finite"))
+    if not (low < number if open_low else low <= number) or not number <= high or number == math.inf:
+        raise _bad(name, value, f"must be {allowed}" + ("" if math.isfinite(number) else ", and finite"))
 
 
 def _check_integer(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise _bad(name, value, f"must be an integer of at least {low}")
-    if not low <= value <= high:
+    if not low <= int(value) <= high:
         raise _bad(name, value, f"must be at least {low} and at most {high}")

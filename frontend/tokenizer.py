@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from headrace.frontend.chat_template import Message, render_chat
 from headrace.frontend.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from headrace.ipc.failure import InvalidRequestError, ModelError
@@ -107,6 +105,11 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return None if self.eos_token is None else self.convert_tokens_to_ids(self.eos_token)
 
+    @property
+    def chat_template_names(self) -> tuple[str, ...]:
+        """Of the templates that the model ships."""
+        return tuple(self._bundle.chat_templates)
+
     def get_chat_template(self, chat_template: str | None = None, tools: Sequence[Any] | None = None) -> str:
         """The template itself: the one given, one of the model's by that name, or the model's usual one."""
         templates = self._bundle.chat_templates
@@ -182,8 +185,3 @@ def _byte_alphabet() -> dict[str, int]:
 def _is_byte_level(tokenizer: Any) -> bool:
     decoder = tokenizer.decoder
     return decoder is not None and json.loads(decoder.__getstate__()).get("type") == "ByteLevel"
-
-
-def encode_bundle(bundle: TokenizerBundle) -> bytes:
-    """The bytes that TokenizerInfo.content_hash is of."""
-    return msgspec.msgpack.encode(bundle)

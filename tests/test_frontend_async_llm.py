@@ -95,16 +95,18 @@ async def test_many_requests_at_once_do_not_mix() -> None:
 
 @pytest.mark.parametrize("how", ["cancel", "break", "abort"])
 def test_ending_early_aborts_the_request(how: str) -> None:
+    endless = SamplingParams(max_tokens=None)
+
     async def test() -> None:
-        async with attached() as (core, llm):
+        async with attached(max_model_len=1_000_000) as (core, llm):
             core.pause()
 
             async def read() -> list[str | None]:
-                return [output.outputs[0].finish_reason async for output in llm.generate("Hello", LONG, "mine")]
+                return [output.outputs[0].finish_reason async for output in llm.generate("Hello", endless, "mine")]
 
             if how == "break":
                 core.resume()
-                stream = llm.generate("Hello", LONG, "mine")
+                stream = llm.generate("Hello", endless, "mine")
                 await anext(stream)
                 core.pause()
                 await stream.aclose()  # type: ignore[attr-defined]

@@ -30,6 +30,7 @@ def test_the_defaults_are_vllms() -> None:
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("temperature", "hot"),
+        ("temperature", 10**400),
         ("temperature", True),
         ("top_p", 0.0),
         ("top_p", 1.1),
@@ -134,3 +135,11 @@ def test_from_optional_takes_none_for_the_default() -> None:
 def test_the_repr_shows_every_field() -> None:
     assert repr(SamplingParams(temperature=0.25)).startswith("SamplingParams(n=1, presence_penalty=0.0,")
     assert "temperature=0.25" in repr(SamplingParams(temperature=0.25))
+
+
+def test_numpys_numbers_are_numbers_and_leave_as_pythons() -> None:
+    numpy = pytest.importorskip("numpy")
+    params = SamplingParams(temperature=numpy.float32(0.5), top_k=numpy.int64(5), max_tokens=numpy.int32(7), seed=1)
+    wire = params.to_wire(max_tokens=90)
+    assert (wire.temperature, wire.top_k, wire.max_tokens) == (0.5, 5, 7)
+    assert (type(wire.temperature), type(wire.top_k), type(wire.max_tokens)) == (float, int, int)

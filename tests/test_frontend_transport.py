@@ -29,6 +29,7 @@ from headrace.ipc.sockets import AddressError
 pytestmark = pytest.mark.usefixtures("private_cache")
 
 LONG = SamplingParams(max_tokens=200)
+ENDLESS = SamplingParams(max_tokens=None)
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -115,7 +116,7 @@ SERVE = """
 import sys
 sys.path.insert(0, {tests!r})
 from fake_core import FakeCore, ZmqCore
-core = ZmqCore(FakeCore(), {address!r})
+core = ZmqCore(FakeCore(max_model_len=1_000_000), {address!r})
 print("ready", flush=True)
 core.thread.join()
 """
@@ -131,7 +132,7 @@ def test_a_killed_core_is_noticed_at_once_and_its_cause_told(tmp_path: Path) -> 
     async def test(cause_grace_s: float, kill: Callable[[CoreClient], None]) -> tuple[str, float]:
         client = CoreClient(ZmqTransport(address), cause_grace_s=cause_grace_s)
         await client.start()
-        calls = [asyncio.ensure_future(client.submit(str(i), Prompt(token_ids=[5]), LONG).final()) for i in range(2)]
+        calls = [asyncio.ensure_future(client.submit(str(i), Prompt(token_ids=[5]), ENDLESS).final()) for i in range(2)]
         start_s = time.monotonic()
         kill(client)
         errors = await asyncio.gather(*calls, return_exceptions=True)
@@ -163,7 +164,7 @@ def test_a_core_that_stops_answering_without_closing_is_found_by_heartbeats(tmp_
         os.kill(process.pid, signal.SIGSTOP)
         start_s = time.monotonic()
         with pytest.raises(EngineDeadError, match="the connection was lost"):
-            await client.submit("r", Prompt(token_ids=[5]), LONG).final()
+            await client.submit("r", Prompt(token_ids=[5]), ENDLESS).final()
         elapsed_s = time.monotonic() - start_s
         await client.close()
         return elapsed_s
