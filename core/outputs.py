@@ -24,10 +24,26 @@ class Addressed:
 
 
 def gather_prompt_logprobs(news: Addressed, result: StepResult, table: RowTable) -> None:
-    """Columns still name the client of a row that ended in this very step."""
+    """Positions not told of before: a request that was preempted computes its prompt again."""
     for run in result.prompt_logprobs:
-        client, slot = int(table.client[run.row]), int(table.slot[run.row])
-        news.prompt_logprobs.setdefault(client, []).append(PromptLogprobs(slot=slot, start=run.start, rows=run.rows))
+        request = table.requests[run.row]
+        assert request is not None, f"the executor read the prompt of row {run.row}, which is empty"
+        start = max(run.start, request.num_prompt_logprobs)
+        end = run.start + len(run.rows.token_ids)
+        if start >= end:
+            continue
+        request.num_prompt_logprobs = end
+        rows = run.rows if start == run.start else select_rows(run.rows, slice(start - run.start, None))
+        told = PromptLogprobs(slot=request.slot, start=start, rows=rows)
+        news.prompt_logprobs.setdefault(request.client, []).append(told)
+
+
+def select_rows(rows: LogprobRows, chosen: slice | np.ndarray) -> LogprobRows:
+    return LogprobRows(
+        token_ids=Tensor.from_numpy(rows.token_ids.numpy()[chosen]),
+        logprobs=Tensor.from_numpy(rows.logprobs.numpy()[chosen]),
+        ranks=Tensor.from_numpy(rows.ranks.numpy()[chosen]),
+    )
 
 
 def step_outputs(
@@ -73,9 +89,4 @@ def _logprobs_of(
     mine = np.flatnonzero(of_token >= 0)
     if len(mine) == 0:
         return None, None
-    rows = LogprobRows(
-        token_ids=Tensor.from_numpy(result.logprobs.token_ids.numpy()[mine]),
-        logprobs=Tensor.from_numpy(result.logprobs.logprobs.numpy()[mine]),
-        ranks=Tensor.from_numpy(result.logprobs.ranks.numpy()[mine]),
-    )
-    return Tensor.from_numpy(of_token[mine]), rows
+    return Tensor.from_numpy(of_token[mine]), select_rows(result.logprobs, mine)

@@ -41,6 +41,7 @@ class Request:
         "first_scheduled_s",
         "first_token_s",
         "num_preemptions",
+        "num_prompt_logprobs",
         "num_prompt_tokens",
         "order",
         "request_id",
@@ -69,6 +70,7 @@ class Request:
         self.row = -1
         self.block_hashes: list[BlockHash] = []  # of its known full blocks; empty without prefix caching
         self.num_preemptions = 0
+        self.num_prompt_logprobs = 1  # prompt positions told of; the first has no prediction
         self.arrived_s = self.first_scheduled_s = self.first_token_s = 0.0
 
 

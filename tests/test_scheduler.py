@@ -114,6 +114,19 @@ def test_preemption_recomputes_and_gives_the_same_tokens():
     assert results[0] == results[1]
 
 
+def test_prompt_logprobs_are_told_once_even_after_a_preemption():
+    core = SteppedCore(model(), num_blocks=17, max_num_batched_tokens=16)
+    client = core.open()
+    for slot in range(4):
+        client.add(slot, [3 + slot, 4, 5, 6, 7] * 3, max_tokens=25, prompt_logprobs=0)
+    core.run_until_idle()
+    assert core.loop.scheduler.num_preemptions > 0
+    runs = [run for message in client.outputs() for run in message.prompt_logprobs]
+    for slot in range(4):
+        told = [p for run in runs if run.slot == slot for p in range(run.start, run.start + len(run.rows.token_ids))]
+        assert told == list(range(1, 15))
+
+
 def test_a_repeated_prompt_comes_from_the_cache_but_for_its_last_token():
     core = SteppedCore()
     client = core.open()
