@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,13 @@ def _slow(folder: Path, trust_remote_code: bool) -> TokenizerBundle:
 
 
 def _convert(folder: Path, trust_remote_code: bool) -> TokenizerBundle:
+    needed = [name for name in ("sentencepiece", "google.protobuf") if not _is_installed(name)]
+    if needed and (models := sorted(file.name for file in folder.glob("*.model"))):
+        packages = " ".join(name.removeprefix("google.") for name in needed)
+        raise ModelError(
+            f"reading {models[0]} in {folder} needs {packages}, which is not installed: pip install {packages}",
+            hint=WITHOUT,
+        )
     from transformers import AutoTokenizer
 
     try:
@@ -124,6 +131,13 @@ def _convert(folder: Path, trust_remote_code: bool) -> TokenizerBundle:
         chat_templates=_chat_templates(folder, _config(folder)),
         special_tokens=special,
     )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package around it is missing
+        return False
 
 
 def _config(folder: Path) -> dict[str, Any]:

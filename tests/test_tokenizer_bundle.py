@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,15 @@ def test_an_older_form_is_converted_by_transformers_and_kept(private_cache: Path
     assert bundle_of(folder) == bundle, "a damaged copy is made anew"
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "eos_token": "<s>"}')
     assert bundle_of(folder).special_tokens["eos_token"] == "<s>", "other files are another tokenizer"
+
+
+@pytest.mark.skipif(util.find_spec("sentencepiece") is not None, reason="sentencepiece is installed")
+def test_a_sentencepiece_file_is_told_which_package_reads_it(private_cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0e\x0a\x05<unk>")
+    with pytest.raises(
+        ModelError, match=r"reading tokenizer\.model in .* needs sentencepiece.*: pip install sentencepiece"
+    ):
+        bundle_of(tmp_path)
 
 
 def load_without_transformers(path: Path) -> int:
