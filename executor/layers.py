@@ -17,7 +17,7 @@ from torch import Tensor
 from headrace import kernels
 from headrace.executor.weights import WeightSource
 from headrace.ipc.failure import ModelError
-from headrace.kernels.reference import LinearWeight
+from headrace.kernels.reference import DenseLinear, LinearWeight
 
 
 class Collectives(Protocol):
@@ -265,18 +265,21 @@ class VocabParallelEmbedding:
     ) -> None:
         self._tp = tp
         self._rows = tp.share(vocab_size, "a vocabulary")
-        self.table = weights.matrix(f"{name}.weight", vocab_size, width, self._rows if tp.size > 1 else None)
+        table = weights.matrix(f"{name}.weight", vocab_size, width, self._rows if tp.size > 1 else None)
+        self.table: LinearWeight = DenseLinear(table, None)
+        """A tied head puts its packed weight here, so that the table is in memory once."""
+        self._num_rows = len(table)
         # Rounded to the model's dtype before it multiplies, as the models that have a scale were trained.
         self._scale = torch.tensor(scale, dtype=weights.dtype, device=weights.device) if scale != 1.0 else None
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids [num_tokens] int64 -> [num_tokens, width]"""
         if self._tp.size == 1:
-            rows = torch.nn.functional.embedding(token_ids, self.table)
+            rows = self.table.look_up(token_ids)
         else:
             local = token_ids - self._rows.start
-            mine = (local >= 0) & (local < len(self.table))
-            rows = torch.nn.functional.embedding(local * mine, self.table) * mine[:, None]
+            mine = (local >= 0) & (local < self._num_rows)
+            rows = self.table.look_up(local * mine) * mine[:, None]
             rows = self._tp.all_reduce(rows)
         return rows if self._scale is None else rows * self._scale
 
@@ -290,10 +293,10 @@ class VocabParallelHead:
     ) -> None:  # fmt: skip
         self._tp = tp
         if embedding is not None:
-            before = weights.nbytes
-            self.weight = weights.pack(embedding.table, None)
-            if getattr(self.weight, "weight", None) is embedding.table:
-                weights.nbytes = before
+            dense = embedding.table
+            assert isinstance(dense, DenseLinear)  # it has just been read
+            weights.nbytes -= dense.nbytes
+            self.weight = embedding.table = weights.pack(dense.weight, None)
         else:
             rows = tp.share(shape[0], "a vocabulary") if tp.size > 1 else None
             self.weight = weights.linear([Part(name, shape[0], rows)], shape[1], None, bias=False)

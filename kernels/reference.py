@@ -20,6 +20,10 @@ class LinearWeight(Protocol):
         """x [..., in_features] -> [..., out_features], in x's dtype, bias added if there is one."""
         ...
 
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Rows of the weight, [*ids.shape, in_features] in the weight's dtype: a tied embedding reads its head."""
+        ...
+
     @property
     def nbytes(self) -> int: ...
 
@@ -33,6 +37,9 @@ class DenseLinear:
 
     def apply(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
 
     @property
     def nbytes(self) -> int:

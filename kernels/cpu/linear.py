@@ -135,6 +135,11 @@ class PackedLinear:
     memory: mmap.mmap = field(repr=False)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The stored type of a float weight; fp32 for blocks."""
+        return next((dtype for dtype, name in FLOAT_TYPES.items() if name == self.type_name), torch.float32)
+
+    @property
     def columns(self) -> int:
         """Columns of the output: n, or n / 2 of a gated pair."""
         return self.n // 2 if self.gated else self.n
@@ -273,6 +278,10 @@ class PackedLayer:
     def apply(self, x: Tensor) -> Tensor:
         """x [..., k] -> [..., n] in x's dtype."""
         return self.weight.apply(x, self.bias)
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Rows of the weight, [*ids.shape, k], exactly; in its own dtype, blocks in fp32."""
+        return self.weight.look_up(ids, self.weight.dtype)
 
     @property
     def nbytes(self) -> int:
