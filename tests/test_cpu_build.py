@@ -1,0 +1,354 @@
+"""The build of the CPU kernels: what is cached, what is rebuilt, and each way it can fail; and the thread pool."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+
+from headrace.kernels.cpu import build, linear, threads
+
+ONE_FUNCTION = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of C++ that compiles in a moment, so that failures can be provoked one by one."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "answer.cpp").write_text(ONE_FUNCTION)
+    (folder / "other.cpp").write_text("namespace { int unused() { return 1; } }\nint other() { return unused(); }\n")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    return tmp_path / "cache" / "kernels"
+
+
+def answer_of(library: build.Library) -> int:
+    return int(library.dll.answer())
+
+
+def failure_of(folder: Path) -> str:
+    """The reason why `folder` gives no library; checks that it is warned of exactly once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first, second = build.attempt("native", folder), build.attempt("native", folder)
+    assert isinstance(first, str)
+    assert first == second
+    assert [str(each.message) for each in caught] == [f"The CPU kernels are not used, the torch reference is: {first}"]
+    return first
+
+
+def test_the_second_load_compiles_nothing(folder: Path, cache: Path) -> None:
+    first, second = build.build("native", folder), build.build("native", folder)
+    assert answer_of(first) == answer_of(second) == 42
+    assert first.compiled
+    assert not second.compiled
+    assert [path.suffix for path in sorted(cache.iterdir())] == [".lock", ".so"]
+
+
+def test_another_source_flag_compiler_or_cpu_is_another_library(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gcc = build.find_compiler()
+    keys = [build.build_key(folder, gcc, ("-O1",)), build.build_key(folder, gcc, ("-O2",))]
+    (folder / "extra.h").write_text("// a header counts too\n")
+    keys.append(build.build_key(folder, gcc, ("-O1",)))
+    monkeypatch.setattr(build, "_compiler_version", lambda compiler: "g++ 99")
+    keys.append(build.build_key(folder, gcc, ("-O1",)))
+    monkeypatch.setattr(build, "cpu_features", lambda: frozenset({"sse2"}))
+    keys.append(build.build_key(folder, gcc, ("-O1",)))
+    monkeypatch.setattr(build, "cpu_model", lambda: "model: 1")
+    keys.append(build.build_key(folder, gcc, ("-O1",)))
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_cache_from_another_cpu_is_not_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(build, "cpu_model", lambda: "the machine this cache was copied from")
+        there = build.build("native", folder)
+    here = build.build("native", folder)
+    assert here.compiled
+    assert here.path != there.path
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "emptied"])
+def test_a_damaged_file_is_built_again(folder: Path, damage: str) -> None:
+    path = Path(build.build("native", folder).path)
+    content = path.read_bytes()
+    # Replaced, not written into: this process has the good file mapped.
+    path.unlink()
+    if damage == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "changed":
+        path.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
+    else:
+        path.write_bytes(b"")
+    again = build.build("native", folder)
+    assert again.compiled
+    assert answer_of(again) == 42
+
+
+def test_a_missing_compiler_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent/compiler")
+    assert failure_of(folder) == "CXX='/nonexistent/compiler' was not found; set CXX to a C++17 compiler or unset it."
+
+
+def test_no_compiler_at_all_says_what_to_install(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert failure_of(folder).startswith("no C++ compiler was found; install g++ or clang++")
+
+
+def test_a_compiler_that_fails_is_quoted(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\necho 'internal compiler error: out of luck' >&2\nexit 4\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert "(status 4): internal compiler error: out of luck" in failure_of(folder)
+
+
+def test_a_source_that_does_not_compile_is_named(folder: Path, cache: Path) -> None:
+    (folder / "wrong.cpp").write_text("int wrong() { return undeclared; }\n")
+    reason = failure_of(folder)
+    assert "failed at compiling wrong.cpp (status 1)" in reason
+    assert "undeclared" in reason
+    assert not list(cache.glob("*.so"))
+    assert not list(cache.glob(".build-*"))
+
+
+def test_a_missing_symbol_fails_at_the_link_and_not_at_the_first_call(folder: Path) -> None:
+    (folder / "wrong.cpp").write_text("int missing();\nint wrong() { return missing(); }\n")
+    assert "failed at linking" in failure_of(folder)
+
+
+def test_an_empty_folder_is_an_incomplete_installation(tmp_path: Path) -> None:
+    assert "the installation is incomplete" in failure_of(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("why", ["a file is in the way", "the folder cannot be written"])
+def test_without_a_cache_folder_the_library_is_built_for_this_process(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    place = tmp_path / "place"
+    if why == "a file is in the way":
+        place.write_text("")
+    else:
+        # No process can create files there, root included.
+        place = Path("/proc/self")
+    monkeypatch.setenv("HEADRACE_CACHE", str(place))
+    assert build.cache_folder() is None
+    library = build.build("native", folder)
+    assert answer_of(library) == 42
+    assert library.compiled
+    assert not os.path.exists(library.path)
+
+
+def test_a_folder_without_write_permission_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere; test_without_a_cache_folder covers root")
+    (tmp_path / "kernels").mkdir(mode=0o500)
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    assert build.cache_folder() is None
+
+
+BUILDER = """
+import sys
+from pathlib import Path
+from headrace.kernels.cpu import build
+sys.stdin.readline()
+library = build.build("native", Path(sys.argv[1]))
+print(int(library.compiled), library.dll.answer())
+"""
+
+
+def test_two_processes_building_at_once_both_get_the_library(folder: Path) -> None:
+    builders = [
+        subprocess.Popen(
+            [sys.executable, "-c", BUILDER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    for builder in builders:
+        assert builder.stdin is not None
+        builder.stdin.write("go\n")
+        builder.stdin.flush()
+    said = sorted(builder.communicate(timeout=120)[0].strip() for builder in builders)
+    assert said == ["0 42", "1 42"]  # the second waited for the first and compiled nothing
+
+
+def test_an_unknown_level_lists_the_known_ones(folder: Path) -> None:
+    with pytest.raises(build.BuildError, match=r"'avx9' is unknown here; there are native, "):
+        build.build("avx9", folder)
+
+
+@pytest.mark.skipif("x86_64" not in build.LEVELS or os.uname().machine != "x86_64", reason="levels of x86-64")
+def test_a_level_beyond_the_cpu_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "cpu_features", lambda: frozenset({"avx2", "fma", "f16c", "bmi2"}))
+    with pytest.raises(build.BuildError, match=r"this CPU lacks avx512bw, avx512dq, avx512f, avx512vl"):
+        build.build("avx512", folder)
+
+
+CROSS_COMPILER = "aarch64-linux-gnu-g++"
+
+
+@pytest.mark.skipif(shutil.which(CROSS_COMPILER) is None, reason=f"{CROSS_COMPILER} is not installed")
+@pytest.mark.parametrize("cpu", ["armv8-a", "armv8.2-a+dotprod+fp16", "armv8.6-a+bf16+i8mm"])
+def test_the_sources_compile_for_aarch64(tmp_path: Path, cpu: str) -> None:
+    units, _ = build.sources(build.FOLDER)
+    for unit in (unit for unit in units if unit.name.startswith(("linear", "quant", "threads"))):
+        command = [CROSS_COMPILER, *build.BASE_FLAGS, "-O1", "-Wall", "-Werror", f"-march={cpu}", "-c", str(unit)]
+        done = subprocess.run([*command, "-o", str(tmp_path / "unit.o")], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_threads_are_bounded_by_affinity_quota_and_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3, 4, 6})
+    monkeypatch.setattr(threads, "one_cpu_per_core", lambda cpus: cpus[::2])  # two hardware threads a core
+    monkeypatch.setattr(threads, "cpu_quota", lambda: None)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert threads.plan().num_threads == 2
+    assert threads.plan(3).num_threads == 3
+    assert threads.plan(9).num_threads == 4
+    monkeypatch.setenv("OMP_NUM_THREADS", "1,4")
+    assert threads.plan().num_threads == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert threads.plan().num_threads == 2
+    monkeypatch.setattr(threads, "cpu_quota", lambda: 1.5)
+    assert threads.plan(4).num_threads == 2
+    monkeypatch.setattr(threads, "cpu_quota", lambda: 0.2)
+    assert threads.plan(4).num_threads == 1
+    # Pinned to one CPU of each core, and only where they are ours.
+    monkeypatch.setattr(threads, "cpu_quota", lambda: None)
+    assert threads.plan(2, owned=True).cpus == (1, 4)
+    assert threads.plan(2).cpus == ()
+    assert threads.plan(4, owned=True).cpus == ()
+
+
+def test_the_cgroups_quota_is_read(tmp_path: Path) -> None:
+    assert threads.cpu_quota(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert threads.cpu_quota(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("250000 100000\n")
+    assert threads.cpu_quota(tmp_path) == 2.5
+    (tmp_path / "cpu.max").unlink()
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
+    assert threads.cpu_quota(tmp_path) is None
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("50000\n")
+    assert threads.cpu_quota(tmp_path) == 0.5
+
+
+def test_a_cpu_is_claimed_by_one_process_at_a_time(tmp_path: Path) -> None:
+    mine = threads.claim_cpus([0, 1], tmp_path)
+    assert mine is not None
+    # flock belongs to the open file, so a second opening stands for a second process.
+    assert threads.claim_cpus([1, 2], tmp_path) is None
+    others = threads.claim_cpus([2, 3], tmp_path)
+    assert others is not None  # the refused attempt left nothing locked
+    for file in mine:
+        os.close(file)
+    again = threads.claim_cpus([0, 1], tmp_path)
+    assert again is not None
+    for file in [*again, *others]:
+        os.close(file)
+
+
+@pytest.fixture(scope="module")
+def library() -> build.Library:
+    found = build.load()
+    assert found is not None
+    return found
+
+
+def sum_of(pool: threads.Pool) -> bool:
+    """Whether a product over all threads of the pool is right."""
+    import torch
+
+    runtime = linear.Runtime(pool.library, pool)
+    weight, x = torch.arange(64 * 32.0).view(64, 32) % 5, torch.ones(3, 32)
+    return bool(torch.equal(linear.pack(weight, runtime_=runtime).apply(x), x @ weight.T))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_barriers_hold_with_more_threads_than_cores(
+    library: build.Library, num_threads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(threads, "cpu_quota", lambda: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_threads)))
+    monkeypatch.setattr(threads, "claim_cpus", lambda cpus, folder=None: None)
+    pool = threads.Pool(library, num_threads)
+    assert pool.num_threads == num_threads
+    pool.run_barriers(500)
+    assert sum_of(pool)
+    pool.close()
+
+
+def test_an_idle_pool_uses_no_cpu(library: build.Library) -> None:
+    import resource
+
+    pool = threads.Pool(library, 2)
+    pool.run_barriers(10)
+    done = threading.Event()
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    done.wait(0.5)  # the time over which use is measured
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    used_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert used_s < 0.05
+    pool.close()
+
+
+def test_several_callers_share_a_pool(library: build.Library) -> None:
+    pool = threads.Pool(library, 2)
+    right: list[bool] = []
+
+    def call() -> None:
+        right.extend(sum_of(pool) for _ in range(50))
+
+    callers = [threading.Thread(target=call) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert right == [True] * 150
+    pool.close()
+
+
+def test_a_forked_child_can_use_the_pool(library: build.Library) -> None:
+    pool = threads.Pool(library, 2)
+    assert sum_of(pool)
+    child = os.fork()
+    if child == 0:
+        pool.run_barriers(100)
+        os._exit(7)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert sum_of(pool)
+    pool.close()
+
+
+def test_threads_end_with_the_pool(library: build.Library) -> None:
+    before = len(os.listdir("/proc/self/task"))
+    pools = [threads.Pool(library, 2) for _ in range(3)]
+    assert len(os.listdir("/proc/self/task")) == before + sum(pool.num_threads - 1 for pool in pools)
+    for pool in pools:
+        pool.close()
+    assert len(os.listdir("/proc/self/task")) == before
+
+
+def test_the_kernels_load_and_export_the_ops(library: build.Library) -> None:
+    for name in ("hr_op_linear", "hr_op_pack", "hr_op_embed", "hr_pool_run_op"):
+        assert ctypes.cast(getattr(library.dll, name), ctypes.c_void_p).value
