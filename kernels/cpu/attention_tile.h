@@ -108,6 +108,18 @@ inline void product(const T* a, int a_stride, int rows, const T* b, int b_stride
     product_columns<T, 1>(a, a_stride, rows, b + column * kPairs<T>, b_stride, steps, c + column, c_stride);
 }
 
+// Rows that will be needed soon, fetched into the second-level cache a few at a time, among other work: more at once
+// than a core's buffers for misses hold would stop it.
+struct Fetch {
+  const char* const* rows;  // [kTileKeys], or null: nothing to fetch
+  int64_t row_bytes;
+
+  void row(int key) const {
+    if (rows == nullptr) return;
+    for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(rows[key] + at, 0, 2);
+  }
+};
+
 #if defined(HEADRACE_AVX512)
 // 16 rows of up to 16 words each become 16 columns: to[word * to_stride + row].
 inline void transpose_words_block(const uint32_t* const* rows, int first, int words, uint32_t* to, int to_stride) {
@@ -170,25 +182,33 @@ inline void transpose_words_block(const uint32_t* const* rows, int first, int wo
 
 // rows[keys] of `dim` values each -> packed [dim / kPairs][keys][kPairs]; `keys` is a multiple of kLanes, dim even.
 template <class T>
-inline void pack_keys(const T* const* rows, int keys, int dim, T* packed) {
+inline void pack_keys(const T* const* rows, int keys, int dim, T* packed, const Fetch& fetch) {
   const int words = dim / kPairs<T>;
-  for (int key = 0; key < keys; key += kLanes)
+  for (int key = 0; key < keys; key += kLanes) {
+    for (int i = 0; i < kLanes; ++i) fetch.row(key + i);
     for (int word = 0; word < words; word += kLanes)
       transpose_words_block(reinterpret_cast<const uint32_t* const*>(rows + key), word,
                             words - word, reinterpret_cast<uint32_t*>(packed) + word * keys + key, keys);
+  }
+  for (int key = keys; key < kTileKeys; ++key) fetch.row(key);
 }
 
 // rows[keys] of `dim` values each -> packed [keys / kPairs][padded][kPairs], zeros beyond dim; `keys` is even. The
 // order of columns is the packing's own; `restore_columns` undoes it in the result.
-inline void pack_values(const float* const* rows, int keys, int dim, int padded, float* packed) {
+inline void pack_values(const float* const* rows, int keys, int dim, int padded, float* packed, const Fetch& fetch) {
+  for (int key = keys; key < kTileKeys; ++key) fetch.row(key);
   for (int key = 0; key < keys; ++key, packed += padded) {
+    fetch.row(key);
     std::memcpy(packed, rows[key], sizeof(float) * static_cast<size_t>(dim));
     for (int i = dim; i < padded; ++i) packed[i] = 0.0f;
   }
 }
 
-inline void pack_values(const Bf16* const* rows, int keys, int dim, int padded, Bf16* packed) {
+inline void pack_values(const Bf16* const* rows, int keys, int dim, int padded, Bf16* packed, const Fetch& fetch) {
+  for (int key = keys; key < kTileKeys; ++key) fetch.row(key);
   for (int key = 0; key < keys; key += 2, packed += 2 * padded) {
+    fetch.row(key);
+    fetch.row(key + 1);
     const Bf16 *first = rows[key], *second = rows[key + 1];
     int i = 0;
 #if defined(HEADRACE_AVX512)
@@ -211,9 +231,10 @@ inline void pack_values(const Bf16* const* rows, int keys, int dim, int padded, 
 // order of sums (and of columns) that `product` over packed values has. For few rows packing would cost more.
 template <int kRows, int kVectors>
 inline void value_block(const float* weights, int stride, const float* const* rows, int keys, int column, float* c,
-                        int c_stride) {
+                        int c_stride, const Fetch& fetch) {
   Floats sums[kRows][kVectors] = {};
   for (int key = 0; key < keys; ++key) {
+    fetch.row(key);
     for (int v = 0; v < kVectors; ++v) {
       const Floats value = load_floats(rows[key] + column + v * kLanes);
       for (int row = 0; row < kRows; ++row)
@@ -227,10 +248,12 @@ inline void value_block(const float* weights, int stride, const float* const* ro
 #if defined(HEADRACE_AVX512) && defined(HEADRACE_BF16_DOT)
 template <int kRows, int kVectors>
 inline void value_block(const Bf16* weights, int stride, const Bf16* const* rows, int keys, int column, float* c,
-                        int c_stride) {
+                        int c_stride, const Fetch& fetch) {
   static_assert(kVectors % 2 == 0, "columns are interleaved by 32");
   __m512 sums[kRows][kVectors] = {};
   for (int key = 0; key < keys; key += 2) {
+    fetch.row(key);
+    fetch.row(key + 1);
     for (int v = 0; v < kVectors; v += 2) {
       const __m512i first = _mm512_loadu_si512(rows[key] + column + v * 16);
       const __m512i second = _mm512_loadu_si512(rows[key + 1] + column + v * 16);
@@ -261,7 +284,7 @@ constexpr int kMostDirectRows = 6;
 // not what it is for.
 template <class T>
 inline bool direct_values(const T* weights, int stride, int num_rows, const T* const* places, int keys, int dim,
-                          float* c, int c_stride) {
+                          float* c, int c_stride, Fetch fetch) {
   constexpr int kStep = kDirectColumns<T>;
   if constexpr (kStep == 0) {
     return false;
@@ -271,11 +294,13 @@ inline bool direct_values(const T* weights, int stride, int num_rows, const T* c
     int column = 0;
     const auto run = [&](auto rows_tag) {
       constexpr int kRows = decltype(rows_tag)::value;
-      for (; column + kWide * kLanes <= dim; column += kWide * kLanes)
-        value_block<kRows, kWide>(weights, stride, places, keys, column, c, c_stride);
-      for (; column < dim; column += kNarrow * kLanes)
-        value_block<kRows, kNarrow>(weights, stride, places, keys, column, c, c_stride);
+      // The first columns' pass fetches for all.
+      for (; column + kWide * kLanes <= dim; column += kWide * kLanes, fetch.rows = nullptr)
+        value_block<kRows, kWide>(weights, stride, places, keys, column, c, c_stride, fetch);
+      for (; column < dim; column += kNarrow * kLanes, fetch.rows = nullptr)
+        value_block<kRows, kNarrow>(weights, stride, places, keys, column, c, c_stride, fetch);
     };
+    for (int key = keys; key < kTileKeys; ++key) fetch.row(key);
     switch (num_rows) {
       case 1: run(std::integral_constant<int, 1>{}); break;
       case 2: run(std::integral_constant<int, 2>{}); break;
