@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tiny_gguf import save_gguf
 from tokenizers import Tokenizer, processors
 
 from headrace.core.options import Options
+from headrace.executor import tokenizer as tokenizer_module
 from headrace.executor.checkpoint import Checkpoint, open_checkpoint
 from headrace.executor.tokenizer import load_bundle
 from headrace.ipc.failure import ModelError
@@ -172,8 +172,30 @@ def test_an_older_form_is_converted_by_transformers_and_kept(private_cache: Path
     assert bundle_of(folder).special_tokens["eos_token"] == "<s>", "other files are another tokenizer"
 
 
-@pytest.mark.skipif(util.find_spec("sentencepiece") is not None, reason="sentencepiece is installed")
-def test_a_sentencepiece_file_is_told_which_package_reads_it(private_cache: Path, tmp_path: Path) -> None:
+def test_a_sentencepiece_file_is_converted_to_the_same_ids(private_cache: Path, tmp_path: Path) -> None:
+    import sentencepiece
+
+    text = tmp_path / "text"
+    text.write_text("\n".join(TEXTS[1:] + (tiny_models.TRAINING_TEXT,) * 4))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=500,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert_same_ids(bundle_of(folder), auto_tokenizer(folder))
+
+
+def test_a_sentencepiece_file_is_told_which_package_reads_it(
+    private_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "_is_installed", lambda name: name != "sentencepiece")
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0e\x0a\x05<unk>")
     with pytest.raises(
         ModelError, match=r"reading tokenizer\.model in .* needs sentencepiece.*: pip install sentencepiece"
