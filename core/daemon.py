@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from types import FrameType
+from typing import NoReturn
 
 from headrace.core.option_parsing import OptionParser, add_options, options_from_arguments, parse_options
 from headrace.core.options import Options
@@ -42,7 +43,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """The `engine-core` command."""
     if sys.argv[1:2] == ["--parent-fd"]:
-        sys.exit(run_as_child(int(sys.argv[2])))
+        _leave(run_as_child(int(sys.argv[2])))
     parser = OptionParser(
         prog="engine-core",
         description="Runs a model and serves it to Headrace clients: headrace.connect(ADDRESS), headrace --engine.",
@@ -60,7 +61,7 @@ def main() -> None:
     except OptionError as error:
         print(f"engine-core: {error}", file=sys.stderr)
         sys.exit(2)
-    sys.exit(run_alone(options, arguments.address))
+    _leave(run_alone(options, arguments.address))
 
 
 def run_alone(options: Options, address: str) -> int:
@@ -120,6 +121,14 @@ def run_as_child(fd: int) -> int:
     finally:
         if core is not None:
             core.close()
+
+
+def _leave(status: int) -> NoReturn:
+    """Exits at once: everything is closed by now, and tearing the interpreter and torch down takes a second or two."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _serve(core: EngineCore) -> int:
