@@ -1,6 +1,7 @@
 // The machine's limits, measured by the same threads that run the kernels: how fast memory can be read, and how many
 // products per second the vector units give. Benchmarks state their figures as shares of these.
 #include "linear_float.h"
+#include "quant_dot.h"
 
 namespace headrace {
 namespace {
@@ -27,16 +28,17 @@ constexpr int kChains = 24;
 constexpr int kChains = 12;
 #endif
 
-template <class Multiply>
-Floats run_chains(int64_t rounds, Multiply multiply) {
-  Floats chains[kChains] = {};
+template <class Vector, class Multiply>
+Floats run_chains(int64_t rounds, Vector one, Multiply multiply) {
+  Vector chains[kChains], different = {};
+  for (int i = 0; i < kChains; ++i) chains[i] = different += one;  // equal chains would be made one
   for (int64_t round = 0; round < rounds; ++round) {
 #pragma GCC unroll 32
     for (int i = 0; i < kChains; ++i) chains[i] = multiply(chains[i]);
   }
-  Floats sum = {};
+  Vector sum = {};
   for (int i = 0; i < kChains; ++i) sum += chains[i];
-  return sum;
+  return reinterpret_cast<Floats>(sum);
 }
 
 }  // namespace
@@ -66,11 +68,14 @@ HR_EXPORT void hr_op_arithmetic(const void* raw, const Step&, int thread, int) {
   const Floats a = load_floats(args.ones), b = load_floats(args.ones + kLanes);
   Floats sum = {};
   switch (args.kind) {
-    case Arithmetic::kF32: sum = run_chains(args.rounds, [&](Floats c) { return fused(a, b, c); }); break;
+    case Arithmetic::kF32: sum = run_chains(args.rounds, a, [&](Floats c) { return fused(a, b, c); }); break;
 #if defined(HEADRACE_BF16_DOT)
-    case Arithmetic::kBF16Pairs: sum = run_chains(args.rounds, [&](Floats c) { return dot_pairs(c, a, b); }); break;
+    case Arithmetic::kBF16Pairs: sum = run_chains(args.rounds, a, [&](Floats c) { return dot_pairs(c, a, b); }); break;
 #endif
-    default: break;
+    default:
+      sum = run_chains(args.rounds, reinterpret_cast<Ints>(a), [&](Ints c) {
+        return dot_quads<4>(c, reinterpret_cast<Bytes>(a), reinterpret_cast<Bytes>(b));
+      });
   }
   store_floats(args.results + thread * kLanes, sum);
 }
@@ -82,6 +87,7 @@ HR_EXPORT int64_t hr_arithmetic_per_round(int32_t kind) {
 #if defined(HEADRACE_BF16_DOT)
     case Arithmetic::kBF16Pairs: return kChains * kLanes * 2;
 #endif
+    case Arithmetic::kInt8Quads: return kChains * kLanes * 4;
     default: return 0;
   }
 }
