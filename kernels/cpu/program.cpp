@@ -62,12 +62,36 @@ void run_ops_timed(const Program& program, const Step& step, int thread, int num
   }
 }
 
+// Seen as unsigned, a negative number is a large one.
+bool all_below(const int32_t* numbers, int64_t count, int64_t limit) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t number = static_cast<uint32_t>(numbers[i]);
+    largest = number > largest ? number : largest;
+  }
+  return count == 0 || largest < limit;
+}
+
+// What of a step a program could not survive. The numbers are known to program_run.py.
+enum class Refusal : int { kNone = 0, kTokenId = 1, kPosition = 2, kLogitsRow = 3 };
+
+Refusal check(const Program& program, const Step& step) {
+  if (program.vocab_size > 0 && !all_below(step.token_ids, step.num_tokens, program.vocab_size))
+    return Refusal::kTokenId;
+  if (program.position_limit > 0 && !all_below(step.positions, step.num_tokens, program.position_limit))
+    return Refusal::kPosition;
+  return all_below(step.logits_rows, step.num_logits, step.num_tokens) ? Refusal::kNone : Refusal::kLogitsRow;
+}
+
 }  // namespace
 }  // namespace headrace
 
 using namespace headrace;
 
-HR_EXPORT void hr_program_run(Pool* pool, const Program* program, const Step* step) {
+// 0, or a Refusal: then nothing was run.
+HR_EXPORT int hr_program_run(Pool* pool, const Program* program, const Step* step) {
+  const Refusal refusal = check(*program, *step);
+  if (refusal != Refusal::kNone) return static_cast<int>(refusal);
   Run run = {program, *step};
   run.step.single_tokens = has_single_tokens(*step);
   pool->lend_scratch(run.step);
@@ -79,6 +103,7 @@ HR_EXPORT void hr_program_run(Pool* pool, const Program* program, const Step* st
         (run.program->ticks != nullptr ? run_ops_timed : run_ops)(*run.program, step, thread, num_threads);
       },
       &run);
+  return 0;
 }
 
 HR_EXPORT uint64_t hr_ticks_now() { return ticks_now(); }

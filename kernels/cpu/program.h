@@ -23,6 +23,8 @@ struct Program {
   // Null, or [num_threads][number of ops][2] ticks added up over runs: waiting at the barrier, and working.
   uint64_t* ticks;
   int64_t ticks_per_thread;  // elements
+  int64_t vocab_size;        // what token ids and positions must be below; 0: nothing reads them
+  int64_t position_limit;
 };
 
 }  // namespace headrace

@@ -195,4 +195,6 @@ class ProgramC(ctypes.Structure):
         ("end", ctypes.c_int64),
         ("ticks", ctypes.c_void_p),
         ("ticks_per_thread", ctypes.c_int64),
+        ("vocab_size", ctypes.c_int64),
+        ("position_limit", ctypes.c_int64),
     )

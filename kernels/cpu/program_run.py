@@ -15,6 +15,9 @@ from .program_args import ProgramC, ProgramOp
 from .program_parts import FEW_ROWS, Buffer
 from .threads import Step
 
+REFUSED_TOKEN_ID, REFUSED_POSITION = 1, 2
+"""`Refusal` in program.cpp."""
+
 
 @dataclass(frozen=True)
 class StepArrays:
@@ -69,16 +72,23 @@ class Program:
 
     def __init__(self, runtime: Runtime, written: Written) -> None:
         self.runtime, self._written = runtime, written
-        self._max_rows, self._logits_start = written.max_rows, written.logits_start
-        self._vocab_size, self._max_position = written.vocab_size, written.max_position
         self.names = written.names
         self._ops = [(ProgramOp * len(ops))(*ops) for ops in written.ops]
-        self._programs = [ProgramC(ops=ctypes.addressof(ops), first=0, end=len(ops)) for ops in self._ops]
+        self._programs = [
+            ProgramC(
+                ops=ctypes.addressof(ops),
+                first=0,
+                end=len(ops),
+                vocab_size=written.vocab_size,
+                position_limit=written.max_position or 0,
+            )
+            for ops in self._ops
+        ]
         self._step = Step()
         self._arrays: StepArrays | None = None
         dll = runtime.library.dll
         dll.hr_program_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
-        dll.hr_program_run.restype = None
+        dll.hr_program_run.restype = ctypes.c_int
         dll.hr_ticks_now.restype = ctypes.c_uint64
         self._run = dll.hr_program_run
 
@@ -98,27 +108,25 @@ class Program:
         the vocabulary or a position beyond the tables. Slots and block tables are the caller's to keep in range.
         """
         self._load(arrays)
-        which = 0 if self._step.num_tokens <= FEW_ROWS else 1
-        self._run(self.runtime.pool.handle, ctypes.byref(self._programs[which]), ctypes.byref(self._step))
+        self._call(self._programs[self._which])
         output = self._written.output
         return output.tensor[: self._step.num_logits if output.rows == "logits" else self._step.num_tokens]
 
     def run_logits(self, logits_rows: np.ndarray) -> Tensor:
         """The logits of other tokens of the step that ran last: [len(logits_rows), ...], valid until the next run."""
-        if self._logits_start is None or self._arrays is None:
+        starts = self._written.logits_start
+        if starts is None or self._arrays is None:
             raise ValueError("a program without start_of_logits, or that has not run yet, has no logits to run again.")
-        step = self._step
-        step.logits_rows, step.num_logits = self._check_logits(logits_rows, step.num_tokens), len(logits_rows)
-        which = 0 if step.num_tokens <= FEW_ROWS else 1
-        tail = ProgramC.from_buffer_copy(self._programs[which])
-        tail.first = self._logits_start[which]
-        self._run(self.runtime.pool.handle, ctypes.byref(tail), ctypes.byref(step))
-        return self._written.output.tensor[: step.num_logits]
+        self._load_logits(logits_rows)
+        tail = ProgramC.from_buffer_copy(self._programs[self._which])
+        tail.first, tail.vocab_size, tail.position_limit = starts[self._which], 0, 0
+        self._call(tail)
+        return self._written.output.tensor[: len(logits_rows)]
 
     def profile(self, arrays: StepArrays, runs: int) -> Profile:
         """Runs the same step `runs` times and says where the time went."""
-        which = 0 if len(arrays.token_ids) <= FEW_ROWS else 1
-        program, names = self._programs[which], self.names[which]
+        self._load(arrays)
+        program, names = self._programs[self._which], self.names[self._which]
         num_threads = self.runtime.pool.num_threads
         ticks = np.zeros((num_threads, len(names), 2), np.uint64)
         dll = self.runtime.library.dll
@@ -140,9 +148,9 @@ class Program:
         """Points the step at the arrays, once they are known to be what it reads."""
         step, self._arrays = self._step, arrays
         num_tokens, num_seqs = len(arrays.token_ids), len(arrays.seq_lens)
-        if num_tokens > self._max_rows["tokens"]:
-            raise ValueError(f"a step of {num_tokens} tokens; this program has room for {self._max_rows['tokens']}.")
-        step.num_tokens, step.num_seqs, step.num_logits = num_tokens, num_seqs, len(arrays.logits_rows)
+        if num_tokens > (most := self._written.max_rows["tokens"]):
+            raise ValueError(f"a step of {num_tokens} tokens; this program has room for {most}.")
+        step.num_tokens, step.num_seqs = num_tokens, num_seqs
         step.token_ids = _address(arrays.token_ids, np.int32, (num_tokens,), "token_ids")
         step.positions = _address(arrays.positions, np.int32, (num_tokens,), "positions")
         step.slot_mapping = _address(arrays.slot_mapping, np.int64, (num_tokens,), "slot_mapping")
@@ -151,30 +159,36 @@ class Program:
         tables = arrays.block_tables
         step.block_table = _address(tables, np.int32, (num_seqs, tables.shape[-1]), "block_tables")
         step.block_table_stride = tables.shape[-1]
-        step.logits_rows = self._check_logits(arrays.logits_rows, num_tokens)
-        if not num_tokens:
-            return
-        # Seen as unsigned, a negative number is a large one.
-        if self._vocab_size and (largest := int(arrays.token_ids.view(np.uint32).max())) >= self._vocab_size:
-            raise ValueError(f"token id {_signed(largest)} is outside the vocabulary of {self._vocab_size}.")
-        if (
-            self._max_position is not None
-            and (most := int(arrays.positions.view(np.uint32).max())) >= self._max_position
-        ):
-            raise ValueError(f"position {_signed(most)} is outside the tables, which hold {self._max_position}.")
+        self._load_logits(arrays.logits_rows)
 
-    def _check_logits(self, logits_rows: np.ndarray, num_tokens: int) -> int:
-        count, most = len(logits_rows), self._max_rows["logits"]
+    def _load_logits(self, logits_rows: np.ndarray) -> None:
+        count, most = len(logits_rows), self._written.max_rows["logits"]
         if count > most:
             raise ValueError(f"{count} rows of logits; this program has room for {most}.")
-        address = _address(logits_rows, np.int32, (count,), "logits_rows")
-        if count and int(logits_rows.view(np.uint32).max()) >= num_tokens:
-            raise ValueError(f"logits_rows name a token that a step of {num_tokens} tokens does not have.")
-        return address
+        self._step.num_logits = count
+        self._step.logits_rows = _address(logits_rows, np.int32, (count,), "logits_rows")
+
+    @property
+    def _which(self) -> int:
+        return 0 if self._step.num_tokens <= FEW_ROWS else 1
+
+    def _call(self, program: ProgramC) -> None:
+        refusal = self._run(self.runtime.pool.handle, ctypes.byref(program), ctypes.byref(self._step))
+        if not refusal:
+            return
+        written = self._written
+        assert self._arrays is not None
+        if refusal == REFUSED_TOKEN_ID:
+            worst = _least_or_most(self._arrays.token_ids)
+            raise ValueError(f"token id {worst} is outside the vocabulary of {written.vocab_size}.")
+        if refusal == REFUSED_POSITION:
+            worst = _least_or_most(self._arrays.positions)
+            raise ValueError(f"position {worst} is outside the tables, which hold {written.max_position}.")
+        raise ValueError(f"logits_rows name a token that a step of {self._step.num_tokens} tokens does not have.")
 
 
-def _signed(number: int) -> int:
-    return number - (1 << 32) if number >> 31 else number
+def _least_or_most(numbers: np.ndarray) -> int:
+    return int(numbers.min()) if numbers.min() < 0 else int(numbers.max())
 
 
 def _address(array: np.ndarray, dtype: type, shape: tuple[int, ...], name: str) -> int:
