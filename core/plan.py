@@ -57,6 +57,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool
     seed: int
     decisions: tuple[Decision, ...]
+    weights_stay_packed: bool = False
+    """Quantised weights are kept, and computed where the device can, as the checkpoint stores them."""
 
 
 class MemoryReading(msgspec.Struct, frozen=True, kw_only=True):

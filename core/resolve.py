@@ -14,6 +14,7 @@ from headrace.ipc.failure import OptionError
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DEFAULT_MAX_NUM_SEQS = 256
+_FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 _SAMPLING_DEFAULTS = (
     "temperature",
@@ -64,6 +65,7 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
         model=msgspec.structs.replace(model, generation_defaults=defaults),
         served_model_names=names,
         dtype=dtype,
+        weights_stay_packed=options.dtype == "auto" and model.checkpoint_dtype not in _FLOAT_DTYPES,
         max_model_len=max_model_len,
         max_model_len_is_fixed=options.max_model_len is not None,
         block_size=options.block_size,
@@ -85,12 +87,15 @@ def describe_plan(plan: Plan) -> str:
 
 def _dtype(options: Options, model: ModelDescription) -> tuple[str, str]:
     if options.dtype != "auto":
-        return _DTYPE_NAMES.get(options.dtype, options.dtype), "asked for"
+        asked = _DTYPE_NAMES.get(options.dtype, options.dtype)
+        if model.checkpoint_dtype in _FLOAT_DTYPES:
+            return asked, "asked for"
+        return asked, f"asked for; weights of {model.checkpoint_dtype} are dequantised to it"
     if model.checkpoint_dtype in ("float16", "bfloat16"):
         return model.checkpoint_dtype, "the checkpoint's own"
     if model.checkpoint_dtype == "float32":
         return "bfloat16", "half the memory of the checkpoint's float32; ask for float32 to keep it"
-    return "bfloat16", f"activations of a checkpoint of {model.checkpoint_dtype}"
+    return "bfloat16", f"activations of a checkpoint of {model.checkpoint_dtype}; weights stay packed"
 
 
 def _max_model_len(options: Options, model: ModelDescription) -> tuple[int, str]:

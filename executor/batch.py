@@ -32,7 +32,7 @@ class Needs(enum.IntFlag):
 
 @dataclass(frozen=True)
 class StepArrays:
-    """A step's inputs on the host; the fields are those of `executor.inputs.StepInputs`."""
+    """A step's inputs on the host, as a model takes them; the fields are those of `executor.inputs.StepInputs`."""
 
     token_ids: np.ndarray  # [num_tokens] int64
     positions: np.ndarray  # [num_tokens] int64
@@ -42,6 +42,7 @@ class StepArrays:
     block_tables: np.ndarray  # [num_seqs, max_blocks] int32, 0 beyond a sequence's last block
     logits_indices: np.ndarray  # [num_sampled] int64: the tokens whose logits are sampled from
     prompt_lens: np.ndarray  # [num_seqs] int32
+    block_size: int
 
 
 class SamplingColumns:
@@ -163,6 +164,7 @@ class BatchState:
             block_tables=self.block_table[rows, :width],
             logits_indices=query_start[1:][plan.sampled].astype(np.int64) - 1,
             prompt_lens=self.num_prompt_tokens[rows],
+            block_size=self.block_size,
         )
 
     def _enter(self, new: NewRow) -> None:

@@ -52,6 +52,11 @@ class Checkpoint:
     gguf: GGUFFile | None = field(default=None, repr=False)
     """The opened file, where the config came from one."""
 
+    @property
+    def stored_bytes(self) -> int | None:
+        """Memory of a GGUF file's tensors as they are stored; None for other formats."""
+        return None if self.gguf is None else sum(record.nbytes for record in self.gguf.tensors.values())
+
     def weights(self, shapes: Mapping[str, tuple[int, ...]] | None = None) -> WeightSource:
         """Where the weights come from. `shapes`: of dummy weights; by default what the config calls for.
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from headrace import kernels
 from headrace.executor.arch import ArchSpec, LayerSpec, NormSpec
-from headrace.executor.inputs import StepInputs
+from headrace.executor.batch import StepArrays
+from headrace.executor.inputs import StepInputs, StepLogits, step_in_two
 from headrace.executor.kv_cache import KVCache
 from headrace.executor.layers import (
     SINGLE,
@@ -201,6 +202,10 @@ class Decoder:
         checked.check_all_used((*names.ignorable, *excused))
         self.weight_bytes = checked.nbytes
         """Memory that the weights take."""
+
+    def step(self, arrays: StepArrays, kv_cache: KVCache) -> StepLogits:
+        """Runs a step, as the runner asks for it."""
+        return step_in_two(self, StepInputs.on(self.device, arrays), kv_cache)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, kv_cache: KVCache) -> Tensor:

@@ -1,12 +1,16 @@
-"""What one forward pass computes, as tensors on the device. Made once per step, passed down, never stored."""
+"""What one forward pass computes, as tensors on the device, and what comes of it. Made per step, never stored."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from headrace.executor.batch import StepArrays
 from headrace.kernels.reference_attention import PagedBatch
 
 
@@ -37,3 +41,42 @@ class StepInputs:
     def paged_batch(self) -> PagedBatch:
         """The part that attention and the cache write need."""
         return PagedBatch(self.query_start, self.seq_lens, self.block_tables, self.slot_mapping, self.block_size)
+
+    @classmethod
+    def on(cls, device: torch.device, arrays: StepArrays) -> StepInputs:
+        """The host's arrays on a device."""
+        values = dict(vars(arrays))
+        block_size = values.pop("block_size")
+        tensors = {name: torch.from_numpy(array).to(device) for name, array in values.items()}
+        return cls(block_size=block_size, **tensors)
+
+
+@dataclass(frozen=True)
+class StepLogits:
+    """A step's logits. Both may be memory that the next call of `at`, or the next step, writes again."""
+
+    sampled: Tensor  # [len(logits_indices), vocab_size] float32
+    at: Callable[[int, int], Tensor]
+    """(first, last) -> the logits of the step's tokens [first, last), [last - first, vocab_size] float32."""
+
+
+class HiddenStateModel(Protocol):
+    """A model that is asked for hidden states first and for logits of some of them then."""
+
+    def forward(self, inputs: StepInputs, kv_cache: Any) -> Tensor:
+        """[num_tokens, hidden_size]; writes the step's keys and values into the cache."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [n, hidden_size]. Returns a new [n, vocab_size] float32."""
+
+
+@torch.inference_mode()
+def step_in_two(model: HiddenStateModel, inputs: StepInputs, kv_cache: Any) -> StepLogits:
+    """One step of such a model."""
+    hidden = model.forward(inputs, kv_cache)
+    wanted = len(inputs.logits_indices)
+    if wanted:
+        sampled = model.logits(hidden if wanted == len(hidden) else hidden[inputs.logits_indices])
+    else:
+        sampled = torch.empty(0, 0, device=hidden.device)
+    return StepLogits(sampled, lambda first, last: model.logits(hidden[first:last]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.executor.batch import BatchState, Needs, StepArrays
-from headrace.executor.inputs import StepInputs
+from headrace.executor.inputs import StepLogits
 from headrace.executor.logprobs import logprob_rows
 from headrace.executor.sampler import Sampled, sample
 from headrace.ipc.failure import Failure
@@ -22,22 +21,17 @@ PROMPT_LOGITS_BYTES = 1 << 27
 
 
 class Model(Protocol):
-    """What the runner asks of a model; `executor.decoder.Decoder` is one."""
+    """What the runner asks of a model; `executor.decoder.Decoder` is one, `executor.cpu_decoder.CpuDecoder` another."""
 
-    def forward(self, inputs: StepInputs, kv_cache: Any) -> Tensor:
-        """[num_tokens, hidden_size]; writes the step's keys and values into the cache."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [n, hidden_size]. Returns a new [n, vocab_size] float32."""
+    def step(self, arrays: StepArrays, kv_cache: Any) -> StepLogits:
+        """Writes the tokens' keys and values into the cache, and gives the logits of `arrays.logits_indices`."""
 
 
 class ModelRunner:
     """Owns the batch state; borrows the model and its cache. Used from one thread."""
 
-    def __init__(
-        self, model: Model, kv_cache: Any, batch: BatchState, *, vocab_size: int, device: torch.device
-    ) -> None:
-        self._model, self._kv_cache, self._batch, self._device = model, kv_cache, batch, device
+    def __init__(self, model: Model, kv_cache: Any, batch: BatchState, *, vocab_size: int) -> None:
+        self._model, self._kv_cache, self._batch = model, kv_cache, batch
         self._prompt_rows_at_once = max(1, PROMPT_LOGITS_BYTES // (4 * vocab_size))
 
     @torch.inference_mode()
@@ -51,27 +45,23 @@ class ModelRunner:
         if not len(plan.rows):
             return StepResult(step=plan.step, rows=np.zeros(0, np.int32), token_ids=np.zeros(0, np.int32))
         arrays = batch.arrays(plan)
-        hidden = self._model.forward(self._inputs(arrays), self._kv_cache)
+        computed = self._model.step(arrays, self._kv_cache)
+        rows, logits = plan.rows[plan.sampled], computed.sampled
 
         problems: dict[int, str] = {}  # row -> why it failed
         prompt_logprobs: tuple[PromptLogprobRun, ...] = ()
         if (batch.sampling.needs[plan.rows] & Needs.PROMPT_LOGPROBS).any():
-            prompt_logprobs = self._prompt_logprobs(plan, arrays, hidden, problems)
-
-        rows, indices = plan.rows[plan.sampled], arrays.logits_indices
-        if problems:
-            unharmed = ~np.isin(rows, list(problems))
-            rows, indices = rows[unharmed], indices[unharmed]
-        sampled = self._sample(rows, indices, hidden)
+            logits = logits.clone()
+            prompt_logprobs = self._prompt_logprobs(plan, arrays, computed, problems)
+            if problems:
+                unharmed = ~np.isin(rows, list(problems))
+                rows, logits = rows[unharmed], logits[torch.from_numpy(unharmed).to(logits.device)]
+        sampled = self._sample(rows, logits)
         problems.update((int(rows[index]), why) for index, why in sampled.problems.items())
         return self._result(plan, rows, sampled, prompt_logprobs, problems)
 
-    def _inputs(self, arrays: StepArrays) -> StepInputs:
-        tensors = {f.name: torch.from_numpy(getattr(arrays, f.name)).to(self._device) for f in fields(arrays)}
-        return StepInputs(block_size=self._batch.block_size, **tensors)
-
     def _prompt_logprobs(
-        self, plan: StepPlan, arrays: StepArrays, hidden: Tensor, problems: dict[int, str]
+        self, plan: StepPlan, arrays: StepArrays, computed: StepLogits, problems: dict[int, str]
     ) -> tuple[PromptLogprobRun, ...]:
         """Runs for the prompt tokens that this step predicts: a position's logits tell of the token after it."""
         batch, runs = self._batch, []
@@ -81,7 +71,7 @@ class ModelRunner:
             offset = int(arrays.query_start[index]) - begin
             for first in range(begin, end, self._prompt_rows_at_once):
                 last = min(first + self._prompt_rows_at_once, end)
-                logits = self._model.logits(hidden[offset + first : offset + last])
+                logits = computed.at(offset + first, offset + last)
                 if not logits.amax(1).isfinite().all():
                     problems[row] = "the model's logits for the prompt are not finite: its computation overflowed"
                     break
@@ -90,13 +80,11 @@ class ModelRunner:
                 runs.append(PromptLogprobRun(row=row, start=first + 1, rows=logprob_rows(logits, tokens, counts)))
         return tuple(runs)
 
-    def _sample(self, rows: np.ndarray, indices: np.ndarray, hidden: Tensor) -> Sampled:
-        """Samples for `rows` from the hidden states at `indices`, and appends the tokens to the batch."""
+    def _sample(self, rows: np.ndarray, logits: Tensor) -> Sampled:
+        """Samples for `rows` from their logits, and appends the tokens to the batch."""
         if not len(rows):
             return Sampled(np.zeros(0, np.int32), {})
-        if len(rows) != len(hidden):
-            hidden = hidden[torch.from_numpy(indices).to(self._device)]
-        sampled = sample(self._model.logits(hidden), self._batch, rows)
+        sampled = sample(logits, self._batch, rows)
         # Failed rows get some token too: a plan made before the failure was known may still compute them.
         self._batch.append_sampled(rows, sampled.token_ids)
         return sampled

@@ -15,14 +15,18 @@ from headrace.executor.arch import ArchSpec
 from headrace.executor.base import Executor, Report
 from headrace.executor.batch import BatchState
 from headrace.executor.checkpoint import Checkpoint, open_checkpoint
+from headrace.executor.cpu_decoder import CpuDecoder, why_not
+from headrace.executor.cpu_program import StepLimits
 from headrace.executor.decoder import Decoder
 from headrace.executor.families import spec_from_config
 from headrace.executor.host import HostMemory, host_memory, usable_cores
 from headrace.executor.memory_estimate import activation_bytes, weight_elements
 from headrace.executor.runner import ModelRunner
+from headrace.executor.weights import WeightSource
 from headrace.ipc.failure import ModelError
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
+from headrace.kernels.cpu import build
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -37,7 +41,7 @@ class UniprocExecutor(Executor):
         self._checkpoint: Checkpoint | None = None
         self._spec: ArchSpec | None = None
         self._plan: Plan | None = None
-        self._model: Decoder | None = None
+        self._model: Decoder | CpuDecoder | None = None
         self._runner: ModelRunner | None = None
         self._submitted: deque[StepPlan] = deque()
 
@@ -72,10 +76,11 @@ class UniprocExecutor(Executor):
         assert self._checkpoint is not None, "describe comes before load"
         assert self._spec is not None, "describe comes before load"
         report("load weights")
-        use_all_cores()
         dtype = DTYPES[plan.dtype]
-        check_weights_fit(self._spec, plan, host_memory())
-        self._model = Decoder(self._spec, self._checkpoint.weights(), dtype, self._device)
+        reason = why_not(self._spec, dtype)
+        stays_packed = plan.weights_stay_packed and not reason
+        check_weights_fit(self._spec, plan, host_memory(), self._checkpoint.stored_bytes if stays_packed else None)
+        self._model = load_model(self._spec, self._checkpoint.weights(), plan, reason)
         self._plan = plan
         memory = host_memory()
         return MemoryReading(
@@ -91,7 +96,9 @@ class UniprocExecutor(Executor):
         assert model is not None, "load comes before allocate"
         cache = kv_cache.allocate(model.spec, num_blocks, plan.block_size, model.dtype, self._device)
         batch = BatchState(plan.max_num_seqs, max_model_len, plan.block_size, plan.model.eos_token_ids)
-        self._runner = ModelRunner(model, cache, batch, vocab_size=model.spec.vocab_size, device=self._device)
+        self._runner = ModelRunner(model, cache, batch, vocab_size=model.spec.vocab_size)
+        if isinstance(model, CpuDecoder):
+            model.bind(cache)  # before the first request waits for it
 
     def submit(self, plan: StepPlan) -> None:
         """Keeps the plan; the step runs in `collect`, as there is no one else to run it meanwhile."""
@@ -106,14 +113,34 @@ class UniprocExecutor(Executor):
         self._runner = self._model = self._checkpoint = None
 
 
-def check_weights_fit(spec: ArchSpec, plan: Plan, memory: HostMemory) -> None:
-    """Raises ModelError, before any weight is read, when they cannot fit the memory that is available."""
+def load_model(spec: ArchSpec, weights: WeightSource, plan: Plan, why_no_program: str) -> Decoder | CpuDecoder:
+    """The model as a program of the CPU kernels, or op by op where there is a reason against that."""
+    dtype = DTYPES[plan.dtype]
+    if why_no_program:
+        if build.why_not() is None:  # else it has been said
+            logger.warning("the model runs op by op, and not as one program of the CPU kernels: %s", why_no_program)
+        use_all_cores()
+        return Decoder(spec, weights, dtype, "cpu")
+    limits = StepLimits(plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len)
+    model = CpuDecoder(spec, weights, dtype, limits, keep_packed=plan.weights_stay_packed)
+    torch.set_num_threads(1)  # the cores are the program's
+    logger.info("computing on %d threads: %s", model.runtime.pool.num_threads, model.runtime.pool.plan.reason)
+    return model
+
+
+def check_weights_fit(spec: ArchSpec, plan: Plan, memory: HostMemory, stored_bytes: int | None = None) -> None:
+    """Raises ModelError, before any weight is read, when they cannot fit the memory that is available.
+
+    stored_bytes: of weights that stay as the checkpoint stores them.
+    """
     elements, itemsize = weight_elements(spec), DTYPES[plan.dtype].itemsize
-    needed_bytes = elements * itemsize
+    needed_bytes, kind = elements * itemsize, f"of {itemsize} bytes ({plan.dtype})"
+    if stored_bytes is not None:
+        needed_bytes, kind = stored_bytes, f"as stored ({plan.model.checkpoint_dtype})"
     if needed_bytes > memory.available_bytes:
         raise ModelError(
-            f"the weights of {plan.model.name} do not fit: {elements / 1e9:.2f} billion of {itemsize} bytes "
-            f"({plan.dtype}) need {_gib(needed_bytes)}, and {_gib(memory.available_bytes)} of "
+            f"the weights of {plan.model.name} do not fit: {elements / 1e9:.2f} billion {kind} "
+            f"need {_gib(needed_bytes)}, and {_gib(memory.available_bytes)} of "
             f"{_gib(memory.total_bytes)} are available",
             hint="a smaller model fits, or one of the 16-bit dtypes" if itemsize > 2 else "a smaller model fits",
         )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.executor.batch import StepArrays
+from headrace.executor.cpu_decoder import CpuDecoder
 from headrace.executor.decoder import Decoder
-from headrace.executor.inputs import StepInputs
 from headrace.executor.kv_cache import allocate
 
 
@@ -42,7 +44,9 @@ class Driver:
     The cache starts full of NaN, as a reused one may be: whatever reads a slot that was not written shows.
     """
 
-    def __init__(self, decoder: Decoder, block_size: int = 8, num_blocks: int = 200, tp_size: int = 1) -> None:
+    def __init__(
+        self, decoder: Decoder | CpuDecoder, block_size: int = 8, num_blocks: int = 200, tp_size: int = 1
+    ) -> None:
         self.decoder, self.block_size = decoder, block_size
         self.cache = allocate(decoder.spec, num_blocks, block_size, decoder.dtype, tp_size=tp_size)
         for tensor in (*self.cache.keys, *self.cache.values):
@@ -69,9 +73,8 @@ class Driver:
                 if count:
                     step.append((i, done[i], count))
                     left -= count
-            inputs = self._inputs(step, tokens, tables, [len(prompt) for prompt in prompts])
-            hidden = self.decoder.forward(inputs, self.cache)
-            logits = self.decoder.logits(hidden[inputs.logits_indices])
+            arrays = self._arrays(step, tokens, tables, [len(prompt) for prompt in prompts])
+            logits = self.decoder.step(arrays, self.cache).sampled.clone()
             for row, (i, start, count) in zip(logits, step, strict=True):
                 done[i] = start + count
                 if done[i] == len(tokens[i]):
@@ -79,32 +82,30 @@ class Driver:
                     tokens[i].append(int(row.argmax()))
         return [t[len(p) :] for t, p in zip(tokens, prompts, strict=True)], [torch.stack(rows) for rows in chosen]
 
-    def _inputs(
+    def _arrays(
         self,
         step: list[tuple[int, int, int]],
         tokens: list[list[int]],
         tables: list[list[int]],
         prompt_lens: list[int],
-    ) -> StepInputs:
+    ) -> StepArrays:
         size = self.block_size
         for i, start, count in step:
             while len(tables[i]) * size < start + count:
                 tables[i].append(self.free.pop())
         positions = [position for _, start, count in step for position in range(start, start + count)]
         owners = [i for i, _, count in step for _ in range(count)]
-        ends = torch.tensor([count for _, _, count in step]).cumsum(0)
+        ends = np.cumsum([count for _, _, count in step])
         width = max(len(tables[i]) for i, _, _ in step) + 3
-        int32 = torch.int32
-        return StepInputs(
-            token_ids=torch.tensor([tokens[i][p] for i, p in zip(owners, positions, strict=True)]),
-            positions=torch.tensor(positions),
-            slot_mapping=torch.tensor(
-                [tables[i][p // size] * size + p % size for i, p in zip(owners, positions, strict=True)]
-            ),
-            query_start=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(int32),
-            seq_lens=torch.tensor([start + count for _, start, count in step], dtype=int32),
-            block_tables=torch.tensor([tables[i] + [0] * (width - len(tables[i])) for i, _, _ in step], dtype=int32),
-            logits_indices=ends - 1,
+        slots = [tables[i][p // size] * size + p % size for i, p in zip(owners, positions, strict=True)]
+        return StepArrays(
+            token_ids=np.array([tokens[i][p] for i, p in zip(owners, positions, strict=True)], np.int64),
+            positions=np.array(positions, np.int64),
+            slot_mapping=np.array(slots, np.int64),
+            query_start=np.array([0, *ends], np.int32),
+            seq_lens=np.array([start + count for _, start, count in step], np.int32),
+            block_tables=np.array([tables[i] + [0] * (width - len(tables[i])) for i, _, _ in step], np.int32),
+            logits_indices=ends.astype(np.int64) - 1,
+            prompt_lens=np.array([prompt_lens[i] for i, _, _ in step], np.int32),
             block_size=size,
-            prompt_lens=torch.tensor([prompt_lens[i] for i, _, _ in step], dtype=int32),
         )

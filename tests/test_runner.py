@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from plan_maker import PlanMaker, i32
 from torch import Tensor
 
-from headrace.executor.batch import BatchState
-from headrace.executor.inputs import StepInputs
+from headrace.executor.batch import BatchState, StepArrays
+from headrace.executor.inputs import StepInputs, StepLogits, step_in_two
 from headrace.executor.runner import PROMPT_LOGITS_BYTES, ModelRunner
 from headrace.ipc.step import StepPlan, StepResult
 
@@ -107,6 +107,9 @@ def test_a_token_beyond_max_model_len_is_not_kept() -> None:
 class PagedHashModel:
     """Logits from a hash of all tokens in context, each read from its cache slot; wrong slots give other tokens."""
 
+    def step(self, arrays: StepArrays, kv_cache: Tensor) -> StepLogits:
+        return step_in_two(self, StepInputs.on(torch.device("cpu"), arrays), kv_cache)
+
     def forward(self, inputs: StepInputs, kv_cache: Tensor) -> Tensor:
         """kv_cache: [num_slots] int64 token ids. Returns [num_tokens, 1] int64, the hash of each token's context."""
         kv_cache[inputs.slot_mapping] = inputs.token_ids
@@ -138,7 +141,7 @@ class Bench:
         self.maker = PlanMaker()
         batch = BatchState(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE)
         cache = torch.zeros(1000 * BLOCK_SIZE, dtype=torch.int64)
-        self.runner = ModelRunner(PagedHashModel(), cache, batch, vocab_size=vocab_size, device=torch.device("cpu"))
+        self.runner = ModelRunner(PagedHashModel(), cache, batch, vocab_size=vocab_size)
 
     def step(self, *work: int | tuple[int, int]) -> StepResult:
         """Computes the rows given, all of their tokens or (row, count)."""

@@ -34,6 +34,8 @@ from .program_run import Program, Written
 
 NORM_KINDS = {"rms": 0, "layer": 1}
 ROW_COUNTS = {"tokens": ROWS_TOKENS, "logits": ROWS_LOGITS}
+Span = tuple[int, int, int]
+"""(address, first byte, end): what an op touches of a buffer's rows, or of a thing that has no columns."""
 
 
 @dataclass
@@ -42,11 +44,11 @@ class _List:
 
     ops: list[ProgramOp] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    written: set[int] = field(default_factory=set)
-    read: set[int] = field(default_factory=set)
+    written: set[Span] = field(default_factory=set)
+    read: set[Span] = field(default_factory=set)
 
-    def append(self, name: str, op: ProgramOp, reads: set[int], writes: set[int]) -> None:
-        barrier = bool(reads & self.written or writes & (self.written | self.read))
+    def append(self, name: str, op: ProgramOp, reads: set[Span], writes: set[Span]) -> None:
+        barrier = _overlap(reads, self.written) or _overlap(writes, self.written | self.read)
         if barrier:
             self.written.clear()
             self.read.clear()
@@ -95,7 +97,7 @@ class Builder:
             packed = EmbedArgs(
                 weight=table.descriptor,
                 out=out.address,
-                out_stride=out.columns,
+                out_stride=out.stride,
                 out_dtype=out.type,
                 rows=ROWS_TOKENS,
                 scale=scale,
@@ -114,7 +116,7 @@ class Builder:
     def _dense_embedding(
         self, table: Tensor | None, positions: Tensor | None, out: Buffer, scale: float, offset: int
     ) -> None:
-        args = EmbeddingArgs(output=out.address, output_stride=out.columns, size=out.columns, scale=scale)
+        args = EmbeddingArgs(output=out.address, output_stride=out.stride, size=out.columns, scale=scale)
         args.output_type, args.position_offset = out.type, offset
         if table is not None:
             args.table, args.table_stride, args.table_type = _matrix(table)
@@ -140,8 +142,8 @@ class Builder:
             output=out.address,
             weight=_address(norm.weight),
             bias=_address(norm.bias),
-            input_stride=source.columns,
-            output_stride=out.columns,
+            input_stride=source.stride,
+            output_stride=out.stride,
             size=source.columns,
             rows=ROW_COUNTS[out.rows],
             add_to_output=add,
@@ -177,12 +179,12 @@ class Builder:
         args = LinearArgs(
             weight=weight.descriptor,
             x=x.address,
-            x_stride=x.columns,
+            x_stride=x.stride,
             bias=_address(bias),
             residual=None if residual is None else residual.address,
-            residual_stride=0 if residual is None else residual.columns,
+            residual_stride=0 if residual is None else residual.stride,
             out=out.address,
-            out_stride=out.columns,
+            out_stride=out.stride,
             x_dtype=x.type,
             residual_dtype=0 if residual is None else residual.type,
             out_dtype=out.type,
@@ -216,7 +218,7 @@ class Builder:
         args = AttentionArgs(
             source=source,
             output=out.address,
-            output_stride=out.columns,
+            output_stride=out.stride,
             workspace=self._workspace.data_ptr(),
             workspace_bytes=self._workspace.nbytes,
             scale=layer.scale,
@@ -243,9 +245,9 @@ class Builder:
             query=qkv.address,
             key=qkv.address + layer.num_heads * head_bytes,
             value=qkv.address + (layer.num_heads + num_kv_heads) * head_bytes,
-            query_stride=qkv.columns,
-            key_stride=qkv.columns,
-            value_stride=qkv.columns,
+            query_stride=qkv.stride,
+            key_stride=qkv.stride,
+            value_stride=qkv.stride,
             query_norm=_address(layer.query_norm.weight) if layer.query_norm else None,
             key_norm=_address(layer.key_norm.weight) if layer.key_norm else None,
             norm_eps=norms[0].eps if norms else 0.0,
@@ -271,8 +273,8 @@ class Builder:
             gate=gate_up.address,
             up=gate_up.address + out.columns * gate_up.tensor.itemsize,
             output=out.address,
-            gate_stride=gate_up.columns,
-            output_stride=out.columns,
+            gate_stride=gate_up.stride,
+            output_stride=out.stride,
             size=out.columns,
             rows=ROW_COUNTS[out.rows],
             kind=ACTIVATIONS[activation],
@@ -287,8 +289,8 @@ class Builder:
         args = AddArgs(
             input=source.address,
             output=out.address,
-            input_stride=source.columns,
-            output_stride=out.columns,
+            input_stride=source.stride,
+            output_stride=out.stride,
             size=out.columns,
             rows=ROW_COUNTS[out.rows],
             input_type=source.type,
@@ -305,7 +307,7 @@ class Builder:
         """logits = cap * tanh(logits / cap), float32."""
         if logits.tensor.dtype != torch.float32 or cap <= 0:
             raise ValueError(f"a soft cap is positive and over float32, not {cap} over {logits.tensor.dtype}.")
-        args = SoftCapArgs(values=logits.address, stride=logits.columns, size=logits.columns, cap=cap)
+        args = SoftCapArgs(values=logits.address, stride=logits.stride, size=logits.columns, cap=cap)
         args.rows = ROW_COUNTS[logits.rows]
         self._add("soft_cap", "hr_op_soft_cap", args, (logits,), (logits,))
 
@@ -357,10 +359,14 @@ class Builder:
             ops.append(name, op, _shared(reads, own), _shared(writes, own))
 
 
-def _shared(touched: tuple[Buffer | int, ...], own: bool) -> set[int]:
+def _overlap(some: set[Span], others: set[Span]) -> bool:
+    return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in some for b in others)
+
+
+def _shared(touched: tuple[Buffer | int, ...], own: bool) -> set[Span]:
     """What other threads could touch too: a buffer that each thread has for itself is none of theirs."""
     return {
-        part if isinstance(part, int) else part.address
+        (part, 0, 1) if isinstance(part, int) else part.span
         for part in touched
         if not (own and isinstance(part, Buffer) and part.copies is not None)
     }

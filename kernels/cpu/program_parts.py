@@ -25,10 +25,31 @@ class Buffer:
     tensor: Tensor  # [max rows, columns]
     rows: Literal["tokens", "logits"]
     copies: Tensor | None = None  # [num_threads, FEW_ROWS, columns], where threads make their own in small steps
+    whole: Buffer | None = None
+    """What this is some columns of."""
+
+    def part(self, first: int, columns: int) -> Buffer:
+        """Columns [first, first + columns), for a linear layer to write. Parts that share no column may be written
+        without a barrier between them."""
+        if self.copies is not None or not 0 <= first < first + columns <= self.columns:
+            raise ValueError(f"columns [{first}, {first + columns}) are no part of a shared buffer of {self.columns}.")
+        return Buffer(self.tensor[:, first : first + columns], self.rows, whole=self)
 
     @property
     def columns(self) -> int:
         return self.tensor.shape[1]
+
+    @property
+    def stride(self) -> int:
+        """Elements from row to row."""
+        return self.tensor.stride(0)
+
+    @property
+    def span(self) -> tuple[int, int, int]:
+        """(address of the whole, first byte, end) of a row: spans that overlap touch the same memory."""
+        base = (self.whole or self).tensor.data_ptr()
+        first = self.address - base
+        return base, first, first + self.columns * self.tensor.itemsize
 
     @property
     def type(self) -> int:

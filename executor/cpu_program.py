@@ -1,0 +1,159 @@
+"""Writes a model's step down as one program of the CPU kernels.
+
+The residual stream and the queries, keys and values are float32; what linear layers read is rounded to bf16 where the
+weights are bf16 (they would round it themselves), and stays float32 everywhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from headrace.executor.arch import LayerSpec, RopeSpec
+from headrace.executor.cpu_layers import CpuLayer, CpuModel, rotary_tables
+from headrace.executor.cpu_weights import CpuLinear
+from headrace.executor.kv_cache import KVCache
+from headrace.kernels.cpu.linear import Runtime
+from headrace.kernels.cpu.program import Builder
+from headrace.kernels.cpu.program_parts import Attention, Buffer, LayerCache, Norm, Rotary
+from headrace.kernels.cpu.program_run import Program
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The most that one step may hold, which buffers and tables are made for."""
+
+    max_tokens: int
+    max_logits: int
+    """Rows of logits."""
+    max_positions: int
+    """Tokens of one sequence."""
+
+
+class ProgramWriter:
+    """Writes one program. Raises ValueError for what the kernels cannot do."""
+
+    def __init__(self, model: CpuModel, kv_cache: KVCache, limits: StepLimits, runtime: Runtime) -> None:
+        spec = model.spec
+        self._model, self._spec, self._kv_cache = model, spec, kv_cache
+        self._positions = min(limits.max_positions, kv_cache.num_blocks * kv_cache.block_size)
+        self._rotaries: dict[RopeSpec, Rotary] = {}
+        builder = self._builder = Builder(runtime, max_tokens=limits.max_tokens, max_logits=limits.max_logits)
+        inner = inner_dtype(model)
+        heads = spec.num_heads + 2 * spec.num_kv_heads
+        self._hidden = builder.buffer(spec.hidden_size, torch.float32)
+        self._normed = builder.buffer(spec.hidden_size, inner, own=True)
+        self._qkv = builder.buffer(heads * spec.head_dim, torch.float32)
+        self._attended = builder.buffer(spec.num_heads * spec.head_dim, inner)
+        self._activated = builder.buffer(spec.intermediate_size, inner)
+        self._delta = builder.buffer(spec.hidden_size, torch.float32)
+
+    def write(self) -> Program:
+        """The program, whose runs return logits [rows of logits, vocab_size] float32."""
+        self._embed()
+        for index, (layer, spec) in enumerate(zip(self._model.layers, self._spec.layers, strict=True)):
+            cache = LayerCache(self._kv_cache.keys[index], self._kv_cache.values[index])
+            if self._spec.norm_placement == "post":
+                self._post_norm_layer(layer, spec, cache)
+            else:
+                self._layer(layer, spec, cache)
+        return self._builder.build(self._logits())
+
+    def _embed(self) -> None:
+        model, spec, builder = self._model, self._spec, self._builder
+        # Rounded to the model's dtype, as the models that have a scale were trained.
+        scale = float(torch.tensor(spec.embedding_scale, dtype=model.dtype))
+        if model.project_in is None:
+            builder.embedding(model.table, self._hidden, scale)
+        else:
+            embedded = builder.buffer(spec.embedding_width, inner_dtype(model))
+            builder.embedding(model.table, embedded, scale)
+            self._linear(model.project_in, embedded, self._hidden)
+        if model.positions is not None:
+            builder.add_positions(model.positions, self._hidden, spec.learned_position_offset or 0)
+
+    def _layer(self, layer: CpuLayer, spec: LayerSpec, cache: LayerCache) -> None:
+        """Norms before attention and MLP, and (sandwich) after them too."""
+        self._builder.norm(self._hidden, self._normed, layer.attention_norm)
+        self._attention(layer, spec, cache, self._normed)
+        self._add_to_stream(layer.output, self._attended, layer.attention_post_norm)
+        self._builder.norm(self._hidden, self._normed, layer.mlp_norm)
+        self._mlp(layer, self._normed)
+        self._add_to_stream(layer.down, self._activated, layer.mlp_post_norm)
+
+    def _post_norm_layer(self, layer: CpuLayer, spec: LayerSpec, cache: LayerCache) -> None:
+        """The original transformer's order: each norm follows the addition, and its result is the stream."""
+        self._attention(layer, spec, cache, self._hidden)
+        self._add_to_stream(layer.output, self._attended, None)
+        self._builder.norm(self._hidden, self._hidden, layer.attention_norm)
+        self._mlp(layer, self._hidden)
+        self._add_to_stream(layer.down, self._activated, None)
+        self._builder.norm(self._hidden, self._hidden, layer.mlp_norm)
+
+    def _attention(self, layer: CpuLayer, spec: LayerSpec, cache: LayerCache, x: Buffer) -> None:
+        self._linear(layer.qkv, x, self._qkv)
+        attention = Attention(
+            num_heads=self._spec.num_heads,
+            cache=cache,
+            scale=self._spec.attention_scale,
+            rotary=self._rotary(spec.rope),
+            query_norm=layer.query_norm,
+            key_norm=layer.key_norm,
+            window=spec.sliding_window,
+            soft_cap=self._spec.attention_soft_cap,
+        )
+        self._builder.attention(self._qkv, self._attended, attention)
+
+    def _rotary(self, rope: RopeSpec | None) -> Rotary | None:
+        if rope is not None and rope not in self._rotaries:
+            self._rotaries[rope] = rotary_tables(rope, self._positions)
+        return None if rope is None else self._rotaries[rope]
+
+    def _mlp(self, layer: CpuLayer, x: Buffer) -> None:
+        spec = self._spec
+        if not spec.gated_mlp or layer.up.is_gated:
+            self._linear(layer.up, x, self._activated, activation=spec.activation)
+            return
+        # Gate and up are stored in different types.
+        gate_up = self._builder.buffer(2 * spec.intermediate_size, torch.float32)
+        self._linear(layer.up, x, gate_up)
+        self._builder.activation_multiply(gate_up, self._activated, spec.activation)
+
+    def _add_to_stream(self, weight: CpuLinear, x: Buffer, post_norm: Norm | None) -> None:
+        if post_norm is None:
+            self._linear(weight, x, self._hidden, residual=self._hidden)
+        else:
+            self._linear(weight, x, self._delta)
+            self._builder.norm(self._delta, self._hidden, post_norm, add=True)
+
+    def _logits(self) -> Buffer:
+        model, spec, builder = self._model, self._spec, self._builder
+        builder.start_of_logits()
+        x = self._hidden
+        if model.final_norm is not None:
+            x = builder.buffer(spec.hidden_size, inner_dtype(model), rows="logits", own=True)
+            builder.norm(self._hidden, x, model.final_norm)
+        if model.project_out is not None:
+            projected = builder.buffer(spec.embedding_width, inner_dtype(model), rows="logits")
+            self._linear(model.project_out, x, projected)
+            x = projected
+        logits = builder.buffer(spec.vocab_size, torch.float32, rows="logits")
+        self._linear(model.head, x, logits)
+        if spec.final_soft_cap is not None:
+            builder.soft_cap(logits, spec.final_soft_cap)
+        return logits
+
+    def _linear(
+        self, linear: CpuLinear, x: Buffer, out: Buffer, *, residual: Buffer | None = None, activation: str = "none"
+    ) -> None:
+        first = 0
+        for weight, bias in zip(linear.weights, linear.biases, strict=True):
+            part = out if len(linear.weights) == 1 else out.part(first, weight.columns)
+            self._builder.linear(weight, x, part, bias=bias, residual=residual, activation=activation)
+            first += weight.columns
+
+
+def inner_dtype(model: CpuModel) -> torch.dtype:
+    """Of what linear layers read."""
+    return torch.bfloat16 if model.layers[0].output.weights[0].dtype == torch.bfloat16 else torch.float32

@@ -1,0 +1,120 @@
+"""A checkpoint's weights for the CPU program: packed as they are read, one at a time, in the type they are kept in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.executor.layers import CheckedWeights
+from headrace.executor.weights import WeightSource
+from headrace.kernels.cpu.linear import FLOAT_TYPES, Arena, PackedLinear, Runtime, pack, why_not
+
+logger = logging.getLogger(__name__)
+
+Stored = Tensor | tuple[str, Tensor]
+"""A matrix: floats [rows, columns], or a GGUF type's name and [rows, bytes of a row] uint8."""
+
+
+@dataclass(frozen=True)
+class CpuLinear:
+    """Matrices of one input whose outputs lie side by side; those of one type are packed as one."""
+
+    weights: tuple[PackedLinear, ...]
+    biases: tuple[Tensor | None, ...]  # each [rows of the weight] float32
+
+    @property
+    def columns(self) -> int:
+        """Columns of the output."""
+        return sum(weight.columns for weight in self.weights)
+
+    @property
+    def is_gated(self) -> bool:
+        """It is one weight that multiplies the activated first half of its rows' results by the second."""
+        return self.weights[0].gated
+
+
+class CpuWeights(CheckedWeights):
+    """Reads a source into packed weights. Raises ModelError, naming the weight, where source and config disagree.
+
+    `keep_packed`: matrices keep the types they are stored in, quantised or not. Otherwise all become `dtype`.
+    """
+
+    def __init__(self, source: WeightSource, dtype: torch.dtype, runtime: Runtime, *, keep_packed: bool) -> None:
+        super().__init__(source, dtype, torch.device("cpu"))
+        self._runtime = runtime
+        self._arena = Arena()  # of its own, so that its memory goes with the model
+        self._packed = getattr(source, "packed", None) if keep_packed else None
+        self._unpacked_types: set[str] = set()
+
+    def linear_of(
+        self, parts: Sequence[tuple[str, int]], in_features: int, *, bias: bool = False, gated: bool = False
+    ) -> CpuLinear:
+        """The matrices of parts, (name without `.weight`, rows), one below the other.
+
+        gated: two parts, the gate's first. They become a gated weight where their types are the same.
+        """
+        stored = [self._stored(f"{name}.weight", rows, in_features) for name, rows in parts]
+        biases = [self.vector(f"{name}.bias", rows) for name, rows in parts] if bias else None
+        weights: list[PackedLinear] = []
+        joined_biases: list[Tensor | None] = []
+        first = 0
+        while first < len(stored):
+            last = first + 1
+            while last < len(stored) and _type_name(stored[last]) == _type_name(stored[first]):
+                last += 1
+            is_pair = gated and last - first == 2
+            weights.append(self._pack(_joined(stored[first:last]), gated=is_pair))
+            joined_biases.append(torch.cat(biases[first:last]) if biases else None)
+            first = last
+        return CpuLinear(tuple(weights), tuple(joined_biases))
+
+    def table(self, name: str, rows: int, columns: int) -> PackedLinear:
+        """A matrix [rows, columns] for looking rows up, and multiplying too where the head is tied to it."""
+        return self._pack(self._stored(name, rows, columns), gated=False)
+
+    def report_unpacked(self) -> None:
+        """Says once which stored types the kernels do not compute, so that those weights were turned into floats."""
+        if self._unpacked_types:
+            types = ", ".join(sorted(self._unpacked_types))
+            dtype = str(self.dtype).removeprefix("torch.")
+            logger.warning(
+                "weights of type %s cannot be computed as they are stored; they are kept in %s", types, dtype
+            )
+
+    def _stored(self, name: str, rows: int, columns: int) -> Stored:
+        self._check(name, (rows, columns))
+        if self._packed is None:
+            return self._source.get(name).to(self.dtype)
+        kept: tuple[str, np.ndarray] | None = self._packed(name)
+        if kept is None:
+            floats = self._source.get(name)
+            return floats if floats.dtype in FLOAT_TYPES else floats.to(self.dtype)
+        type_name, data = kept
+        if why_not(type_name, rows, columns) is not None:
+            self._unpacked_types.add(type_name)
+            return self._source.get(name).to(self.dtype)
+        # torch wants writable memory, which a file's map is not.
+        return type_name, torch.from_numpy(data if data.flags.writeable else data.copy())
+
+    def _pack(self, stored: Stored, *, gated: bool) -> PackedLinear:
+        packed = pack(stored, gated=gated, arena=self._arena, runtime_=self._runtime)
+        self.nbytes += packed.nbytes
+        return packed
+
+
+def _type_name(stored: Stored) -> str:
+    return stored[0] if isinstance(stored, tuple) else FLOAT_TYPES[stored.dtype]
+
+
+def _joined(parts: Sequence[Stored]) -> Stored:
+    """Parts of one type, one below the other."""
+    if len(parts) == 1:
+        return parts[0]
+    name = _type_name(parts[0])
+    rows = torch.cat([part[1] if isinstance(part, tuple) else part for part in parts])
+    return (name, rows) if isinstance(parts[0], tuple) else rows
