@@ -16,9 +16,10 @@ from typing import Any
 
 import msgspec
 import zmq
+from fake_tokenizers import bundle_of, byte_level_tokenizer
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from headrace import LLM
 from headrace.frontend.transport import MemoryTransport
 from headrace.ipc.codec import Codec, CodecError, Tensor
 from headrace.ipc.failure import Failure
@@ -50,60 +51,19 @@ from headrace.ipc.messages import (
 from headrace.ipc.sockets import bind_router
 
 MAX_MODEL_LEN = 256
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 NextToken = Callable[[list[int], int, int], int]
 """(prompt token ids, seed, position in the output) -> token id"""
-
-
-def byte_level_tokenizer(vocab_size: int = 400) -> FastTokenizer:
-    """As GPT-2, Llama 3 and Qwen have: BPE over bytes, here with few merges so that characters get split."""
-    tokenizer = FastTokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        ["the quick brown fox jumps over the lazy dog " * 20, "你好世界 😀 é ü STOP stop"],
-        trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-            show_progress=False,
-        ),
-    )
-    return tokenizer
-
-
-def sentencepiece_tokenizer() -> FastTokenizer:
-    """As Llama 2, Mistral and Gemma have: pieces with a mark for the space, and one token per byte for the rest."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
-    pieces += [chr(each) for each in range(ord("a"), ord("z") + 1)] + list("ABCDE,.!?é世")
-    merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "a"), ("q", "u"), ("o", "x"), ("▁", "f"), ("▁f", "ox")]
-    pieces += ["".join(pair) for pair in merges]
-    vocab = {piece: index for index, piece in enumerate(pieces)}
-    tokenizer = FastTokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
-    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return tokenizer
-
-
-def bundle_of(tokenizer: FastTokenizer, **special_tokens: str) -> TokenizerBundle:
-    return TokenizerBundle(
-        tokenizer_json=tokenizer.to_str().encode(),
-        chat_templates={"default": CHAT_TEMPLATE},
-        special_tokens=special_tokens or {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>"},
-    )
 
 
 def hashed_token(prompt: list[int], seed: int, position: int) -> int:
     """A letter or space of the byte-level alphabet, so that the text is readable."""
     digest = hashlib.sha256(repr((prompt, seed, position)).encode()).digest()
     return 3 + digest[0] % 94  # after the special tokens, the alphabet begins with the printable ASCII
+
+
+def expected_text(llm: LLM, prompt_ids: list[int], count: int, seed: int = 0) -> str:
+    """What such an engine answers."""
+    return llm.get_tokenizer().decode([hashed_token(prompt_ids, seed, position) for position in range(count)])
 
 
 @dataclass

@@ -6,7 +6,7 @@ import functools
 from itertools import pairwise
 
 import pytest
-from fake_core import bundle_of, byte_level_tokenizer, sentencepiece_tokenizer
+from fake_tokenizers import bundle_of, byte_level_tokenizer, sentencepiece_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 

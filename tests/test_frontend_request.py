@@ -7,7 +7,8 @@ import functools
 from typing import Any
 
 import pytest
-from fake_core import FakeCore, bundle_of, byte_level_tokenizer
+from fake_core import FakeCore
+from fake_tokenizers import bundle_of, byte_level_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_core import CHAT_TEMPLATE, bundle_of, byte_level_tokenizer
+from fake_tokenizers import CHAT_TEMPLATE, bundle_of, byte_level_tokenizer
 
 from headrace import InvalidRequestError, ModelError
 from headrace.frontend.tokenizer import Tokenizer
