@@ -110,7 +110,14 @@ void prepare_head(const RotaryArgs& args, const Step& step, int64_t row, const v
   if (args.cos == nullptr) return;
   const int64_t at = (args.by_token != 0 ? row : step.positions[row]) * int64_t{half};
   const float *cos = args.cos + at, *sin = args.sin + at;
-  for (int i = 0; i < half; ++i) {
+  int i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    const Floats first = load_floats(to + i), second = load_floats(to + half + i);
+    const Floats c = load_floats(cos + i), s = load_floats(sin + i);
+    store_floats(to + i, first * c - second * s);
+    store_floats(to + half + i, second * c + first * s);
+  }
+  for (; i < half; ++i) {
     const float first = to[i], second = to[half + i];
     to[i] = first * cos[i] - second * sin[i];
     to[half + i] = second * cos[i] + first * sin[i];

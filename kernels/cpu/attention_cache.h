@@ -81,11 +81,13 @@ inline void write_cache_row(const KvCache& cache, void* rows, float* scales, flo
   switch (cache.type) {
     case CacheType::kFloat: std::memcpy(to, from, sizeof(float) * static_cast<size_t>(count)); break;
     case CacheType::kBf16:
-      for (int i = 0; i < count; ++i) reinterpret_cast<uint16_t*>(to)[i] = bf16_of_float(from[i]);
+    case CacheType::kHalf: {
+      const DType type = cache.type == CacheType::kBf16 ? DType::kBF16 : DType::kF16;
+      int i = 0;
+      for (; i + kLanes <= count; i += kLanes) store_vector(to, i, type, load_floats(from + i));
+      for (; i < count; ++i) store_one(to, i, type, from[i]);
       break;
-    case CacheType::kHalf:
-      for (int i = 0; i < count; ++i) reinterpret_cast<uint16_t*>(to)[i] = f16_of_float(from[i]);
-      break;
+    }
     case CacheType::kInt8:
       for (int i = 0; i < count; ++i)
         reinterpret_cast<int8_t*>(to)[i] =

@@ -29,6 +29,19 @@ constexpr int kTileKeys = 128;
 
 using Bf16 = uint16_t;
 
+// Rows that will be needed soon, fetched into the second-level cache a few at a time, spread evenly over other work:
+// more at once than a core's buffers for misses hold would stop it.
+struct Fetch {
+  const char* const* next;
+  const char* const* end;
+  int64_t row_bytes;
+
+  void take(int rows) {
+    for (; rows > 0 && next != end; --rows, ++next)
+      for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(*next + at, 0, 2);
+  }
+};
+
 // How many values along k one lane of a packed vector holds.
 template <class T>
 constexpr int kPairs = sizeof(T) == 2 ? 2 : 1;
@@ -57,9 +70,11 @@ inline Floats multiply_add(Floats sum, const Bf16* a, const Bf16* b) {
 
 // A block of kRows x (kVectors * kLanes) results held in registers.
 template <class T, int kRows, int kVectors>
-inline void product_block(const T* a, int a_stride, const T* b, int b_stride, int steps, float* c, int c_stride) {
+inline void product_block(const T* a, int a_stride, const T* b, int b_stride, int steps, float* c, int c_stride,
+                          Fetch& fetch) {
   Floats sums[kRows][kVectors] = {};
   for (int step = 0; step < steps; ++step) {
+    fetch.take(2);
     for (int row = 0; row < kRows; ++row)
       for (int v = 0; v < kVectors; ++v)
         sums[row][v] = multiply_add(sums[row][v], a + row * a_stride, b + v * kLanes * kPairs<T>);
@@ -72,21 +87,21 @@ inline void product_block(const T* a, int a_stride, const T* b, int b_stride, in
 
 template <class T, int kVectors>
 inline void product_columns(const T* a, int a_stride, int rows, const T* b, int b_stride, int steps, float* c,
-                            int c_stride) {
+                            int c_stride, Fetch& fetch) {
   // Sums, columns and one broadcast must fit the registers: 32 of them, or 16 under AVX2.
   constexpr int kMostRows = kLanes == 8 ? (kVectors > 2 ? 3 : 6) : (kVectors > 4 ? 3 : 6);
   int row = 0;
   for (; row + kMostRows <= rows; row += kMostRows)
     product_block<T, kMostRows, kVectors>(a + row * a_stride, a_stride, b, b_stride, steps, c + row * c_stride,
-                                          c_stride);
+                                          c_stride, fetch);
   a += row * a_stride;
   c += row * c_stride;
   switch (rows - row) {
-    case 5: product_block<T, (kMostRows > 5 ? 5 : 1), kVectors>(a, a_stride, b, b_stride, steps, c, c_stride); break;
-    case 4: product_block<T, (kMostRows > 4 ? 4 : 1), kVectors>(a, a_stride, b, b_stride, steps, c, c_stride); break;
-    case 3: product_block<T, (kMostRows > 3 ? 3 : 1), kVectors>(a, a_stride, b, b_stride, steps, c, c_stride); break;
-    case 2: product_block<T, 2, kVectors>(a, a_stride, b, b_stride, steps, c, c_stride); break;
-    case 1: product_block<T, 1, kVectors>(a, a_stride, b, b_stride, steps, c, c_stride); break;
+    case 5: product_block<T, (kMostRows > 5 ? 5 : 1), kVectors>(a, a_stride, b, b_stride, steps, c, c_stride, fetch); break;
+    case 4: product_block<T, (kMostRows > 4 ? 4 : 1), kVectors>(a, a_stride, b, b_stride, steps, c, c_stride, fetch); break;
+    case 3: product_block<T, (kMostRows > 3 ? 3 : 1), kVectors>(a, a_stride, b, b_stride, steps, c, c_stride, fetch); break;
+    case 2: product_block<T, 2, kVectors>(a, a_stride, b, b_stride, steps, c, c_stride, fetch); break;
+    case 1: product_block<T, 1, kVectors>(a, a_stride, b, b_stride, steps, c, c_stride, fetch); break;
     default: break;
   }
 }
@@ -95,30 +110,18 @@ inline void product_columns(const T* a, int a_stride, int rows, const T* b, int 
 // one step of B to the next.
 template <class T>
 inline void product(const T* a, int a_stride, int rows, const T* b, int b_stride, int steps, int columns, float* c,
-                    int c_stride) {
+                    int c_stride, Fetch& fetch) {
   int column = 0;
   if (rows <= 3)  // few rows: more columns at once, or the chain of each sum would leave the multipliers idle
     for (; column + 8 * kLanes <= columns; column += 8 * kLanes)
-      product_columns<T, 8>(a, a_stride, rows, b + column * kPairs<T>, b_stride, steps, c + column, c_stride);
+      product_columns<T, 8>(a, a_stride, rows, b + column * kPairs<T>, b_stride, steps, c + column, c_stride, fetch);
   for (; column + 4 * kLanes <= columns; column += 4 * kLanes)
-    product_columns<T, 4>(a, a_stride, rows, b + column * kPairs<T>, b_stride, steps, c + column, c_stride);
+    product_columns<T, 4>(a, a_stride, rows, b + column * kPairs<T>, b_stride, steps, c + column, c_stride, fetch);
   for (; column + 2 * kLanes <= columns; column += 2 * kLanes)
-    product_columns<T, 2>(a, a_stride, rows, b + column * kPairs<T>, b_stride, steps, c + column, c_stride);
+    product_columns<T, 2>(a, a_stride, rows, b + column * kPairs<T>, b_stride, steps, c + column, c_stride, fetch);
   for (; column < columns; column += kLanes)
-    product_columns<T, 1>(a, a_stride, rows, b + column * kPairs<T>, b_stride, steps, c + column, c_stride);
+    product_columns<T, 1>(a, a_stride, rows, b + column * kPairs<T>, b_stride, steps, c + column, c_stride, fetch);
 }
-
-// Rows that will be needed soon, fetched into the second-level cache a few at a time, among other work: more at once
-// than a core's buffers for misses hold would stop it.
-struct Fetch {
-  const char* const* rows;  // [kTileKeys], or null: nothing to fetch
-  int64_t row_bytes;
-
-  void row(int key) const {
-    if (rows == nullptr) return;
-    for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(rows[key] + at, 0, 2);
-  }
-};
 
 #if defined(HEADRACE_AVX512)
 // 16 rows of up to 16 words each become 16 columns: to[word * to_stride + row].
@@ -182,33 +185,27 @@ inline void transpose_words_block(const uint32_t* const* rows, int first, int wo
 
 // rows[keys] of `dim` values each -> packed [dim / kPairs][keys][kPairs]; `keys` is a multiple of kLanes, dim even.
 template <class T>
-inline void pack_keys(const T* const* rows, int keys, int dim, T* packed, const Fetch& fetch) {
+inline void pack_keys(const T* const* rows, int keys, int dim, T* packed, Fetch& fetch) {
   const int words = dim / kPairs<T>;
   for (int key = 0; key < keys; key += kLanes) {
-    for (int i = 0; i < kLanes; ++i) fetch.row(key + i);
+    fetch.take(kLanes * 9 / 16);
     for (int word = 0; word < words; word += kLanes)
       transpose_words_block(reinterpret_cast<const uint32_t* const*>(rows + key), word,
                             words - word, reinterpret_cast<uint32_t*>(packed) + word * keys + key, keys);
   }
-  for (int key = keys; key < kTileKeys; ++key) fetch.row(key);
 }
 
 // rows[keys] of `dim` values each -> packed [keys / kPairs][padded][kPairs], zeros beyond dim; `keys` is even. The
 // order of columns is the packing's own; `restore_columns` undoes it in the result.
-inline void pack_values(const float* const* rows, int keys, int dim, int padded, float* packed, const Fetch& fetch) {
-  for (int key = keys; key < kTileKeys; ++key) fetch.row(key);
+inline void pack_values(const float* const* rows, int keys, int dim, int padded, float* packed) {
   for (int key = 0; key < keys; ++key, packed += padded) {
-    fetch.row(key);
     std::memcpy(packed, rows[key], sizeof(float) * static_cast<size_t>(dim));
     for (int i = dim; i < padded; ++i) packed[i] = 0.0f;
   }
 }
 
-inline void pack_values(const Bf16* const* rows, int keys, int dim, int padded, Bf16* packed, const Fetch& fetch) {
-  for (int key = keys; key < kTileKeys; ++key) fetch.row(key);
+inline void pack_values(const Bf16* const* rows, int keys, int dim, int padded, Bf16* packed) {
   for (int key = 0; key < keys; key += 2, packed += 2 * padded) {
-    fetch.row(key);
-    fetch.row(key + 1);
     const Bf16 *first = rows[key], *second = rows[key + 1];
     int i = 0;
 #if defined(HEADRACE_AVX512)
@@ -231,10 +228,10 @@ inline void pack_values(const Bf16* const* rows, int keys, int dim, int padded, 
 // order of sums (and of columns) that `product` over packed values has. For few rows packing would cost more.
 template <int kRows, int kVectors>
 inline void value_block(const float* weights, int stride, const float* const* rows, int keys, int column, float* c,
-                        int c_stride, const Fetch& fetch) {
+                        int c_stride, Fetch& fetch) {
   Floats sums[kRows][kVectors] = {};
   for (int key = 0; key < keys; ++key) {
-    fetch.row(key);
+    fetch.take(1);
     for (int v = 0; v < kVectors; ++v) {
       const Floats value = load_floats(rows[key] + column + v * kLanes);
       for (int row = 0; row < kRows; ++row)
@@ -248,12 +245,11 @@ inline void value_block(const float* weights, int stride, const float* const* ro
 #if defined(HEADRACE_AVX512) && defined(HEADRACE_BF16_DOT)
 template <int kRows, int kVectors>
 inline void value_block(const Bf16* weights, int stride, const Bf16* const* rows, int keys, int column, float* c,
-                        int c_stride, const Fetch& fetch) {
+                        int c_stride, Fetch& fetch) {
   static_assert(kVectors % 2 == 0, "columns are interleaved by 32");
   __m512 sums[kRows][kVectors] = {};
   for (int key = 0; key < keys; key += 2) {
-    fetch.row(key);
-    fetch.row(key + 1);
+    fetch.take(1 + (key >> 1 & 1));
     for (int v = 0; v < kVectors; v += 2) {
       const __m512i first = _mm512_loadu_si512(rows[key] + column + v * 16);
       const __m512i second = _mm512_loadu_si512(rows[key + 1] + column + v * 16);
@@ -284,7 +280,7 @@ constexpr int kMostDirectRows = 6;
 // not what it is for.
 template <class T>
 inline bool direct_values(const T* weights, int stride, int num_rows, const T* const* places, int keys, int dim,
-                          float* c, int c_stride, Fetch fetch) {
+                          float* c, int c_stride, Fetch& fetch) {
   constexpr int kStep = kDirectColumns<T>;
   if constexpr (kStep == 0) {
     return false;
@@ -294,13 +290,11 @@ inline bool direct_values(const T* weights, int stride, int num_rows, const T* c
     int column = 0;
     const auto run = [&](auto rows_tag) {
       constexpr int kRows = decltype(rows_tag)::value;
-      // The first columns' pass fetches for all.
-      for (; column + kWide * kLanes <= dim; column += kWide * kLanes, fetch.rows = nullptr)
+      for (; column + kWide * kLanes <= dim; column += kWide * kLanes)
         value_block<kRows, kWide>(weights, stride, places, keys, column, c, c_stride, fetch);
-      for (; column < dim; column += kNarrow * kLanes, fetch.rows = nullptr)
+      for (; column < dim; column += kNarrow * kLanes)
         value_block<kRows, kNarrow>(weights, stride, places, keys, column, c, c_stride, fetch);
     };
-    for (int key = keys; key < kTileKeys; ++key) fetch.row(key);
     switch (num_rows) {
       case 1: run(std::integral_constant<int, 1>{}); break;
       case 2: run(std::integral_constant<int, 2>{}); break;
@@ -389,6 +383,12 @@ inline RowState weigh_row(float* scores, int keys, int first, int end, const Sco
 // Adds a tile's outcome to a row's running one. Always called tile by tile in the order of the context.
 inline void merge_row(RowState& state, float* output, const RowState& tile, const float* tile_output, int padded) {
   if (tile.largest == -__builtin_inff()) return;
+  if (state.largest == -__builtin_inff()) {
+    // What the sums below come to when one of them is nothing.
+    std::memcpy(output, tile_output, sizeof(float) * static_cast<size_t>(padded));
+    state = tile;
+    return;
+  }
   const float largest = state.largest > tile.largest ? state.largest : tile.largest;
   const Floats keep = exponential<true>(all_lanes(state.largest - largest));
   const Floats take = exponential<true>(all_lanes(tile.largest - largest));

@@ -59,8 +59,10 @@ struct Places {
   int base;   // the first key's position: whole vectors of keys that no row may see are left out
   int count;  // keys that are there
   int keys;   // count in whole vectors
-  const char* key_rows[kTileKeys];
-  const char* value_rows[kTileKeys];
+  const char* rows[2 * kTileKeys];  // of the keys, then of the values, `keys` each; beyond `count` they are zeros
+
+  const char* const* key_rows() const { return rows; }
+  const char* const* value_rows() const { return rows + keys; }
 };
 
 // What one thread keeps while it works. Rows are padded to whole vectors.
@@ -139,7 +141,7 @@ class Worker {
     if (has_pending_)
       compute(pending_, next_places_);
     else
-      fetch_now(*next_places_);
+      fetch_of(next_places_).take(2 * kTileKeys);
     std::swap(places_, next_places_);
     pending_ = unit;
     has_pending_ = true;
@@ -203,25 +205,29 @@ class Worker {
   void compute_tile(const Item& item, const Places* next) {
     const int rows = item.tokens * shape_.group, padded = shape_.padded, head_dim = cache_.head_dim;
     const int keys = places_->keys, steps = round_up_to(head_dim, kPairs<T>) / kPairs<T>;
-    pack_keys(typed(places_->key_rows), keys, steps * kPairs<T>, scratch_.keys, {next ? next->key_rows : nullptr, row_bytes_});
-    product(scratch_.queries, padded, rows, scratch_.keys, keys * kPairs<T>, steps, keys, scratch_.scores, kTileKeys);
+    Fetch fetch = fetch_of(next);
+    pack_keys(typed(places_->key_rows()), keys, steps * kPairs<T>, scratch_.keys, fetch);
+    product(scratch_.queries, padded, rows, scratch_.keys, keys * kPairs<T>, steps, keys, scratch_.scores, kTileKeys,
+            fetch);
 
     const ScoreRule rule = rule_for(item);
     for (int row = 0; row < rows; ++row) {
       const int position = item.first_position + row / shape_.group;
       const int first = std::max(0, first_visible(position, args_.window) - places_->base);
       const int end = std::min(keys, position + 1 - places_->base);
+      fetch.take(8);
       scratch_.tile_states[row] = weigh_row(scratch_.scores + row * kTileKeys, keys, first, end, rule,
                                             scratch_.weights + row * kTileKeys);
     }
 
-    const T* const* value_rows = typed(places_->value_rows);
-    const Fetch fetch = {next ? next->value_rows : nullptr, row_bytes_};
-    if (direct_values(scratch_.weights, kTileKeys, rows, value_rows, keys, head_dim, scratch_.tile_output, padded, fetch))
-      return;
-    pack_values(value_rows, keys, head_dim, padded, scratch_.values, fetch);
-    product(scratch_.weights, kTileKeys, rows, scratch_.values, padded * kPairs<T>, keys / kPairs<T>, padded,
-            scratch_.tile_output, padded);
+    const T* const* value_rows = typed(places_->value_rows());
+    if (!direct_values(scratch_.weights, kTileKeys, rows, value_rows, keys, head_dim, scratch_.tile_output, padded,
+                       fetch)) {
+      pack_values(value_rows, keys, head_dim, padded, scratch_.values);
+      product(scratch_.weights, kTileKeys, rows, scratch_.values, padded * kPairs<T>, keys / kPairs<T>, padded,
+              scratch_.tile_output, padded, fetch);
+    }
+    fetch.take(2 * kTileKeys);  // what is left
   }
 
   // True for the thread that finished the item's last tile: it has merged all of them, in order.
@@ -253,11 +259,11 @@ class Worker {
     places.count = std::min(tile_start + kTileKeys, item.last_position() + 1) - places.base;
     places.keys = round_up_to(places.count, kLanes);
     for_each_row(item, places.base, places.count, [&](int key, int64_t index) {
-      places.key_rows[key] = static_cast<const char*>(cache_.keys) + index * row_bytes_;
-      places.value_rows[key] = static_cast<const char*>(cache_.values) + index * row_bytes_;
+      places.rows[key] = static_cast<const char*>(cache_.keys) + index * row_bytes_;
+      places.rows[places.keys + key] = static_cast<const char*>(cache_.values) + index * row_bytes_;
     });
-    std::fill(places.key_rows + places.count, places.key_rows + kTileKeys, scratch_.zeros);
-    std::fill(places.value_rows + places.count, places.value_rows + kTileKeys, scratch_.zeros);
+    for (int key = places.count; key < places.keys; ++key)
+      places.rows[key] = places.rows[places.keys + key] = scratch_.zeros;
   }
 
   // visit(key, row of the cache) for keys [base, base + count) of the item's sequence.
@@ -272,11 +278,9 @@ class Worker {
     }
   }
 
-  void fetch_now(const Places& places) const {
-    for (int key = 0; key < places.count; ++key) {
-      Fetch{places.key_rows, row_bytes_}.row(key);
-      Fetch{places.value_rows, row_bytes_}.row(key);
-    }
+  Fetch fetch_of(const Places* places) const {
+    if (places == nullptr) return {nullptr, nullptr, 0};
+    return {places->rows, places->rows + 2 * places->keys, row_bytes_};
   }
 
   // Rows as values of T: where they lie, or widened into the staging room, which the next call overwrites.
