@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,16 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cpu_pools import many_threads_ops, two_threads_ops  # noqa: F401
 from torch import Tensor
 
 from headrace import kernels
-from headrace.executor.random_numbers import gumbel_noise, row_keys
-from headrace.executor.sampler import truncate
 from headrace.kernels import reference
 from headrace.kernels.cpu import build, program_args
 from headrace.kernels.cpu.linear import Runtime
 from headrace.kernels.cpu.ops import CacheScales, CpuOps
-from headrace.kernels.cpu.program_parts import SamplingColumns, sample
 from headrace.kernels.cpu.threads import Pool, Step
 from headrace.kernels.reference_attention import AttentionParams, PagedBatch
 
@@ -29,33 +26,6 @@ pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.wh
 FLOAT_TYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPSILON = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Largest relative error of rounding to a type."""
-
-
-class ManyThreads(Pool):
-    """A pool of more threads than this machine's cores, to cut the work in other places."""
-
-    def __init__(self, library: build.Library, count: int) -> None:
-        super().__init__(library, 1)
-        library.dll.hr_pool_destroy(self.handle)
-        self.plan = replace(self.plan, num_threads=count)
-        self.handle = library.dll.hr_pool_create(count, None, 0)
-        self._end.detach()
-
-
-@pytest.fixture(scope="module")
-def ops() -> CpuOps:
-    library = build.build()
-    return CpuOps(Runtime(library, Pool(library, 2)))
-
-
-@pytest.fixture(scope="module")
-def other_ops() -> Iterator[list[CpuOps]]:
-    """The same ops on one thread, three and five."""
-    library = build.build()
-    pools = [ManyThreads(library, count) for count in (1, 3, 5)]
-    yield [CpuOps(Runtime(library, pool)) for pool in pools]
-    for pool in pools:
-        library.dll.hr_pool_destroy(pool.handle)
 
 
 @dataclass
@@ -221,14 +191,19 @@ def test_quantised_caches(ops: CpuOps, cache_dtype: torch.dtype, per_row: bool) 
 
 
 def test_e4m3_writes_round_as_torch_does_and_saturate(ops: CpuOps) -> None:
-    generator = torch.Generator().manual_seed(1)
-    sizes = 10 ** torch.empty(64, 2, 32).uniform_(-4, 3, generator=generator)
-    key = torch.randn(64, 2, 32, generator=generator) * sizes
-    caches = torch.zeros(2, 8, 2, 8, 32).to(torch.float8_e4m3fn)
-    case_batch = PagedBatch(torch.tensor([0, 64]), torch.tensor([64]), torch.arange(8)[None], torch.arange(64), 8)
-    ops.write_cache(key, key, caches[0], caches[1], case_batch)
-    wanted = key.clamp(-448, 448).to(torch.float8_e4m3fn).view(8, 8, 2, 32).transpose(1, 2)
-    assert torch.equal(caches[0].view(torch.uint8), wanted.contiguous().view(torch.uint8))
+    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    halfway = (values[1:] + values[:-1]) / 2  # to the even one
+    beyond = torch.tensor([447.0, 449.0, 500.0, 1e6])
+    every = torch.cat((values, halfway, halfway * 1.001, halfway * 0.999, beyond))
+    every = torch.cat((every, -every, torch.zeros(-2 * len(every) % 32))).view(-1, 1, 32)
+    count = len(every)
+    caches = torch.zeros(2, count, 1, 1, 32).to(torch.float8_e4m3fn)
+    batch = PagedBatch(
+        torch.tensor([0, count]), torch.tensor([count]), torch.arange(count)[None], torch.arange(count), 1
+    )
+    ops.write_cache(every, every, caches[0], caches[1], batch)
+    wanted = every.clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(caches[0].view(torch.uint8).flatten(), wanted.view(torch.uint8).flatten())
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
@@ -337,78 +312,28 @@ def test_write_cache_touches_its_slots_alone(ops: CpuOps, cache_dtype: torch.dty
     assert torch.equal(caches, wanted)
 
 
-def random_rows(vocab: int, count: int, generator: np.random.Generator) -> Tensor:
-    """Logits as models make them: peaked, flat, with ties, with masked tokens."""
-    rows = []
-    for i in range(count):
-        row = generator.normal(size=vocab) * [1.0, 4.0, 0.01, 2.5][i % 4]
-        if i % 3 == 0:
-            row = np.round(row, 1)
-        if i % 5 == 0:
-            row[generator.integers(0, vocab, vocab // 4)] = -np.inf
-        rows.append(row)
-    return torch.tensor(np.array(rows), dtype=torch.float32)
-
-
-def torch_choice(logits: Tensor, columns: SamplingColumns, row: int) -> int:
-    """What the torch sampler chooses, its whole vocabulary ranked."""
-    if columns.temperature[row] == 0:
-        return int(logits.argmax())
-    tempered = (logits / torch.tensor(columns.temperature[row]))[None]
-    at = slice(row, row + 1)
-    found = truncate(tempered, len(logits), top_k=columns.top_k[at], top_p=columns.top_p[at], min_p=columns.min_p[at])
-    key = torch.from_numpy(row_keys(columns.seed[at], columns.position[at]).view(np.int64))[:, None]
-    scores = found.logits + gumbel_noise(key, found.token_ids)
-    return int(found.token_ids[0, int(scores.argmax())])
-
-
-@pytest.mark.parametrize("vocab", [5, 1000, 49152])
-def test_sampling_chooses_as_the_torch_sampler(ops: CpuOps, other_ops: list[CpuOps], vocab: int) -> None:
-    generator = np.random.default_rng(vocab)
-    count = 24 if vocab > 10000 else 96
-    logits = random_rows(vocab, count, generator)
-    columns = SamplingColumns(ops.runtime, count, vocab)
-    columns.temperature[:] = generator.choice([0, 0.3, 0.7, 1.0, 1.0, 2.5], count)
-    columns.top_k[:] = generator.choice([0, 0, 0, 1, 3, 50, vocab, 2 * vocab], count)
-    columns.top_p[:] = generator.choice([1.0, 1.0, 1.0, 0.0, 0.1, 0.5, 0.9, 0.999], count)
-    columns.min_p[:] = generator.choice([0.0, 0.0, 0.0, 0.001, 0.1, 1.0], count)
-    columns.seed[:] = generator.integers(0, 1 << 64, count, dtype=np.uint64)
-    columns.position[:] = generator.integers(0, 100000, count)
-    sample(ops.runtime, logits, columns)
-    chosen = columns.token_ids.copy()
-    for row in range(count):
-        assert chosen[row] == torch_choice(logits[row], columns, row)
-        assert columns.best[row] == logits[row].max()
-    for other in other_ops:
-        again = SamplingColumns(other.runtime, count, vocab)
-        for name in ("temperature", "top_k", "top_p", "min_p", "seed", "position"):
-            getattr(again, name)[:] = getattr(columns, name)
-        sample(other.runtime, logits, again)
-        assert (again.token_ids == chosen).all()
-
-
-@pytest.mark.parametrize("num_rows", [1, 6], ids=["divided among threads", "row by row"])
-def test_equal_logits_choose_the_lowest_id_and_nan_shows(ops: CpuOps, num_rows: int) -> None:
-    columns = SamplingColumns(ops.runtime, num_rows, 1003)
-    logits = torch.zeros(num_rows, 1003)
-    logits[:, [400, 401, 1002]] = 3.0
-    sample(ops.runtime, logits, columns)
-    assert (columns.token_ids == 400).all()
-    logits[:, 900] = torch.nan
-    columns.temperature[:] = 1.0
-    sample(ops.runtime, logits, columns)
-    assert np.isnan(columns.best).all()
-
-
-def test_a_strided_matrix_of_logits_and_a_wrong_one(ops: CpuOps) -> None:
-    columns = SamplingColumns(ops.runtime, 4, 50)
-    logits = torch.randn(4, 64)[:, :50]
-    sample(ops.runtime, logits, columns)
-    assert columns.token_ids.tolist() == logits.argmax(1).tolist()
-    with pytest.raises(ValueError, match="5 rows of logits; these columns have room for 4"):
-        sample(ops.runtime, torch.randn(5, 50), columns)
-    with pytest.raises(ValueError, match="logits are float32 rows of 50"):
-        sample(ops.runtime, torch.randn(4, 51), columns)
+@pytest.mark.parametrize("level", ["avx512", "avx2", "portable"])
+def test_every_instruction_set_level_computes_the_same_things(level: str) -> None:
+    try:
+        library = build.build(level)
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    ops = CpuOps(Runtime(library, Pool(library, 2)))
+    for heads in ((9, 3, 64), (5, 1, 72), (7, 7, 8)):
+        for params in PARAMS.values():
+            test_fp32_attention_is_exact_to_rounding(ops, heads, params)
+    for params in PARAMS.values():
+        test_bf16_attention_is_within_its_roundings(ops, torch.bfloat16, params)
+    test_fp16_cache(ops)
+    test_quantised_caches(ops, torch.int8, per_row=True)
+    test_quantised_caches(ops, torch.float8_e4m3fn, per_row=False)
+    test_e4m3_writes_round_as_torch_does_and_saturate(ops)
+    for dtype in FLOAT_TYPES:
+        test_norms(ops, dtype, 577, with_residual=True)
+        test_rotary_leaves_the_rest_of_a_head_alone(ops, dtype, 5)
+        test_write_cache_touches_its_slots_alone(ops, dtype)
+        for kind in ("silu", "gelu", "gelu_tanh", "relu"):
+            test_activations(ops, dtype, kind, 101)
 
 
 def test_support_records_say_why_not() -> None:
