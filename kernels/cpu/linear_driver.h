@@ -8,7 +8,8 @@
 //   panel_bytes(k), block_k(k)    the packed panel; how much of K one pass takes (the whole, or a multiple of what
 //                                 the tile's steps need)
 //   block_offset(k), x_offset(k)  bytes into a panel, and into a prepared row, where position k of K begins
-//   tile<kRows>(x, x_bytes, panel, k, sums, add)   sums [kRows, kPanelRows] (+)= x [kRows, k] times the panel
+//   tile<kRows>(x, x_bytes, panel, k, sums, sums_stride, add, ahead)
+//                                 sums [kRows, kPanelRows] (+)= x [kRows, k] times the panel
 #pragma once
 
 #include "linear.h"
@@ -19,6 +20,32 @@ namespace headrace {
 constexpr int64_t kPrepareAloneRows = 16;
 // What a block of activations may take of a core's second-level cache.
 constexpr int64_t kActivationBlockBytes = 384 * 1024;
+
+constexpr int64_t kAheadOfFewRows = 4096, kAheadOfManyRows = 8192;  // bytes
+
+// What a tile asks memory for while it computes.
+//
+// A panel that one tile goes through once is asked for ahead of its use, by a distance found by measurement: with few
+// rows the hardware's own prefetching nearly keeps up, with more it loses the thread between the pauses for
+// arithmetic. Where several tiles go through a panel, the first two bring one half each of what comes next, so that
+// memory and arithmetic overlap all the time; the rest bring nothing.
+struct Ahead {
+  const char* from;
+  int64_t halves;  // of a byte for each byte of panel passed; 0 asks for one line again and again, which is cheap
+
+  const char* at(int64_t bytes_passed) const { return from + bytes_passed * halves / 2; }
+};
+
+// panel_bytes: of what each tile goes through; to_next: from there to what the same tiles go through next.
+inline Ahead ahead_of(const char* panel, int64_t panel_bytes, int64_t to_next, int num_rows, int64_t tile,
+                      int64_t num_tiles) {
+  if (num_tiles == 1) return {panel + (num_rows < 4 ? kAheadOfFewRows : kAheadOfManyRows), 2};
+  if (tile < 2) return {panel + to_next + tile * (panel_bytes / 2), 1};
+  return {panel, 0};
+}
+
+// Into the second-level cache: the distance is too far for the first, which the hardware fills in time.
+inline void prefetch(const char* address) { __builtin_prefetch(address, 0, 2); }
 
 struct Prepared {
   const char* base;
@@ -73,21 +100,21 @@ void write_tile(const LinearArgs& args, const float* sums, int64_t sums_stride, 
 
 template <class Kernel, int kRows>
 inline void call_tile(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
-                      int64_t sums_stride, bool add) {
+                      int64_t sums_stride, bool add, Ahead ahead) {
   if (num_rows == kRows) {
-    Kernel::template tile<kRows>(x, x_bytes, panel, k, sums, sums_stride, add);
+    Kernel::template tile<kRows>(x, x_bytes, panel, k, sums, sums_stride, add, ahead);
   } else if constexpr (kRows > 1) {
-    call_tile<Kernel, kRows - 1>(num_rows, x, x_bytes, panel, k, sums, sums_stride, add);
+    call_tile<Kernel, kRows - 1>(num_rows, x, x_bytes, panel, k, sums, sums_stride, add, ahead);
   }
 }
 
-// Rows [begin, end) cut into tiles of nearly equal size, none above kMaxRows.
+// Rows [begin, end) cut into tiles of nearly equal size, none above kMaxRows: each(row, num_rows, tile, num_tiles).
 template <int kMaxRows, class Each>
 inline void for_each_tile(int64_t begin, int64_t end, Each each) {
   const int64_t tiles = (end - begin + kMaxRows - 1) / kMaxRows;
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const Range rows = split(end - begin, static_cast<int>(tile), static_cast<int>(tiles));
-    each(begin + rows.begin, static_cast<int>(rows.end - rows.begin));
+    each(begin + rows.begin, static_cast<int>(rows.end - rows.begin), tile, tiles);
   }
 }
 
@@ -98,26 +125,32 @@ void run_unit(const LinearArgs& args, const Prepared& x, int64_t unit, int64_t b
   const int64_t block_k = Kernel::block_k(k), sums_stride = fan * kPanelRows;
   const char* panels = static_cast<const char*>(args.weight.data) + unit * fan * panel_bytes;
   if (block_k >= k) {
-    for_each_tile<Kernel::kMaxRows>(begin, end, [&](int64_t row, int num_rows) {
-      alignas(64) float tile[Kernel::kMaxRows * 2 * kPanelRows];
-      for (int64_t f = 0; f < fan; ++f)
-        call_tile<Kernel, Kernel::kMaxRows>(num_rows, x.base + row * x.row_bytes, x.row_bytes,
-                                            panels + f * panel_bytes, k, tile + f * kPanelRows, sums_stride, false);
-      write_tile(args, tile, sums_stride, row, num_rows, unit);
+    // All tiles of a gated pair go through both its panels, so what comes next is the next pair.
+    for_each_tile<Kernel::kMaxRows>(begin, end, [&](int64_t row, int num_rows, int64_t tile, int64_t tiles) {
+      alignas(64) float buffer[Kernel::kMaxRows * 2 * kPanelRows];
+      for (int64_t f = 0; f < fan; ++f) {
+        const char* panel = panels + f * panel_bytes;
+        const Ahead ahead = ahead_of(panel, panel_bytes, fan * panel_bytes, num_rows, tile, tiles);
+        call_tile<Kernel, Kernel::kMaxRows>(num_rows, x.base + row * x.row_bytes, x.row_bytes, panel, k,
+                                            buffer + f * kPanelRows, sums_stride, false, ahead);
+      }
+      write_tile(args, buffer, sums_stride, row, num_rows, unit);
     });
     return;
   }
   for (int64_t f = 0; f < fan; ++f)
     for (int64_t first = 0; first < k; first += block_k) {
       const int64_t size = k - first < block_k ? k - first : block_k;
-      for_each_tile<Kernel::kMaxRows>(begin, end, [&](int64_t row, int num_rows) {
-        call_tile<Kernel, Kernel::kMaxRows>(
-            num_rows, x.base + row * x.row_bytes + Kernel::x_offset(first), x.row_bytes,
-            panels + f * panel_bytes + Kernel::block_offset(first), size,
-            sums + (row - begin) * sums_stride + f * kPanelRows, sums_stride, first > 0);
+      const char* block = panels + f * panel_bytes + Kernel::block_offset(first);
+      const int64_t block_bytes = Kernel::block_offset(size);
+      for_each_tile<Kernel::kMaxRows>(begin, end, [&](int64_t row, int num_rows, int64_t tile, int64_t tiles) {
+        call_tile<Kernel, Kernel::kMaxRows>(num_rows, x.base + row * x.row_bytes + Kernel::x_offset(first), x.row_bytes,
+                                            block, size, sums + (row - begin) * sums_stride + f * kPanelRows,
+                                            sums_stride, first > 0,
+                                            ahead_of(block, block_bytes, block_bytes, num_rows, tile, tiles));
       });
     }
-  for_each_tile<Kernel::kMaxRows>(begin, end, [&](int64_t row, int num_rows) {
+  for_each_tile<Kernel::kMaxRows>(begin, end, [&](int64_t row, int num_rows, int64_t, int64_t) {
     write_tile(args, sums + (row - begin) * sums_stride, sums_stride, row, num_rows, unit);
   });
 }

@@ -25,11 +25,6 @@ constexpr int kTileRows = 3;
 constexpr int kTileRows = 2;
 #endif
 
-// How far ahead of its use a panel's line is asked for: about the time of one memory access at full bandwidth.
-constexpr int64_t kPrefetchBytes = 2048;
-
-inline void prefetch(const char* address) { __builtin_prefetch(address, 0, 3); }
-
 // Panels above this are taken in several passes over K, so that the part in use stays in the second-level cache.
 constexpr int64_t kPanelBlockBytes = 256 * 1024;
 
@@ -158,7 +153,7 @@ struct FloatKernel {
 
   template <int kRows>
   static void tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums, int64_t sums_stride,
-                   bool add) {
+                   bool add, Ahead ahead) {
     Floats total[kRows][kPanelVectors];
 #pragma GCC unroll 16
     for (int row = 0; row < kRows; ++row)
@@ -174,7 +169,7 @@ struct FloatKernel {
     for (int64_t i = 0; i < steps; ++i) {
       const char* w = panel + i * kBytes;
 #pragma GCC unroll 4
-      for (int64_t line = 0; line < kBytes; line += 64) prefetch(w + kPrefetchBytes + line);
+      for (int64_t line = 0; line < kBytes; line += 64) prefetch(ahead.at(i * kBytes) + line);
       step<kRows>(total, w, bases, x_bytes, i * kStepK * kXBytes);
     }
 #pragma GCC unroll 16

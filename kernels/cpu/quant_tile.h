@@ -15,7 +15,6 @@ constexpr int kQuantTileRows = 2;
 constexpr int kQuantTileRows = 2;
 #endif
 
-constexpr int64_t kQuantPrefetchBytes = 2048;
 constexpr int kQuads = kBlock / 4;
 
 // kLanes rows of a panel at a time.
@@ -166,7 +165,7 @@ struct QuantKernel {
 
   template <int kRows>
   static void tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums, int64_t sums_stride,
-                   bool) {
+                   bool, Ahead ahead) {
     Floats total[kRows][kGroups] = {};
     const QuantBlock* rows[kRows];
     for (int row = 0; row < kRows; ++row) rows[row] = reinterpret_cast<const QuantBlock*>(x + row * x_bytes);
@@ -179,7 +178,7 @@ struct QuantKernel {
       }
       constexpr int kLines = kLayout.block_bytes() / 64;
 #pragma GCC unroll 18
-      for (int line = 0; line < kLines; ++line) __builtin_prefetch(block + kQuantPrefetchBytes + 64 * line, 0, 3);
+      for (int line = 0; line < kLines; ++line) prefetch(ahead.at(block - panel) + 64 * line);
 #pragma GCC unroll 8
       for (int group = 0; group < kGroups; ++group) {
         Bytes codes[kQuads];
