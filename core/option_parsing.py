@@ -184,7 +184,8 @@ def read_config(path: Path, struct: type[T], structs: Sequence[type[msgspec.Stru
         raise OptionError(f"the config file {path} is not YAML: {error}") from None
     if not isinstance(content, dict | None) or not all(isinstance(key, str) for key in content or ()):
         raise OptionError(f"the config file {path} must map option names to values, such as 'max-model-len: 4096'")
-    others = {name for other in structs if other is not struct for name in _names(other)}
+    # What one of them declares is not foreign to the others.
+    others = {name for other in structs if other is not struct for name in _names(other)} - option_specs(struct).keys()
     own = {key: value for key, value in (content or {}).items() if key.replace("-", "_") not in others}
     try:
         return read_options(struct, own, also_known=others - FOREIGN.keys())

@@ -148,6 +148,9 @@ class RequestStream:
         self.metrics = RequestMetrics(arrival_time=time.time())
         self.on_done: Callable[[RequestStream], None] | None = None
         """Called once when it has ended, well or not."""
+        self.on_step: Callable[[RequestStream, float], None] | None = None
+        """Called after each step that brought news, with the time (monotonic seconds), whatever the output kind: for
+        a reader that must not wait for a task to wake. It reads from `sequences`, and must not raise."""
         self.touched = False
         """Whether the step at hand brought news."""
         self._submitted_s = time.monotonic()
@@ -209,6 +212,8 @@ class RequestStream:
             self._end(now_s)
         elif self.params.output_kind is not RequestOutputKind.FINAL_ONLY:
             self._wake()
+        if self.on_step is not None:
+            self.on_step(self, now_s)
 
     def fail(self, error: HeadraceError) -> None:
         """Ends it with an error, unless it has ended already."""

@@ -1,0 +1,114 @@
+"""The ASGI application: routing, keys, cross-origin rules, and errors as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route, Router
+
+from headrace.frontend.http.errors import ApiError
+from headrace.frontend.http.exchange import ClientGoneError, Exchange
+from headrace.frontend.http.generation import Receive, Scope, Send
+from headrace.frontend.http.routes import ROUTES, RouteSpec
+from headrace.frontend.http.state import ServerState
+from headrace.ipc.failure import HeadraceError
+
+logger = logging.getLogger(__name__)
+EXCHANGE = "headrace.exchange"
+
+
+def make_app(state: ServerState) -> Any:
+    """The application for uvicorn."""
+    options = state.options
+    app: Any = App(state)
+    if options.allowed_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=options.allowed_origins,
+            allow_methods=options.allowed_methods,
+            allow_headers=options.allowed_headers,
+            allow_credentials=options.allow_credentials,
+        )
+    return app
+
+
+class App:
+    """Checks the key, finds the route, runs its handler, and turns what it raises into an answer."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        routes = [Route(spec.path, _Endpoint(spec, state), methods=_methods(spec)) for spec in ROUTES]
+        self._router = Router(routes, redirect_slashes=False, default=_not_found)
+        self._public = frozenset(spec.path for spec in ROUTES if spec.public)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        options = self._state.options
+        exchange = Exchange(scope, receive, send, options.max_body_bytes, options.read_timeout)
+        scope[EXCHANGE] = exchange
+        scope["app"] = self  # without it, Starlette answers a wrong method by itself
+        began_s = time.monotonic()
+        outcome = "done"
+        self._state.pages.in_flight(1)
+        try:
+            self._check_key(exchange)
+            await self._router(scope, receive, send)
+        except ClientGoneError:
+            outcome = "the client left"
+        except Exception as error:
+            answer = _answer_to(error)
+            outcome = f"{answer.status} {answer}"
+            if not exchange.started:
+                await exchange.refuse(answer)
+            elif answer.status == 500:
+                logger.exception("a response could not be finished")
+        finally:
+            self._state.pages.in_flight(-1)
+            self._state.publish_counts()
+            if options.enable_log_requests:
+                logger.info("%s %s: %s in %.3f s", scope["method"], scope["path"], outcome, time.monotonic() - began_s)
+
+    def _check_key(self, exchange: Exchange) -> None:
+        path = exchange.scope["path"].removeprefix(exchange.scope.get("root_path", ""))
+        if not self._state.keys or path in self._public:
+            return
+        scheme, _, key = (exchange.header(b"authorization") or "").partition(" ")
+        tenant = self._state.tenant_of(key.strip()) if scheme.lower() == "bearer" else None
+        if tenant is None:
+            raise ApiError(
+                401,
+                "the API key is missing or wrong: send Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )
+        exchange.tenant = tenant
+
+
+class _Endpoint:
+    """A handler as the ASGI application that Starlette routes to."""
+
+    def __init__(self, spec: RouteSpec, state: ServerState) -> None:
+        self._handler, self._state = spec.handler, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._handler(self._state, scope[EXCHANGE])
+
+
+async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    raise ApiError(404, f"there is no {scope['path'][:200]} here; GET /docs lists what there is", code="not_found")
+
+
+def _answer_to(error: Exception) -> ApiError:
+    if isinstance(error, HTTPException):
+        allowed = (error.headers or {}).get("Allow", "")
+        return ApiError(error.status_code, f"this route takes {allowed}", code="method_not_allowed")
+    if not isinstance(error, ApiError | HeadraceError) and not isinstance(error, asyncio.CancelledError):
+        logger.error("a request failed", exc_info=error)
+    return ApiError.of(error)
+
+
+def _methods(spec: RouteSpec) -> list[str]:
+    return [spec.method]

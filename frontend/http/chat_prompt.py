@@ -1,0 +1,159 @@
+"""From a conversation to the prompt that the model's template makes of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from headrace.frontend.http.errors import ApiError, bad_field
+from headrace.frontend.http.requests import ChatMessage
+from headrace.frontend.tokenizer import Tokenizer
+from headrace.ipc.failure import OptionError
+
+_TAKES_PARTS = re.compile(r"\bin\s+\w+(\.content|\[['\"]content['\"]\])|content\s+is\s+(not\s+)?(string|iterable)")
+"""A template that walks through a message's parts, or asks whether it has any."""
+_RESERVED = (
+    "messages",
+    "conversation",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+)
+
+
+class ChatPromptRequest(Protocol):
+    """The part of a request that says how a conversation becomes a prompt."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any] | None
+    tools: list[dict[str, Any]] | None
+
+
+def load_template(option: str | None) -> str | None:
+    """The option chat_template: a file's content where there is one, else a template. Raises OptionError."""
+    if option is None:
+        return None
+    if "{" in option or "\n" in option:
+        return option
+    try:
+        return Path(option).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"chat_template={option}: neither a template nor a file that can be read ({error})") from None
+
+
+class ChatPrompts:
+    """Renders conversations with the server's template, the model's, or (where trusted) the request's."""
+
+    def __init__(self, template: str | None, *, trusts_requests: bool) -> None:
+        self._template, self._trusts_requests = template, trusts_requests
+
+    def render(
+        self,
+        request: ChatPromptRequest,
+        messages: Sequence[ChatMessage],
+        tokenizer: Tokenizer | None,
+        *,
+        tool_choice: str | dict[str, Any] | None = None,
+        documents: Sequence[dict[str, Any]] | None = None,
+    ) -> str:
+        """The prompt's text. Raises ApiError, and InvalidRequestError with the template's own words."""
+        if tokenizer is None:
+            raise bad_field("messages", "this engine runs without a tokenizer: use /v1/completions with token ids")
+        if not messages:
+            raise bad_field("messages", "messages is empty: give at least one")
+        tools = self._tools(request.tools, tool_choice)
+        variables = request.chat_template_kwargs or {}
+        for name in variables:
+            if name in _RESERVED:
+                raise bad_field(
+                    "chat_template_kwargs", f"chat_template_kwargs.{name} is a field of the request: give it there"
+                )
+        continues = bool(request.continue_final_message)
+        begins = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+        named = self._choose_template(request.chat_template, tokenizer)
+        template = tokenizer.get_chat_template(named, tools)
+        takes_parts = _TAKES_PARTS.search(template) is not None
+        text: str = tokenizer.apply_chat_template(
+            [_plain(message, index, takes_parts=takes_parts) for index, message in enumerate(messages)],
+            tokenize=False,
+            add_generation_prompt=begins,
+            continue_final_message=continues,
+            chat_template=template,
+            tools=tools,
+            documents=documents,
+            **variables,
+        )
+        return text
+
+    def _choose_template(self, asked: str | None, tokenizer: Tokenizer) -> str | None:
+        if asked is None:
+            return self._template
+        if not self._trusts_requests and asked not in tokenizer.chat_template_names:
+            raise bad_field(
+                "chat_template",
+                "this server does not take templates from requests (its option trust_request_chat_template)",
+                "unsupported_parameter",
+            )
+        return asked
+
+    def _tools(
+        self, tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None
+    ) -> list[dict[str, Any]] | None:
+        if choice not in (None, "auto", "none"):
+            raise bad_field(
+                "tool_choice",
+                "tool_choice must be auto or none: making a model call a tool is not supported yet",
+                "unsupported_parameter",
+            )
+        return None if choice == "none" or not tools else tools
+
+
+def _plain(message: ChatMessage, index: int, *, takes_parts: bool) -> dict[str, Any]:
+    """As templates take it: without absent fields, text parts joined where the template knows none."""
+    plain = {name: value for name, value in msgspec.structs.asdict(message).items() if value is not None}
+    plain.pop("annotations", None)
+    content = message.content
+    if isinstance(content, list):
+        texts = [_text_of(part, f"messages[{index}].content[{at}]") for at, part in enumerate(content)]
+        plain["content"] = [{"type": "text", "text": text} for text in texts] if takes_parts else "\n".join(texts)
+    if message.tool_calls is not None:
+        plain["tool_calls"] = [_with_parsed_arguments(call) for call in message.tool_calls]
+        plain.setdefault("content", "")
+    elif message.content is None:
+        raise bad_field(f"messages[{index}].content", f"messages[{index}] has no content", "missing_required_parameter")
+    return plain
+
+
+def _text_of(part: str | dict[str, Any], where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type")
+    if kind not in ("text", "input_text", "output_text"):
+        raise bad_field(where, f"{where} is of type {kind!r:.50}: models read text alone", "unsupported_parameter")
+    text = part.get("text")
+    if not isinstance(text, str) or set(part) - {"type", "text"}:
+        raise bad_field(where, f"{where} must be {{'type': 'text', 'text': '...'}}")
+    return text
+
+
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's API holds a call's arguments as JSON text; templates take the object."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"] or "{}")
+    except msgspec.DecodeError as error:
+        raise ApiError(
+            400, f"a tool call's arguments are not valid JSON: {error}", param="messages", code="invalid_value"
+        ) from None
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,148 @@
+"""Bodies to requests: every field is known, has the right type, and does something, or is refused by name."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.frontend.http.errors import ApiError, bad_field
+from headrace.frontend.http.requests import ChatCompletionRequest, CompletionRequest
+
+T = TypeVar("T", bound=msgspec.Struct)
+ANY = object()
+"""In `Neutral.values`: every value asks for nothing."""
+
+
+class Neutral(msgspec.Struct, frozen=True):
+    """A field of OpenAI's or vLLM's that is taken at values which ask for nothing, and refused at others."""
+
+    reason: str
+    values: tuple[Any, ...] = ()
+
+
+_STRUCTURED = "structured outputs are not supported yet"
+_BEAMS = "beam search is not supported"
+_TOOLS = "tool calls are not parsed: an answer that calls a tool holds the call as text"
+_TEXT_ONLY = "models read and write text alone"
+_STORED = "nothing is stored by this server"
+
+NEUTRAL: Mapping[str, Neutral] = types.MappingProxyType(
+    {
+        "user": Neutral("names the end user for abuse reports; nothing depends on it", (ANY,)),
+        "safety_identifier": Neutral("names the end user for abuse reports; nothing depends on it", (ANY,)),
+        "metadata": Neutral("labels stored completions, and none are stored", (ANY,)),
+        "prompt_cache_key": Neutral("a hint; equal prefixes are cached without one", (ANY,)),
+        "store": Neutral(_STORED, (False,)),
+        "service_tier": Neutral("there is one tier", ("auto", "default")),
+        "logit_bias": Neutral("not supported yet", ({},)),
+        "response_format": Neutral(_STRUCTURED, ({"type": "text"},)),
+        "structured_outputs": Neutral(_STRUCTURED),
+        "guided_json": Neutral(_STRUCTURED),
+        "guided_regex": Neutral(_STRUCTURED),
+        "guided_choice": Neutral(_STRUCTURED),
+        "guided_grammar": Neutral(_STRUCTURED),
+        "guided_decoding_backend": Neutral(_STRUCTURED),
+        "use_beam_search": Neutral(_BEAMS, (False,)),
+        "length_penalty": Neutral(_BEAMS, (1.0,)),
+        "early_stopping": Neutral(_BEAMS, (False,)),
+        "allowed_token_ids": Neutral("not supported yet", ([],)),
+        "bad_words": Neutral("not supported yet", ([],)),
+        "logits_processors": Neutral("code in requests is not supported", ([],)),
+        "truncate_prompt_tokens": Neutral("not supported yet; shorten the prompt"),
+        "prompt_embeds": Neutral("not supported yet; give text or token ids"),
+        "mm_processor_kwargs": Neutral(_TEXT_ONLY),
+        "kv_transfer_params": Neutral("an engine keeps its cache to itself"),
+        "vllm_xargs": Neutral("there are no plug-ins that would read it", ({},)),
+        "prediction": Neutral("not supported"),
+    }
+)
+NEUTRAL_OF: Mapping[type[msgspec.Struct], Mapping[str, Neutral]] = types.MappingProxyType(
+    {
+        CompletionRequest: types.MappingProxyType(
+            {**NEUTRAL, "suffix": Neutral("filling in the middle is not supported; give a prompt alone", ("",))}
+        ),
+        ChatCompletionRequest: types.MappingProxyType(
+            {
+                **NEUTRAL,
+                "best_of": Neutral("not part of chat completions; use n", (1,)),
+                "echo": Neutral("not supported in chat", (False,)),
+                "functions": Neutral("retired by OpenAI; use tools", ([],)),
+                "function_call": Neutral("retired by OpenAI; use tools", ("none",)),
+                "parallel_tool_calls": Neutral(_TOOLS, (True,)),
+                "modalities": Neutral(_TEXT_ONLY, (["text"],)),
+                "audio": Neutral(_TEXT_ONLY),
+                "reasoning_effort": Neutral("not supported yet; see chat_template_kwargs for what templates take"),
+                "include_reasoning": Neutral("reasoning is not told apart from the answer", (True,)),
+                "thinking_token_budget": Neutral("not supported yet"),
+                "verbosity": Neutral("not supported", ("medium",)),
+                "web_search_options": Neutral("not supported"),
+            }
+        ),
+    }
+)
+
+
+def decode_request(body: bytes, kind: type[T]) -> T:
+    """The request in a body. Raises ApiError, which names the field."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(HTTPStatus.BAD_REQUEST, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise ApiError(HTTPStatus.BAD_REQUEST, "the body is nested too deeply", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise ApiError(HTTPStatus.BAD_REQUEST, "the body must be a JSON object", code="invalid_json")
+    _take_neutral(fields, NEUTRAL_OF.get(kind, {}))
+    known = kind.__struct_fields__
+    for name in fields:
+        if name not in known:
+            raise _unknown(name, known)
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    except RecursionError:
+        raise ApiError(HTTPStatus.BAD_REQUEST, "the body is nested too deeply", code="invalid_json") from None
+
+
+def _take_neutral(fields: dict[str, Any], table: Mapping[str, Neutral]) -> None:
+    for name in [name for name in fields if name in table]:
+        value, neutral = fields.pop(name), table[name]
+        if value is None or ANY in neutral.values or any(_same(value, each) for each in neutral.values):
+            continue
+        raise bad_field(name, f"{name} is not supported: {neutral.reason}", "unsupported_parameter")
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+
+
+def _unknown(name: str, known: tuple[str, ...]) -> ApiError:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return bad_field(name[:100], f"unknown field {name[:100]!r}{hint}", "unknown_parameter")
+
+
+_PATH = re.compile(r" - at `\$\.?(.*)`$")
+_MISSING = re.compile(r"missing required field `(\w+)`")
+_EXTRA = re.compile(r"contains unknown field `(.*?)`")
+
+
+def _invalid(text: str) -> ApiError:
+    """msgspec's words: 'Expected `int`, got `str` - at `$.max_tokens`'."""
+    path = _PATH.search(text)
+    where = path.group(1) if path is not None else ""
+    what = (text[: path.start()] if path is not None else text).replace("`", "")
+    if missing := _MISSING.search(text):
+        where = f"{where}.{missing.group(1)}" if where else missing.group(1)
+        return bad_field(where, f"{where} is required", "missing_required_parameter")
+    if extra := _EXTRA.search(text):
+        where = f"{where}.{extra.group(1)}" if where else extra.group(1)
+        return bad_field(where, f"unknown field {where}", "unknown_parameter")
+    return bad_field(where, f"{where}: {what[:1].lower()}{what[1:]}", "invalid_type")

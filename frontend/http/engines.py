@@ -1,0 +1,244 @@
+"""The engines behind the server: connected, watched, chosen by load, and connected again when they come back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from headrace.frontend.client import CoreClient
+from headrace.frontend.http.errors import ApiError, unavailable
+from headrace.frontend.transport import ZmqTransport
+from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
+from headrace.ipc.messages import EngineStats
+
+if TYPE_CHECKING:
+    from headrace.core.supervisor import Child
+
+logger = logging.getLogger(__name__)
+
+_RETRY_FIRST_S, _RETRY_LONGEST_S = 0.05, 30.0
+_STABLE_AFTER_S = 60.0
+"""An engine that served for so long and then died is started again without delay."""
+_CAUSE_GRACE_S = 1.0
+STATS_TIMEOUT_S = 2.0
+
+
+class Source(Protocol):
+    """Where an engine comes from."""
+
+    address: str
+    comes_back: bool
+    """Whether `open` may be called again after a death."""
+
+    async def open(self) -> CoreClient:
+        """Waits until the engine is ready. Raises HeadraceError when it will not be."""
+        ...
+
+    async def close(self, deadline_s: float) -> None: ...
+
+
+class Attached:
+    """An engine that somebody else runs."""
+
+    def __init__(self, address: str, *, waits: bool = False) -> None:
+        """With `waits` it is tried until it is there: whoever runs it also starts it, or starts it again."""
+        self.address, self.comes_back = address, waits
+
+    async def open(self) -> CoreClient:
+        delay_s = _RETRY_FIRST_S
+        while True:
+            try:
+                return await CoreClient.connect(self.address)
+            except EngineDeadError:
+                if not self.comes_back:
+                    raise
+            await asyncio.sleep(delay_s)
+            delay_s = min(delay_s * 1.5, 1.0)
+
+    async def close(self, deadline_s: float) -> None:
+        """It goes on without us."""
+
+
+class Owned:
+    """An engine-core child of this process."""
+
+    def __init__(self, start: Callable[[], Child], first: Child, *, restarts: bool, timeout_s: float) -> None:
+        """`first` runs already; `start` starts another at the same address."""
+        self._start, self._child, self._timeout_s = start, first, timeout_s
+        self._used = False
+        self.address, self.comes_back = "", restarts
+        self.on_progress: Callable[[str], None] | None = None
+
+    async def open(self) -> CoreClient:
+        if self._used:
+            self._child = await asyncio.to_thread(self._start)
+        self._used = True
+        report = self.on_progress
+        ready = await asyncio.to_thread(
+            self._child.wait_ready,
+            self._timeout_s,
+            None if report is None else lambda progress: report(progress.phase),
+        )
+        self.address = ready.address
+        client = CoreClient(ZmqTransport(ready.address), cause_grace_s=_CAUSE_GRACE_S)
+        await client.start()
+        self._child.on_exit(client.fail_threadsafe)
+        return client
+
+    async def close(self, deadline_s: float) -> None:
+        await asyncio.to_thread(self._child.stop, deadline_s)
+
+
+class Engine:
+    """One engine as the server sees it over time."""
+
+    def __init__(self, index: int, source: Source) -> None:
+        self.index, self.source = index, source
+        self.client: CoreClient | None = None
+        self.names: tuple[str, ...] = ()
+        self.failure: Failure | None = None
+        """Why it is not there; None before its first start."""
+        self.busy_since_s = 0.0
+        """When this process last gave it work while it had none of ours (monotonic seconds)."""
+        self._late_tokens_before = 0
+
+    @property
+    def usable(self) -> bool:
+        if self.client is None:
+            return False
+        try:
+            self.client.check_alive()
+        except EngineDeadError:
+            return False
+        return True
+
+    def load(self) -> int:
+        """Requests it has, as far as this process knows: its own now, and the others' of at most a second ago."""
+        assert self.client is not None
+        own, told = len(self.client.requests), self.client.load
+        return own if told is None or own == 0 else max(own, told.num_running + told.num_waiting)
+
+    def note_work(self) -> None:
+        """Comes before each submission."""
+        if self.client is not None and not len(self.client.requests):
+            self.busy_since_s = time.monotonic()
+
+    def num_late_tokens(self) -> int:
+        """Tokens that came for requests which had been aborted, over all of its lives."""
+        now = self.client.requests.num_tokens_after_abort if self.client is not None else 0
+        return self._late_tokens_before + now
+
+    def disconnected(self, failure: Failure) -> None:
+        self._late_tokens_before = self.num_late_tokens()
+        self.client, self.failure = None, failure
+
+    async def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> EngineStats | None:
+        """The core's own figures; None when it does not answer in time."""
+        if self.client is None:
+            return None
+        with contextlib.suppress(HeadraceError, TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                return await self.client.get_stats()
+        return None
+
+
+class EnginePool:
+    """All engines of this server."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.engines = [Engine(index, source) for index, source in enumerate(sources)]
+        self.started = asyncio.Event()
+        """Set when every engine is ready for the first time."""
+        self.dead = asyncio.Event()
+        """Set when no engine is left and none will come back; `failure` says why."""
+        self.failure: Failure | None = None
+        self.on_death: Callable[[Engine, Failure], None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._keep(engine)) for engine in self.engines]
+
+    async def close(self, deadline_s: float) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for engine in self.engines:
+            if engine.client is not None:
+                engine.client.on_dead = None
+                await engine.client.close()
+        await asyncio.gather(*(engine.source.close(deadline_s) for engine in self.engines))
+
+    @property
+    def names(self) -> list[str]:
+        """Every model that is served, first engine first."""
+        return list(dict.fromkeys(name for engine in self.engines for name in engine.names))
+
+    @property
+    def usable(self) -> bool:
+        return any(engine.usable for engine in self.engines)
+
+    def num_in_flight(self) -> int:
+        return sum(len(engine.client.requests) for engine in self.engines if engine.client is not None)
+
+    def choose(self, model: str | None) -> Engine:
+        """The least loaded engine that serves the model. Raises ApiError: 404 for no such model, 503 for no engine."""
+        known = self.names
+        if model is None and known:
+            model = known[0]
+        serving = [engine for engine in self.engines if model in engine.names]
+        if not serving and known:
+            raise ApiError(
+                404,
+                f"the model {model!r:.200} does not exist; there is {', '.join(known)}",
+                param="model",
+                code="model_not_found",
+            )
+        usable = [engine for engine in serving if engine.usable]
+        if not usable:
+            raise self.why_unavailable()
+        return min(usable, key=Engine.load)
+
+    def why_unavailable(self) -> ApiError:
+        failure = next((engine.failure for engine in self.engines if engine.failure is not None), None)
+        if failure is not None:
+            return unavailable(f"the engine is not running: {failure.message}", code="engine_dead")
+        if self.started.is_set():
+            return unavailable("the engine is shutting down and takes no new requests", code="shutting_down")
+        return unavailable("the engine is still loading the model", code="loading")
+
+    async def _keep(self, engine: Engine) -> None:
+        """Keeps one engine connected for as long as its source gives one."""
+        delay_s = 0.0
+        while True:
+            began_s = time.monotonic()
+            try:
+                failure = await self._serve(engine)
+            except HeadraceError as error:
+                failure = Failure.of(error, process="server", phase="connect")
+            engine.disconnected(failure)
+            if self.on_death is not None:
+                self.on_death(engine, failure)
+            if not engine.source.comes_back or not self.started.is_set():
+                break
+            stable = time.monotonic() - began_s > _STABLE_AFTER_S
+            delay_s = 0.0 if stable else min(max(1.0, 2 * delay_s), _RETRY_LONGEST_S) if delay_s else 0.1
+            await asyncio.sleep(delay_s)
+        # One engine that does not come up fails the start; later, the last one that dies ends the server.
+        if not self.started.is_set() or not any(each.client is not None for each in self.engines):
+            self.failure = failure
+            self.dead.set()
+
+    async def _serve(self, engine: Engine) -> Failure:
+        """From one connection to its death, which is returned."""
+        client = await engine.source.open()
+        death: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
+        client.on_dead = lambda failure: None if death.done() else death.set_result(failure)
+        engine.client, engine.failure = client, None
+        engine.names = client.welcome.served_model_names or (client.welcome.model,)
+        if all(each.client is not None for each in self.engines):
+            self.started.set()
+        return await death

@@ -1,0 +1,132 @@
+"""What goes wrong with a request, as a status and as JSON in OpenAI's shape."""
+
+from __future__ import annotations
+
+import math
+import re
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+from headrace.ipc.failure import (
+    EngineDeadError,
+    HeadraceError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+)
+
+RETRY_AFTER_S = 5.0
+"""When to come back to a server whose engine is not there: about what a restart takes."""
+
+
+class ErrorBody(msgspec.Struct, kw_only=True):
+    message: str
+    """What was wrong, and what would be right."""
+    type: str
+    param: str | None = None
+    """The field that was wrong."""
+    code: str | None = None
+
+
+class ErrorResponse(msgspec.Struct):
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """Ends a request with this answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float = 0.0,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.retry_after_s = status, retry_after_s
+        self.body = ErrorBody(message=message, type=type, param=param, code=code)
+
+    def json(self) -> bytes:
+        return msgspec.json.encode(ErrorResponse(self.body))
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What the answer carries besides its content type."""
+        if self.status == HTTPStatus.UNAUTHORIZED:
+            return [(b"www-authenticate", b"Bearer")]
+        if self.retry_after_s > 0:
+            return [(b"retry-after", b"%d" % math.ceil(self.retry_after_s))]
+        return []
+
+    @classmethod
+    def of(cls, error: BaseException) -> ApiError:
+        """Any exception as an answer. What is not ours gives nothing away but its type."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, QueueFullError):
+            retry_after_s = error.failure.retry_after_s if error.failure is not None else RETRY_AFTER_S
+            return cls(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                _first_line(error),
+                type="rate_limit_error",
+                code="rate_limit_exceeded",
+                retry_after_s=retry_after_s,
+            )
+        if isinstance(error, InvalidRequestError):
+            return _bad_request(error)
+        if isinstance(error, EngineDeadError):
+            return unavailable(_first_line(error), code="engine_dead")
+        if isinstance(error, RequestFailedError):
+            return cls(500, _first_line(error), type="server_error", code="request_failed")
+        if isinstance(error, HeadraceError):
+            return cls(500, _first_line(error), type="server_error")
+        return cls(500, f"the server failed: {type(error).__name__}", type="server_error", code="internal_error")
+
+
+def bad_field(param: str, message: str, code: str | None = "invalid_value") -> ApiError:
+    return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
+
+
+def unavailable(message: str, *, code: str, retry_after_s: float = RETRY_AFTER_S) -> ApiError:
+    return ApiError(
+        HTTPStatus.SERVICE_UNAVAILABLE, message, type="server_error", code=code, retry_after_s=retry_after_s
+    )
+
+
+_PARAMS_NAME = re.compile(r"SamplingParams\.(\w+)")
+_PROMPT_FIELDS = re.compile(r"^(the prompt|prompt_token_ids|'prompt|prompts?\b)")
+
+
+def _bad_request(error: InvalidRequestError) -> ApiError:
+    text = _first_line(error)
+    named = _PARAMS_NAME.search(text)
+    param: str | None = None
+    if named is not None:
+        param = named.group(1)
+        text = text.replace("SamplingParams.", "")
+    elif _PROMPT_FIELDS.match(text):
+        param = "prompt"
+    elif text.startswith(("messages", "the chat template", "continue_final_message")):
+        param = "messages"
+    elif text.startswith("a request with the id"):
+        param = "request_id"
+    elif text.startswith("priority"):
+        param = "priority"
+    return ApiError(HTTPStatus.BAD_REQUEST, text, param=param, code="invalid_value")
+
+
+def _first_line(error: HeadraceError) -> str:
+    """The sentence for the user. Tracebacks and log lines are for the server's log."""
+    if error.failure is not None:
+        return error.failure.message
+    return str(error).split("\n", 1)[0] or type(error).__name__
+
+
+def error_event(error: BaseException) -> dict[str, Any]:
+    """The same as the content of an event, for a stream that has begun."""
+    answer = ApiError.of(error)
+    return {"error": msgspec.to_builtins(answer.body)}

@@ -1,0 +1,139 @@
+"""One HTTP request and its response: the body read within its limits, answers and errors written as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.frontend.http.decoding import decode_request
+from headrace.frontend.http.errors import ApiError
+from headrace.frontend.http.generation import Receive, Scope, Send, send_json
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+DISCARD_S = 5.0
+"""How long a body that is not wanted is read on, so that its sender gets to see why."""
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+
+
+class ClientGoneError(Exception):
+    """The client left before its request was complete. Nobody is there to answer."""
+
+
+class Exchange:
+    """Handlers take one of these, and answer it once."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, max_body_bytes: int, read_timeout_s: float) -> None:
+        self.scope, self.receive = scope, receive
+        self._send = send
+        self._max_body_bytes, self._read_timeout_s = max_body_bytes, read_timeout_s
+        self._body_is_read = scope["method"] in ("GET", "HEAD", "OPTIONS")
+        self.started = False
+        """Whether the response has begun."""
+        self.tenant = ""
+        """Whose key the request came with, as text that gives nothing away."""
+
+    async def send(self, message: Any) -> None:
+        self.started = True
+        await self._send(message)
+
+    def header(self, name: bytes) -> str | None:
+        for key, value in self.scope["headers"]:
+            if key == name:
+                text: str = value.decode("latin-1")
+                return text
+        return None
+
+    def query(self) -> str:
+        text: str = self.scope["query_string"].decode("latin-1")
+        return text
+
+    async def decode(self, kind: type[T]) -> T:
+        """The body as this request. Raises ApiError, or ClientGoneError."""
+        content_type = (self.header(b"content-type") or "").partition(";")[0].strip().lower()
+        # Anything else could come from a foreign web page's form, which browsers send without asking.
+        if content_type != "application/json" and not content_type.endswith("+json"):
+            raise ApiError(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the body must be JSON: send Content-Type: application/json"
+            )
+        return decode_request(await self._read_body(), kind)
+
+    def request_id(self, named: str | None) -> str:
+        """The client's name for the request, or a new one. Raises ApiError."""
+        name = named if named is not None else self.header(b"x-request-id")
+        if name is None:
+            import uuid
+
+            return uuid.uuid4().hex
+        if not _REQUEST_ID.fullmatch(name):
+            raise ApiError(
+                HTTPStatus.BAD_REQUEST,
+                "request_id must be 1 to 256 printable ASCII characters without spaces",
+                param="request_id",
+                code="invalid_value",
+            )
+        return name
+
+    async def answer(self, body: Any, status: int = 200) -> None:
+        """A response struct, or bytes that are JSON already."""
+        await send_json(self.send, status, body if isinstance(body, bytes) else msgspec.json.encode(body))
+
+    async def answer_text(self, body: bytes, content_type: str) -> None:
+        headers = [(b"content-type", content_type.encode()), (b"content-length", b"%d" % len(body))]
+        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def refuse(self, error: ApiError) -> None:
+        """Answers with an error. What is still coming of the body is thrown away, and the connection closed."""
+        if self._body_is_read:
+            await send_json(self.send, error.status, error.json(), error.headers())
+            return
+        headers = [*error.headers(), (b"connection", b"close")]
+        await send_json(self.send, error.status, error.json(), headers, more_body=True)
+        with contextlib.suppress(TimeoutError, ClientGoneError):
+            async with asyncio.timeout(DISCARD_S):
+                while await self._part() is not None:
+                    pass
+        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _read_body(self) -> bytes:
+        length = self.header(b"content-length")
+        if length is not None and int(length) > self._max_body_bytes:
+            raise self._too_large()
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self._read_timeout_s):
+                while (part := await self._part()) is not None:
+                    size += len(part)
+                    if size > self._max_body_bytes:
+                        raise self._too_large()
+                    parts.append(part)
+        except TimeoutError:
+            raise ApiError(
+                HTTPStatus.REQUEST_TIMEOUT, f"the body took longer than {self._read_timeout_s:g} s to arrive"
+            ) from None
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _part(self) -> bytes | None:
+        """The next part of the body; None after its end."""
+        if self._body_is_read:
+            return None
+        message = await self.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        self._body_is_read = not message.get("more_body", False)
+        body: bytes = message.get("body", b"")
+        return body
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"the body is larger than {self._max_body_bytes} bytes (the server's option max_body_bytes)",
+            code="body_too_large",
+        )

@@ -1,0 +1,307 @@
+"""Metrics under vLLM's names, right with several HTTP processes and several engines.
+
+What an engine counts (load, cache, tokens) is asked of it at each scrape. What requests went through is counted
+here, in a page of float64 numbers for each HTTP process:
+
+    file:  | page of process 0 | page of process 1 | ...           page:  | process | engine 0 | engine 1 | ...
+
+One process writes each page, by plain stores; any process answers a scrape with the sum over all pages.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+import mmap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.frontend.http.engines import Engine, EnginePool
+from headrace.frontend.request import RequestStream
+from headrace.ipc.messages import EngineStats
+
+_ITEM_BYTES = 8
+_SHORT = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_TOKEN = (0.0005, 0.001, 0.0025, 0.005, *_SHORT)
+_FIRST = (0.001, 0.005, *_SHORT, 160.0, 640.0, 2560.0)
+_LONG = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
+_COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
+_PAUSES = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0)
+
+# name -> (upper bounds, help)
+ENGINE_HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
+    "time_to_first_token_seconds": (_FIRST, "From a request's submission to its first token."),
+    "inter_token_latency_seconds": (_TOKEN, "From one token of a request to the next."),
+    "request_time_per_output_token_seconds": (_TOKEN, "A request's decode time divided by its tokens after the first."),
+    "e2e_request_latency_seconds": (_LONG, "From a request's submission to its last token."),
+    "request_queue_time_seconds": (_LONG, "From arrival at the engine to first scheduling."),
+    "request_prefill_time_seconds": (_LONG, "From first scheduling to the first token."),
+    "request_decode_time_seconds": (_LONG, "From the first token to the last."),
+    "request_inference_time_seconds": (_LONG, "From first scheduling to the last token."),
+    "request_prompt_tokens": (_COUNTS, "Tokens in a request's prompt."),
+    "request_generation_tokens": (_COUNTS, "Tokens generated for a request."),
+    "request_params_n": ((1.0, 2.0, 5.0, 10.0, 20.0), "Outputs asked for."),
+    "request_params_max_tokens": (_COUNTS, "max_tokens asked for."),
+}
+FINISH_REASONS = ("stop", "length", "abort", "error")
+_SUCCESS = "request_success"
+_PROCESS_HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
+    "gc_pause_seconds": (_PAUSES, "Garbage collections in the HTTP processes."),
+}
+_PROCESS_COUNTERS = {
+    "http_requests": "HTTP requests for completions.",
+    "http_disconnects": "Requests whose client left before the end.",
+    "tokens_after_disconnect": "Tokens that were generated for requests nobody wanted any more.",
+}
+_IN_FLIGHT = "requests_in_flight"
+
+
+class _Layout:
+    """Where each number lies in a block, by name. A histogram has a number for each bucket, one above, and the sum."""
+
+    def __init__(self, histograms: dict[str, tuple[tuple[float, ...], str]], counters: Sequence[str]) -> None:
+        self.at: dict[str, int] = {}
+        self.size = 0
+        for name, (bounds, _) in histograms.items():
+            self.at[name] = self.size
+            self.size += len(bounds) + 2
+        for name in counters:
+            self.at[name] = self.size
+            self.size += 1
+
+
+_ENGINE_LAYOUT = _Layout(ENGINE_HISTOGRAMS, FINISH_REASONS)
+_PROCESS_LAYOUT = _Layout(_PROCESS_HISTOGRAMS, (*_PROCESS_COUNTERS, _IN_FLIGHT))
+
+
+def pages_bytes(num_processes: int, num_engines: int) -> int:
+    return num_processes * _page_size(num_engines) * _ITEM_BYTES
+
+
+def _page_size(num_engines: int) -> int:
+    return _PROCESS_LAYOUT.size + num_engines * _ENGINE_LAYOUT.size
+
+
+class Pages:
+    """All pages, of which one is this process's to write."""
+
+    def __init__(self, num_engines: int, *, file: Path | None = None, num_processes: int = 1, index: int = 0) -> None:
+        """Without a file the one page is private; with one, all processes of a server name the same."""
+        size = pages_bytes(num_processes, num_engines)
+        if file is None:
+            memory = mmap.mmap(-1, size)
+        else:
+            with file.open("r+b") as opened:
+                memory = mmap.mmap(opened.fileno(), size)
+        self._numbers: memoryview[float] = memoryview(memory).cast("d")
+        self._num_processes, self._page_size = num_processes, _page_size(num_engines)
+        start = index * self._page_size
+        self.process = self._numbers[start : start + _PROCESS_LAYOUT.size]
+        first = start + _PROCESS_LAYOUT.size
+        self.engines = [
+            self._numbers[first + i * _ENGINE_LAYOUT.size : first + (i + 1) * _ENGINE_LAYOUT.size]
+            for i in range(num_engines)
+        ]
+
+    def count(self, name: str, amount: float = 1.0) -> None:
+        self.process[_PROCESS_LAYOUT.at[name]] += amount
+
+    def set(self, name: str, value: float) -> None:
+        self.process[_PROCESS_LAYOUT.at[name]] = value
+
+    def in_flight(self, change: int) -> None:
+        self.count(_IN_FLIGHT, change)
+
+    def total_in_flight(self) -> int:
+        return int(self.total(_PROCESS_LAYOUT.at[_IN_FLIGHT], 1)[0])
+
+    def total(self, offset: int, count: int) -> list[float]:
+        """The sum over all processes of some numbers of the page."""
+        starts = [page * self._page_size + offset for page in range(self._num_processes)]
+        return [sum(self._numbers[start + i] for start in starts) for i in range(count)]
+
+    def watch_gc(self) -> Callable[[], None]:
+        """Counts the pauses of this process's garbage collector from now on; what is returned ends that."""
+        began_s = [0.0]
+        at, bounds = _PROCESS_LAYOUT.at["gc_pause_seconds"], _PAUSES
+
+        def on_gc(phase: str, info: dict[str, int]) -> None:
+            if phase == "start":
+                began_s[0] = time.perf_counter()
+            else:
+                _observe(self.process, at, bounds, time.perf_counter() - began_s[0])
+
+        gc.callbacks.append(on_gc)
+        return lambda: gc.callbacks.remove(on_gc)
+
+
+class RequestMeter:
+    """Times one HTTP request's streams into its engine's block."""
+
+    def __init__(self, block: memoryview[float]) -> None:
+        self._block = block
+        self._last_s: dict[RequestStream, float] = {}
+
+    def on_step(self, stream: RequestStream, now_s: float) -> None:
+        last_s = self._last_s.get(stream)
+        self._last_s[stream] = now_s
+        if last_s is not None:
+            block, interval_s = self._block, now_s - last_s
+            block[_INTER_TOKEN + bisect.bisect_left(_TOKEN, interval_s)] += 1.0
+            block[_INTER_TOKEN_SUM] += interval_s
+
+    def on_done(self, stream: RequestStream) -> None:
+        reason = "error" if stream.error is not None else stream.sequences[0].finish_reason or "error"
+        self._block[_ENGINE_LAYOUT.at[reason]] += 1.0
+        metrics = stream.metrics
+        if stream.error is not None:
+            return
+        self._take("request_prompt_tokens", len(stream.prompt.token_ids or ()))
+        self._take("request_params_n", stream.params.n)
+        self._take("request_params_max_tokens", stream.params.max_tokens)
+        self._take("request_generation_tokens", metrics.num_generation_tokens)
+        if reason == "abort":
+            return
+        self._take("time_to_first_token_seconds", metrics.first_token_latency)
+        self._take("e2e_request_latency_seconds", metrics.total_s)
+        self._take("request_queue_time_seconds", metrics.queued_s)
+        self._take("request_prefill_time_seconds", metrics.prefill_s)
+        self._take("request_decode_time_seconds", metrics.decode_s)
+        if metrics.prefill_s is not None and metrics.decode_s is not None:
+            self._take("request_inference_time_seconds", metrics.prefill_s + metrics.decode_s)
+            if metrics.num_generation_tokens > stream.params.n:
+                steps = metrics.num_generation_tokens / stream.params.n - 1
+                self._take("request_time_per_output_token_seconds", metrics.decode_s / steps)
+
+    def _take(self, name: str, value: float | None) -> None:
+        if value is not None:
+            _observe(self._block, _ENGINE_LAYOUT.at[name], ENGINE_HISTOGRAMS[name][0], value)
+
+
+_INTER_TOKEN = _ENGINE_LAYOUT.at["inter_token_latency_seconds"]
+_INTER_TOKEN_SUM = _INTER_TOKEN + len(_TOKEN) + 1
+
+
+def _observe(block: memoryview[float], at: int, bounds: tuple[float, ...], value: float) -> None:
+    block[at + bisect.bisect_left(bounds, value)] += 1.0
+    block[at + len(bounds) + 1] += value
+
+
+class Exposition:
+    """The text of /metrics."""
+
+    def __init__(self, pages: Pages, pool: EnginePool, prefix: str) -> None:
+        self._pages, self._pool, self._prefix = pages, pool, prefix
+        self._last_stats: dict[int, EngineStats] = {}
+
+    async def text(self) -> bytes:
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        for engine in self._pool.engines:
+            if (stats := await engine.stats()) is not None:
+                self._last_stats[engine.index] = stats
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return generate_latest(registry)
+
+    def describe(self) -> list[Any]:
+        """Nothing: prometheus_client would collect to find out what there is."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """prometheus_client's families."""
+        yield from self._engine_families()
+        yield from self._request_families()
+        yield from self._process_families()
+
+    def _engine_families(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for kind, name, text, value in _OF_ENGINES:
+            family_class = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
+            family = family_class(f"{self._prefix}:{name}", text, labels=("model_name", "engine"))
+            for engine in self._pool.engines:
+                if (stats := self._last_stats.get(engine.index)) is not None:
+                    family.add_metric(_labels(engine), value(stats))
+            yield family
+        up = GaugeMetricFamily(f"{self._prefix}:engine_up", "Whether the engine is there.", labels=("engine",))
+        info = GaugeMetricFamily(
+            f"{self._prefix}:cache_config_info",
+            "The cache's shape.",
+            labels=("engine", "block_size", "num_gpu_blocks"),
+        )
+        for engine in self._pool.engines:
+            up.add_metric((str(engine.index),), float(engine.usable))
+            if engine.client is not None:
+                welcome = engine.client.welcome
+                info.add_metric((str(engine.index), str(welcome.block_size), str(welcome.num_blocks)), 1.0)
+        yield from (up, info)
+
+    def _request_families(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+        labels = ("model_name", "engine")
+        for name, (bounds, text) in ENGINE_HISTOGRAMS.items():
+            family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=labels)
+            for engine in self._pool.engines:
+                at = self._engine_offset(engine) + _ENGINE_LAYOUT.at[name]
+                self._add_histogram(family, _labels(engine), at, bounds)
+            yield family
+        success = CounterMetricFamily(
+            f"{self._prefix}:{_SUCCESS}", "Requests that ended, by how.", labels=(*labels, "finished_reason")
+        )
+        for engine in self._pool.engines:
+            for reason in FINISH_REASONS:
+                at = self._engine_offset(engine) + _ENGINE_LAYOUT.at[reason]
+                success.add_metric((*_labels(engine), reason), self._pages.total(at, 1)[0])
+        yield success
+
+    def _process_families(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        for name, text in _PROCESS_COUNTERS.items():
+            (value,) = self._pages.total(_PROCESS_LAYOUT.at[name], 1)
+            yield CounterMetricFamily(f"{self._prefix}:{name}", text, value=value)
+        yield GaugeMetricFamily(
+            f"{self._prefix}:{_IN_FLIGHT}", "HTTP requests in progress.", value=self._pages.total_in_flight()
+        )
+        for name, (bounds, text) in _PROCESS_HISTOGRAMS.items():
+            family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=())
+            self._add_histogram(family, (), _PROCESS_LAYOUT.at[name], bounds)
+            yield family
+
+    def _engine_offset(self, engine: Engine) -> int:
+        return _PROCESS_LAYOUT.size + engine.index * _ENGINE_LAYOUT.size
+
+    def _add_histogram(self, family: Any, labels: tuple[str, ...], at: int, bounds: tuple[float, ...]) -> None:
+        *counts, total = self._pages.total(at, len(bounds) + 2)
+        buckets, cumulative = [], 0.0
+        for bound, count in zip((*map(str, bounds), "+Inf"), counts, strict=True):
+            cumulative += count
+            buckets.append((bound, cumulative))
+        family.add_metric(labels, buckets, sum_value=total)
+
+
+_OF_ENGINES: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
+    ("gauge", "num_requests_running", "Requests that run.", lambda s: s.num_running),
+    ("gauge", "num_requests_waiting", "Requests that wait.", lambda s: s.num_waiting),
+    (
+        "gauge",
+        "kv_cache_usage_perc",
+        "Share of the KV cache in use; 1 is all of it.",
+        lambda s: 1.0 - s.num_free_blocks / max(s.num_blocks, 1),
+    ),
+    ("gauge", "num_clients", "Frontends that are attached.", lambda s: s.num_clients),
+    ("counter", "prefix_cache_queries", "Prompt tokens looked up in the cache.", lambda s: s.num_prompt_tokens),
+    ("counter", "prefix_cache_hits", "Prompt tokens found there.", lambda s: s.num_cached_prompt_tokens),
+    ("counter", "num_preemptions", "Preemptions.", lambda s: s.num_preemptions),
+    ("counter", "prompt_tokens", "Prompt tokens of all clients.", lambda s: s.num_prompt_tokens),
+    ("counter", "generation_tokens", "Tokens generated for all clients.", lambda s: s.num_generated_tokens),
+    ("counter", "engine_steps", "Steps.", lambda s: s.steps),
+)
+
+
+def _labels(engine: Engine) -> tuple[str, str]:
+    return (engine.names[0] if engine.names else "", str(engine.index))

@@ -1,0 +1,130 @@
+"""The server's options, declared as the engine's are in core/options.py."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from headrace.core.options import Option
+from headrace.ipc.failure import OptionError
+
+ADDRESS, ENGINES, SECURITY, LIMITS, CHAT, OBSERVED = (
+    "Server address",
+    "Server engines",
+    "Server security",
+    "Server limits",
+    "Server chat",
+    "Server metrics and logs",
+)
+
+
+class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was asked of the server, besides the engine's options."""
+
+    host: Annotated[str, Option(ADDRESS, "Interface to listen on; 0.0.0.0 is all of them")] = "127.0.0.1"
+    port: Annotated[int, Option(ADDRESS, "Port to listen on; 0 takes a free one", minimum=0, maximum=65535)] = 8000
+    uds: Annotated[str | None, Option(ADDRESS, "Listen on a Unix socket at this path instead")] = None
+    root_path: Annotated[str, Option(ADDRESS, "Path that a reverse proxy puts before every route")] = ""
+    api_server_count: Annotated[
+        int, Option(ADDRESS, "HTTP processes that share the port and the engines", "processes", minimum=1, maximum=256)
+    ] = 1
+
+    engine: Annotated[
+        tuple[str, ...],
+        Option(ENGINES, "Addresses of running engine-cores to attach to, instead of starting one; repeatable"),
+    ] = ()
+    restart_engine: Annotated[
+        bool, Option(ENGINES, "Start the engine again when it has died, instead of exiting with its cause")
+    ] = False
+    progress_timeout: Annotated[
+        float,
+        Option(
+            ENGINES,
+            "How long no token may come while requests are queued before /health/progress answers 503",
+            "seconds",
+            minimum=0.1,
+        ),
+    ] = 60.0
+
+    api_key: Annotated[
+        tuple[str, ...],
+        Option(
+            SECURITY,
+            "Keys that guard every route but health; repeatable",
+            default_text="the environment's HEADRACE_API_KEY",
+        ),
+    ] = ()
+    api_key_file: Annotated[str | None, Option(SECURITY, "A file of keys, one on each line")] = None
+    ssl_keyfile: Annotated[str | None, Option(SECURITY, "The private key of ssl_certfile, in PEM")] = None
+    ssl_certfile: Annotated[str | None, Option(SECURITY, "The server's certificate, in PEM: serves HTTPS")] = None
+    ssl_ca_certs: Annotated[
+        str | None, Option(SECURITY, "Certificates in PEM that a client's own must be signed by, when it is asked for")
+    ] = None
+    ssl_cert_reqs: Annotated[
+        int, Option(SECURITY, "Whether clients need a certificate: 0 no, 1 optional, 2 yes", minimum=0, maximum=2)
+    ] = 0
+    allowed_origins: Annotated[
+        tuple[str, ...], Option(SECURITY, "Web origins whose pages may call the server (CORS); * is all")
+    ] = ()
+    allowed_methods: Annotated[tuple[str, ...], Option(SECURITY, "Methods that those pages may use")] = ("*",)
+    allowed_headers: Annotated[tuple[str, ...], Option(SECURITY, "Headers that those pages may send")] = ("*",)
+    allow_credentials: Annotated[bool, Option(SECURITY, "Those pages may send cookies and keys")] = False
+
+    max_body_bytes: Annotated[int, Option(LIMITS, "Largest request body", "bytes", minimum=1)] = 32 << 20
+    max_prompts: Annotated[int, Option(LIMITS, "Most prompts in one request", "prompts", minimum=1)] = 2048
+    max_n: Annotated[int, Option(LIMITS, "Largest n: outputs for one prompt", "outputs", minimum=1)] = 128
+    max_stop_strings: Annotated[int, Option(LIMITS, "Most stop strings in one request", "strings", minimum=0)] = 64
+    request_timeout: Annotated[
+        float, Option(LIMITS, "Longest that one request may take; 0 is for ever", "seconds", minimum=0)
+    ] = 0.0
+    read_timeout: Annotated[
+        float,
+        Option(
+            LIMITS,
+            "Longest that the headers of a request, then its body, may take to arrive, or a response may wait for "
+            "a client that does not read it",
+            "seconds",
+            minimum=0.1,
+        ),
+    ] = 30.0
+    timeout_keep_alive: Annotated[
+        int, Option(LIMITS, "How long an idle connection is kept for the next request", "seconds", minimum=1)
+    ] = 60
+    sse_keep_alive: Annotated[
+        float, Option(LIMITS, "Silence in a stream after which a comment is sent to keep it open", "seconds", minimum=1)
+    ] = 15.0
+
+    chat_template: Annotated[
+        str | None,
+        Option(CHAT, "A chat template, or a file with one", default_text="the model's own"),
+    ] = None
+    trust_request_chat_template: Annotated[
+        bool, Option(CHAT, "Let requests bring a chat template of their own; it runs in a sandbox")
+    ] = False
+    response_role: Annotated[str, Option(CHAT, "Role of the answers' messages")] = "assistant"
+
+    metrics_prefix: Annotated[
+        str, Option(OBSERVED, "What names of metrics begin with; vllm fits dashboards made for it")
+    ] = "headrace"
+    enable_log_requests: Annotated[bool, Option(OBSERVED, "Log a line for each request that ends")] = False
+
+
+def check_serve_options(options: ServeOptions) -> None:
+    """Raises OptionError for options that contradict each other."""
+    if options.uds is not None and options.api_server_count > 1:
+        raise OptionError(
+            "a Unix socket belongs to one process: use --host and --port with --api-server-count, or one process"
+        )
+    if options.ssl_keyfile is not None and options.ssl_certfile is None:
+        raise OptionError("ssl_keyfile is the key of a certificate: give ssl_certfile too")
+    if (options.ssl_ca_certs is not None or options.ssl_cert_reqs) and options.ssl_certfile is None:
+        raise OptionError("ssl_ca_certs and ssl_cert_reqs are for HTTPS: give ssl_certfile too")
+    if options.ssl_cert_reqs and options.ssl_ca_certs is None:
+        raise OptionError("ssl_cert_reqs asks clients for certificates: name those that sign them with ssl_ca_certs")
+    if options.engine and options.restart_engine:
+        raise OptionError("restart_engine is for an engine of the server's own; an attached one is not its to restart")
+    if options.root_path and not options.root_path.startswith("/"):
+        raise OptionError(f"root_path={options.root_path}: it must begin with /")
+    if not options.metrics_prefix.isidentifier():
+        raise OptionError(f"metrics_prefix={options.metrics_prefix}: use letters, digits and _")

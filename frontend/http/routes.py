@@ -1,0 +1,252 @@
+"""What each route does. The table at the end is what the server routes by and the OpenAPI document is made from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+import headrace
+from headrace.frontend.http.chat import plan_chat
+from headrace.frontend.http.completions import plan_completion
+from headrace.frontend.http.errors import ApiError, bad_field, unavailable
+from headrace.frontend.http.exchange import Exchange
+from headrace.frontend.http.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from headrace.frontend.http.responses import (
+    ChatResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    HealthResponse,
+    LoadResponse,
+    ModelCard,
+    ModelList,
+    TokenizeResponse,
+    VersionResponse,
+)
+from headrace.frontend.http.sampling import tokenize_texts
+from headrace.frontend.http.state import ServerState
+
+Handler = Callable[[ServerState, Exchange], Awaitable[None]]
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def completions(state: ServerState, exchange: Exchange) -> None:
+    request = await exchange.decode(CompletionRequest)
+    name = exchange.request_id(request.request_id)
+    state.check_accepting()
+    engine = state.pool.choose(request.model)
+    plan = await plan_completion(request, engine, state.options, name, exchange.tenant)
+    await state.generator.answer(plan, exchange.scope, exchange.receive, exchange.send)
+
+
+async def chat_completions(state: ServerState, exchange: Exchange) -> None:
+    request = await exchange.decode(ChatCompletionRequest)
+    name = exchange.request_id(request.request_id)
+    state.check_accepting()
+    engine = state.pool.choose(request.model)
+    plan = await plan_chat(request, engine, state.options, state.chat_prompts, name, exchange.tenant)
+    await state.generator.answer(plan, exchange.scope, exchange.receive, exchange.send)
+
+
+async def models(state: ServerState, exchange: Exchange) -> None:
+    await exchange.answer(ModelList("list", [_card(state, name) for name in _names(state)]))
+
+
+async def one_model(state: ServerState, exchange: Exchange) -> None:
+    name = exchange.scope["path_params"]["model"]
+    if name not in _names(state):
+        raise ApiError(404, f"the model {name!r:.200} does not exist", param="model", code="model_not_found")
+    await exchange.answer(_card(state, name))
+
+
+async def tokenize(state: ServerState, exchange: Exchange) -> None:
+    request = await exchange.decode(TokenizeRequest)
+    engine = state.pool.choose(request.model)
+    assert engine.client is not None
+    client = engine.client
+    if (request.prompt is None) == (request.messages is None):
+        raise bad_field("prompt", "give either prompt or messages")
+    if request.messages is not None:
+        text, special = state.chat_prompts.render(request, request.messages, client.tokenizer), False
+    else:
+        text, special = request.prompt or "", True
+    if request.add_special_tokens is not None:
+        special = request.add_special_tokens
+    (tokens,) = await tokenize_texts([text], client.tokenizer, special=special)
+    spelt = client.tokenizer.convert_ids_to_tokens(tokens) if request.return_token_strs and client.tokenizer else None
+    await exchange.answer(TokenizeResponse(len(tokens), client.welcome.max_model_len, tokens, spelt))
+
+
+async def detokenize(state: ServerState, exchange: Exchange) -> None:
+    request = await exchange.decode(DetokenizeRequest)
+    engine = state.pool.choose(request.model)
+    assert engine.client is not None
+    client = engine.client
+    if client.tokenizer is None:
+        raise bad_field("tokens", "this engine runs without a tokenizer")
+    size = client.welcome.vocab_size
+    for index, token_id in enumerate(request.tokens):
+        if not 0 <= token_id < size:
+            raise bad_field(f"tokens[{index}]", f"tokens[{index}] is {token_id}; token ids are 0 to {size - 1}")
+    await exchange.answer(DetokenizeResponse(client.tokenizer.decode(request.tokens)))
+
+
+async def version(state: ServerState, exchange: Exchange) -> None:
+    await exchange.answer(VersionResponse(headrace.__version__))
+
+
+async def load(state: ServerState, exchange: Exchange) -> None:
+    await exchange.answer(LoadResponse(state.pages.total_in_flight()))
+
+
+async def metrics(state: ServerState, exchange: Exchange) -> None:
+    state.publish_counts()
+    await exchange.answer_text(await state.exposition.text(), METRICS_TYPE)
+
+
+async def health(state: ServerState, exchange: Exchange) -> None:
+    """200 while an engine serves."""
+    if not state.pool.usable:
+        raise state.pool.why_unavailable()
+    await exchange.answer(HealthResponse("ok"))
+
+
+async def live(state: ServerState, exchange: Exchange) -> None:
+    """200 unless a restart is the only way on: this process answers, and its engines' hearts beat or are awaited."""
+    if state.pool.dead.is_set():
+        raise state.pool.why_unavailable()
+    await exchange.answer(HealthResponse("ok"))
+
+
+async def ready(state: ServerState, exchange: Exchange) -> None:
+    """200 while new requests are taken."""
+    state.check_accepting()
+    if not state.pool.usable:
+        raise state.pool.why_unavailable()
+    await exchange.answer(HealthResponse("ok"))
+
+
+async def progress(state: ServerState, exchange: Exchange) -> None:
+    """200 while tokens come, or nothing is queued. 503 for an engine whose loop is frozen."""
+    limit_s = state.options.progress_timeout
+    for engine in state.pool.engines:
+        if engine.client is None:
+            continue
+        if len(engine.client.requests):
+            oldest_s = max(engine.client.last_step_s, engine.busy_since_s)
+            silent_s = time.monotonic() - oldest_s
+            if silent_s > limit_s:
+                raise unavailable(
+                    f"engine {engine.index} has requests and gave no token for {silent_s:.1f} s", code="no_progress"
+                )
+        elif await engine.stats(min(limit_s, 5.0)) is None and engine.client is not None:
+            raise unavailable(f"engine {engine.index} does not answer", code="no_progress")
+    if not state.pool.usable:
+        raise state.pool.why_unavailable()
+    await exchange.answer(HealthResponse("ok"))
+
+
+async def openapi(state: ServerState, exchange: Exchange) -> None:
+    from headrace.frontend.http.openapi import document
+
+    await exchange.answer(document(ROUTES, state.options.root_path, guarded=bool(state.keys)))
+
+
+async def docs(state: ServerState, exchange: Exchange) -> None:
+    from headrace.frontend.http.openapi import docs_page, document
+
+    page = docs_page(document(ROUTES, state.options.root_path, guarded=bool(state.keys)), _names(state))
+    await exchange.answer_text(page.encode(), "text/html; charset=utf-8")
+
+
+def _names(state: ServerState) -> list[str]:
+    return state.pool.names
+
+
+def _card(state: ServerState, name: str) -> ModelCard:
+    engine = next(engine for engine in state.pool.engines if name in engine.names)
+    if engine.client is None:
+        raise state.pool.why_unavailable()
+    welcome = engine.client.welcome
+    return ModelCard(name, "model", state.started_at, "headrace", welcome.model, None, welcome.max_model_len)
+
+
+class RouteSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One route, as it is served and as it is described."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    request: Any = None
+    response: Any = None
+    """A struct; None for what is no JSON."""
+    public: bool = False
+    """Answers without a key."""
+    refusals: tuple[int, ...] = ()
+    """Statuses of errors that it may answer with."""
+
+
+_GENERATION = (400, 404, 413, 415, 429, 500, 503, 504)
+_TOKENS = (400, 404, 413, 415, 503)
+_UNAVAILABLE = (int(HTTPStatus.SERVICE_UNAVAILABLE),)
+
+
+def _get(path: str, handler: Handler, summary: str, response: Any = None, **more: Any) -> RouteSpec:
+    return RouteSpec(method="GET", path=path, handler=handler, summary=summary, response=response, **more)
+
+
+def _post(path: str, handler: Handler, summary: str, request: Any, response: Any, refusals: Any) -> RouteSpec:
+    return RouteSpec(
+        method="POST",
+        path=path,
+        handler=handler,
+        summary=summary,
+        request=request,
+        response=response,
+        refusals=refusals,
+    )
+
+
+ROUTES: tuple[RouteSpec, ...] = (
+    _post("/v1/completions", completions, "Continue prompts", CompletionRequest, CompletionResponse, _GENERATION),
+    _post(
+        "/v1/chat/completions",
+        chat_completions,
+        "Answer a conversation",
+        ChatCompletionRequest,
+        ChatResponse,
+        _GENERATION,
+    ),
+    _get("/v1/models", models, "The models that are served", ModelList, refusals=_UNAVAILABLE),
+    _get("/v1/models/{model:path}", one_model, "One of them", ModelCard, refusals=(404, *_UNAVAILABLE)),
+    _post("/tokenize", tokenize, "A text's or a conversation's tokens", TokenizeRequest, TokenizeResponse, _TOKENS),
+    _post("/detokenize", detokenize, "The text of tokens", DetokenizeRequest, DetokenizeResponse, _TOKENS),
+    _get("/version", version, "This server's version", VersionResponse),
+    _get("/load", load, "Requests in progress", LoadResponse),
+    _get("/metrics", metrics, "Metrics in Prometheus' text format"),
+    _get("/health", health, "Whether an engine serves", HealthResponse, public=True, refusals=_UNAVAILABLE),
+    _get("/health/live", live, "Whether this server lives", HealthResponse, public=True, refusals=_UNAVAILABLE),
+    _get("/health/ready", ready, "Whether it takes requests", HealthResponse, public=True, refusals=_UNAVAILABLE),
+    _get("/health/progress", progress, "Whether tokens come", HealthResponse, public=True, refusals=_UNAVAILABLE),
+    _get("/ping", health, "The same as /health", HealthResponse, public=True, refusals=_UNAVAILABLE),
+    RouteSpec(
+        method="POST",
+        path="/ping",
+        handler=health,
+        summary="The same as /health",
+        response=HealthResponse,
+        public=True,
+        refusals=_UNAVAILABLE,
+    ),
+    _get("/openapi.json", openapi, "This API as an OpenAPI document"),
+    _get("/docs", docs, "This API as a page to read"),
+)

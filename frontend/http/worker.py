@@ -1,0 +1,100 @@
+"""One of several HTTP processes, as a program: told what to do on an inherited socket, and gone with its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from headrace.frontend.http.engines import Attached
+from headrace.frontend.http.launch import set_up_logging
+from headrace.frontend.http.metrics import Pages
+from headrace.frontend.http.options import ServeOptions
+from headrace.frontend.http.server import EXIT_ERROR, HttpServer, listen, run_loop, url_of
+from headrace.ipc.channel import Channel, ChannelClosedError
+from headrace.ipc.codec import CodecError
+from headrace.ipc.failure import Failure, HeadraceError
+from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Ready, Start, Stop
+from headrace.ipc.wait import Deadline
+
+_PR_SET_PDEATHSIG = 1
+_ORPHAN_GRACE_S = 3.0
+
+
+class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the parent tells each process in its Start."""
+
+    server: ServeOptions
+    """With the port that the parent bound."""
+    engines: tuple[str, ...]
+    engines_come_back: bool
+    """The parent starts them, so they may not be there yet, and may be started again."""
+    pages_file: str
+    num_processes: int
+    index: int
+
+
+def main(fd: int) -> int:
+    """The exit status: that of HttpServer.run, or 1 when the start failed."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    set_up_logging()
+    channel = Channel.inherited(fd, ParentMessage)
+    try:
+        start = channel.receive(Deadline(10.0))
+        if not isinstance(start, Start) or start.schema_hash != SCHEMA_HASH:
+            raise HeadraceError("the program that started this HTTP process is of another version of Headrace")
+        return _serve(msgspec.convert(start.options, WorkerOptions), channel)
+    except ChannelClosedError:
+        return EXIT_ERROR  # nobody is left to tell
+    except Exception as error:
+        with contextlib.suppress(ChannelClosedError):
+            channel.send(ChildFailed(failure=Failure.of(error, process="http", phase="start")))
+        return EXIT_ERROR
+
+
+def _serve(options: WorkerOptions, channel: Channel) -> int:
+    began_s = time.monotonic()
+    sock = listen(options.server, shared=True)
+    pages = Pages(
+        len(options.engines),
+        file=Path(options.pages_file),
+        num_processes=options.num_processes,
+        index=options.index,
+    )
+    server = HttpServer(options.server, sock, pages)
+    address = url_of(options.server, sock)
+
+    def on_ready() -> None:
+        with contextlib.suppress(ChannelClosedError):
+            channel.send(Ready(address=address, startup_s={"attach": time.monotonic() - began_s}))
+
+    server.on_ready = on_ready
+    threading.Thread(target=_obey_parent, args=(channel, server), name="parent", daemon=True).start()
+    sources = [Attached(address, waits=options.engines_come_back) for address in options.engines]
+    status: int = run_loop(server.run(sources))
+    return status
+
+
+def _obey_parent(channel: Channel, server: HttpServer) -> None:
+    """Runs on its own thread until the parent says stop or dies."""
+    try:
+        while True:
+            message = channel.receive(Deadline(None))
+            if isinstance(message, Stop):
+                server.stop_threadsafe(message.deadline_s)
+    except (ChannelClosedError, CodecError):
+        server.stop_threadsafe(0.0)
+        timer = threading.Timer(_ORPHAN_GRACE_S, os._exit, args=(EXIT_ERROR,))
+        timer.daemon = True
+        timer.start()
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

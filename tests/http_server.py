@@ -1,0 +1,129 @@
+"""A real server process on a loopback port, for tests: by default with an engine that computes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from null_with_tokenizer import BACKEND, VOCAB_SIZE
+
+START_TIMEOUT_S = 60.0
+HERE = Path(__file__).parent
+
+
+class Server:
+    """`headrace serve` as a program. Its log is kept in `log`."""
+
+    def __init__(self, *arguments: str, null_model: dict[str, Any] | None = None, attached: bool = False) -> None:
+        """`null_model` are fields of NullModel. With `attached` no engine is started: give --engine."""
+        engine = [] if attached else null_engine_arguments(**(null_model or {}))
+        environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+        environment.pop("HEADRACE_API_KEY", None)
+        # HTTP children bind what was bound for them, so port 0 works with any number of processes.
+        where = [] if "--uds" in arguments or "--port" in arguments else ["--port", "0"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "headrace.frontend.cli", "serve", *engine, *where, *arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environment,
+        )
+        self.log = ""
+        self.url = ""
+
+    def wait_ready(self) -> Server:
+        self.wait_log(r"ready: \S+")
+        found = re.search(r"ready: (\S+)/v1 for clients", self.log)
+        assert found is not None, self.log
+        self.url = found.group(1)
+        return self
+
+    def wait_log(self, pattern: str, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Until the log has a match."""
+        assert self.process.stderr is not None
+        fd, end_s = self.process.stderr.fileno(), time.monotonic() + timeout_s
+        while not re.search(pattern, self.log):
+            assert select.select([fd], [], [], max(0.0, end_s - time.monotonic()))[0], f"no {pattern!r}: {self.log}"
+            data = os.read(fd, 65536)
+            assert data, f"it ended with {self.process.wait()}: {self.log}"
+            self.log += data.decode()
+
+    def client(self, **more: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=30, **more)
+
+    def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def wait_exit(self, timeout_s: float = 15.0) -> int:
+        """The exit status. Reads the rest of the log."""
+        _, rest = self.process.communicate(timeout=timeout_s)
+        self.log += rest.decode()
+        return self.process.returncode
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.wait_exit(5.0)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.communicate()
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+
+
+@contextmanager
+def serving(*arguments: str, null_model: dict[str, Any] | None = None, attached: bool = False) -> Iterator[Server]:
+    server = Server(*arguments, null_model=null_model, attached=attached)
+    try:
+        yield server.wait_ready()
+    finally:
+        server.close()
+
+
+def null_engine_arguments(**model: Any) -> list[str]:
+    overrides = json.dumps({"vocab_size": VOCAB_SIZE, **model})
+    return ["null", "--distributed-executor-backend", BACKEND, "--hf-overrides", overrides]
+
+
+def events_of(response: httpx.Response) -> list[Any]:
+    """The JSON of a stream's events; the last one is [DONE], which is checked and left out."""
+    lines = [line for line in response.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]", lines[-3:]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def stream(client: httpx.Client, path: str, body: dict[str, Any]) -> list[Any]:
+    with client.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        return events_of(response)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, f"{what} did not happen within {timeout_s:g} s"
+        time.sleep(0.01)
+
+
+def metric(client: httpx.Client, name: str, **labels: str) -> float:
+    """The sum of the samples that have these labels."""
+    total, found = 0.0, False
+    for line in client.get("/metrics").text.splitlines():
+        match = re.match(r"([\w:]+)(\{.*\})? (\S+)$", line)
+        if match is not None and match.group(1) == name:
+            given = dict(re.findall(r'(\w+)="([^"]*)"', match.group(2) or ""))
+            if labels.items() <= given.items():
+                total, found = total + float(match.group(3)), True
+    assert found, name
+    return total

@@ -1,0 +1,230 @@
+"""Completions and chat over a real server, with the openai client and without it: shapes, usage, streams."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from http_server import Server, serving, stream
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving("--trust-request-chat-template") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def sdk(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
+        yield sdk
+
+
+def ask(client: httpx.Client, path: str, **body: Any) -> Any:
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def joined(parts: Iterable[list[Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(parts))
+
+
+def test_openai_client_completes(sdk):
+    answer = sdk.completions.create(model="null", prompt="the quick", max_tokens=7, temperature=0)
+    assert answer.id.startswith("cmpl-")
+    assert (answer.object, answer.model) == ("text_completion", "null")
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 7
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 7
+
+
+def test_openai_client_streams_what_it_would_get_whole(sdk):
+    ask = {"model": "null", "prompt": "the quick", "max_tokens": 20, "temperature": 0}
+    whole = sdk.completions.create(**ask)
+    events = list(sdk.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    assert "".join(event.choices[0].text for event in events if event.choices) == whole.choices[0].text
+    assert events[-1].usage == whole.usage
+    assert [event.usage for event in events[:-1]] == [None] * (len(events) - 1)
+    assert events[-2].choices[0].finish_reason == "length"
+
+
+def test_openai_client_chats(sdk):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    ask = {"model": "null", "messages": messages, "max_completion_tokens": 12, "temperature": 0}
+    whole = sdk.chat.completions.create(**ask, logprobs=True, top_logprobs=3)
+    assert whole.id.startswith("chatcmpl-")
+    assert whole.choices[0].message.role == "assistant"
+    assert len(whole.choices[0].logprobs.content) == whole.usage.completion_tokens == 12
+    assert len(whole.choices[0].logprobs.content[0].top_logprobs) == 3
+    events = list(sdk.chat.completions.create(**ask, stream=True))
+    assert events[0].choices[0].delta.role == "assistant"
+    assert "".join(event.choices[0].delta.content for event in events) == whole.choices[0].message.content
+    # An answer goes back as it came.
+    messages += [whole.choices[0].message.model_dump(), {"role": "user", "content": "More"}]
+    assert sdk.chat.completions.create(model="null", messages=messages, max_tokens=2).usage.completion_tokens == 2
+
+
+def test_openai_async_client_runs_many_at_once(server):
+    async def run() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as sdk:
+
+            async def one(index: int) -> str:
+                events = await sdk.completions.create(model="null", prompt=[5, 6, index], max_tokens=30, stream=True)
+                return "".join([event.choices[0].text async for event in events])
+
+            return await asyncio.gather(*(one(index) for index in range(3, 35)))
+
+    texts = asyncio.run(run())
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as sdk:
+        for index in (3, 17, 34):
+            alone = sdk.completions.create(model="null", prompt=[5, 6, index], max_tokens=30)
+            assert alone.choices[0].text == texts[index - 3]
+    assert len(set(texts)) == 32
+
+
+def test_lists_of_prompts_and_n_are_numbered_and_counted(client):
+    answer = ask(client, COMPLETIONS, prompt=["one", "two"], n=2, max_tokens=4, temperature=1.0)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    alone = ask(client, COMPLETIONS, prompt="two", max_tokens=4)
+    assert answer["choices"][2]["text"] == alone["choices"][0]["text"]
+    assert answer["usage"]["completion_tokens"] == 16
+    both = sum(ask(client, "/tokenize", prompt=prompt)["count"] for prompt in ("one", "two"))
+    assert answer["usage"]["prompt_tokens"] == both
+    events = stream(client, COMPLETIONS, {"prompt": [[5, 6], [7, 8, 9]], "n": 2, "max_tokens": 4, "temperature": 1.0})
+    finished = [e["choices"][0]["index"] for e in events if e["choices"][0]["finish_reason"]]
+    assert sorted(finished) == [0, 1, 2, 3]
+
+
+def test_echo_begins_with_the_prompt_and_its_logprobs(client):
+    body = {"prompt": "the quick fox", "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    choice = ask(client, COMPLETIONS, **body)["choices"][0]
+    tokens = ask(client, "/tokenize", prompt="the quick fox")["tokens"]
+    logprobs = choice["logprobs"]
+    assert choice["text"].startswith("the quick fox")
+    assert len(logprobs["tokens"]) == len(tokens) + 1
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["top_logprobs"][0] is None
+    assert all(isinstance(value, float) for value in logprobs["token_logprobs"][1:])
+    assert "".join(logprobs["tokens"][: len(tokens)]) == "the quick fox"
+    assert logprobs["text_offset"][1] == len(logprobs["tokens"][0])
+    nothing = ask(client, COMPLETIONS, **{**body, "max_tokens": 0})
+    assert nothing["choices"][0]["text"] == "the quick fox"
+    assert nothing["usage"]["completion_tokens"] == 0
+    assert len(nothing["choices"][0]["logprobs"]["tokens"]) == len(tokens)
+
+
+def test_token_ids_on_request(client):
+    body = {"prompt": [9, 10, 11], "max_tokens": 5, "logprobs": 0, "temperature": 0}
+    choice = ask(client, COMPLETIONS, **body, return_token_ids=True, return_tokens_as_token_ids=True)["choices"][0]
+    assert choice["prompt_token_ids"] == [9, 10, 11]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token_id}" for token_id in choice["token_ids"]]
+    events = stream(client, COMPLETIONS, {**body, "return_token_ids": True})
+    assert joined(event["choices"][0]["token_ids"] for event in events) == choice["token_ids"]
+    assert events[0]["choices"][0]["prompt_token_ids"] == [9, 10, 11]
+    chat = ask(client, CHAT, messages=[{"role": "user", "content": "x"}], max_tokens=3, return_token_ids=True)
+    assert len(chat["choices"][0]["token_ids"]) == 3
+    assert chat["prompt_token_ids"]
+
+
+def test_prompt_logprobs_on_request(client):
+    answer = ask(client, COMPLETIONS, prompt=[9, 10, 11], max_tokens=1, prompt_logprobs=1)["choices"][0]
+    assert answer["prompt_logprobs"][0] is None
+    assert set(answer["prompt_logprobs"][1]) == {"10"}
+    assert answer["prompt_logprobs"][1]["10"]["rank"] == 1
+
+
+def test_continuous_usage_counts_up(client):
+    body = {"prompt": [9, 10], "max_tokens": 6}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = stream(client, COMPLETIONS, {**body, "stream_options": options})
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[-2:] == [6, 6]
+    assert {event["usage"]["prompt_tokens"] for event in events} == {2}
+
+
+def test_a_request_has_the_name_it_was_given(client):
+    assert ask(client, COMPLETIONS, prompt=[5], request_id="mine")["id"] == "cmpl-mine"
+    response = client.post(COMPLETIONS, json={"prompt": [5]}, headers={"x-request-id": "header"})
+    assert response.json()["id"] == "cmpl-header"
+
+
+def test_content_parts_of_text_are_joined(client):
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    joined = ask(client, "/tokenize", messages=[{"role": "user", "content": "one\ntwo"}])
+    assert ask(client, "/tokenize", messages=[{"role": "user", "content": parts}]) == joined
+
+
+def test_chat_templates_and_what_they_see(client):
+    template = "{{ messages[0].content }}|{{ colour }}|{{ tools[0].name if tools }}|{{ add_generation_prompt }}"
+
+    def rendered(**more: Any) -> str:
+        body = {"messages": [{"role": "user", "content": "x"}], "chat_template": template, **more}
+        tokens = ask(client, "/tokenize", **body)["tokens"]
+        return str(ask(client, "/detokenize", tokens=tokens)["prompt"])
+
+    assert rendered(chat_template_kwargs={"colour": "red"}) == "x|red||True"
+    assert rendered(tools=[{"name": "f"}], add_generation_prompt=False) == "x||f|False"
+
+
+def test_continue_final_message(client):
+    messages = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "I am"}]
+    tokens = ask(client, "/tokenize", messages=messages, continue_final_message=True)["tokens"]
+    assert ask(client, "/detokenize", tokens=tokens)["prompt"].endswith("I am")
+
+
+def test_models_version_load_and_docs(client):
+    (card,) = client.get("/v1/models").json()["data"]
+    assert card["id"] == "null"
+    assert client.get("/v1/models/null").json() == card
+    assert client.get("/version").json().keys() == {"version"}
+    assert client.get("/load").json() == {"server_load": 1}  # this very request
+    page = client.get("/docs").text
+    assert "/v1/chat/completions" in page
+    assert "http" not in page.split("curl")[0].replace("http-equiv", ""), "the page must need no other server"
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("😀é世 ü\u0301STOP"), min_size=1, max_size=20)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=TEXT, stops=st.integers(0, 3), logprobs=st.sampled_from([None, 0, 2]), data=st.data())
+def test_stream_and_whole_are_the_same(client, text, stops, logprobs, data):
+    """Text, tokens and log-probabilities; with stop strings cut out of the output itself at every place."""
+    body: dict[str, Any] = {"prompt": text, "max_tokens": 24, "seed": 1, "logprobs": logprobs, "return_token_ids": True}
+    free = ask(client, COMPLETIONS, **body)["choices"][0]["text"]
+    starts = data.draw(st.lists(st.integers(0, max(0, len(free) - 1)), min_size=stops, max_size=stops))
+    cut = [free[start : start + data.draw(st.integers(1, 6))] for start in starts]
+    body["stop"] = [stop for stop in cut if stop] or None
+    body["include_stop_str_in_output"] = data.draw(st.booleans())
+    whole = ask(client, COMPLETIONS, **body)
+    events = stream(client, COMPLETIONS, {**body, "stream_options": {"include_usage": True}})
+    choices = [event["choices"][0] for event in events[:-1]]
+    (choice,) = whole["choices"]
+    assert "".join(each["text"] for each in choices) == choice["text"]
+    assert joined(each["token_ids"] for each in choices) == choice["token_ids"]
+    assert choices[-1]["finish_reason"] == choice["finish_reason"]
+    assert choices[-1]["stop_reason"] == choice["stop_reason"]
+    assert events[-1]["usage"] | {"prompt_tokens_details": None} == whole["usage"] | {"prompt_tokens_details": None}
+    if logprobs is not None:
+        for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert joined(each["logprobs"][field] for each in choices) == choice["logprobs"][field]
+    if body["stop"] and not body["include_stop_str_in_output"]:
+        assert choice["finish_reason"] == "stop"
+        assert not any(stop in choice["text"] for stop in body["stop"])
