@@ -1,4 +1,4 @@
-"""The `headrace` command. A subcommand is one module, `cli_<name>.py`: its docstring is its help.
+"""The `headrace` command. A subcommand is one module, `cli_<name>.py` (with _ for -): its docstring is its help.
 
 Exit status: 0 done, 1 an error (one sentence on stderr), 2 a wrong command line, 130 Ctrl-C.
 """
@@ -59,11 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def commands() -> tuple[str, ...]:
     """The names of all commands."""
     modules = pkgutil.iter_modules(headrace.frontend.__path__)
-    return tuple(sorted(module.name.removeprefix(_PREFIX) for module in modules if module.name.startswith(_PREFIX)))
+    names = [module.name.removeprefix(_PREFIX) for module in modules if module.name.startswith(_PREFIX)]
+    return tuple(sorted(name.replace("_", "-") for name in names))
 
 
 def _load(name: str) -> CommandModule:
-    return cast(CommandModule, importlib.import_module(f"headrace.frontend.{_PREFIX}{name}"))
+    return cast(CommandModule, importlib.import_module(f"headrace.frontend.{_PREFIX}{name.replace('-', '_')}"))
 
 
 def _parser(given: list[str]) -> OptionParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,14 @@ def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "headrace-cache"
     monkeypatch.setenv("HEADRACE_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture
+def runtime_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder for sockets; short, for a Unix socket's path is at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="hr-") as folder:
+        monkeypatch.setenv("HEADRACE_RUNTIME_DIR", folder)
+        yield Path(folder)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,64 @@
+"""The `headrace` command on a terminal of its own (a pseudo-terminal), where Ctrl-C and Ctrl-D are keys."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_START = (
+    "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "from headrace.frontend.cli import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
+class Terminal:
+    """What the command has shown is in `shown`."""
+
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+        self._ours, self.theirs = pty.openpty()
+        self.settings = termios.tcgetattr(self.theirs)
+        """Before the command began."""
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _START, *arguments],
+            stdin=self.theirs,
+            stdout=self.theirs,
+            stderr=self.theirs,
+            start_new_session=True,
+            env={**os.environ, "TERM": "xterm", **(env or {})},
+        )
+        self.shown = ""
+
+    def keys(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def wait_for(self, text: str, timeout_s: float = 30.0) -> str:
+        """Reads until it has shown this since the last such wait, and gives what it showed."""
+        seen, end_s = "", time.monotonic() + timeout_s
+        while text not in seen:
+            ready, _, _ = select.select([self._ours], [], [], max(0.0, end_s - time.monotonic()))
+            assert ready, f"no {text!r}: {self.shown + seen!r}"
+            seen += os.read(self._ours, 65536).decode("utf-8", "replace")
+        self.shown += seen
+        return seen
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+        os.close(self.theirs)
+
+
+@contextmanager
+def on_terminal(*arguments: str, env: dict[str, str] | None = None) -> Iterator[Terminal]:
+    terminal = Terminal(*arguments, env=env)
+    try:
+        yield terminal
+    finally:
+        terminal.close()

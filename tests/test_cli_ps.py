@@ -1,0 +1,99 @@
+"""`headrace ps`: engines that listen are listed with their figures, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+from fake_core import Faults, zmq_core
+
+import headrace
+from headrace.frontend import engine_watch
+from headrace.frontend.cli import main
+from headrace.frontend.engine_watch import duration, hit_rate, kv_use, short_name
+from headrace.ipc.messages import EngineStats
+
+
+def listed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
+    assert main(["ps", "--json"]) == 0
+    rows: list[dict[str, object]] = json.loads(capsys.readouterr().out)
+    return rows
+
+
+def stats_of(**counts: int) -> EngineStats:
+    return EngineStats(**{**dict.fromkeys((each.name for each in msgspec.structs.fields(EngineStats)), 0), **counts})
+
+
+def test_an_engine_is_listed_with_what_it_says_of_itself(
+    runtime_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with zmq_core(pid=os.getpid(), model="org/name") as core:
+        (row,) = listed(capsys)
+        assert (row["address"], row["pid"], row["model"]) == (core.address, os.getpid(), "org/name")
+        assert (row["dtype"], row["problem"]) == ("float32", None)
+        assert isinstance(row["uptime_s"], float)
+        assert row["stats"] == msgspec.structs.asdict(core.core._stats())
+        assert main(["ps"]) == 0
+        header, line = capsys.readouterr().out.splitlines()
+        assert header.split()[:3] == ["PID", "MODEL", "DTYPE"]
+        assert line.split()[:5] == [str(os.getpid()), "org/name", "float32", "0", "0"]
+        assert line.endswith(core.address)
+
+
+def test_sockets_that_nobody_listens_on_are_not_listed(
+    runtime_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket(socket.AF_UNIX) as left_over:
+        left_over.bind(str(runtime_directory / "engine-4711-0a0b0c0d.sock"))
+    (runtime_directory / "engine-4712-0a0b0c0d.sock").touch()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(runtime_directory / "server-4713-0a0b0c0d.sock"))
+        other.listen()
+        assert listed(capsys) == []
+    assert len(list(runtime_directory.iterdir())) == 3  # looking removes nothing
+
+
+def test_an_engine_that_does_not_answer_is_listed_with_the_problem(
+    runtime_directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_watch.EngineWatch.look, "__defaults__", (0.2,))
+    with zmq_core(faults=Faults(ignore_stats=True)), zmq_core(faults=Faults(schema_hash="another")):
+        rows = listed(capsys)
+        assert sorted(str(row["problem"]) for row in rows) == [
+            f"is headrace 9.9.9, and this is {headrace.__version__}: use that version's command",
+            "no answer within 0.2 s",
+        ]
+        assert [row["pid"] for row in rows if row["model"] is None] == [os.getpid()]  # by the socket's name
+
+
+def test_the_newest_engine_comes_last(runtime_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with zmq_core(model="first") as first, zmq_core(model="second"):
+        os.utime(first.address.removeprefix("ipc://"), (1, 1))
+        assert [row["model"] for row in listed(capsys)] == ["first", "second"]
+        os.utime(first.address.removeprefix("ipc://"), (2**31, 2**31))
+        assert [row["model"] for row in listed(capsys)] == ["second", "first"]
+
+
+def test_figures_are_shares_of_what_there_is() -> None:
+    assert kv_use(stats_of(num_blocks=100, num_free_blocks=75)) == 0.25
+    assert kv_use(stats_of()) == 0.0
+    assert hit_rate(stats_of(num_prompt_tokens=200, num_cached_prompt_tokens=50)) == 0.25
+    assert hit_rate(stats_of()) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "-"), (0.9, "0s"), (59, "59s"), (61, "1m01s"), (3 * 3600 + 59, "3h00m"), (4 * 86400 + 3600, "4d01h")],
+)
+def test_durations_are_short(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_a_models_path_is_told_by_its_end() -> None:
+    assert short_name("/data/models/a.gguf") == "a.gguf"
+    assert short_name("org/name") == "org/name"
+    assert short_name("x" * 50) == "..." + "x" * 37

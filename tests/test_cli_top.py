@@ -1,0 +1,102 @@
+"""`headrace top`: rates from two looks, engines that come and go, and a terminal left as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import termios
+from pathlib import Path
+
+import pytest
+from fake_core import zmq_core
+from terminal import on_terminal
+from test_cli_ps import stats_of
+
+from headrace.frontend.cli import main
+from headrace.frontend.cli_top import HEADER, Watches, row
+from headrace.frontend.engine_watch import Sight
+
+
+def test_rates_are_counter_differences_over_the_time_between() -> None:
+    before = Sight(address="a", at_s=10.0, stats=stats_of(num_prompt_tokens=100, num_generated_tokens=10))
+    now = Sight(
+        address="a",
+        at_s=12.0,
+        stats=stats_of(
+            num_prompt_tokens=300,
+            num_cached_prompt_tokens=30,
+            num_generated_tokens=60,
+            num_finished=3,
+            num_running=2,
+            num_waiting=7,
+            num_blocks=4,
+            num_free_blocks=1,
+        ),
+    )
+    told = dict(zip(HEADER, row(now, before), strict=True))
+    assert (told["IN tok/s"], told["OUT tok/s"], told["DONE/s"]) == ("100.0", "25.0", "1.5")
+    assert (told["RUNNING"], told["WAITING"], told["KV"], told["HITS"]) == ("2", "7", "75%", "10%")
+    first = dict(zip(HEADER, row(now, None), strict=True))
+    assert (first["IN tok/s"], first["DONE/s"]) == ("-", "-")
+
+
+def test_engines_come_and_go(runtime_directory: Path) -> None:
+    async def watch() -> None:
+        watches = Watches(None)
+        try:
+            assert await watches.rows() == []
+            with zmq_core(model="one") as one, zmq_core(model="two") as two:
+                assert [each[1] for each in await watches.rows()] == ["one", "two"]
+                (first, second) = await watches.rows()
+                assert first[5] == second[5] == "0.0"  # now there is a look before
+                two.stop()
+                assert [each[-1] for each in await watches.rows()] == [one.address]
+            assert await watches.rows() == []
+        finally:
+            watches.close()
+
+    asyncio.run(watch())
+
+
+def test_an_engine_asked_for_by_address_stays_in_the_table(runtime_directory: Path) -> None:
+    async def watch() -> None:
+        with zmq_core(model="one") as core:
+            watches = Watches([core.address, core.address])
+            (alive,) = await watches.rows()
+            assert alive[1:3] == ("one", "0")
+            core.stop()
+            (dead,) = await watches.rows()
+            assert "gone" in dead[-1] or "no engine-core listens" in dead[-1]
+            watches.close()
+
+    asyncio.run(watch())
+
+
+def test_once_prints_one_table_without_escapes(
+    runtime_directory: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with zmq_core(model="one") as core:
+        assert main(["top", "--once", "--interval", "0.1", "--engine", core.address]) == 0
+    header, line = capsys.readouterr().out.splitlines()
+    assert header.startswith("PID")
+    assert "\x1b" not in header + line
+    assert line.split()[1:8] == ["one", "0", "0", "0%", "0.0", "0.0", "0.0"]
+    assert main(["top", "--once", "--interval", "0.1"]) == 0
+    assert "no engine is running" in capsys.readouterr().out
+
+
+def test_a_wrong_interval_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--interval", "0"]) == 2
+    assert "--interval=0: it must be 0.1 to 3600 seconds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["q", "\x03"])
+def test_q_or_ctrl_c_ends_it_and_gives_the_terminal_back(runtime_directory: Path, key: str) -> None:
+    with zmq_core(model="one"), on_terminal("top") as terminal:
+        terminal.wait_for("one")
+        terminal.keys(key)
+        terminal.wait_for("\x1b[?1049l")
+        assert terminal.process.wait(10) == 0
+        assert "\x1b[?1049h" in terminal.shown
+        assert "Traceback" not in terminal.shown
+        assert termios.tcgetattr(terminal.theirs) == terminal.settings
