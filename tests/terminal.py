@@ -19,7 +19,7 @@ _START = (
 
 
 class Terminal:
-    """What the command has shown is in `shown`."""
+    """What the command has shown, as far as it was waited for, is in `shown`."""
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
         self._ours, self.theirs = pty.openpty()
@@ -34,17 +34,20 @@ class Terminal:
             env={**os.environ, "TERM": "xterm", **(env or {})},
         )
         self.shown = ""
+        self._unread = ""
 
     def keys(self, text: str) -> None:
         os.write(self._ours, text.encode())
 
     def wait_for(self, text: str, timeout_s: float = 30.0) -> str:
-        """Reads until it has shown this since the last such wait, and gives what it showed."""
-        seen, end_s = "", time.monotonic() + timeout_s
-        while text not in seen:
+        """Reads on until it has shown this, and gives what came up to there."""
+        end_s = time.monotonic() + timeout_s
+        while text not in self._unread:
             ready, _, _ = select.select([self._ours], [], [], max(0.0, end_s - time.monotonic()))
-            assert ready, f"no {text!r}: {self.shown + seen!r}"
-            seen += os.read(self._ours, 65536).decode("utf-8", "replace")
+            assert ready, f"no {text!r}: {self.shown + self._unread!r}"
+            self._unread += os.read(self._ours, 65536).decode("utf-8", "replace")
+        end = self._unread.index(text) + len(text)
+        seen, self._unread = self._unread[:end], self._unread[end:]
         self.shown += seen
         return seen
 
