@@ -50,9 +50,10 @@ CANNOT = {
     "llama_dynamic": "dynamic rotary scaling depends on the length of a prompt",
 }
 CAN = [name for name in CASES if name not in CANNOT]
-PACKED_ERROR = 0.15
-"""Bound of the RMS error of packed computing over the logits' standard deviation: activations are rounded to int8, and
-random tiny models, whose attention is sharp, make ten times as much of it as trained ones."""
+PACKED_ERROR = 1e-3
+"""Bound of the RMS error of packed computing over the logits' standard deviation: activations are rounded to 16 bits."""
+BF16_ERROR = 0.05
+"""The same with keys and values (or some of the weights, and what meets them) in bf16."""
 
 
 def program_of(
@@ -175,21 +176,6 @@ def exact_model(name: str, source: PackedSource) -> Any:
     return model
 
 
-def round_inputs_to_int8(model: Any) -> Any:
-    """Makes linear layers see what the kernels see: blocks of 32 values of an input in steps of max / 127."""
-
-    def round_input(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        blocks = inputs[0].unflatten(-1, (-1, 32))
-        step = blocks.abs().amax(-1, keepdim=True) / 127
-        return ((blocks / step).round().nan_to_num() * step).flatten(-2), *inputs[1:]
-
-    model = copy.deepcopy(model)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.register_forward_pre_hook(round_input)
-    return model
-
-
 def packed_matrices(name: str, kind: Kind) -> PackedSource:
     state = state_of(reference(name))
     matrices = {key: value.numpy() for key, value in state.items() if value.dim() == 2}
@@ -203,9 +189,8 @@ def test_packed_weights_compute_what_their_exact_dequantisation_does(name: str, 
     spec, exact = spec_from_config(config_of(name)), exact_model(name, source)
     decoder = program_of(spec, source, keep_packed=True)
     assert 0 < relative_error(decoder, exact) < PACKED_ERROR
-    assert relative_error(decoder, round_inputs_to_int8(exact)) < 0.02, "rounding of activations explains the error"
     in_bf16 = program_of(spec, source, torch.bfloat16, keep_packed=True)
-    assert 0 < relative_error(in_bf16, exact) < PACKED_ERROR
+    assert 0 < relative_error(in_bf16, exact) < BF16_ERROR
     stored = sum(rows.nbytes for _, rows in source._packed.values())
     vectors = sum(tensor.nbytes for tensor in source.tensors.values() if tensor.dim() == 1)
     assert decoder.weight_bytes == stored + vectors, "tied or not, a matrix is in memory once"
@@ -235,7 +220,6 @@ def test_k_types_compute_what_their_exact_dequantisation_does(kind: Kind) -> Non
     model.load_state_dict(source.tensors)
     spec = spec_from_config(model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
     decoder = program_of(spec, source, keep_packed=True)
-    assert relative_error(decoder, round_inputs_to_int8(model)) < 0.02
     assert 0 < relative_error(decoder, model) < PACKED_ERROR
 
 
@@ -267,7 +251,7 @@ def test_types_may_differ_within_one_layer(name: str) -> None:
     assert [weight.type_name for weight in layer.qkv.weights] == ["Q4_1", "Q8_0"]
     assert [weight.type_name for weight in layer.up.weights] == ["Q4_0", "Q5_1"]
     assert layer.output.weights[0].type_name == "F16"
-    assert 0 < relative_error(decoder, exact_model(name, source)) < PACKED_ERROR
+    assert 0 < relative_error(decoder, exact_model(name, source)) < BF16_ERROR
 
 
 def test_a_type_that_the_kernels_do_not_compute_becomes_floats_and_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -292,7 +276,7 @@ def test_a_gguf_file_is_computed_packed_with_rows_in_the_order_of_the_model(tmp_
     model = copy.deepcopy(reference("llama"))
     model.load_state_dict({name: weights.get(name) for name in weights.names()})
     decoder = program_of(spec_from_config(file.config), weights, torch.bfloat16, keep_packed=True)
-    assert relative_error(decoder, model) < PACKED_ERROR
+    assert relative_error(decoder, model) < BF16_ERROR
     assert abs(decoder.weight_bytes / sum(record.nbytes for record in file.tensors.values()) - 1) < 0.05
 
 

@@ -50,7 +50,7 @@ struct PackedWeight {
 enum class Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2, kGelu = 3, kRelu = 4 };
 
 // y = act(x W^T + bias) [+ residual]; for fan 2: y = act(x Wgate^T + bias) * (x Wup^T + bias), of n/2 columns.
-// x is rounded to bf16 for bf16 weights, and quantised to int8 by blocks of 32 for quantised weights.
+// x is rounded to bf16 for bf16 weights, and to two int8 parts by blocks of 32 for quantised weights.
 struct LinearArgs {
   PackedWeight weight;
   const void* x;            // [rows, k]

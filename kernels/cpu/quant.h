@@ -16,7 +16,8 @@
 // Nothing is lost: the bytes are those of the file (Q4_K and Q5_K: 8 bits for each 6-bit scale, +2.8% and +2.3%).
 //
 // A weight is scale * (code - offset) - minimum, with codes unsigned. Then for a block, with x = d q:
-//   sum w x = scale * d * (sum code q - offset * sum q) - minimum * d * sum q,   both sums exact in int32.
+//   sum w x = scale * d * (sum code q - offset * sum q) - minimum * d * sum q,   both sums exact in int32:
+//   of 32 products below 2^8 2^15, whose sum is below 2^28.
 #pragma once
 
 #include "linear.h"
@@ -66,14 +67,16 @@ constexpr QuantLayout layout_of(WeightType type) {
   }
 }
 
-// A block of activations: x = step * q.
+// A block of activations in two int8 parts, x = step * q with q = 256 high + low: 16 bits, since rounding to 8 is the
+// larger part of the error of packed computing by far, and at small batch the second dot product hides behind memory.
 struct QuantBlock {
-  int8_t q[kBlock];
+  int8_t high[kBlock];
+  int8_t low[kBlock];  // in [-127, 127], as is `high`
   float step;
   float step_sum;      // step * sum of q, for the minimum
   int32_t correct[2];  // -offset * sum of q: of the block (then [1] is 0), or of its two halves for Q6_K
 };
-static_assert(sizeof(QuantBlock) == 48, "tiles and prepared_bytes rely on it");
+static_assert(sizeof(QuantBlock) == 80, "tiles and prepared_bytes rely on it");
 
 using LinearFn = void (*)(const LinearArgs& args, const Step& step, int thread, int num_threads);
 LinearFn linear_of_4_bits(WeightType type);

@@ -46,7 +46,7 @@ struct QuantKernel {
   static int64_t block_k(int64_t k) { return k; }
   static int64_t block_offset(int64_t) { return 0; }
   static int64_t x_offset(int64_t) { return 0; }
-  static int64_t prepared_bytes(int64_t k) { return (k / kBlock * static_cast<int64_t>(sizeof(QuantBlock)) + 63) / 64 * 64; }
+  static int64_t prepared_bytes(int64_t k) { return quant_prepared_bytes(kType, k); }
   static bool usable(const LinearArgs&) { return false; }
 
   static void prepare(const LinearArgs& args, const char* from, char* to) {
@@ -63,16 +63,20 @@ struct QuantKernel {
       most = larger(most, larger(values[i], -values[i]));
     }
     const float largest = largest_lane(most);
-    const float step = largest / 127.0f;
+    const float step = largest / (127.0f * 256.0f);
     // A step that is subnormal has no finite inverse that is any use: such a block is as good as zero.
     const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
     typedef int8_t Small __attribute__((vector_size(kLanes)));
     Ints sums[2] = {};
     for (int i = 0; i < kParts; ++i) {
-      const Ints rounded = nearest_integers(values[i] * inverse);
-      const Small small = __builtin_convertvector(rounded, Small);
-      std::memcpy(block->q + i * kLanes, &small, sizeof(small));
-      sums[i * 2 / kParts] += rounded;
+      const Floats scaled = values[i] * inverse;
+      const Ints high = nearest_integers(scaled);
+      const Floats rest = (scaled - __builtin_convertvector(high, Floats)) * 256.0f;
+      const Ints low = nearest_integers(larger(smaller(rest, all_lanes(127.0f)), all_lanes(-127.0f)));
+      const Small small_high = __builtin_convertvector(high, Small), small_low = __builtin_convertvector(low, Small);
+      std::memcpy(block->high + i * kLanes, &small_high, sizeof(small_high));
+      std::memcpy(block->low + i * kLanes, &small_low, sizeof(small_low));
+      sums[i * 2 / kParts] += (high << 8) + low;
     }
     int32_t halves[2] = {};
     for (int half = 0; half < 2; ++half)
@@ -137,9 +141,9 @@ struct QuantKernel {
     return result;
   }
 
-  static inline __attribute__((always_inline)) Bytes quad(const QuantBlock& x, int g) {
+  static inline __attribute__((always_inline)) Bytes quad(const int8_t* q, int g) {
     int32_t bits;
-    std::memcpy(&bits, x.q + 4 * g, 4);
+    std::memcpy(&bits, q + 4 * g, 4);
     return reinterpret_cast<Bytes>(all_lanes(bits));
   }
 
@@ -148,15 +152,24 @@ struct QuantKernel {
     // Without this the compiler keeps the broadcast quads of all rows for the next group, and spills them.
     asm volatile("" ::: "memory");
     const Floats step = all_lanes(x.step);
-    Ints sum = kLayout.offset ? all_lanes(x.correct[0]) : Ints{};
+    Ints sum = kLayout.offset ? all_lanes(x.correct[0]) : Ints{}, high = {};
     constexpr int kFirst = kLayout.two_scales() ? kQuads / 2 : kQuads;
 #pragma GCC unroll 8
-    for (int g = 0; g < kFirst; ++g) sum = dot_quads<kLayout.bits>(sum, codes[g], quad(x, g));
+    for (int g = 0; g < kFirst; ++g) {
+      high = dot_quads<kLayout.bits>(high, codes[g], quad(x.high, g));
+      sum = dot_quads<kLayout.bits>(sum, codes[g], quad(x.low, g));
+    }
+    sum += high << 8;
     total = fused(__builtin_convertvector(sum, Floats) * step, s.scale[0], total);
     if constexpr (kLayout.two_scales()) {
       sum = all_lanes(x.correct[1]);
+      high = Ints{};
 #pragma GCC unroll 4
-      for (int g = kFirst; g < kQuads; ++g) sum = dot_quads<kLayout.bits>(sum, codes[g], quad(x, g));
+      for (int g = kFirst; g < kQuads; ++g) {
+        high = dot_quads<kLayout.bits>(high, codes[g], quad(x.high, g));
+        sum = dot_quads<kLayout.bits>(sum, codes[g], quad(x.low, g));
+      }
+      sum += high << 8;
       total = fused(__builtin_convertvector(sum, Floats) * step, s.scale[1], total);
     }
     if constexpr (kLayout.minimum) total = fused(all_lanes(x.step_sum), s.minimum, total);
