@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -90,7 +91,9 @@ class Owned:
         return client
 
     async def close(self, deadline_s: float) -> None:
-        await asyncio.to_thread(self._child.stop, deadline_s)
+        # While it loads a model it cannot be asked, and has nothing to lose.
+        stop = self._child.kill if self._child.ready is None else functools.partial(self._child.stop, deadline_s)
+        await asyncio.to_thread(stop)
 
 
 class Engine:

@@ -95,10 +95,11 @@ class Exchange:
             return
         headers = [*error.headers(), (b"connection", b"close")]
         await send_json(self.send, error.status, error.json(), headers, more_body=True)
-        with contextlib.suppress(TimeoutError, ClientGoneError):
-            async with asyncio.timeout(DISCARD_S):
-                while await self._part() is not None:
-                    pass
+        if error.status != HTTPStatus.REQUEST_TIMEOUT:  # who was too slow has had the time
+            with contextlib.suppress(TimeoutError, ClientGoneError):
+                async with asyncio.timeout(DISCARD_S):
+                    while await self._part() is not None:
+                        pass
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _read_body(self) -> bytes:

@@ -19,6 +19,7 @@ from headrace.core.supervisor import Child, start_engine
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.phases import PhaseLog, process_began_s, say
 from headrace.frontend.own_engine import START_TIMEOUT_S
+from headrace.ipc.sockets import new_ipc_address
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -30,7 +31,9 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
     child: Child | None = None
     if not options.engine:
         phases.enter("start the engine's process")
-        child = start_engine(engine_options)
+        # Named after this process, an address stays ours when the engine there is another one.
+        address = new_ipc_address("engine") if options.api_server_count > 1 else ""
+        child = start_engine(engine_options, address)
     try:
         if options.api_server_count > 1:
             from headrace.frontend.http.processes import serve_with_processes

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 
 class PhaseLog:
@@ -41,7 +43,11 @@ def say(text: str) -> None:
 
 
 def process_began_s() -> float:
-    """When this process was started, in seconds since the epoch."""
-    import psutil
-
-    return min(psutil.Process().create_time(), time.time())
+    """When this process was started, in seconds since the epoch; now, where the system does not say."""
+    now_s = time.time()
+    try:
+        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        ticks = int(after_name[19])  # field 22 of proc(5): since boot
+        return now_s - max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError, AttributeError):
+        return now_s

@@ -1,0 +1,111 @@
+"""The OpenAPI document, held against the server by schemathesis; and what /metrics says."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import schemathesis
+from http_server import Server, serving, stream
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis import GenerationMode
+
+from headrace.frontend.http.openapi import document
+from headrace.frontend.http.routes import ROUTES
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving("--metrics-prefix", "vllm", "--max-model-len", "512") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+OPERATIONS = [
+    result.ok()
+    for result in schemathesis.openapi.from_dict(json.loads(document(ROUTES, "", guarded=False))).get_all_operations()
+]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda each: each.label)
+def test_no_input_makes_the_server_fail(server, operation):
+    """Inputs that fit the document, and inputs that do not."""
+    config = settings(
+        max_examples=25,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    for mode in GenerationMode:
+
+        @config
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def check(case: schemathesis.Case) -> None:
+            answer = case.call(base_url=server.url, timeout=30)
+            assert answer.status_code < 500, answer.text
+
+        with contextlib.suppress(Unsatisfiable):  # an operation without input cannot be given a wrong one
+            check()
+
+
+def test_the_document_names_every_field_and_says_what_is_refused(client):
+    api = client.get("/openapi.json").json()
+    assert api["openapi"].startswith("3.1")
+    properties = api["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert properties["temperature"]["description"]
+    assert properties["store"]["enum"] == [None, False]
+    unknown = client.post(COMPLETIONS, json={"prompt": [5], "n": 1, "colour": 1})
+    assert unknown.status_code == 400
+    assert "colour" not in properties
+
+
+def test_metrics_have_vllms_names_and_count(client):
+    stream(client, COMPLETIONS, {"prompt": [5, 6, 7], "max_tokens": 6})
+    text = client.get("/metrics").text
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "num_preemptions_total",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "request_success_total",
+        "time_to_first_token_seconds_bucket",
+        "inter_token_latency_seconds_bucket",
+        "e2e_request_latency_seconds_bucket",
+        "request_queue_time_seconds_bucket",
+        "request_prefill_time_seconds_bucket",
+        "request_decode_time_seconds_bucket",
+        "gc_pause_seconds_bucket",
+        "tokens_after_disconnect_total",
+    ):
+        assert re.search(rf"^vllm:{name}[ {{]", text, re.MULTILINE), name
+
+
+def test_histograms_are_cumulative_and_count_what_happened():
+    with serving() as server, server.client() as client:
+        for _ in range(3):
+            stream(client, COMPLETIONS, {"prompt": [5, 6, 7], "max_tokens": 6, "ignore_eos": True})
+        text = client.get("/metrics").text
+    buckets = [float(n) for n in re.findall(r"headrace:inter_token_latency_seconds_bucket\{.*\} (\S+)", text)]
+    assert buckets == sorted(buckets)
+    assert buckets[-1] == 3 * 5
+    assert re.search(r'request_success_total\{.*finished_reason="length".*\} 3.0', text)
+    assert re.search(r"headrace:generation_tokens_total\{.*\} 18.0", text)
+    assert re.search(r"headrace:request_prompt_tokens_sum\{.*\} 9.0", text)

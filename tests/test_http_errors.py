@@ -1,0 +1,191 @@
+"""Bad requests: the right status, OpenAI's shape, the field named, and nothing else disturbed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from http_server import Server, metric, serving, stream
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Hello"}]
+LIMITS = (
+    "--max-prompts",
+    "4",
+    "--max-n",
+    "4",
+    "--max-stop-strings",
+    "4",
+    "--max-model-len",
+    "256",
+    "--max-num-batched-tokens",
+    "32",
+)
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    # A token that fails its request, by the null executor's order.
+    with serving(*LIMITS, null_model={"fail_token_id": 77}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+def check_error(response: httpx.Response, status: int, param: str | None, said: str) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    (body,) = response.json().values()
+    assert response.json().keys() == {"error"}
+    assert body.keys() == {"message", "type", "param", "code"}
+    assert body["param"] == param
+    assert said in body["message"]
+    return dict(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({}, "prompt", "prompt is required"),
+        ({"prompt": 5}, "prompt", "expected"),
+        ({"prompt": []}, "prompt", "empty list"),
+        ({"prompt": [[]]}, "prompt", "empty"),
+        ({"prompt": ""}, "prompt", "empty"),
+        ({"prompt": ["a", [5]]}, "prompt[1]", "either"),
+        ({"prompt": ["a", 5]}, "prompt[1]", "either"),
+        ({"prompt": [5, 400]}, "prompt", "400"),
+        ({"prompt": [-1]}, "prompt", "-1"),
+        ({"prompt": [2**70]}, "prompt", "no token id"),
+        ({"prompt": [[5]] * 5}, "prompt", "at most 4"),
+        ({"prompt": [5], "temperature": "hot"}, "temperature", "expected float"),
+        ({"prompt": [5], "temperature": -1}, "temperature", "at least 0"),
+        ({"prompt": [5], "top_p": 0}, "top_p", "over 0"),
+        ({"prompt": [5], "top_k": -2}, "top_k", "at least -1"),
+        ({"prompt": [5], "max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"prompt": [5], "max_tokens": True}, "max_tokens", "expected int"),
+        ({"prompt": [5], "min_tokens": 20, "max_tokens": 10}, "min_tokens", "max_tokens"),
+        ({"prompt": [5], "presence_penalty": 3}, "presence_penalty", "at most 2"),
+        ({"prompt": [5], "seed": 2**64}, "seed", "at most"),
+        ({"prompt": [5], "n": 0}, "n", "at least 1"),
+        ({"prompt": [5], "n": 5, "temperature": 1}, "n", "at most 4"),
+        ({"prompt": [5], "n": 2, "temperature": 0}, "n", "greedy"),
+        ({"prompt": [5], "best_of": 2}, "best_of", "not supported"),
+        ({"prompt": [5], "logprobs": 1000}, "logprobs", "at most 20"),
+        ({"prompt": [5], "stop": [""]}, "stop", "not empty"),
+        ({"prompt": [5], "stop": ["x"] * 5}, "stop", "at most 4"),
+        ({"prompt": [5], "stop": ["x" * 5000]}, "stop", "longer than"),
+        ({"prompt": [5], "stop_token_ids": [400]}, "stop_token_ids", "0 to 399"),
+        ({"prompt": [5], "suffix": "end"}, "suffix", "not supported"),
+        ({"prompt": [5], "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"prompt": [5], "response_format": {"type": "json_object"}}, "response_format", "structured outputs"),
+        ({"prompt": [5], "tempratur": 1}, "tempratur", "did you mean temperature"),
+        ({"prompt": [5], "stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+        ({"prompt": [5], "stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown"),
+        ({"prompt": [5], "priority": 2**63}, "priority", "priority"),
+        ({"prompt": [5], "cache_salt": ""}, "cache_salt", "empty"),
+        ({"prompt": [5], "request_id": "a b"}, "request_id", "printable"),
+        ({"prompt": [5], "spaces_between_special_tokens": False}, "spaces_between_special_tokens", "True"),
+    ],
+    ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
+)
+def test_a_bad_field_of_a_completion_is_named(client, body, param, said):
+    check_error(client.post(COMPLETIONS, json=body), 400, param, said)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({"messages": []}, "messages", "empty"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "required"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "no content"),
+        ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0].colour", "unknown"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "text alone"),
+        ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs", "logprobs: true"),
+        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": -1}, "top_logprobs", "at least 0"),
+        ({"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": 1}, "max_tokens", "one of them"),
+        ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice", "auto or none"),
+        ({"messages": MESSAGES, "chat_template": "{{ x }}"}, "chat_template", "trust_request_chat_template"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "field of the request"),
+        (
+            {"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": True},
+            "messages",
+            "exclude each other",
+        ),
+        ({"messages": MESSAGES, "functions": [{}]}, "functions", "use tools"),
+    ],
+)
+def test_a_bad_field_of_a_chat_is_named(client, body, param, said):
+    check_error(client.post(CHAT, json=body), 400, param, said)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"nonsense", b"[1]", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b"[" * 100_000, b"NaN"]
+)
+def test_a_body_that_is_no_json_object(client, body):
+    check_error(client.post(COMPLETIONS, content=body, headers=JSON), 400, None, "")
+
+
+def test_a_body_of_another_type(client):
+    check_error(client.post(COMPLETIONS, content=b'{"prompt":[5]}'), 415, None, "application/json")
+
+
+@pytest.mark.parametrize("field", ["user", "metadata", "store", "logit_bias", "suffix", "service_tier"])
+def test_a_field_that_asks_for_nothing_is_taken(client, field):
+    neutral = {"user": "me", "metadata": {"a": "b"}, "store": False, "logit_bias": {}, "suffix": ""}
+    body = {"prompt": [5], "max_tokens": 1, field: neutral.get(field)}
+    assert client.post(COMPLETIONS, json=body).status_code == 200
+
+
+def test_a_prompt_that_is_too_long_is_answered_in_openais_words(server, client):
+    body = check_error(client.post(COMPLETIONS, json={"prompt": [5] * 256}), 400, "prompt", "maximum context length")
+    assert body["code"] == "context_length_exceeded"
+    check_error(client.post(COMPLETIONS, json={"prompt": [5] * 250, "max_tokens": 7}), 400, "prompt", "257 tokens")
+    assert client.post(COMPLETIONS, json={"prompt": [5] * 250}).json()["usage"]["completion_tokens"] == 6
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
+        with pytest.raises(openai.BadRequestError) as caught:
+            sdk.chat.completions.create(model="null", messages=[{"role": "user", "content": "x y z " * 200}])
+        assert caught.value.code == "context_length_exceeded"
+
+
+def test_an_unknown_model_or_route_or_method(server, client):
+    check_error(client.post(COMPLETIONS, json={"prompt": [5], "model": "gpt"}), 404, "model", "does not exist")
+    check_error(client.get("/v1/models/gpt"), 404, "model", "does not exist")
+    check_error(client.get("/v1/nothing"), 404, None, "there is no /v1/nothing")
+    check_error(client.get(COMPLETIONS), 405, None, "POST")
+    sdk = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with sdk, pytest.raises(openai.NotFoundError):
+        sdk.completions.create(model="gpt", prompt="x")
+
+
+def test_a_request_that_fails_in_the_engine(client):
+    check_error(client.post(COMPLETIONS, json={"prompt": [5, 77]}), 500, None, "told to fail")
+    # Its stream has not begun, so it has a status of its own too.
+    check_error(client.post(COMPLETIONS, json={"prompt": [5, 77], "stream": True}), 500, None, "told to fail")
+
+
+def test_one_of_several_prompts_that_fails_ends_the_stream_with_the_cause(client):
+    # The second prompt takes several steps of 32 tokens, so the first one streams by then.
+    events = stream(client, COMPLETIONS, {"prompt": [[5, 6], [77] * 200], "max_tokens": 50})
+    assert events[0]["choices"][0]["index"] == 0
+    assert "told to fail" in events[-1]["error"]["message"]
+    assert metric(client, "headrace:num_requests_running") == 0
+
+
+def test_tokenize_and_detokenize_name_what_is_wrong(client):
+    check_error(client.post("/tokenize", json={}), 400, "prompt", "either")
+    check_error(client.post("/detokenize", json={"tokens": [400]}), 400, "tokens[0]", "0 to 399")
+    check_error(client.post("/detokenize", json={"tokens": ["x"]}), 400, "tokens[0]", "expected int")
+
+
+def test_after_all_this_the_server_serves(client):
+    assert client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 2}).status_code == 200
+    assert client.get("/load").json() == {"server_load": 1}

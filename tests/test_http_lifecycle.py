@@ -1,0 +1,344 @@
+"""Starts, drains, deaths, disconnects: what a server does when something ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from http_server import Server, metric, null_engine_arguments, serving, wait_until
+
+COMPLETIONS = "/v1/completions"
+ENDLESS = {"prompt": [5, 6], "max_tokens": 30_000, "ignore_eos": True}
+REQUEST_HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+)
+SLOW = {"step_delay_s": 0.01}
+
+
+@contextlib.contextmanager
+def streaming(client: httpx.Client, **more: Any) -> Iterator[Iterator[str]]:
+    """The lines of a stream that has begun."""
+    with client.stream("POST", COMPLETIONS, json={**ENDLESS, **more, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        yield lines
+
+
+@pytest.fixture(scope="module")
+def slow_server() -> Iterator[Server]:
+    with serving("--max-num-seqs", "8", "--max-waiting-requests", "2", null_model=SLOW) as server:
+        yield server
+
+
+def test_phases_sum_to_the_time_until_the_address():
+    began_s = time.time()
+    with serving() as server:
+        wall_s = time.time() - began_s
+        phases = [float(seconds) for seconds in re.findall(r"\[ *([\d.]+) s\]", server.log)]
+        (total,) = re.findall(r"ready: .* \(([\d.]+) s\)", server.log)
+        assert len(phases) >= 5, server.log
+        assert sum(phases) == pytest.approx(float(total), abs=0.02)
+        assert float(total) == pytest.approx(wall_s, abs=0.15)
+
+
+def test_a_server_that_loads_says_so_and_is_not_ready():
+    server = Server("--port", "0", null_model={"load_delay_s": 60})
+    try:
+        server.wait_log("load weights|allocate|read config")
+        (port,) = [
+            each.laddr.port
+            for each in psutil.Process(server.process.pid).net_connections()
+            if each.status == psutil.CONN_LISTEN
+        ]
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+            assert client.get("/health/live").status_code == 200
+            refused = client.get("/health/ready")
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) > 0
+            body = client.post(COMPLETIONS, json={"prompt": [5]})
+            assert body.status_code == 503
+            assert body.json()["error"]["code"] == "loading"
+        server.signal()
+        assert server.wait_exit() == 0
+    finally:
+        server.close()
+
+
+def test_an_engine_that_cannot_start_ends_the_server_with_its_cause():
+    server = Server("--distributed-executor-backend", "nowhere:Nothing")
+    assert server.wait_exit(30) == 1
+    assert "nowhere:Nothing" in server.log
+
+
+@pytest.mark.parametrize("how", ["stream", "whole"])
+def test_a_client_that_leaves_is_aborted_at_once(slow_server, how):
+    with slow_server.client() as watcher:
+        if how == "stream":
+            with slow_server.client() as client, streaming(client):
+                assert metric(watcher, "headrace:num_requests_running") == 1
+        else:
+            with slow_server.client() as client, pytest.raises(httpx.ReadTimeout):
+                client.post(COMPLETIONS, json=ENDLESS, timeout=0.3)
+        left_s = time.monotonic()
+        wait_until(lambda: metric(watcher, "headrace:num_requests_running") == 0, 5, "the abort")
+        assert time.monotonic() - left_s < 1.0
+        assert metric(watcher, "headrace:kv_cache_usage_perc") == 0
+
+
+def test_two_requests_of_one_name(slow_server):
+    with slow_server.client() as client, streaming(client, request_id="twin"), slow_server.client() as other:
+        refused = other.post(COMPLETIONS, json={"prompt": [5], "request_id": "twin"})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "request_id"
+
+
+def test_a_full_queue_answers_429_with_a_time_to_come_back(slow_server):
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(streaming(stack.enter_context(slow_server.client())))
+        with slow_server.client() as watcher:
+
+            async def crowd() -> list[httpx.Response]:
+                async with httpx.AsyncClient(base_url=slow_server.url, timeout=30) as client:
+                    waiting = [
+                        asyncio.create_task(client.post(COMPLETIONS, json={**ENDLESS, "max_tokens": 5}))
+                        for _ in range(2)
+                    ]
+                    while metric(watcher, "headrace:num_requests_waiting") < 2:
+                        await asyncio.sleep(0.01)
+                    refused = [
+                        await client.post(COMPLETIONS, json={"prompt": [5], "stream": stream})
+                        for stream in (False, True)
+                    ]
+                    stack.close()
+                    return [*refused, *await asyncio.gather(*waiting)]
+
+            whole, streamed, *served = asyncio.run(crowd())
+    for refused in (whole, streamed):
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert [response.status_code for response in served] == [200, 200]
+
+
+def test_sigterm_drains():
+    with serving(null_model=SLOW) as server, server.client() as client, server.client() as other:
+        with streaming(client, max_tokens=100) as lines:
+            server.signal()
+            wait_until(lambda: other.get("/health/ready").status_code == 503, 5, "readiness to turn off")
+            assert other.get("/health/live").status_code == 200
+            assert other.post(COMPLETIONS, json={"prompt": [5]}).json()["error"]["code"] == "shutting_down"
+            rest = [line for line in lines if line]
+        assert '"finish_reason":"length"' in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+        assert server.wait_exit() == 0
+
+
+def test_a_drain_ends_at_its_deadline_with_a_last_event():
+    with serving("--shutdown-timeout", "0.3", null_model=SLOW) as server, server.client() as client:
+        with streaming(client) as lines:
+            server.signal()
+            rest = [line for line in lines if line]
+        assert "shut down" in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+        assert server.wait_exit() == 0
+
+
+def test_a_second_signal_does_not_wait():
+    with serving(null_model=SLOW) as server, server.client() as client:
+        with streaming(client) as lines:
+            server.signal()
+            server.wait_log("stopping; ")
+            server.signal(signal.SIGINT)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert server.wait_exit() == 0
+
+
+def test_an_engine_that_dies_ends_its_streams_with_the_cause_and_the_server():
+    with serving(null_model={**SLOW, "crash_token_id": 99}) as server, server.client() as client:
+        with streaming(client) as lines:
+            with server.client() as other:
+                answer = other.post(COMPLETIONS, json={"prompt": [5, 99]})
+            assert answer.status_code == 503
+            assert int(answer.headers["retry-after"]) > 0
+            assert "told to crash" in answer.json()["error"]["message"]
+            rest = [line for line in lines if line]
+        assert "told to crash" in rest[-2]
+        assert '"code":"engine_dead"' in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+        assert server.wait_exit() == 70
+
+
+def test_a_killed_engine_is_named_by_its_signal():
+    with serving(null_model=SLOW) as server, server.client() as client:
+        with streaming(client) as lines:
+            engine_of(server).kill()
+            assert "killed by signal 9" in [line for line in lines if line][-2]
+        assert server.wait_exit() == 70
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_an_engine_is_started_again_when_that_was_asked_for(processes):
+    with (
+        serving("--restart-engine", "--api-server-count", processes, null_model=SLOW) as server,
+        server.client() as client,
+    ):
+        with streaming(client) as lines:
+            engine_of(server).kill()
+            assert '"code":"engine_dead"' in [line for line in lines if line][-2]
+        answers = []
+
+        def served() -> bool:
+            answers.append(client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 2}))
+            return answers[-1].status_code == 200
+
+        wait_until(served, 20, "the engine's return")
+        assert {answer.status_code for answer in answers[:-1]} <= {503}
+        server.signal()
+        assert server.wait_exit() == 0
+
+
+def test_several_processes_share_a_port_an_engine_and_metrics():
+    with serving("--api-server-count", "2", null_model=SLOW) as server:
+        for _ in range(40):  # each a connection of its own: the kernel deals them out
+            with server.client() as client:
+                assert client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1}).status_code == 200
+        workers = [
+            each for each in psutil.Process(server.process.pid).children() if "http.worker" in str(each.cmdline())
+        ]
+        pids = {worker.pid for worker in workers if worker.cpu_times().user > 0}
+        assert len(pids) == 2
+        with server.client() as client:
+            for _ in range(4):
+                assert metric(client, "headrace:http_requests_total") == 40
+                assert metric(client, "headrace:e2e_request_latency_seconds_count") == 40
+                assert metric(client, "headrace:num_clients") == 2
+        with server.client() as client, streaming(client, max_tokens=50) as lines:
+            server.signal()
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert server.wait_exit() == 0
+
+
+def test_attached_servers_leave_the_engine_running_and_share_its_load():
+    with serving(null_model=SLOW) as owner:
+        address = address_of_engine(owner)
+        with (
+            serving("--engine", address, "--engine", address, attached=True) as server,
+            server.client() as client,
+        ):
+            # Two sessions with one core count as two engines, so the second stream goes to the idle one.
+            with streaming(client), server.client() as other, streaming(other), owner.client() as watcher:
+                assert metric(watcher, "headrace:num_requests_running") == 2
+                running = [server_engine_tokens(server, index) for index in ("0", "1")]
+                assert all(count > 0 for count in running)
+            server.signal()
+            assert server.wait_exit() == 0
+        with owner.client() as client:
+            assert client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1}).status_code == 200
+
+
+def server_engine_tokens(server: Server, index: str) -> float:
+    with server.client() as client:
+        wait_until(
+            lambda: metric(client, "headrace:inter_token_latency_seconds_count", engine=index) > 0,
+            5,
+            f"tokens of engine {index}",
+        )
+        return metric(client, "headrace:inter_token_latency_seconds_count", engine=index)
+
+
+def test_an_engine_that_is_not_there_fails_the_start():
+    server = Server("--engine", "ipc:///nonexistent/engine.sock", attached=True)
+    assert server.wait_exit() == 1
+    assert "no engine-core listens" in server.log
+
+
+def test_options_of_an_engine_do_not_go_with_an_attached_one():
+    server = Server("--engine", "ipc:///nonexistent/engine.sock", *null_engine_arguments(), attached=True)
+    assert server.wait_exit() == 2
+    assert "leave out" in server.log
+    assert "--hf-overrides" in server.log
+
+
+def test_a_frozen_engine_makes_no_progress():
+    with (
+        serving("--progress-timeout", "0.5", null_model={"step_delay_s": 1000}) as server,
+        server.client() as client,
+    ):
+        assert client.get("/health/progress").status_code == 200
+        with pytest.raises(httpx.ReadTimeout), server.client() as other:
+            other.post(COMPLETIONS, json=ENDLESS, timeout=0.1)
+        wait_until(lambda: client.get("/health/progress").status_code == 503, 10, "the stall to be noticed")
+        assert client.get("/health/live").status_code == 200
+        engine_of(server).kill()
+        assert server.wait_exit() == 70
+
+
+def test_random_disconnects_leave_nothing_behind():
+    """No request, block, task or descriptor; the memory of a long run is a benchmark's business."""
+    with serving("--max-num-seqs", "64", null_model={"step_delay_s": 0.001}) as server, server.client() as watcher:
+        process, rng = psutil.Process(server.process.pid), random.Random(0)
+        assert watcher.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1}).status_code == 200
+        descriptors = process.num_fds()
+
+        async def one(port: int) -> None:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            body = b'{"prompt":[5,6],"max_tokens":500,"stream":%b}' % rng.choice((b"true", b"false"))
+            request = REQUEST_HEAD % len(body) + body
+            writer.write(request[: rng.choice((len(request), len(request), rng.randrange(len(request))))])
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(reader.read(rng.choice((1, 2000, 20000))), rng.random() * 0.05)
+            writer.transport.abort() if rng.random() < 0.5 else writer.close()
+
+        async def crowd() -> None:
+            port = int(server.url.rsplit(":", 1)[1])
+            for _ in range(8):
+                await asyncio.gather(*(one(port) for _ in range(50)))
+
+        asyncio.run(crowd())
+        wait_until(lambda: metric(watcher, "headrace:num_requests_running") == 0, 5, "every abort")
+        wait_until(lambda: process.num_fds() <= descriptors, 5, "every connection to close")
+        assert metric(watcher, "headrace:num_requests_waiting") == 0
+        assert metric(watcher, "headrace:kv_cache_usage_perc") == 0
+        assert metric(watcher, "headrace:http_disconnects_total") > 100
+        assert watcher.get("/load").json() == {"server_load": 1}
+        server.signal()
+        assert server.wait_exit() == 0
+        assert "Traceback" not in server.log, server.log
+
+
+def test_an_idle_server_uses_no_processor_time():
+    with serving() as server, server.client() as client:
+        assert client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 4}).status_code == 200
+        processes = [psutil.Process(server.process.pid), engine_of(server)]
+        shares: list[float] = []
+
+        def at_rest() -> bool:
+            before = sum(sum(each.cpu_times()[:2]) for each in processes)
+            time.sleep(1.0)
+            shares.append(sum(sum(each.cpu_times()[:2]) for each in processes) - before)
+            return shares[-1] < 0.015  # a tick of the clock is 0.01 s
+
+        wait_until(at_rest, 10, f"coming to rest {shares}")
+
+
+def engine_of(server: Server) -> psutil.Process:
+    (engine,) = [
+        each for each in psutil.Process(server.process.pid).children() if "headrace.core.daemon" in str(each.cmdline())
+    ]
+    return engine
+
+
+def address_of_engine(server: Server) -> str:
+    paths = [each.laddr for each in engine_of(server).net_connections("unix") if str(each.laddr).endswith(".sock")]
+    return f"ipc://{paths[0]}"

@@ -1,0 +1,242 @@
+"""Keys, TLS, sockets, cross-origin rules, and clients that send too much or too slowly."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from http_server import Server, metric, serving, wait_until
+
+COMPLETIONS = "/v1/completions"
+BODY = {"prompt": [5], "max_tokens": 2}
+READ_TIMEOUT_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("# two tenants\nthird\nfourth\n")
+    with serving(
+        *("--api-key", "first", "--api-key", "second", "--api-key-file", str(keys)),
+        *("--allowed-origins", "https://app.example", "--max-body-bytes", "100k"),
+        *("--read-timeout", str(READ_TIMEOUT_S), "--request-timeout", "1"),
+        null_model={"step_delay_s": 0.002},
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[httpx.Client]:
+    with server.client(headers={"authorization": "Bearer first"}) as client:
+        yield client
+
+
+@contextlib.contextmanager
+def connection(server: Server) -> Iterator[socket.socket]:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as sock:
+        yield sock
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """Until the server closes."""
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := sock.recv(65536):
+            data += part
+    return data
+
+
+@pytest.mark.parametrize("key", ["first", "second", "third", "fourth"])
+def test_every_key_opens(server, key):
+    with server.client(headers={"authorization": f"Bearer {key}"}) as client:
+        assert client.post(COMPLETIONS, json=BODY).status_code == 200
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "Bearer", "Bearer firs", "Basic first", "first", "Bearer é"])
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/version", "/docs", "/openapi.json", "/load", "/nowhere"])
+def test_without_a_key_all_but_health_is_closed(server, header, path):
+    headers = {} if header is None else {"authorization": header.encode()}
+    with server.client() as client:
+        refused = client.get(path, headers=headers)
+        assert refused.status_code == 401
+        assert refused.headers["www-authenticate"] == "Bearer"
+        assert refused.json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/health/progress", "/ping"])
+def test_health_needs_no_key(server, path):
+    with server.client() as client:
+        assert client.get(path).status_code == 200
+
+
+def test_cached_prefixes_are_not_shared_between_keys(client, server):
+    body = {"prompt": [7] * 64, "max_tokens": 1}
+
+    def cached(client: httpx.Client) -> int:
+        answer = client.post(COMPLETIONS, json=body).json()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    with server.client(headers={"authorization": "Bearer second"}) as other:
+        assert [cached(client), cached(client), cached(other), cached(other)] == [0, 48, 0, 48]
+
+
+def test_only_allowed_origins_may_read(client):
+    def allowed(origin: str) -> str | None:
+        return client.get("/v1/models", headers={"origin": origin}).headers.get("access-control-allow-origin")
+
+    assert allowed("https://app.example") == "https://app.example"
+    assert allowed("https://evil.example") is None
+    preflight = {"origin": "https://evil.example", "access-control-request-method": "POST"}
+    assert client.options(COMPLETIONS, headers=preflight).status_code == 400
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_is_too_large_is_refused_while_it_comes(client, chunked):
+    part = b"x" * 10_000
+    content = (part for _ in range(200)) if chunked else part * 200
+    refused = client.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
+    assert refused.status_code == 413
+    assert "max_body_bytes" in refused.json()["error"]["message"]
+    assert client.post(COMPLETIONS, json=BODY).status_code == 200
+
+
+def test_a_client_that_waits_to_be_told_to_go_on_sends_no_large_body(server):
+    with connection(server) as sock:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer first\r\nexpect: 100-continue\r\n"
+        sock.sendall(head + b"content-type: application/json\r\ncontent-length: 100000000\r\n\r\n")
+        assert sock.recv(65536).startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"", b""),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-a", b"408"),
+        (b"POST /v1/completions HTTP/1.1\r\nauthorization: Bearer first\r\ncontent-type: application/json\r\n"
+         b'content-length: 100\r\n\r\n{"pro', b"408"),
+        (b"GET / HTTP/1.1\r\nx-a: " + b"a" * 70_000, b"431"),
+        (b"\x16\x03\x01 not http\r\n\r\n", b"400"),
+    ],
+)  # fmt: skip
+def test_a_client_that_sends_slowly_or_nonsense_is_let_go(server, client, sent, status):
+    with connection(server) as sock:
+        began_s = time.monotonic()
+        sock.sendall(sent)
+        answer = read_all(sock)
+        assert time.monotonic() - began_s < READ_TIMEOUT_S + 6
+        assert answer.split(b" ")[1:2] == ([status] if status else [])
+    assert client.get("/health").status_code == 200
+
+
+def test_a_client_that_does_not_read_is_let_go_and_holds_nobody_up(server, client):
+    body = b'{"prompt":[[5]%b],"max_tokens":400,"stream":true,"ignore_eos":true,"logprobs":20}' % (b",[6]" * 60)
+    with connection(server) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer first\r\n"
+        sock.sendall(head + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        wait_until(lambda: metric(client, "headrace:num_requests_running") > 0, 5, "its start")
+        assert client.post(COMPLETIONS, json=BODY).status_code == 200
+        wait_until(lambda: metric(client, "headrace:requests_in_flight") == 1, 10, "letting it go")
+
+
+def test_a_request_that_takes_too_long_is_ended(client):
+    slow = {"prompt": [5], "max_tokens": 30_000, "ignore_eos": True}
+    whole = client.post(COMPLETIONS, json=slow)
+    assert whole.status_code == 504
+    assert whole.json()["error"]["code"] == "timeout"
+    with client.stream("POST", COMPLETIONS, json={**slow, "stream": True}) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert '"code":"timeout"' in lines[-2]
+    assert lines[-1] == "data: [DONE]"
+    wait_until(lambda: metric(client, "headrace:num_requests_running") == 0, 5, "freeing it")
+
+
+def test_a_silent_stream_is_kept_open():
+    with (
+        serving("--sse-keep-alive", "1", null_model={"step_delay_s": 1.2}) as server,
+        server.client() as client,
+        client.stream("POST", COMPLETIONS, json={**BODY, "stream": True}) as response,
+    ):
+        lines = [line for line in response.iter_lines() if line]
+    assert ": keep-alive" in lines
+    assert lines[-1] == "data: [DONE]"
+
+
+def test_a_unix_socket(tmp_path):
+    path = tmp_path / "server.sock"
+    server = Server("--uds", str(path))
+    try:
+        server.wait_log("ready: ")
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://server") as client:
+            assert client.post(COMPLETIONS, json=BODY).status_code == 200
+        server.signal()
+        assert server.wait_exit() == 0
+        assert not path.exists()
+    finally:
+        server.close()
+
+
+def test_tls(tmp_path):
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*make.split(), *names, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    with serving("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)) as server:
+        assert server.url.startswith("https://")
+        context = ssl.create_default_context(cafile=str(certificate))
+        with (
+            server.client(verify=context) as client,
+            client.stream("POST", COMPLETIONS, json={**BODY, "stream": True}) as response,
+        ):
+            assert [line for line in response.iter_lines() if line][-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--uds", "x.sock", "--api-server-count", "2"), "belongs to one process"),
+        (("--ssl-keyfile", "key.pem"), "give ssl_certfile too"),
+        (("--ssl-certfile", "nothing.pem"), "nothing.pem"),
+        (("--api-key-file", "nothing"), "cannot be read"),
+        (("--chat-template", "nothing.jinja"), "nothing.jinja"),
+        (("--root-path", "api"), "must begin with /"),
+        (("--metrics-prefix", "a-b"), "letters"),
+        (("--max-body-byte", "1"), "did you mean --max-body-bytes"),
+        (("--port", "99999"), "65,535"),
+    ],
+)
+def test_options_that_cannot_be_are_named(arguments, said):
+    server = Server(*arguments)
+    assert server.wait_exit() == 2
+    assert said in server.log
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        server = Server("--port", str(port))
+        assert server.wait_exit() == 2
+        assert f"127.0.0.1:{port}" in server.log
+
+
+def test_the_config_file_holds_options_of_both_kinds(tmp_path: Path):
+    config = tmp_path / "config.yaml"
+    config.write_text("max-model-len: 128\napi-key: secret\nenable-log-requests: true\nport: 0\n")
+    server = Server("--config", str(config), "--port", "0")
+    try:
+        server.wait_ready()
+        with server.client(headers={"authorization": "Bearer secret"}) as client:
+            assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 128
+        server.wait_log("GET /v1/models: done")
+    finally:
+        server.close()
