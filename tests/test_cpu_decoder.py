@@ -51,7 +51,7 @@ CANNOT = {
 }
 CAN = [name for name in CASES if name not in CANNOT]
 PACKED_ERROR = 1e-3
-"""Bound of the RMS error of packed computing over the logits' standard deviation: activations are rounded to 16 bits."""
+"""Bound of the RMS error of packed computing over the spread of the logits: activations are rounded to 16 bits."""
 BF16_ERROR = 0.05
 """The same with keys and values (or some of the weights, and what meets them) in bf16."""
 

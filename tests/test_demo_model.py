@@ -1,0 +1,79 @@
+"""The demo model's real weights through the engine, against transformers on their exact dequantisation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace import LLM, RequestOutput, SamplingParams
+from headrace.executor.gguf_file import GGUFFile
+
+pytestmark = pytest.mark.demo_model
+
+NEW_TOKENS = 200
+ALIKE_TOKENS = 32
+PROMPTS = (
+    "The capital of France is",
+    "Water flows downhill because",
+    "Once upon a time, in a village by a river, there lived a miller who",
+    "def fibonacci(n):\n    ",
+    "To make bread you need flour, water, salt and",
+    "The three laws of motion were stated by Isaac Newton. The first law says that",
+    "A turbine turns the energy of moving water into",
+    "Dear Professor Lindqvist,\n\nI am writing to ask whether",
+    "List of planets in order from the sun: Mercury,",
+    "In 1969 the first people landed on the moon. They",
+)
+
+
+def answers(**options: Any) -> list[RequestOutput]:
+    """All prompts in one batch."""
+    with LLM(max_model_len=512, **options) as llm:
+        return llm.generate(
+            list(PROMPTS), SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True), use_tqdm=False
+        )
+
+
+def tokens_of(output: RequestOutput) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+@pytest.fixture(scope="module")
+def exact(demo_model_path: Path) -> Any:
+    """transformers' model of the dequantised weights, in float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    file = GGUFFile(demo_model_path)
+    weights = file.weights()
+    model = LlamaForCausalLM(LlamaConfig(**file.config)).eval()
+    state = {name: weights.get(name) for name in weights.names()}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], []), "the head is tied"
+    return model
+
+
+@pytest.fixture(scope="module")
+def in_float32(demo_model_path: Path) -> list[RequestOutput]:
+    return answers(dtype="float32")
+
+
+def test_200_greedy_tokens_in_float32_are_those_of_transformers(exact: Any, in_float32: list[RequestOutput]) -> None:
+    for output in in_float32:
+        prompt, answer = list(output.prompt_token_ids), tokens_of(output)
+        assert len(answer) == NEW_TOKENS
+        # If each token is transformers' choice after the ones before it, its greedy answer is the same.
+        with torch.inference_mode():
+            logits = exact(torch.tensor([prompt + answer[:-1]]), use_cache=False).logits[0]
+        assert answer == logits[len(prompt) - 1 :].argmax(-1).tolist(), output.prompt
+    assert len({token for output in in_float32 for token in tokens_of(output)}) > NEW_TOKENS
+
+
+def test_packed_answers_begin_as_the_exact_ones_do(in_float32: list[RequestOutput]) -> None:
+    packed = answers()
+    alike = [
+        tokens_of(a)[:ALIKE_TOKENS] == tokens_of(b)[:ALIKE_TOKENS] for a, b in zip(packed, in_float32, strict=True)
+    ]
+    assert sum(alike) >= 8, alike
