@@ -5,8 +5,9 @@ weight is stored in decides how it multiplies:
 
 - fp32, fp16: products and sums in fp32. |error| <= (K + 2) 2^-24 sum_k |x_k w_k|, for fp32 or fp16 x.
 - bf16: x is rounded to bf16 (exact for bf16 x), products are exact, sums in fp32; the same bound over the rounded x.
-- quantised: each block of 32 of x becomes two bytes each with step d = max|x| / 32512, block sums are exact integers,
-  and are scaled and added in fp32. |error| <= sum_blocks d sum_k |w_k| + (K / 8 + 8) 2^-24 sum_k (|x_k| + d) (|w_k| + m),
+- quantised: each block of 32 of x becomes two int8 parts with step d = max|x| / 32512, block sums are exact integers,
+  and are scaled and added in fp32.
+  |error| <= sum_blocks d sum_k |w_k| + (K / 8 + 8) 2^-24 sum_k (|x_k| + d) (|w_k| + m),
   where w is the exact dequantisation and m the block's offset (its minimum or its step times the stored bias).
 
 The rounding of the result to the output's type comes on top. A row's result is the same to the bit whatever the

@@ -173,12 +173,12 @@ void run_linear(const LinearArgs& args, const Step& step, int thread, int num_th
   if (rows <= 0) return;
   const Prepared x = prepare_rows<Kernel>(args, step, rows, thread, num_threads);
   const int64_t units = panels_of(args.weight) / args.weight.fan;
-  int64_t block_rows = rows_per_block(rows, Kernel::prepared_bytes(args.weight.k), units, num_threads, Kernel::kMaxRows);
+  const int64_t row_bytes = Kernel::prepared_bytes(args.weight.k);
+  int64_t block_rows = rows_per_block(rows, row_bytes, units, num_threads, Kernel::kMaxRows);
   if (block_rows > kMaxBlockRows) block_rows = kMaxBlockRows;
   const int64_t blocks = (rows + block_rows - 1) / block_rows;
   // Behind the rows that this thread may have prepared for itself.
-  float* sums = reinterpret_cast<float*>(step.thread_scratch(thread) +
-                                         kPrepareAloneRows * Kernel::prepared_bytes(args.weight.k));
+  float* sums = reinterpret_cast<float*>(step.thread_scratch(thread) + kPrepareAloneRows * row_bytes);
   const Range mine = split(blocks * units, thread, num_threads);
   for (int64_t task = mine.begin; task < mine.end; ++task) {
     const int64_t block = task / units, begin = block * block_rows;

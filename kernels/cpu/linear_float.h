@@ -123,16 +123,19 @@ struct FloatKernel {
         float pair;
         std::memcpy(&pair, from, 4);
 #pragma GCC unroll 8
-        for (int v = 0; v < kPanelVectors; ++v) sums[row][v] = dot_pairs(sums[row][v], weights[v], all_lanes_bits(pair));
+        for (int v = 0; v < kPanelVectors; ++v)
+          sums[row][v] = dot_pairs(sums[row][v], weights[v], all_lanes_bits(pair));
         continue;
       }
 #endif
       if constexpr (kPairs) {
         // The second of a pair first, which is the order of the dot-product instruction.
 #pragma GCC unroll 8
-        for (int v = 0; v < kPanelVectors; ++v) sums[row][v] = fused(high_half(weights[v]), all_lanes(from[1]), sums[row][v]);
+        for (int v = 0; v < kPanelVectors; ++v)
+          sums[row][v] = fused(high_half(weights[v]), all_lanes(from[1]), sums[row][v]);
 #pragma GCC unroll 8
-        for (int v = 0; v < kPanelVectors; ++v) sums[row][v] = fused(low_half(weights[v]), all_lanes(from[0]), sums[row][v]);
+        for (int v = 0; v < kPanelVectors; ++v)
+          sums[row][v] = fused(low_half(weights[v]), all_lanes(from[0]), sums[row][v]);
       } else {
 #pragma GCC unroll 8
         for (int v = 0; v < kPanelVectors; ++v) sums[row][v] = fused(weights[v], all_lanes(from[0]), sums[row][v]);
