@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from null_with_tokenizer import BACKEND, VOCAB_SIZE
 
 START_TIMEOUT_S = 60.0
@@ -127,3 +128,15 @@ def metric(client: httpx.Client, name: str, **labels: str) -> float:
                 total, found = total + float(match.group(3)), True
     assert found, name
     return total
+
+
+def engine_of(server: Server) -> psutil.Process:
+    (engine,) = [
+        each for each in psutil.Process(server.process.pid).children() if "headrace.core.daemon" in str(each.cmdline())
+    ]
+    return engine
+
+
+def address_of_engine(server: Server) -> str:
+    paths = [each.laddr for each in engine_of(server).net_connections("unix") if str(each.laddr).endswith(".sock")]
+    return f"ipc://{paths[0]}"

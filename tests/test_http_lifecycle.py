@@ -14,7 +14,15 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from http_server import Server, metric, null_engine_arguments, serving, wait_until
+from http_server import (
+    Server,
+    address_of_engine,
+    engine_of,
+    metric,
+    null_engine_arguments,
+    serving,
+    wait_until,
+)
 
 COMPLETIONS = "/v1/completions"
 ENDLESS = {"prompt": [5, 6], "max_tokens": 30_000, "ignore_eos": True}
@@ -330,15 +338,3 @@ def test_an_idle_server_uses_no_processor_time():
             return shares[-1] < 0.015  # a tick of the clock is 0.01 s
 
         wait_until(at_rest, 10, f"coming to rest {shares}")
-
-
-def engine_of(server: Server) -> psutil.Process:
-    (engine,) = [
-        each for each in psutil.Process(server.process.pid).children() if "headrace.core.daemon" in str(each.cmdline())
-    ]
-    return engine
-
-
-def address_of_engine(server: Server) -> str:
-    paths = [each.laddr for each in engine_of(server).net_connections("unix") if str(each.laddr).endswith(".sock")]
-    return f"ipc://{paths[0]}"
