@@ -70,7 +70,9 @@ def _load(name: str) -> CommandModule:
 def _parser(given: list[str]) -> OptionParser:
     """Only a command that is named gets its arguments: building all of them would show in the start-up."""
     parser = OptionParser(prog="headrace", description="Headrace, an LLM inference engine.")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    # argparse gives commands a column two characters too narrow for the longest name, unless the heading is longer.
+    longest = max(map(len, commands()))
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND".ljust(longest + 2), title="commands")
     for name in commands():
         module = _load(name)
         text = (module.__doc__ or "").strip()

@@ -1,0 +1,180 @@
+"""OpenAI's batch files: a line for each request, and one for each result.
+
+    {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+    {"id": "batch_req_...", "custom_id": "a", "response": {"status_code": 200, "request_id": ..., "body": ...},
+     "error": null}
+
+A failed request has its status and the API's error in `response` (null for a line that is no request), and in `error`
+the same with the line's number. A result is one write to a file opened for appending, so a file that was interrupted
+holds whole lines, but for the last one, which is cut off when the file is opened again.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.frontend.http.decoding import decode_request
+from headrace.frontend.http.errors import ApiError, bad_field
+from headrace.ipc.failure import OptionError
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+class BatchRequest(msgspec.Struct, kw_only=True):
+    """One line of the input. Its body is decoded by the server's own rules."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class BatchResponse(msgspec.Struct, kw_only=True):
+    status_code: int
+    request_id: str
+    body: Any
+    """Raw JSON, as the server would have answered."""
+
+
+class BatchError(msgspec.Struct, kw_only=True):
+    code: str | None
+    message: str
+    param: str | None
+    """The field that was wrong."""
+    line: int
+    """Of the input, counted from 1."""
+
+
+class BatchResult(msgspec.Struct, kw_only=True):
+    """One line of the output."""
+
+    id: str
+    custom_id: str | None
+    """None for a line that has none that can be read."""
+    response: BatchResponse | None
+    error: BatchError | None
+
+
+def decode_line(line: bytes) -> BatchRequest:
+    """Raises ApiError, which names the field."""
+    # `decode_request` names what is wrong but gives plain data, in which no Raw can be: the body is read again below.
+    try:
+        request = decode_request(line, _Envelope)
+    except ApiError as error:
+        error.body.message = error.body.message.replace("the body", "the line")
+        raise
+    if request.method != "POST":
+        raise bad_field("method", f"method is {request.method!r:.50}; it must be POST")
+    if request.url not in (CHAT, COMPLETIONS):
+        raise bad_field("url", f"url is {request.url!r:.100}; it must be {CHAT} or {COMPLETIONS}")
+    if not request.custom_id:
+        raise bad_field("custom_id", "custom_id is empty; each line needs its own")
+    return msgspec.json.decode(line, type=BatchRequest)
+
+
+class _Envelope(msgspec.Struct, kw_only=True):
+    custom_id: str
+    method: str
+    url: str
+    body: dict[str, Any]
+
+
+def custom_id_of(line: bytes) -> str | None:
+    """A bad line's custom_id, where it can be made out."""
+    try:
+        found = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    name = found.get("custom_id") if isinstance(found, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def answered(custom_id: str, request_id: str, body: bytes) -> BatchResult:
+    response = BatchResponse(status_code=200, request_id=request_id, body=msgspec.Raw(body))
+    return BatchResult(id=_new_id(), custom_id=custom_id, response=response, error=None)
+
+
+def failed(custom_id: str | None, request_id: str | None, line: int, error: ApiError) -> BatchResult:
+    """`request_id` is None for a line that is no request."""
+    response = None
+    if request_id is not None:
+        response = BatchResponse(status_code=error.status, request_id=request_id, body=msgspec.Raw(error.json()))
+    told = BatchError(
+        code=error.body.code, message=f"line {line}: {error.body.message}", param=error.body.param, line=line
+    )
+    return BatchResult(id=_new_id(), custom_id=custom_id, response=response, error=told)
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Each line that is not blank, with its number from 1. Raises OptionError."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, line
+    except OSError as error:
+        raise OptionError(f"cannot read the input file {path}: {(error.strerror or str(error)).lower()}") from None
+
+
+class Results:
+    """The output file, opened for appending."""
+
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        """With `resume` it goes on with what is there. Raises OptionError for a file that is not one of ours, or is
+        there without `resume`.
+        """
+        self.done_ids: set[str] = set()
+        """Of the requests that have a result already."""
+        self.done_lines: set[int] = set()
+        """Numbers of the lines without a custom_id that have one."""
+        try:
+            if not resume and path.exists() and path.stat().st_size:
+                raise OptionError(f"{path} has results already: go on with --resume, or name another file")
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise OptionError(
+                f"cannot write the output file {path}: {(error.strerror or str(error)).lower()}"
+            ) from None
+        try:
+            self._read(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, result: BatchResult) -> None:
+        """Raises OSError, as on a full disk."""
+        line = msgspec.json.encode(result) + b"\n"
+        while line:
+            line = line[os.write(self._descriptor, line) :]
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _read(self, path: Path) -> None:
+        whole_bytes = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break  # it was being written when the run before ended
+                whole_bytes += len(line)
+                try:
+                    result = msgspec.json.decode(line, type=BatchResult)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    raise OptionError(
+                        f"{path}, line {number}, is no batch result ({error}): name another output file"
+                    ) from None
+                if result.custom_id is not None:
+                    self.done_ids.add(result.custom_id)
+                elif result.error is not None:
+                    self.done_lines.add(result.error.line)
+        os.ftruncate(self._descriptor, whole_bytes)
+
+
+def _new_id() -> str:
+    return f"batch_req_{uuid.uuid4().hex}"
