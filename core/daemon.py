@@ -81,8 +81,8 @@ def run_alone(options: Options, address: str) -> int:
     except HeadraceError as error:
         print(f"engine-core: {error}" + (f"\n{error.hint}" if error.hint else ""), file=sys.stderr)
         return EXIT_START_FAILED
-    except SystemExit:
-        return 128 + signal.SIGTERM
+    except SystemExit as ended:  # a signal, before there was anything to drain
+        return ended.code if isinstance(ended.code, int) else EXIT_START_FAILED
     finally:
         core.close()
 

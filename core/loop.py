@@ -97,7 +97,7 @@ class Loop:
             for client in self._port.clients:
                 self._port.send(client, EngineFailed(failure=failure))
             raise
-        self._abort_everything()
+        self._end_what_is_left()
 
     def turn(self) -> None:
         """Takes all messages that have come (waiting for one when there is no work), then runs one step if any."""
@@ -167,6 +167,13 @@ class Loop:
             self._port.send(client, self._only_finished([self._finish(r, FinishReason.ABORT) for r in requests]))
 
     def _begin_stop(self, deadline_s: float) -> None:
+        num_left = self.scheduler.num_running + len(self.scheduler.waiting)
+        if num_left and deadline_s > 0:
+            logger.warning(
+                "shutting down: %d requests have up to %g s to finish; a second signal ends them now",
+                num_left,
+                deadline_s,
+            )
         self._stop_at_s = min(time.monotonic() + deadline_s, self._stop_at_s or float("inf"))
         for client in self._port.clients:
             self._port.send(client, Draining(deadline_s=deadline_s))
@@ -176,9 +183,16 @@ class Loop:
             return False
         return not self.scheduler.has_work or time.monotonic() >= self._stop_at_s
 
-    def _abort_everything(self) -> None:
-        for client, live in list(self._requests.items()):
-            self._abort(client, tuple(live))
+    def _end_what_is_left(self) -> None:
+        """An answer cut short must not look like a whole one: it fails, and says why."""
+        failure = self._intake.refusal("the engine was shut down before this request was finished")
+        for client, live in self._requests.items():
+            for request in live.values():
+                self.scheduler.drop(request)
+            finished = [self._finish(request, FinishReason.FAILED, failure=failure) for request in live.values()]
+            if finished:
+                self._port.send(client, self._only_finished(finished))
+        self._requests.clear()
 
     # --- steps --------------------------------------------------------------------------------------------------
 

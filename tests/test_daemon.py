@@ -311,8 +311,9 @@ def test_a_daemon_drains_on_sigterm_and_leaves_no_file():
         assert rejected.reason == FinishReason.REJECTED
         assert "shutting down" in rejected.failure.message
         assert client.finish(1).reason == FinishReason.LENGTH
-    daemon.communicate(timeout=10)
+    _, stderr = daemon.communicate(timeout=10)
     assert daemon.returncode == 0
+    assert "1 requests have up to 30 s to finish; a second signal ends them now" in stderr
     assert not ipc_path(address).exists()
 
 
@@ -324,7 +325,9 @@ def test_a_second_sigterm_does_not_wait():
         daemon.send_signal(signal.SIGTERM)
         client.receive(Draining)
         daemon.send_signal(signal.SIGTERM)
-        assert client.finish(1).reason == FinishReason.ABORT
+        finish = client.finish(1)
+        assert finish.reason == FinishReason.FAILED
+        assert "shut down before this request was finished" in finish.failure.message
     daemon.communicate(timeout=10)
     assert daemon.returncode == 0
 
