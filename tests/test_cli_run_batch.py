@@ -20,7 +20,8 @@ from http_server import null_engine_arguments, wait_until
 
 from headrace import LLM, SamplingParams
 from headrace.frontend.cli import main
-from headrace.ipc.messages import AddRequest
+from headrace.ipc.failure import Failure
+from headrace.ipc.messages import AddRequest, Draining, EngineFailed
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -189,18 +190,31 @@ def open_contexts() -> set[int]:
     return {id(each) for each in gc.get_objects() if isinstance(each, zmq.Context) and not each.closed}
 
 
-def test_an_engine_that_dies_ends_the_run_and_keeps_what_there_is(
-    runtime_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("news", "words"),
+    [
+        (EngineFailed(failure=Failure(message="the engine-core ran out of memory")), "ran out of memory"),
+        (Draining(deadline_s=9.0), "the engine is shutting down and takes no new requests"),
+    ],
+)
+def test_an_engine_that_ends_ends_the_run_which_keeps_what_there_is(
+    core: ZmqCore, tmp_path: Path, capsys: pytest.CaptureFixture[str], news: Any, words: str
 ) -> None:
+    step = core.core.step
+
+    def ends() -> Any:
+        told = step()
+        last = core.core.steps == 5
+        return [*told, *((client, news) for client, _ in told if last)]
+
+    core.core.step = ends  # type: ignore[method-assign]
     source = write(tmp_path / "in.jsonl", *(line(f"r{index}", prompt="hello", max_tokens=4) for index in range(9)))
-    with zmq_core(faults=Faults(fail_after_steps=10)) as core:
-        before = open_contexts()
-        assert run_batch(core, source, tmp_path / "out.jsonl", "--max-concurrency", "1") == 1
-        assert open_contexts() <= before  # one left open would hang whoever collects it
-    assert "ran out of memory" in capsys.readouterr().err
-    rows = results(tmp_path / "out.jsonl")
-    assert 1 <= len(rows) <= 2
-    assert all(row["error"] is None for row in rows)
+    before = open_contexts()
+    assert run_batch(core, source, tmp_path / "out.jsonl", "--max-concurrency", "1") == 1
+    assert words in capsys.readouterr().err
+    assert {"r0"} <= {row["custom_id"] for row in results(tmp_path / "out.jsonl")} <= {"r0", "r1"}
+    assert all(row["error"] is None for row in results(tmp_path / "out.jsonl"))
+    assert open_contexts() <= before  # one left open would hang whoever collects it
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import termios
 from pathlib import Path
 
 import pytest
-from fake_core import zmq_core
+from fake_core import FakeCore, ZmqCore, zmq_core
 from terminal import on_terminal
 from test_cli_ps import stats_of
 
@@ -66,6 +66,10 @@ def test_an_engine_asked_for_by_address_stays_in_the_table(runtime_directory: Pa
             core.stop()
             (dead,) = await watches.rows()
             assert "gone" in dead[-1] or "no engine-core listens" in dead[-1]
+            again = ZmqCore(FakeCore(model="two"), core.address)
+            (other,) = await watches.rows()
+            again.stop()
+            assert other[1:3] == ("two", "0")
             watches.close()
 
     asyncio.run(watch())
