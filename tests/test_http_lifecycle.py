@@ -325,6 +325,28 @@ def test_random_disconnects_leave_nothing_behind():
         assert "Traceback" not in server.log, server.log
 
 
+def test_a_thousand_streams_at_once():
+    with serving("--max-num-seqs", "1024") as server:
+
+        async def one(port: int, token_id: int) -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            body = b'{"prompt":[5,%d],"max_tokens":32,"ignore_eos":true,"stream":true}' % token_id
+            writer.write(REQUEST_HEAD % len(body) + body)
+            text = await reader.readuntil(b"0\r\n\r\n")
+            writer.close()
+            return text
+
+        async def crowd() -> list[bytes]:
+            port = int(server.url.rsplit(":", 1)[1])
+            return await asyncio.gather(*(one(port, 3 + index % 300) for index in range(1000)))
+
+        for text in asyncio.run(crowd()):
+            assert text.startswith(b"HTTP/1.1 200")
+            assert text.count(b'"finish_reason":"length"') == 1
+            assert b"data: [DONE]" in text
+            assert b'"error"' not in text
+
+
 def test_an_idle_server_uses_no_processor_time():
     with serving() as server, server.client() as client:
         assert client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 4}).status_code == 200

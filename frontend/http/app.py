@@ -67,6 +67,7 @@ class App:
             elif answer.status == 500:
                 logger.exception("a response could not be finished")
         finally:
+            del scope[EXCHANGE]
             self._state.pages.in_flight(-1)
             self._state.publish_counts()
             if options.enable_log_requests:

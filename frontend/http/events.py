@@ -124,7 +124,7 @@ class EventStream:
             self._choices.remove(choice)
         if self._error is not None:
             parts.append(_json_event(error_event(self._error)) + DONE)
-        elif all(stream.done for stream in self._streams):
+        elif not self._choices:
             parts.append(self._chunks.end() + DONE)
         else:
             if parts:

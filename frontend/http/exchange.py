@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from headrace.frontend.http.connection import EXTENSION, Connection
 from headrace.frontend.http.decoding import decode_request
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.generation import Receive, Scope, Send, send_json
@@ -31,6 +32,8 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, max_body_bytes: int, read_timeout_s: float) -> None:
         self.scope, self.receive = scope, receive
         self._send = send
+        # Taken out of the scope, which the connection refers to: a circle would outlive both.
+        self.connection: Connection = scope["extensions"].pop(EXTENSION)["connection"]
         self._max_body_bytes, self._read_timeout_s = max_body_bytes, read_timeout_s
         self._body_is_read = scope["method"] in ("GET", "HEAD", "OPTIONS")
         self.started = False

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.frontend.http.connection import EXTENSION, Connection
+from headrace.frontend.http.connection import Connection
 from headrace.frontend.http.engines import Engine
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.events import HEADERS, Chunks, EventStream, KeepAlive
@@ -77,6 +77,7 @@ class Running:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._check(plan.jobs)
         self.streams: list[RequestStream] = []
+        self._num_running = len(plan.jobs)
         plan.engine.note_work()
         try:
             for job in plan.jobs:
@@ -86,7 +87,6 @@ class Running:
         except BaseException:
             self.abort()
             raise
-        self._num_running = len(self.streams)
 
     def _check(self, jobs: Sequence[Job]) -> None:
         for index, job in enumerate(jobs):
@@ -103,6 +103,8 @@ class Running:
             self.events.close()
         for stream in self.streams:
             self._client.abort_stream(stream)
+            # What refers to itself would wait for the garbage collector, which is told to come seldom.
+            stream.on_step = stream.on_done = None
 
     def _on_step(self, stream: RequestStream, now_s: float) -> None:
         self._meter.on_step(stream, now_s)
@@ -146,7 +148,7 @@ class Generator:
                 if not each.done():
                     each.set_result(None)
 
-    async def answer(self, plan: Plan, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(self, plan: Plan, connection: Connection, receive: Receive, send: Send) -> None:
         """Runs it and sends the response. Raises ApiError and HeadraceError while nothing has been sent."""
         self._pages.count("http_requests")
         running = Running(plan, RequestMeter(self._pages.engines[plan.engine.index]))
@@ -156,7 +158,6 @@ class Generator:
             deadline_s = time.monotonic() + self._timeout_s if self._timeout_s else None
             plan.answer.attach(running.streams)
             if plan.streams:
-                connection: Connection = scope["extensions"][EXTENSION]["connection"]
                 await self._stream(plan, running, connection, gone, deadline_s, send)
             elif await _first_of(running.ended, gone, deadline_s):
                 if running.error is not None:
@@ -166,6 +167,7 @@ class Generator:
             if gone.done():
                 self._pages.count("http_disconnects")
             running.abort()
+            running.events = None
             self._running.discard(running)
             gone.cancel()
 

@@ -44,7 +44,7 @@ async def completions(state: ServerState, exchange: Exchange) -> None:
     state.check_accepting()
     engine = state.pool.choose(request.model)
     plan = await plan_completion(request, engine, state.options, name, exchange.tenant)
-    await state.generator.answer(plan, exchange.scope, exchange.receive, exchange.send)
+    await state.generator.answer(plan, exchange.connection, exchange.receive, exchange.send)
 
 
 async def chat_completions(state: ServerState, exchange: Exchange) -> None:
@@ -53,7 +53,7 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
     state.check_accepting()
     engine = state.pool.choose(request.model)
     plan = await plan_chat(request, engine, state.options, state.chat_prompts, name, exchange.tenant)
-    await state.generator.answer(plan, exchange.scope, exchange.receive, exchange.send)
+    await state.generator.answer(plan, exchange.connection, exchange.receive, exchange.send)
 
 
 async def models(state: ServerState, exchange: Exchange) -> None:

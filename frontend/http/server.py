@@ -191,7 +191,7 @@ class HttpServer:
         """Once ready: what was made so far lives for ever, so the garbage collector need not look at it again."""
         gc.collect()
         gc.freeze()
-        gc.set_threshold(10_000, 50, 50)
+        gc.set_threshold(10_000, 10, 10)
         if self.on_ready is not None:
             self.on_ready()
 
