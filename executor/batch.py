@@ -34,15 +34,28 @@ class Needs(enum.IntFlag):
 class StepArrays:
     """A step's inputs on the host, as a model takes them; the fields are those of `executor.inputs.StepInputs`."""
 
-    token_ids: np.ndarray  # [num_tokens] int64
-    positions: np.ndarray  # [num_tokens] int64
+    token_ids: np.ndarray  # [num_tokens] int32
+    positions: np.ndarray  # [num_tokens] int32
     slot_mapping: np.ndarray  # [num_tokens] int64: block id * block_size + offset, where keys and values go
     query_start: np.ndarray  # [num_seqs + 1] int32
     seq_lens: np.ndarray  # [num_seqs] int32: tokens in the cache once this step ran
     block_tables: np.ndarray  # [num_seqs, max_blocks] int32, 0 beyond a sequence's last block
-    logits_indices: np.ndarray  # [num_sampled] int64: the tokens whose logits are sampled from
+    logits_indices: np.ndarray  # [num_sampled] int32: the tokens whose logits are sampled from
     prompt_lens: np.ndarray  # [num_seqs] int32
     block_size: int
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How rows of logits become tokens once nothing is left to change in them. Of a greedy row only its temperature, 0,
+    has a meaning; top_k 0, top_p 1 and min_p 0 keep all."""
+
+    temperature: np.ndarray  # [num_rows] float32
+    top_k: np.ndarray  # [num_rows] int64
+    top_p: np.ndarray  # [num_rows] float64
+    min_p: np.ndarray  # [num_rows] float64
+    seed: np.ndarray  # [num_rows] uint64
+    position: np.ndarray  # [num_rows] int32, in the sequence, of the token to draw
 
 
 class SamplingColumns:
@@ -117,6 +130,7 @@ class BatchState:
         self.block_table = np.zeros((num_rows, max_blocks), np.int32)
         self.num_blocks = np.zeros(num_rows, np.int32)
         self.sampling = SamplingColumns(num_rows, eos_token_ids)
+        self._counting = np.arange(num_rows + 1, dtype=np.int32)
 
     def apply(self, plan: StepPlan) -> None:
         """Releases, enters and extends rows as the plan says, in that order."""
@@ -133,36 +147,54 @@ class BatchState:
         """One sampled token for each of rows [n] (distinct), token_ids [n]."""
         columns = self.num_tokens[rows]
         # A row that just reached max_model_len ends there: its last token is never computed.
-        fits = columns < self.tokens.shape[1]
-        if not fits.all():
+        if np.maximum.reduce(columns, initial=0) >= self.tokens.shape[1]:
+            fits = columns < self.tokens.shape[1]
             rows, columns, token_ids = rows[fits], columns[fits], token_ids[fits]
         self.tokens[rows, columns] = token_ids
         self.num_tokens[rows] = columns + 1
+
+    def needs(self, rows: np.ndarray) -> int:
+        """Bits of `Needs`: what any of rows asks for."""
+        return int(np.bitwise_or.reduce(self.sampling.needs[rows]))
+
+    def draws(self, rows: np.ndarray) -> Draws:
+        """What `rows` ask for in drawing their next tokens, whose place is after the last known one."""
+        columns = self.sampling
+        is_random = (columns.needs[rows] & Needs.RANDOM) != 0
+        return Draws(
+            temperature=columns.temperature[rows] * is_random,
+            top_k=columns.top_k[rows],
+            top_p=columns.top_p[rows],
+            min_p=columns.min_p[rows],
+            seed=columns.seed[rows],
+            position=self.num_tokens[rows],
+        )
 
     def arrays(self, plan: StepPlan) -> StepArrays:
         """The step's inputs. Needs `apply(plan)` first."""
         rows, num_tokens, start = plan.rows, plan.num_tokens, plan.num_computed_tokens
         num_seqs = len(rows)
-        seq_lens = start + num_tokens
-        query_start = np.zeros(num_seqs + 1, np.int32)
-        np.cumsum(num_tokens, out=query_start[1:])
-        total = int(query_start[-1])
-        if total == num_seqs:
-            token_rows, positions = rows, start.astype(np.int64)
+        if int(np.add.reduce(num_tokens)) == num_seqs:  # a token of each, as in most steps
+            query_start = self._counting[: num_seqs + 1]
+            token_rows, positions, seq_lens = rows, start, start + 1
         else:
-            token_rows = np.repeat(rows, num_tokens)
-            positions = np.arange(total, dtype=np.int64) + np.repeat(start - query_start[:-1], num_tokens)
+            query_start = np.zeros(num_seqs + 1, np.int32)
+            np.cumsum(num_tokens, out=query_start[1:])
+            token_rows, seq_lens = np.repeat(rows, num_tokens), start + num_tokens
+            positions = np.arange(int(query_start[-1]), dtype=np.int32) + np.repeat(
+                start - query_start[:-1], num_tokens
+            )
         block_indices, offsets = np.divmod(positions, self.block_size)
         slot_mapping = self.block_table[token_rows, block_indices] * np.int64(self.block_size) + offsets
-        width = -(-int(seq_lens.max(initial=0)) // self.block_size)
+        width = -(-int(np.maximum.reduce(seq_lens, initial=0)) // self.block_size)
         return StepArrays(
-            token_ids=self.tokens[token_rows, positions].astype(np.int64),
+            token_ids=self.tokens[token_rows, positions],
             positions=positions,
             slot_mapping=slot_mapping,
             query_start=query_start,
-            seq_lens=seq_lens.astype(np.int32),
+            seq_lens=seq_lens,
             block_tables=self.block_table[rows, :width],
-            logits_indices=query_start[1:][plan.sampled].astype(np.int64) - 1,
+            logits_indices=query_start[1:][plan.sampled] - np.int32(1),
             prompt_lens=self.num_prompt_tokens[rows],
             block_size=self.block_size,
         )

@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 
 from headrace.executor.arch import ArchSpec
-from headrace.executor.batch import StepArrays
+from headrace.executor.batch import Draws, StepArrays
 from headrace.executor.cpu_layers import CpuModel, read_model
-from headrace.executor.cpu_program import ProgramWriter, StepLimits
+from headrace.executor.cpu_program import ProgramWriter, StepLimits, WrittenProgram
 from headrace.executor.cpu_weights import CpuWeights
-from headrace.executor.inputs import StepLogits
+from headrace.executor.inputs import Chosen, StepLogits
 from headrace.executor.kv_cache import KVCache
 from headrace.executor.weights import WeightSource
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear import ACTIVATIONS, FLOAT_TYPES, Runtime, runtime
 from headrace.kernels.cpu.ops import CACHE_TYPES, MOST_ROW_VALUES, why_no_attention
-from headrace.kernels.cpu.program_run import Program
-from headrace.kernels.cpu.program_run import StepArrays as ProgramArrays
+from headrace.kernels.cpu.program_parts import SamplingColumns, sample
+from headrace.kernels.cpu.program_run import StepBuffers
 
 
 def why_not(spec: ArchSpec, dtype: torch.dtype, tp_size: int = 1) -> str:
@@ -62,34 +62,67 @@ class CpuDecoder:
         self._model: CpuModel = read_model(spec, CpuWeights(weights, dtype, self.runtime, keep_packed=keep_packed))
         self.weight_bytes = self._model.nbytes
         """Memory that the weights take."""
-        self._kv_cache: KVCache | None = None
-        self._program: Program | None = None
+        self._written: WrittenProgram | None = None
+        self._logits: list[Tensor] = []
+        """By their number, the first rows of the logits."""
 
-    def bind(self, kv_cache: KVCache) -> Program:
+    def bind(self, kv_cache: KVCache) -> WrittenProgram:
         """The program over this cache, which it keeps. A step does this when the cache is new to it."""
-        if self._program is None or kv_cache is not self._kv_cache:
-            self._program = ProgramWriter(self._model, kv_cache, self._limits, self.runtime).write()
-            self._kv_cache = kv_cache
-        return self._program
+        written = self._written
+        if written is None or kv_cache is not written.kv_cache:
+            written = self._written = ProgramWriter(self._model, kv_cache, self._limits, self.runtime).write()
+            self._logits = [written.logits[:count] for count in range(self._limits.max_seqs + 1)]
+        return written
 
-    def step(self, arrays: StepArrays, kv_cache: KVCache) -> StepLogits:
-        """Runs a step, as the runner asks for it. The logits are the program's own memory."""
-        program = self.bind(kv_cache)
-        step = ProgramArrays(
-            token_ids=arrays.token_ids.astype(np.int32),
-            positions=arrays.positions.astype(np.int32),
-            slot_mapping=arrays.slot_mapping,
-            query_start=arrays.query_start,
-            seq_lens=arrays.seq_lens,
-            block_tables=np.ascontiguousarray(arrays.block_tables),
-            logits_rows=arrays.logits_indices.astype(np.int32),
-        )
-        return StepLogits(program.run(step), self._logits_at)
+    def step(self, arrays: StepArrays, kv_cache: KVCache, draws: Draws | None) -> StepLogits:
+        """Runs a step, as the runner asks for it, and chooses a token for each row of logits within it."""
+        written = self.bind(kv_cache)
+        count = len(arrays.logits_indices)
+        _fill(written.buffers, arrays)
+        self._enter(written.columns, draws, count)
+        written.program.run_filled(written.buffers)
+        chosen = Chosen(written.columns.token_ids[:count].copy(), written.columns.best[:count])
+        return StepLogits(self._logits[count], self._logits_at, chosen)
+
+    def choose(self, logits: Tensor, draws: Draws) -> Chosen:
+        """Tokens for rows of logits, [n, vocab_size] float32."""
+        assert self._written is not None, "a step comes first"
+        columns, count = self._written.columns, len(logits)
+        self._enter(columns, draws, count)
+        sample(self.runtime, logits, columns)
+        return Chosen(columns.token_ids[:count].copy(), columns.best[:count])
+
+    @staticmethod
+    def _enter(columns: SamplingColumns, draws: Draws | None, count: int) -> None:
+        if draws is None:
+            columns.temperature[:count] = 0.0
+            return
+        columns.temperature[:count] = draws.temperature
+        columns.top_k[:count] = draws.top_k
+        columns.top_p[:count] = draws.top_p
+        columns.min_p[:count] = draws.min_p
+        columns.seed[:count] = draws.seed
+        columns.position[:count] = draws.position
 
     def _logits_at(self, first: int, last: int) -> Tensor:
-        program, most = self._program, self._limits.max_logits
-        assert program is not None, "a step comes first"
+        written, most = self._written, self._limits.max_seqs
+        assert written is not None, "a step comes first"
+        written.columns.temperature[:] = 0.0  # nobody wants these rows' tokens
         if last - first <= most:
-            return program.run_logits(np.arange(first, last, dtype=np.int32))
+            return written.program.run_logits(np.arange(first, last, dtype=np.int32))
         parts = [(start, min(start + most, last)) for start in range(first, last, most)]
         return torch.cat([self._logits_at(*part).clone() for part in parts])
+
+
+def _fill(buffers: StepBuffers, arrays: StepArrays) -> None:
+    step, tables = buffers.step, arrays.block_tables
+    num_tokens, num_seqs, num_logits = len(arrays.token_ids), len(arrays.seq_lens), len(arrays.logits_indices)
+    width = tables.shape[1]
+    step.num_tokens, step.num_seqs, step.num_logits, step.block_table_stride = num_tokens, num_seqs, num_logits, width
+    buffers.token_ids[:num_tokens] = arrays.token_ids
+    buffers.positions[:num_tokens] = arrays.positions
+    buffers.slot_mapping[:num_tokens] = arrays.slot_mapping
+    buffers.query_start[: num_seqs + 1] = arrays.query_start
+    buffers.seq_lens[:num_seqs] = arrays.seq_lens
+    buffers.logits_rows[:num_logits] = arrays.logits_indices
+    buffers.block_tables[: num_seqs * width].reshape(num_seqs, width)[:] = tables

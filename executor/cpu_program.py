@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from headrace.executor.arch import LayerSpec, RopeSpec
 from headrace.executor.cpu_layers import CpuLayer, CpuModel, rotary_tables
@@ -16,8 +17,8 @@ from headrace.executor.cpu_weights import CpuLinear
 from headrace.executor.kv_cache import KVCache
 from headrace.kernels.cpu.linear import Runtime
 from headrace.kernels.cpu.program import Builder
-from headrace.kernels.cpu.program_parts import Attention, Buffer, LayerCache, Norm, Rotary
-from headrace.kernels.cpu.program_run import Program
+from headrace.kernels.cpu.program_parts import Attention, Buffer, LayerCache, Norm, Rotary, SamplingColumns
+from headrace.kernels.cpu.program_run import Program, StepBuffers
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,21 @@ class StepLimits:
     """The most that one step may hold, which buffers and tables are made for."""
 
     max_tokens: int
-    max_logits: int
-    """Rows of logits."""
+    max_seqs: int
+    """Sequences, and so rows of logits."""
     max_positions: int
     """Tokens of one sequence."""
+
+
+@dataclass(frozen=True, eq=False)
+class WrittenProgram:
+    """A program, where it reads a step from and where it leaves what came of it."""
+
+    kv_cache: KVCache
+    program: Program
+    buffers: StepBuffers
+    logits: Tensor  # [max_seqs, vocab_size] float32
+    columns: SamplingColumns
 
 
 class ProgramWriter:
@@ -36,10 +48,10 @@ class ProgramWriter:
 
     def __init__(self, model: CpuModel, kv_cache: KVCache, limits: StepLimits, runtime: Runtime) -> None:
         spec = model.spec
-        self._model, self._spec, self._kv_cache = model, spec, kv_cache
+        self._model, self._spec, self._kv_cache, self._limits = model, spec, kv_cache, limits
         self._positions = min(limits.max_positions, kv_cache.num_blocks * kv_cache.block_size)
         self._rotaries: dict[RopeSpec, Rotary] = {}
-        builder = self._builder = Builder(runtime, max_tokens=limits.max_tokens, max_logits=limits.max_logits)
+        builder = self._builder = Builder(runtime, max_tokens=limits.max_tokens, max_logits=limits.max_seqs)
         inner = inner_dtype(model)
         heads = spec.num_heads + 2 * spec.num_kv_heads
         self._hidden = builder.buffer(spec.hidden_size, torch.float32)
@@ -49,8 +61,7 @@ class ProgramWriter:
         self._activated = builder.buffer(spec.intermediate_size, inner)
         self._delta = builder.buffer(spec.hidden_size, torch.float32)
 
-    def write(self) -> Program:
-        """The program, whose runs return logits [rows of logits, vocab_size] float32."""
+    def write(self) -> WrittenProgram:
         self._embed()
         for index, (layer, spec) in enumerate(zip(self._model.layers, self._spec.layers, strict=True)):
             cache = LayerCache(self._kv_cache.keys[index], self._kv_cache.values[index])
@@ -58,7 +69,16 @@ class ProgramWriter:
                 self._post_norm_layer(layer, spec, cache)
             else:
                 self._layer(layer, spec, cache)
-        return self._builder.build(self._logits())
+        logits = self._logits()
+        columns = self._builder.sample(logits)
+        program = self._builder.build(logits)
+        buffers = StepBuffers(
+            max_tokens=self._limits.max_tokens,
+            max_seqs=self._limits.max_seqs,
+            max_logits=self._limits.max_seqs,
+            max_blocks=-(-self._limits.max_positions // self._kv_cache.block_size),
+        )
+        return WrittenProgram(self._kv_cache, program, buffers, logits.tensor, columns)
 
     def _embed(self) -> None:
         model, spec, builder = self._model, self._spec, self._builder

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headrace import kernels
 from headrace.executor.arch import ArchSpec, LayerSpec, NormSpec
-from headrace.executor.batch import StepArrays
+from headrace.executor.batch import Draws, StepArrays
 from headrace.executor.inputs import StepInputs, StepLogits, step_in_two
 from headrace.executor.kv_cache import KVCache
 from headrace.executor.layers import (
@@ -203,7 +203,10 @@ class Decoder:
         self.weight_bytes = checked.nbytes
         """Memory that the weights take."""
 
-    def step(self, arrays: StepArrays, kv_cache: KVCache) -> StepLogits:
+    choose = None
+    """The sampler's own torch ops choose."""
+
+    def step(self, arrays: StepArrays, kv_cache: KVCache, draws: Draws | None) -> StepLogits:
         """Runs a step, as the runner asks for it."""
         return step_in_two(self, StepInputs.on(self.device, arrays), kv_cache)
 

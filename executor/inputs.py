@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,16 +49,27 @@ class StepInputs:
         values = dict(vars(arrays))
         block_size = values.pop("block_size")
         tensors = {name: torch.from_numpy(array).to(device) for name, array in values.items()}
+        for name in ("token_ids", "positions", "logits_indices"):
+            tensors[name] = tensors[name].long()
         return cls(block_size=block_size, **tensors)
+
+
+class Chosen(NamedTuple):
+    """Tokens for rows of logits."""
+
+    token_ids: np.ndarray  # [num_rows] int32; meaningless where `best` is not finite
+    best: np.ndarray  # [num_rows] float32: each row's highest logit, NaN where it holds one
 
 
 @dataclass(frozen=True)
 class StepLogits:
-    """A step's logits. Both may be memory that the next call of `at`, or the next step, writes again."""
+    """A step's logits. All of it may be memory that the next call of `at`, or the next step, writes again."""
 
     sampled: Tensor  # [len(logits_indices), vocab_size] float32
     at: Callable[[int, int], Tensor]
     """(first, last) -> the logits of the step's tokens [first, last), [last - first, vocab_size] float32."""
+    chosen: Chosen | None = None
+    """Tokens for the sampled rows as they are, from a model that chooses them within the step."""
 
 
 class HiddenStateModel(Protocol):

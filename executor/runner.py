@@ -7,12 +7,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from headrace.executor.batch import BatchState, Needs, StepArrays
+from headrace.executor.batch import BatchState, Draws, Needs, StepArrays
 from headrace.executor.inputs import StepLogits
 from headrace.executor.logprobs import logprob_rows
-from headrace.executor.sampler import Sampled, sample
+from headrace.executor.sampler import Choose, Sampled, find_problems, sample
 from headrace.ipc.failure import Failure
 from headrace.ipc.step import PromptLogprobRun, RowFailure, StepPlan, StepResult
 
@@ -23,8 +22,14 @@ PROMPT_LOGITS_BYTES = 1 << 27
 class Model(Protocol):
     """What the runner asks of a model; `executor.decoder.Decoder` is one, `executor.cpu_decoder.CpuDecoder` another."""
 
-    def step(self, arrays: StepArrays, kv_cache: Any) -> StepLogits:
-        """Writes the tokens' keys and values into the cache, and gives the logits of `arrays.logits_indices`."""
+    @property
+    def choose(self) -> Choose | None:
+        """What chooses tokens for rows of logits, where the model brings it; else torch does."""
+
+    def step(self, arrays: StepArrays, kv_cache: Any, draws: Draws | None) -> StepLogits:
+        """Writes the tokens' keys and values into the cache, and gives the logits of `arrays.logits_indices`.
+
+        It may choose their tokens too, by `draws` (None: greedily); the runner decides whether that is of use."""
 
 
 class ModelRunner:
@@ -34,7 +39,6 @@ class ModelRunner:
         self._model, self._kv_cache, self._batch = model, kv_cache, batch
         self._prompt_rows_at_once = max(1, PROMPT_LOGITS_BYTES // (4 * vocab_size))
 
-    @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:
         """Runs one step. Plans must come in the core's order, as each changes the state the next builds on.
 
@@ -44,21 +48,33 @@ class ModelRunner:
         batch.apply(plan)
         if not len(plan.rows):
             return StepResult(step=plan.step, rows=np.zeros(0, np.int32), token_ids=np.zeros(0, np.int32))
-        arrays = batch.arrays(plan)
-        computed = self._model.step(arrays, self._kv_cache)
-        rows, logits = plan.rows[plan.sampled], computed.sampled
+        arrays, rows = batch.arrays(plan), plan.rows[plan.sampled]
+        needs = batch.needs(plan.rows)
+        computed = self._model.step(arrays, self._kv_cache, batch.draws(rows) if needs & Needs.RANDOM else None)
+        if computed.chosen is None or needs & ~(Needs.RANDOM | Needs.TRUNCATION):
+            return self._sample(plan, arrays, rows, computed)
+        sampled = Sampled(computed.chosen.token_ids, find_problems(computed.chosen.best))
+        # Failed rows get some token too: a plan made before the failure was known may still compute them.
+        batch.append_sampled(rows, sampled.token_ids)
+        return self._result(plan, rows, sampled, (), _by_row(rows, sampled.problems))
 
+    @torch.inference_mode()
+    def _sample(self, plan: StepPlan, arrays: StepArrays, rows: np.ndarray, computed: StepLogits) -> StepResult:
+        """Samples for `rows` from their logits, and appends the tokens to the batch."""
+        batch, logits = self._batch, computed.sampled
         problems: dict[int, str] = {}  # row -> why it failed
         prompt_logprobs: tuple[PromptLogprobRun, ...] = ()
-        if (batch.sampling.needs[plan.rows] & Needs.PROMPT_LOGPROBS).any():
+        if batch.needs(plan.rows) & Needs.PROMPT_LOGPROBS:
             logits = logits.clone()
             prompt_logprobs = self._prompt_logprobs(plan, arrays, computed, problems)
             if problems:
                 unharmed = ~np.isin(rows, list(problems))
                 rows, logits = rows[unharmed], logits[torch.from_numpy(unharmed).to(logits.device)]
-        sampled = self._sample(rows, logits)
-        problems.update((int(rows[index]), why) for index, why in sampled.problems.items())
-        return self._result(plan, rows, sampled, prompt_logprobs, problems)
+        sampled = Sampled(np.zeros(0, np.int32), {})
+        if len(rows):
+            sampled = sample(logits, batch, rows, self._model.choose)
+            batch.append_sampled(rows, sampled.token_ids)
+        return self._result(plan, rows, sampled, prompt_logprobs, problems | _by_row(rows, sampled.problems))
 
     def _prompt_logprobs(
         self, plan: StepPlan, arrays: StepArrays, computed: StepLogits, problems: dict[int, str]
@@ -79,15 +95,6 @@ class ModelRunner:
                 tokens = batch.tokens[row, first + 1 : last + 1]
                 runs.append(PromptLogprobRun(row=row, start=first + 1, rows=logprob_rows(logits, tokens, counts)))
         return tuple(runs)
-
-    def _sample(self, rows: np.ndarray, logits: Tensor) -> Sampled:
-        """Samples for `rows` from their logits, and appends the tokens to the batch."""
-        if not len(rows):
-            return Sampled(np.zeros(0, np.int32), {})
-        sampled = sample(logits, self._batch, rows)
-        # Failed rows get some token too: a plan made before the failure was known may still compute them.
-        self._batch.append_sampled(rows, sampled.token_ids)
-        return sampled
 
     def _result(
         self,
@@ -114,6 +121,10 @@ class ModelRunner:
             prompt_logprobs=prompt_logprobs,
             failures=tuple(_failure(row, why) for row, why in problems.items()),
         )
+
+
+def _by_row(rows: np.ndarray, problems: dict[int, str]) -> dict[int, str]:
+    return {int(rows[index]): why for index, why in problems.items()}
 
 
 def _failure(row: int, why: str) -> RowFailure:

@@ -5,13 +5,16 @@ A row's choice depends on its own logits, parameters, tokens and seed only, neve
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.batch import BatchState, Needs
+from headrace.executor.batch import BatchState, Draws, Needs
+from headrace.executor.inputs import Chosen
 from headrace.executor.logprobs import TILE_ELEMENTS, likeliest, logprob_rows
 from headrace.executor.random_numbers import draw, gumbel_noise, row_keys, token_steps
 from headrace.ipc.messages import LogprobRows
@@ -37,37 +40,47 @@ class Sampled:
         return good
 
 
-def sample(logits: Tensor, batch: BatchState, rows: np.ndarray) -> Sampled:
+Choose = Callable[[Tensor, Draws], Chosen]
+"""(logits [num_rows, vocab_size] float32, how each row's token is drawn) -> the tokens; equal to `choose_in_torch`."""
+
+
+def sample(logits: Tensor, batch: BatchState, rows: np.ndarray, choose: Choose | None = None) -> Sampled:
     """Chooses the next token of each row.
 
     logits: [num_rows, vocab_size] float32, one row for each of `rows` [num_rows]; it may be overwritten.
     """
     needs = batch.sampling.needs[rows]
-    used = int(np.bitwise_or.reduce(needs)) if len(rows) else 0
-    greedy_ids, best = _argmax(logits)
-    problems = _problems(best)
-    if not used & (Needs.RANDOM | Needs.PENALTIES | Needs.MIN_TOKENS | Needs.LOGPROBS):
-        return Sampled(greedy_ids.astype(np.int32), problems)
-
+    used = batch.needs(rows) if len(rows) else 0
     reporting = np.flatnonzero((needs & Needs.LOGPROBS) != 0)
     raw = logits[_indices(reporting, logits)] if reporting.size else None  # a copy, before anything changes them
-    token_ids = greedy_ids
-    if used & (Needs.PENALTIES | Needs.MIN_TOKENS):
+    changes = bool(used & (Needs.PENALTIES | Needs.MIN_TOKENS))
+    problems: dict[int, str] = {}
+    if changes:
+        problems = find_problems(_argmax(logits)[1])
         forbid_endings(logits, batch, rows)
         penalise(logits, batch, rows)
-        token_ids, best = _argmax(logits)
-        for index in np.flatnonzero(np.isneginf(best)):
+    chosen = (choose or choose_in_torch)(logits, batch.draws(rows))
+    if changes:
+        for index in np.flatnonzero(np.isneginf(chosen.best)):
             problems.setdefault(int(index), "min_tokens and the stop tokens together forbid the whole vocabulary")
-    if used & Needs.RANDOM:
-        random_indices = np.flatnonzero((needs & Needs.RANDOM) != 0)
-        token_ids[random_indices] = _choose_randomly(logits, batch, rows, random_indices)
+    else:
+        problems = find_problems(chosen.best)
     if raw is not None and problems:
         good = ~np.isin(reporting, list(problems))
         reporting, raw = reporting[good], raw[_column(good, raw)]
     if raw is None or not len(raw):
-        return Sampled(token_ids.astype(np.int32), problems)
-    logprobs = logprob_rows(raw, token_ids[reporting], batch.sampling.num_logprobs[rows[reporting]])
-    return Sampled(token_ids.astype(np.int32), problems, reporting.astype(np.int32), logprobs)
+        return Sampled(chosen.token_ids, problems)
+    logprobs = logprob_rows(raw, chosen.token_ids[reporting], batch.sampling.num_logprobs[rows[reporting]])
+    return Sampled(chosen.token_ids, problems, reporting.astype(np.int32), logprobs)
+
+
+def choose_in_torch(logits: Tensor, draws: Draws) -> Chosen:
+    """Greedily, or from the tempered and truncated distribution. May overwrite the logits."""
+    token_ids, best = _argmax(logits)
+    random_indices = np.flatnonzero(draws.temperature)
+    if random_indices.size:
+        token_ids[random_indices] = _choose_randomly(logits, draws, random_indices)
+    return Chosen(token_ids.astype(np.int32), best)
 
 
 def forbid_endings(logits: Tensor, batch: BatchState, rows: np.ndarray) -> None:
@@ -111,28 +124,26 @@ def penalise(logits: Tensor, batch: BatchState, rows: np.ndarray) -> None:
     flat_logits[_indices(places, logits)] -= _column(losses, logits)
 
 
-def _choose_randomly(logits: Tensor, batch: BatchState, rows: np.ndarray, indices: np.ndarray) -> np.ndarray:
+def _choose_randomly(logits: Tensor, draws: Draws, indices: np.ndarray) -> np.ndarray:
     """Token ids [num_indices] drawn for the rows at `indices` from their truncated, tempered distributions."""
-    columns, rows = batch.sampling, rows[indices]
     tempered = logits if len(indices) == len(logits) else logits[_indices(indices, logits)]
-    tempered = tempered.div_(_column(columns.temperature[rows], logits)[:, None])
-    # The token being sampled takes the place after the last known one.
-    keys = _column(row_keys(columns.seed[rows], batch.num_tokens[rows]).view(np.int64), logits)[:, None]
-    truncating = (columns.needs[rows] & Needs.TRUNCATION) != 0
-    token_ids = np.empty(len(rows), np.int64)
+    tempered = tempered.div_(_column(draws.temperature[indices], logits)[:, None])
+    keys = _column(row_keys(draws.seed[indices], draws.position[indices]).view(np.int64), logits)[:, None]
+    top_k, top_p, min_p = draws.top_k[indices], draws.top_p[indices], draws.min_p[indices]
+    truncating = (top_k > 0) | (top_p < 1) | (min_p > 0)
+    token_ids = np.empty(len(indices), np.int64)
     if not truncating.all():
         whole = np.flatnonzero(~truncating)
         token_ids[whole] = _draw_from_all(tempered, keys, whole)
-    pending, width = np.flatnonzero(truncating), _first_width(columns.top_k[rows[truncating]], logits.shape[1])
+    pending, width = np.flatnonzero(truncating), _first_width(top_k[truncating], logits.shape[1])
     while pending.size:
         at = _indices(pending, logits)
-        chosen = rows[pending]
         candidates = truncate(
             tempered if len(pending) == len(tempered) else tempered[at],
             width,
-            top_k=columns.top_k[chosen],
-            top_p=columns.top_p[chosen],
-            min_p=columns.min_p[chosen],
+            top_k=top_k[pending],
+            top_p=top_p[pending],
+            min_p=min_p[pending],
         )
         scores = candidates.logits.add_(gumbel_noise(keys[at], candidates.token_ids))
         drawn = candidates.token_ids.gather(1, scores.argmax(1, keepdim=True))[:, 0].cpu().numpy()
@@ -221,11 +232,14 @@ def _argmax(values: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return best.indices.cpu().numpy(), best.values.cpu().numpy()
 
 
-def _problems(best: np.ndarray) -> dict[int, str]:
-    """A row with a NaN has NaN as its highest value. -inf elsewhere is how a model masks a token."""
-    finite = np.isfinite(best)
-    if finite.all():
+def find_problems(best: np.ndarray) -> dict[int, str]:
+    """Index of a row -> why it cannot be sampled from, by the rows' highest logits.
+
+    A row with a NaN has NaN as its highest. -inf elsewhere is how a model masks a token.
+    """
+    if math.isfinite(np.add.reduce(best)):
         return {}
+    finite = np.isfinite(best)
     return {
         int(i): f"the model's highest logit is {best[i]}: its computation overflowed" for i in np.flatnonzero(~finite)
     }

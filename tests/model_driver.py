@@ -74,7 +74,7 @@ class Driver:
                     step.append((i, done[i], count))
                     left -= count
             arrays = self._arrays(step, tokens, tables, [len(prompt) for prompt in prompts])
-            logits = self.decoder.step(arrays, self.cache).sampled.clone()
+            logits = self.decoder.step(arrays, self.cache, None).sampled.clone()
             for row, (i, start, count) in zip(logits, step, strict=True):
                 done[i] = start + count
                 if done[i] == len(tokens[i]):
@@ -99,13 +99,13 @@ class Driver:
         width = max(len(tables[i]) for i, _, _ in step) + 3
         slots = [tables[i][p // size] * size + p % size for i, p in zip(owners, positions, strict=True)]
         return StepArrays(
-            token_ids=np.array([tokens[i][p] for i, p in zip(owners, positions, strict=True)], np.int64),
-            positions=np.array(positions, np.int64),
+            token_ids=np.array([tokens[i][p] for i, p in zip(owners, positions, strict=True)], np.int32),
+            positions=np.array(positions, np.int32),
             slot_mapping=np.array(slots, np.int64),
             query_start=np.array([0, *ends], np.int32),
             seq_lens=np.array([start + count for _, start, count in step], np.int32),
             block_tables=np.array([tables[i] + [0] * (width - len(tables[i])) for i, _, _ in step], np.int32),
-            logits_indices=ends.astype(np.int64) - 1,
+            logits_indices=ends.astype(np.int32) - 1,
             prompt_lens=np.array([prompt_lens[i] for i, _, _ in step], np.int32),
             block_size=size,
         )

@@ -44,7 +44,7 @@ from headrace.kernels.cpu.linear import runtime
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 
-LIMITS = StepLimits(max_tokens=1024, max_logits=16, max_positions=512)
+LIMITS = StepLimits(max_tokens=1024, max_seqs=16, max_positions=512)
 CANNOT = {
     "llama_gqa_tied": "heads of 8 to 256 values in steps of 8, not 10",
     "llama_dynamic": "dynamic rotary scaling depends on the length of a prompt",
@@ -130,7 +130,7 @@ def test_logits_of_a_whole_step_are_had_in_pieces_when_there_is_room_for_few() -
     driver = Driver(decoder)
     tables: list[list[int]] = [[]]
     arrays = driver._arrays([(0, 0, 40)], [prompt], tables, [40])
-    last = decoder.step(arrays, driver.cache)
+    last = decoder.step(arrays, driver.cache, None)
     sampled = last.sampled.clone()
     every = last.at(0, 40)
     exact = reference_logits(reference("llama"), prompt[:1], [*prompt[1:], 0])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from plan_maker import PlanMaker, i32
 from torch import Tensor
 
-from headrace.executor.batch import BatchState, StepArrays
+from headrace.executor.batch import BatchState, Draws, StepArrays
 from headrace.executor.inputs import StepInputs, StepLogits, step_in_two
 from headrace.executor.runner import PROMPT_LOGITS_BYTES, ModelRunner
 from headrace.ipc.step import StepPlan, StepResult
@@ -56,7 +56,7 @@ def check_arrays(batch: BatchState, maker: PlanMaker, plan: StepPlan) -> None:
     for row, table in zip(plan.rows.tolist(), arrays.block_tables.tolist(), strict=True):
         assert table == (maker.blocks[row] + [0] * width)[:width]
     kinds = {name: getattr(arrays, name).dtype.name for name in ("token_ids", "positions", "slot_mapping", "seq_lens")}
-    assert kinds == {"token_ids": "int64", "positions": "int64", "slot_mapping": "int64", "seq_lens": "int32"}
+    assert kinds == {"token_ids": "int32", "positions": "int32", "slot_mapping": "int64", "seq_lens": "int32"}
 
 
 @settings(max_examples=150, deadline=None)
@@ -107,7 +107,9 @@ def test_a_token_beyond_max_model_len_is_not_kept() -> None:
 class PagedHashModel:
     """Logits from a hash of all tokens in context, each read from its cache slot; wrong slots give other tokens."""
 
-    def step(self, arrays: StepArrays, kv_cache: Tensor) -> StepLogits:
+    choose = None
+
+    def step(self, arrays: StepArrays, kv_cache: Tensor, draws: Draws | None) -> StepLogits:
         return step_in_two(self, StepInputs.on(torch.device("cpu"), arrays), kv_cache)
 
     def forward(self, inputs: StepInputs, kv_cache: Tensor) -> Tensor:

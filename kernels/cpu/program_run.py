@@ -32,6 +32,30 @@ class StepArrays:
     logits_rows: np.ndarray  # [num_logits] int32: the tokens whose logits are wanted
 
 
+class StepBuffers:
+    """Arrays to fill in for each step, whose place a program knows: finding out seven addresses takes longer than
+    filling them. They are those of `StepArrays`; a step's own part comes first in each, and `step` has its counts."""
+
+    def __init__(self, *, max_tokens: int, max_seqs: int, max_logits: int, max_blocks: int) -> None:
+        self.token_ids = np.zeros(max_tokens, np.int32)
+        self.positions = np.zeros(max_tokens, np.int32)
+        self.slot_mapping = np.zeros(max_tokens, np.int64)
+        self.query_start = np.zeros(max_seqs + 1, np.int32)
+        self.seq_lens = np.zeros(max_seqs, np.int32)
+        self.block_tables = np.zeros(max_seqs * max_blocks, np.int32)
+        """Of a step: [num_seqs, its own width], so that rows follow each other without gaps."""
+        self.logits_rows = np.zeros(max_logits, np.int32)
+        self.step = Step(
+            token_ids=self.token_ids.ctypes.data,
+            positions=self.positions.ctypes.data,
+            slot_mapping=self.slot_mapping.ctypes.data,
+            query_start=self.query_start.ctypes.data,
+            seq_lens=self.seq_lens.ctypes.data,
+            block_table=self.block_tables.ctypes.data,
+            logits_rows=self.logits_rows.ctypes.data,
+        )
+
+
 @dataclass(frozen=True)
 class Profile:
     """Where the time of profiled runs went, summed over runs. Times are of one thread, in the mean over threads."""
@@ -84,8 +108,8 @@ class Program:
             )
             for ops in self._ops
         ]
-        self._step = Step()
-        self._arrays: StepArrays | None = None
+        self._own_step = self._step = Step()
+        self._arrays: StepArrays | StepBuffers | None = None
         dll = runtime.library.dll
         dll.hr_program_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
         dll.hr_program_run.restype = ctypes.c_int
@@ -112,11 +136,17 @@ class Program:
         output = self._written.output
         return output.tensor[: self._step.num_logits if output.rows == "logits" else self._step.num_tokens]
 
+    def run_filled(self, buffers: StepBuffers) -> None:
+        """Runs the step that the buffers hold; the output is where `Written.output` lies. Raises as `run` does."""
+        self._step, self._arrays = buffers.step, buffers
+        self._call(self._programs[self._which])
+
     def run_logits(self, logits_rows: np.ndarray) -> Tensor:
         """The logits of other tokens of the step that ran last: [len(logits_rows), ...], valid until the next run."""
         starts = self._written.logits_start
         if starts is None or self._arrays is None:
             raise ValueError("a program without start_of_logits, or that has not run yet, has no logits to run again.")
+        self._step = Step.from_buffer_copy(self._step)  # the buffers' own goes on pointing at their rows
         self._load_logits(logits_rows)
         tail = ProgramC.from_buffer_copy(self._programs[self._which])
         tail.first, tail.vocab_size, tail.position_limit = starts[self._which], 0, 0
@@ -146,7 +176,8 @@ class Program:
 
     def _load(self, arrays: StepArrays) -> None:
         """Points the step at the arrays, once they are known to be what it reads."""
-        step, self._arrays = self._step, arrays
+        self._step, self._arrays = self._own_step, arrays
+        step = self._step
         num_tokens, num_seqs = len(arrays.token_ids), len(arrays.seq_lens)
         if num_tokens > (most := self._written.max_rows["tokens"]):
             raise ValueError(f"a step of {num_tokens} tokens; this program has room for {most}.")
@@ -179,10 +210,10 @@ class Program:
         written = self._written
         assert self._arrays is not None
         if refusal == REFUSED_TOKEN_ID:
-            worst = _least_or_most(self._arrays.token_ids)
+            worst = _least_or_most(self._arrays.token_ids[: self._step.num_tokens])
             raise ValueError(f"token id {worst} is outside the vocabulary of {written.vocab_size}.")
         if refusal == REFUSED_POSITION:
-            worst = _least_or_most(self._arrays.positions)
+            worst = _least_or_most(self._arrays.positions[: self._step.num_tokens])
             raise ValueError(f"position {worst} is outside the tables, which hold {written.max_position}.")
         raise ValueError(f"logits_rows name a token that a step of {self._step.num_tokens} tokens does not have.")
 
