@@ -7,8 +7,6 @@ import queue
 import time
 from typing import Protocol
 
-import numpy as np
-
 from headrace.core.desk import ClientGone, Inbox, StopOrder
 from headrace.core.intake import Intake
 from headrace.core.outputs import Addressed, gather_prompt_logprobs, step_outputs
@@ -223,7 +221,7 @@ class Loop:
             assert request is not None, f"the executor failed row {row_failure.row}, which is empty"
             scheduler.drop(request, forget_blocks=True)
             self._end(news, request, self._finish(request, FinishReason.FAILED, failure=row_failure.failure))
-        first = np.flatnonzero(table.num_tokens[result.rows] == table.num_prompt_tokens[result.rows])
+        first = (table.num_tokens[result.rows] == table.num_prompt_tokens[result.rows]).nonzero()[0]
         for row in result.rows[first].tolist():
             request = table.requests[row]
             assert request is not None, f"the executor sampled for row {row}, which is empty"

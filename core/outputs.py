@@ -52,7 +52,7 @@ def step_outputs(
     """One message for each client that has any news."""
     client_of = table.client[advance.rows]
     slots = table.slot[advance.rows]
-    clients = news.clients() | set(np.unique(client_of).tolist())
+    clients = news.clients() | set(client_of.tolist())
     messages = []
     for client in clients:
         chosen = slice(None) if len(clients) == 1 else np.flatnonzero(client_of == client)
@@ -63,7 +63,7 @@ def step_outputs(
                 StepOutputs(
                     step=plan.step,
                     slots=Tensor.from_numpy(slots[chosen]),
-                    token_ids=Tensor.from_numpy(advance.token_ids[chosen].astype(np.int32)),
+                    token_ids=Tensor.from_numpy(advance.token_ids[chosen].astype(np.int32, copy=False)),
                     logprob_indices=indices,
                     logprobs=logprobs,
                     prompt_logprobs=tuple(news.prompt_logprobs.get(client, ())),

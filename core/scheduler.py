@@ -136,7 +136,7 @@ class Scheduler:
         """Every request that lacks only its last token gets it; the last served give way when blocks run out."""
         table, block_size = self.rows, self.config.block_size
         while True:
-            running = np.flatnonzero(table.active)
+            running = table.active.nonzero()[0]
             decodes = running[table.num_tokens[running] - table.num_computed_tokens[running] == 1]
             full = decodes[table.num_computed_tokens[decodes] >= table.num_blocks[decodes] * block_size]
             if len(full) <= self.pool.num_available:
@@ -150,7 +150,7 @@ class Scheduler:
     def _extend_prefills(self, draft: StepDraft) -> None:
         """Requests admitted before, whose prompt is not computed yet, in the order they are served."""
         table = self.rows
-        running = np.flatnonzero(table.active)
+        running = table.active.nonzero()[0]
         pending = running[table.num_tokens[running] - table.num_computed_tokens[running] > 1].tolist()
         pending.sort(key=lambda row: table.requests[row].order)  # type: ignore[union-attr]
         for position, row in enumerate(pending):
@@ -212,14 +212,14 @@ class Scheduler:
         may_stop = num_tokens > table.min_tokens_total[rows]
         stopped = may_stop & table.stops_at_eos[rows] & self._is_eos[token_ids]
         stop_token: dict[int, int] = {}
-        for index in np.flatnonzero(table.has_stop_token_ids[rows] & may_stop & ~stopped).tolist():
+        for index in (table.has_stop_token_ids[rows] & may_stop & ~stopped).nonzero()[0].tolist():
             token, request = int(token_ids[index]), table.requests[rows[index]]
             if request is not None and token in request.stop_token_ids:
                 stopped[index] = True
                 stop_token[index] = token
         at_limit = num_tokens >= table.max_tokens_total[rows]
         ended = []
-        for index in np.flatnonzero(stopped | at_limit).tolist():
+        for index in (stopped | at_limit).nonzero()[0].tolist():
             reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH
             request = self._leave(int(rows[index]))
             request.state = State.FINISHED

@@ -10,6 +10,7 @@ neither copied nor parsed on its way:
 from __future__ import annotations
 
 import array
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
@@ -34,6 +35,13 @@ DTYPES: dict[str, tuple[str, int]] = {
     "bool": ("?", 1),
 }
 INLINE_BYTES = 512  # below this a frame of its own costs more than the copy it saves
+
+
+@functools.cache
+def _dtype_name(dtype: Any) -> str:
+    """numpy works the name out anew each time, which takes longer than all else that a small tensor needs."""
+    name: str = dtype.name
+    return name
 
 
 class CodecError(HeadraceError, ValueError):
@@ -65,8 +73,8 @@ class Tensor:
         import numpy as np
 
         values = np.ascontiguousarray(values)
-        data = memoryview(values.reshape(-1).view(np.uint8)) if values.size else memoryview(b"")
-        return cls(values.dtype.name, values.shape, data)
+        data = memoryview(values).cast("B") if values.size else memoryview(b"")
+        return cls(_dtype_name(values.dtype), values.shape, data)
 
     def numpy(self) -> Any:
         """A read-only numpy view. bfloat16 arrives as uint16 words."""
