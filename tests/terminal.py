@@ -41,15 +41,27 @@ class Terminal:
 
     def wait_for(self, text: str, timeout_s: float = 30.0) -> str:
         """Reads on until it has shown this, and gives what came up to there."""
-        end_s = time.monotonic() + timeout_s
-        while text not in self._unread:
-            ready, _, _ = select.select([self._ours], [], [], max(0.0, end_s - time.monotonic()))
-            assert ready, f"no {text!r}: {self.shown + self._unread!r}"
-            self._unread += os.read(self._ours, 65536).decode("utf-8", "replace")
+        assert self._read_until(text, timeout_s), f"no {text!r}: {self.shown + self._unread!r}"
         end = self._unread.index(text) + len(text)
         seen, self._unread = self._unread[:end], self._unread[end:]
         self.shown += seen
         return seen
+
+    def press_until(self, key: str, text: str) -> str:
+        """Presses it again each second until this is shown: a Ctrl-C between readline's prompt and its wait is lost."""
+        for _ in range(30):
+            self.keys(key)
+            if self._read_until(text, 1.0):
+                break
+        return self.wait_for(text, 0.0)
+
+    def _read_until(self, text: str, timeout_s: float) -> bool:
+        end_s = time.monotonic() + timeout_s
+        while text not in self._unread:
+            if not select.select([self._ours], [], [], max(0.0, end_s - time.monotonic()))[0]:
+                return False
+            self._unread += os.read(self._ours, 65536).decode("utf-8", "replace")
+        return True
 
     def close(self) -> None:
         self.process.kill()

@@ -221,8 +221,9 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends(runtime_directory: Path) -> Non
         terminal.wait_for("e")  # an answer that would go on for minutes
         terminal.keys("\x03")
         terminal.wait_for("\n> ")
-        terminal.keys("half a line\x03")
-        terminal.wait_for("\n> ")
+        terminal.keys("half a line")
+        terminal.wait_for("half a line")
+        terminal.press_until("\x03", "\n> ")
         terminal.keys("/nonsense\r")
         terminal.wait_for("there is no command /nonsense")
         terminal.wait_for("> ")
@@ -230,6 +231,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends(runtime_directory: Path) -> Non
         terminal.wait_for("> ")
         terminal.keys("again\r")
         terminal.wait_for("cut")
+        terminal.wait_for("\n> ")
         terminal.keys("\x04")
         assert terminal.process.wait(20) == 0
         assert "Traceback" not in terminal.shown
