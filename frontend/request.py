@@ -206,6 +206,8 @@ class RequestStream:
     def notify(self, now_s: float) -> None:
         """At the end of a step that touched it: wakes the reader when there is something to read."""
         self.touched = False
+        if self._error is not None:
+            return  # failed in this very step: what it brought is no output, and `fail` has woken the reader
         if self.metrics.first_token_latency is None and any(each.token_ids for each in self.sequences):
             self.metrics.first_token_latency = now_s - self._submitted_s
         if self.num_unfinished == 0:

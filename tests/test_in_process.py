@@ -7,7 +7,9 @@ import threading
 import pytest
 
 from headrace import LLM, EngineDeadError, SamplingParams
-from headrace.ipc.failure import OptionError
+from headrace.frontend.prompts import Prompt
+from headrace.frontend.sampling_params import RequestOutputKind
+from headrace.ipc.failure import OptionError, RequestFailedError
 
 NULL = {"distributed_executor_backend": "headrace.executor.null:NullExecutor", "skip_tokenizer_init": True}
 
@@ -42,3 +44,22 @@ def test_closing_ends_the_threads():
     before = threading.active_count()
     LLM("null", in_process=True, **NULL).close()
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("params", [{}, {"n": 2}, {"max_tokens": 1}], ids=str)
+def test_a_request_that_fails_raises_however_it_is_read(kind, params):
+    params = SamplingParams(output_kind=kind, **params)
+    with LLM("null", in_process=True, hf_overrides={"fail_token_id": 13}, **NULL) as llm:
+        with pytest.raises(RequestFailedError):
+            llm.generate([[5, 13]], params, use_tqdm=False)
+        with pytest.raises(RequestFailedError):
+            list(llm.stream([5, 13], params))
+        with pytest.raises(RequestFailedError):
+            llm._background.run(_last_output(llm._client, params))
+
+
+async def _last_output(client, params):
+    """As AsyncLLM.generate reads a request."""
+    async for output in client.submit("own name", Prompt(token_ids=[5, 13]), params):
+        assert not output.finished
