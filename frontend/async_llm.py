@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import weakref
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.frontend.batch import params_for
+from headrace.frontend.chat_prompts import chat_options, chat_prompt, refuse_adapter
 from headrace.frontend.client import CONNECT_TIMEOUT_S, CoreClient
 from headrace.frontend.outputs import RequestOutput
 from headrace.frontend.own_engine import CAUSE_GRACE_S, START_TIMEOUT_S, STOP_DEADLINE_S, start_own_engine
-from headrace.frontend.prompts import Prompt, parse_prompt, tokenize
+from headrace.frontend.prompts import Prompt, parse_single_prompt, tokenize
 from headrace.frontend.sampling_params import SamplingParams
 from headrace.frontend.transport import Transport, ZmqTransport
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 
 if TYPE_CHECKING:
     from headrace.core.supervisor import Child
+    from headrace.frontend.chat_template import Message
     from headrace.frontend.tokenizer import Tokenizer
     from headrace.ipc.messages import EngineStats, Welcome
 
@@ -80,16 +83,18 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: None = None,
         priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Completes one prompt: its outputs as they come, cumulative unless `sampling_params.output_kind` says else.
 
         Ending the iteration early, or cancelling its task, aborts the request. A slow reader gets fewer, larger
         steps. Raises InvalidRequestError (a `request_id` that is running counts too), QueueFullError,
         RequestFailedError.
         """
+        refuse_adapter(lora_request)
         client = await self._ready()
-        parsed = parse_prompt(prompt)
+        parsed = parse_single_prompt(prompt)
         await self._tokenize(parsed, client)
         defaults = SamplingParams(**client.welcome.generation_defaults)
         chosen = sampling_params or defaults
@@ -102,6 +107,26 @@ class AsyncLLM:
                 yield output
         finally:
             client.abort_stream(stream)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: None = None,
+        priority: int = 0,
+        **template_options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answers one conversation. `template_options` are those of `LLM.chat`; all else is as in `generate`."""
+        refuse_adapter(lora_request)
+        options = chat_options(template_options)
+        prompt = chat_prompt(await self.get_tokenizer(), messages, options)
+        given = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
+        outputs = self.generate(given, sampling_params, request_id, priority=priority)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends requests with finish_reason `abort`; ids that are not running are ignored."""

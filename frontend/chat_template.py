@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,11 @@ Message = Mapping[str, Any]
 _CONTINUE_HERE = "HEADRACE_CONTINUES_HERE "
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 """What models call a message's reasoning; templates read the first."""
+_TAKES_PARTS = re.compile(
+    r"\bin\s+\w+(\.content|\[['\"]content['\"]\])|content\s+is\s+(not\s+)?(string|iterable)"
+    r"|content(['\"]\])?\[\d+\]\s*[.\[]"
+)
+"""A template that walks through a message's parts, takes one of them, or asks whether it has any."""
 
 
 def render_chat(
@@ -42,7 +48,7 @@ def render_chat(
             "continue_final_message and add_generation_prompt exclude each other: the one goes on with the last "
             "message, the other begins a new one"
         )
-    chat = _plain_messages(messages)
+    chat = _plain_messages(messages, takes_parts=_TAKES_PARTS.search(template) is not None)
     final_text = _mark_end(chat) if continue_final_message else ""
     import jinja2
 
@@ -63,7 +69,7 @@ def render_chat(
     return _cut_at_mark(rendered, final_text) if continue_final_message else rendered
 
 
-def _plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _plain_messages(messages: Sequence[Message], *, takes_parts: bool) -> list[dict[str, Any]]:
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise InvalidRequestError(
             f"messages must be a list of {{'role': ..., 'content': ...}}, not {type(messages).__name__}"
@@ -76,11 +82,30 @@ def _plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             raise InvalidRequestError(f"messages[{index}] must be a dict with a 'role', not {message!r:.100}")
         # APIs write absent fields as None; templates take a missing key and print "None" for the other.
         plain = {name: _plain(value) for name, value in message.items() if value is not None}
+        if isinstance(plain.get("content"), list | tuple):
+            texts = text_parts(plain["content"], f"messages[{index}].content")
+            plain["content"] = [{"type": "text", "text": text} for text in texts] if takes_parts else "\n".join(texts)
         reasoning = next((plain[name] for name in _REASONING_NAMES if name in plain), None)
         if reasoning is not None:
             plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
         chat.append(plain)
     return chat
+
+
+def text_parts(parts: Sequence[Any], where: str) -> list[str]:
+    """The texts of a message's parts, as OpenAI's API writes them. Raises InvalidRequestError for other than text."""
+    texts = []
+    for index, part in enumerate(parts):
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and kind not in ("text", "input_text", "output_text"):
+            raise InvalidRequestError(f"{where}[{index}]: {kind:.50}: multimodal input is not supported")
+        if kind is None or not isinstance(part.get("text"), str) or set(part) - {"type", "text"}:
+            raise InvalidRequestError(f"{where}[{index}] must be {{'type': 'text', 'text': '...'}}")
+        texts.append(part["text"])
+    return texts
 
 
 def _plain_mappings(name: str, values: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:

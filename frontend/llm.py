@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.frontend.background import BackgroundLoop
 from headrace.frontend.batch import OnDone, check_batch, params_for, priorities_for, run_batch
+from headrace.frontend.chat_prompts import chat_options, chat_prompt, refuse_adapter
 from headrace.frontend.client import CONNECT_TIMEOUT_S, CoreClient
 from headrace.frontend.outputs import RequestOutput
 from headrace.frontend.own_engine import (
@@ -20,7 +21,7 @@ from headrace.frontend.own_engine import (
     run_in_process,
     start_own_engine,
 )
-from headrace.frontend.prompts import Prompt, parse_prompt, parse_prompts, tokenize
+from headrace.frontend.prompts import Prompt, parse_prompts, parse_single_prompt, tokenize
 from headrace.frontend.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.sync_stream import SyncStream
 from headrace.frontend.transport import Transport, ZmqTransport
@@ -100,6 +101,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts, and gives their final outputs in order.
@@ -110,6 +112,7 @@ class LLM:
         Raises InvalidRequestError before anything runs; RequestFailedError, QueueFullError.
         """
         self._check_usable()
+        refuse_adapter(lora_request)
         parsed = parse_prompts(prompts)
         tokenize(parsed, self._client.tokenizer)
         return self._run(parsed, sampling_params, priority, use_tqdm)
@@ -119,6 +122,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answers a conversation, or each of a list of them.
@@ -128,16 +132,13 @@ class LLM:
         what else the template should see. Raises as `generate` does.
         """
         self._check_usable()
+        refuse_adapter(lora_request)
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise InvalidRequestError(f"messages must be a list of dicts, not {type(messages).__name__}")
         one = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else messages
-        options = _chat_options(template_options)
-        prompts = []
-        for conversation in conversations:
-            text = self.get_tokenizer().apply_chat_template(conversation, tokenize=False, **options)
-            token_ids = self.get_tokenizer().encode(text, add_special_tokens=False)
-            prompts.append(Prompt(text=text, token_ids=token_ids))
+        options = chat_options(template_options)
+        prompts = [chat_prompt(self.get_tokenizer(), conversation, options) for conversation in conversations]
         return self._run(prompts, sampling_params, None, use_tqdm)
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None, *, priority: int = 0) -> SyncStream:
@@ -146,7 +147,7 @@ class LLM:
         Closing it (or leaving its `with` block, or forgetting it) aborts the request. Raises as `generate` does.
         """
         self._check_usable()
-        parsed = parse_prompt(prompt)
+        parsed = parse_single_prompt(prompt)
         tokenize([parsed], self._client.tokenizer)
         (params,) = params_for(sampling_params, self.get_default_sampling_params(), 1, RequestOutputKind.DELTA)
         check_batch([parsed], [params], self._client)
@@ -226,18 +227,6 @@ def _shut_down(
     background.stop()
     if child is not None:
         child.stop(STOP_DEADLINE_S)
-
-
-def _chat_options(given: dict[str, Any]) -> dict[str, Any]:
-    known = ("add_generation_prompt", "continue_final_message", "chat_template", "tools", "documents")
-    for name in given:
-        if name not in (*known, "chat_template_kwargs"):
-            raise InvalidRequestError(
-                f"chat has no argument {name!r}; its arguments are {', '.join(known)} and chat_template_kwargs"
-            )
-    options = {name: given[name] for name in known if name in given}
-    options.setdefault("add_generation_prompt", not options.get("continue_final_message", False))
-    return {**(given.get("chat_template_kwargs") or {}), **options}
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from headrace.frontend.transport import MemoryTransport
+from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import ClientMessage, Hello
 
 if TYPE_CHECKING:
@@ -47,4 +48,6 @@ def run_in_process(model: str | None, options: dict[str, Any]) -> tuple[EngineTh
 def _parse(model: str | None, options: dict[str, Any]) -> Options:
     from headrace.core.option_parsing import parse_options
 
+    if model == "":
+        raise OptionError("model is empty: name one, or leave it out for the demo model")
     return parse_options(**options if model is None else {"model": model, **options})

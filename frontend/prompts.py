@@ -50,6 +50,13 @@ def parse_prompts(prompts: Any) -> list[Prompt]:
     return [parse_prompt(prompt) for prompt in prompts]
 
 
+def parse_single_prompt(prompt: Any) -> Prompt:
+    """For a call that takes one prompt alone: a list of them is told so. Raises InvalidRequestError."""
+    if _is_list(prompt) and len(prompt) > 0 and (isinstance(prompt[0], str | Mapping) or _is_list(prompt[0])):
+        raise InvalidRequestError(f"this takes one prompt, not a list of {len(prompt)}; {_FORMS}")
+    return parse_prompt(prompt)
+
+
 def parse_prompt(prompt: Any) -> Prompt:
     """Raises InvalidRequestError for what is no prompt, and for parts of one that this version does not take."""
     if isinstance(prompt, str):

@@ -39,6 +39,16 @@ class Tokenizer:
             }
         self._decoded_tokens: dict[int, str] = {}
 
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        """`input_ids`, and an `attention_mask` of as many ones. One text: `encode_batch` takes several.
+
+        Raises InvalidRequestError for what is no text.
+        """
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"a tokenizer is called with one text, not {type(text).__name__}")
+        ids = self.encode(text, add_special_tokens)
+        return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids

@@ -58,6 +58,21 @@ async def test_outputs_are_cumulative_by_default() -> None:
 
 
 @run
+async def test_chat_is_the_template_and_generate() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    params = SamplingParams(max_tokens=5)
+    async with attached() as (_, llm):
+        outputs = [output async for output in llm.chat(messages, params)]
+        assert outputs[-1].prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        given = {"prompt_token_ids": outputs[-1].prompt_token_ids}
+        assert [output async for output in llm.generate(given, params)][-1].outputs == outputs[-1].outputs
+        with pytest.raises(InvalidRequestError, match="no argument 'template'"):
+            await anext(llm.chat(messages, template="x"))
+        with pytest.raises(InvalidRequestError, match="LoRA"):
+            await anext(llm.chat(messages, lora_request=object()))  # type: ignore[arg-type]
+
+
+@run
 async def test_deltas_join_to_the_final_text() -> None:
     async with attached() as (_, llm):
         params = SamplingParams(max_tokens=20, output_kind=RequestOutputKind.DELTA)

@@ -18,6 +18,7 @@ from headrace import (
     EngineDeadError,
     HeadraceError,
     InvalidRequestError,
+    OptionError,
     QueueFullError,
     RequestFailedError,
     SamplingParams,
@@ -192,6 +193,51 @@ def test_chat_takes_several_conversations_and_the_templates_arguments(llm: LLM) 
         llm.chat(half, template="x")
     with pytest.raises(InvalidRequestError, match="must be a list of dicts"):
         llm.chat("hi")  # type: ignore[arg-type]
+
+
+PARTS = [{"type": "text", "text": "Say"}, {"type": "text", "text": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt"),
+    [
+        ("{{ messages[0]['content'] }}", "Say\nhi"),
+        ("{% for p in messages[0].content %}<{{ p.type }}:{{ p.text }}>{% endfor %}", "<text:Say><text:hi>"),
+    ],
+)
+def test_chat_takes_text_in_parts(llm: LLM, template: str, prompt: str) -> None:
+    template = template.replace("messages[0]", "m").join(["{% for m in messages %}", "{% endfor %}"])
+    (output,) = llm.chat([{"role": "user", "content": PARTS}], chat_template=template, use_tqdm=False)
+    assert output.prompt == prompt
+
+
+def test_chat_refuses_other_parts_by_name(llm: LLM) -> None:
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    with pytest.raises(InvalidRequestError, match="image_url: multimodal input is not supported"):
+        llm.chat([{"role": "user", "content": [*PARTS, image]}])
+    with pytest.raises(InvalidRequestError, match=r"content\[0\] must be"):
+        llm.chat([{"role": "user", "content": [{"type": "text"}]}])
+
+
+def test_lora_request_is_none_or_refused(llm: LLM) -> None:
+    hello = [{"role": "user", "content": "Hello"}]
+    assert llm.generate("Hello", use_tqdm=False, lora_request=None)[0].finished
+    assert llm.chat(hello, use_tqdm=False, lora_request=None)[0].finished
+    with pytest.raises(InvalidRequestError, match="LoRA adapters are not supported"):
+        llm.generate("Hello", lora_request=object())  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="LoRA adapters are not supported"):
+        llm.chat(hello, lora_request=object())  # type: ignore[arg-type]
+
+
+def test_an_empty_model_name_is_refused() -> None:
+    for in_process in (True, False):
+        with pytest.raises(OptionError, match="model is empty: name one, or leave it out"):
+            LLM("", in_process=in_process)
+
+
+def test_a_list_of_prompts_to_stream_is_told_to_be_one(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="takes one prompt, not a list of 2"):
+        llm.stream(["a", "b"])
 
 
 def test_stream_gives_each_piece_once(llm: LLM) -> None:

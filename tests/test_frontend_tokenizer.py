@@ -226,3 +226,10 @@ def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path: Path, monkeypa
     bundle = bundle_of(byte_level_tokenizer())
     store_bundle(info_of(bundle), bundle)
     assert load_bundle(info_of(bundle)) is None
+
+
+def test_calling_it_gives_ids_and_a_mask(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("the fox")
+    assert tokenizer("the fox") == {"input_ids": ids, "attention_mask": [1] * len(ids)}
+    with pytest.raises(InvalidRequestError, match="one text, not list"):
+        tokenizer(["a"])  # type: ignore[arg-type]

@@ -108,7 +108,11 @@ def test_a_bad_field_of_a_completion_is_named(client, body, param, said):
         ({"messages": [{"content": "x"}]}, "messages[0].role", "required"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "no content"),
         ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0].colour", "unknown"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "text alone"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content",
+            "image_url: multimodal",
+        ),
         ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         ({"messages": MESSAGES, "logprobs": True, "top_logprobs": -1}, "top_logprobs", "at least 0"),
         ({"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": 1}, "max_tokens", "one of them"),

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
+from headrace.frontend.chat_template import text_parts
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.requests import ChatMessage
 from headrace.frontend.tokenizer import Tokenizer
-from headrace.ipc.failure import OptionError
+from headrace.ipc.failure import InvalidRequestError, OptionError
 
-_TAKES_PARTS = re.compile(r"\bin\s+\w+(\.content|\[['\"]content['\"]\])|content\s+is\s+(not\s+)?(string|iterable)")
-"""A template that walks through a message's parts, or asks whether it has any."""
 _RESERVED = (
     "messages",
     "conversation",
@@ -81,9 +79,8 @@ class ChatPrompts:
         begins = not continues if request.add_generation_prompt is None else request.add_generation_prompt
         named = self._choose_template(request.chat_template, tokenizer)
         template = tokenizer.get_chat_template(named, tools)
-        takes_parts = _TAKES_PARTS.search(template) is not None
         text: str = tokenizer.apply_chat_template(
-            [_plain(message, index, takes_parts=takes_parts) for index, message in enumerate(messages)],
+            [_plain(message, index) for index, message in enumerate(messages)],
             tokenize=False,
             add_generation_prompt=begins,
             continue_final_message=continues,
@@ -117,32 +114,22 @@ class ChatPrompts:
         return None if choice == "none" or not tools else tools
 
 
-def _plain(message: ChatMessage, index: int, *, takes_parts: bool) -> dict[str, Any]:
-    """As templates take it: without absent fields, text parts joined where the template knows none."""
+def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
+    """As templates take it: without absent fields."""
     plain = {name: value for name, value in msgspec.structs.asdict(message).items() if value is not None}
     plain.pop("annotations", None)
-    content = message.content
-    if isinstance(content, list):
-        texts = [_text_of(part, f"messages[{index}].content[{at}]") for at, part in enumerate(content)]
-        plain["content"] = [{"type": "text", "text": text} for text in texts] if takes_parts else "\n".join(texts)
+    if isinstance(message.content, list):
+        where = f"messages[{index}].content"
+        try:
+            text_parts(message.content, where)  # here too, so that the answer names the field
+        except InvalidRequestError as error:
+            raise bad_field(where, str(error), "unsupported_parameter") from None
     if message.tool_calls is not None:
         plain["tool_calls"] = [_with_parsed_arguments(call) for call in message.tool_calls]
         plain.setdefault("content", "")
     elif message.content is None:
         raise bad_field(f"messages[{index}].content", f"messages[{index}] has no content", "missing_required_parameter")
     return plain
-
-
-def _text_of(part: str | dict[str, Any], where: str) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type")
-    if kind not in ("text", "input_text", "output_text"):
-        raise bad_field(where, f"{where} is of type {kind!r:.50}: models read text alone", "unsupported_parameter")
-    text = part.get("text")
-    if not isinstance(text, str) or set(part) - {"type", "text"}:
-        raise bad_field(where, f"{where} must be {{'type': 'text', 'text': '...'}}")
-    return text
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
