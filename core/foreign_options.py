@@ -85,7 +85,7 @@ FOREIGN: Mapping[str, Foreign] = types.MappingProxyType(
         **_rows("not supported yet; this version runs on the CPU", device=("auto", "cpu")),
         **_rows(
             QUANTIZED,
-            quantization=(),
+            quantization=("gguf",),
             quantization_param_path=(),
             qlora_adapter_name_or_path=(),
             calculate_kv_scales=OFF,

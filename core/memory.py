@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.core.options import Options
 from headrace.core.plan import Facts, MemoryReading, Plan
 from headrace.ipc.failure import OptionError
 
@@ -48,8 +49,8 @@ def fit_cache(plan: Plan, reading: MemoryReading) -> Facts:
     holds = (num_blocks - NULL_BLOCKS) * plan.block_size
     if holds < 1:
         raise OptionError(
-            f"no room for a KV cache: {_room(source, num_blocks, size)}, and the least is {(1 + NULL_BLOCKS) * size:,} "
-            f"bytes; {_remedy(source)}"
+            f"no room for a KV cache: {_room(source, num_blocks * size, options)}, and the least is "
+            f"{(1 + NULL_BLOCKS) * size:,} bytes; {_remedy(source)}"
         )
     warnings: tuple[str, ...] = ()
     max_model_len = plan.max_model_len
@@ -57,7 +58,7 @@ def fit_cache(plan: Plan, reading: MemoryReading) -> Facts:
         needed = (blocks_for(max_model_len, plan) + NULL_BLOCKS) * size
         text = (
             f"one request of max_model_len={max_model_len} tokens needs {needed:,} bytes of KV cache, and "
-            f"{_room(source, num_blocks, size)}, enough for {holds} tokens"
+            f"{_room(source, num_blocks * size, options)}, enough for {holds} tokens"
         )
         if plan.max_model_len_is_fixed:
             raise OptionError(f"{text}; lower max_model_len to {holds}, or {_remedy(source)}")
@@ -112,10 +113,12 @@ def _most(source: str, available: int, size: int) -> str:
     return f"{available // size} blocks" if source == "num_gpu_blocks_override" else f"{available:,} bytes"
 
 
-def _room(source: str, num_blocks: int, size: int) -> str:
+def _room(source: str, num_bytes: int, options: Options) -> str:
     if source == "gpu_memory_utilization":
-        return f"the memory left has room for {num_blocks * size:,}"
-    return f"{source} gives it {num_blocks * size:,}"
+        return f"the memory left has room for {num_bytes:,}"
+    if source == "kv_cache_memory_bytes":  # as it was given: whole blocks may be fewer bytes, or none
+        return f"{source} gives it {options.kv_cache_memory_bytes:,}"
+    return f"{source} gives it {num_bytes:,}"
 
 
 def _remedy(source: str) -> str:

@@ -61,11 +61,17 @@ class OptionParser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flags = [argument for argument in unknown if argument.startswith("-")]  # the others may be their values
-            self.error("; ".join(self._explain(argument) for argument in flags or unknown))
+            command = getattr(parsed, "command", None)
+            self._fail("; ".join(self._explain(argument) for argument in flags or unknown), command)
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\nTry: {self.prog} --help\n")
+        self._fail(message)
+
+    def _fail(self, message: str, command: str | None = None) -> NoReturn:
+        """What a sub-command does not know comes back to its parent, whose help would say nothing of it."""
+        prog = f"{self.prog} {command}" if command else self.prog
+        self.exit(2, f"{self.prog}: {message}\nTry: {prog} --help\n")
 
     def _normalise(self, arguments: list[str]) -> list[str]:
         result: list[str] = []
@@ -264,7 +270,7 @@ def _argument(spec: OptionSpec) -> dict[str, Any]:
         return {**argument, "action": argparse.BooleanOptionalAction}
     argument["metavar"] = type_text(spec)
     if spec.kind == "list":
-        argument.update(nargs="+", action="extend")
+        argument.update({"action": "append"} if spec.option.repeated else {"nargs": "+", "action": "extend"})
     if spec.kind == "dict":
         argument["action"] = _MergeJson
     return argument

@@ -25,6 +25,8 @@ class Option(msgspec.Struct, frozen=True):
     """Values with a name of their own, such as {"auto": None}."""
     default_text: str = ""
     """What the default means, where the value does not say it."""
+    repeated: bool = False
+    """A list whose flag takes one value and is given once for each, so that a positional argument may follow."""
 
 
 MODEL, TOKENIZER, CACHE, SCHEDULER, PROCESS = "Model", "Tokenizer", "KV cache", "Scheduler", "Process"

@@ -38,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser(given)
     parsed = parser.parse_args(given)
+    if parsed.version:
+        parsed.command = "version"
     if parsed.command is None:
         parser.print_help(sys.stderr)
         return EXIT_USAGE
@@ -45,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _load(parsed.command).run(parsed)
         sys.stdout.flush()
     except OptionError as error:
-        return _complain(error, EXIT_USAGE)
+        status = _complain(error, EXIT_USAGE)
+        print(f"Try: headrace {parsed.command} --help", file=sys.stderr)
+        return status
     except HeadraceError as error:
         return _complain(error, EXIT_ERROR)
     except KeyboardInterrupt:
@@ -70,6 +74,7 @@ def _load(name: str) -> CommandModule:
 def _parser(given: list[str]) -> OptionParser:
     """Only a command that is named gets its arguments: building all of them would show in the start-up."""
     parser = OptionParser(prog="headrace", description="Headrace, an LLM inference engine.")
+    parser.add_argument("--version", action="store_true", help="Print the version")
     # argparse gives commands a column two characters too narrow for the longest name, unless the heading is longer.
     longest = max(map(len, commands()))
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND".ljust(longest + 2), title="commands")

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from headrace.frontend.command_engine import add_engine_arguments, open_engine, sampling_params
+from headrace.ipc.failure import OptionError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", metavar="PROMPT", help="The text to continue, as it is: no chat template is applied")
+    parser.add_argument(
+        "prompt",
+        nargs="?",
+        metavar="PROMPT",
+        help="The text to continue, as it is: no chat template is applied (default: what stdin holds)",
+    )
     add_engine_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    prompt = _prompt_from_stdin() if arguments.prompt is None else arguments.prompt
     with open_engine(arguments) as llm:
         params = sampling_params(arguments, llm.get_default_sampling_params())
-        for output in llm.stream(arguments.prompt, params):
+        for output in llm.stream(prompt, params):
             print(output.outputs[0].text, end="", flush=True)
     print()
     return 0
+
+
+def _prompt_from_stdin() -> str:
+    """Without the newline that ends its last line. Raises OptionError where nothing is piped in."""
+    try:
+        text = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise OptionError(f"PROMPT, read from stdin, is not valid text: {error}") from None
+    if not text:
+        raise OptionError("PROMPT is missing: give the text to continue, or pipe it in")
+    return text.removesuffix("\n")

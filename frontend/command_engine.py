@@ -54,7 +54,9 @@ class SamplingFlags(msgspec.Struct, frozen=True, kw_only=True):
     sampling_seed: Annotated[
         int | None, Option(SAMPLING, "Makes this output reproducible", default_text="drawn from the engine's seed")
     ] = None
-    stop: Annotated[tuple[str, ...], Option(SAMPLING, "Texts that end the output")] = ()
+    stop: Annotated[
+        tuple[str, ...], Option(SAMPLING, "A text that ends the output; may be given several times", repeated=True)
+    ] = ()
     ignore_eos: Annotated[bool, Option(SAMPLING, "Go on after an end-of-sequence token")] = False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -20,9 +21,10 @@ from headrace.ipc.wait import Deadline
 NULL = ("--distributed-executor-backend", "headrace.executor.null:NullExecutor", "--model", "null")
 
 
-def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, env: dict[str, str] | None = None, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "headrace.frontend.cli", *arguments],
+        input=stdin,
         capture_output=True,
         text=True,
         timeout=120,
@@ -53,6 +55,8 @@ def test_help_loads_no_heavy_library() -> None:
 def test_version_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
     assert capsys.readouterr().out.startswith(f"headrace {headrace.__version__} ")
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith(f"headrace {headrace.__version__} ")
     assert main(["options"]) == 0
     assert "--block-size" in capsys.readouterr().out
 
@@ -68,14 +72,25 @@ def test_version_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_a_wrong_command_line_is_one_sentence_and_status_2(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     try:
         status: object = main(arguments)
     except SystemExit as stop:
         status = stop.code
     assert status == 2
-    assert words in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.endswith("Try: headrace complete --help\n" if arguments[0] == "complete" else "Try: headrace --help\n")
+
+
+def test_complete_reads_its_prompt_from_stdin_and_stop_takes_one_value() -> None:
+    arguments = ("complete", *NULL, "--max-tokens", "3", "--stop", "a", "--stop", "b")
+    given = run(*arguments, "hello")
+    piped = run(*arguments, stdin="hello\n")
+    assert (piped.returncode, piped.stdout, piped.stderr) == (given.returncode, given.stdout, given.stderr)
+    assert "without a tokenizer" in piped.stderr
 
 
 def test_an_error_is_a_sentence_and_status_1(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_an_empty_folder_is_an_incomplete_installation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("why", ["a file is in the way", "the folder cannot be written"])
 def test_without_a_cache_folder_the_library_is_built_for_this_process(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
 ) -> None:
     place = tmp_path / "place"
     if why == "a file is in the way":
@@ -152,6 +152,9 @@ def test_without_a_cache_folder_the_library_is_built_for_this_process(
     assert answer_of(library) == 42
     assert library.compiled
     assert not os.path.exists(library.path)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("The CPU kernels are compiled at every start")
+    assert str(place / "kernels") in record.getMessage()
 
 
 def test_a_folder_without_write_permission_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

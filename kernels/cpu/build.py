@@ -18,18 +18,20 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
 COMPILE_TIMEOUT_S = 120.0
@@ -79,7 +81,7 @@ def attempt(level: str = "native", folder: Path = FOLDER) -> Library | str:
     try:
         return build(level, folder)
     except BuildError as error:
-        warnings.warn(f"The CPU kernels are not used, the torch reference is: {error}", RuntimeWarning, stacklevel=3)
+        logger.warning("The CPU kernels are not used, the torch reference is: %s", error)
         return str(error)
 
 
@@ -110,6 +112,7 @@ def build(level: str = "native", folder: Path = FOLDER) -> Library:
             if not found:
                 _compile(folder, compiler, flags, path)
         return Library(_open(path), level, str(path), compiled=not found)
+    logger.warning("The CPU kernels are compiled at every start: nothing can be kept in %s.", _cache_path())
     # Nowhere to keep it: a private folder that is gone once the file is mapped.
     with tempfile.TemporaryDirectory(prefix="headrace-kernels-") as private:
         path = Path(private) / f"cpu-{key}.so"
@@ -119,14 +122,18 @@ def build(level: str = "native", folder: Path = FOLDER) -> Library:
 
 def cache_folder() -> Path | None:
     """`$HEADRACE_CACHE/kernels` (default `~/.cache/headrace/kernels`), or None where it cannot be written."""
-    root = os.environ.get("HEADRACE_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "headrace")
-    folder = Path(root) / "kernels"
+    folder = _cache_path()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError:
         return None
+
+
+def _cache_path() -> Path:
+    root = os.environ.get("HEADRACE_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "headrace")
+    return Path(root) / "kernels"
 
 
 def find_compiler() -> tuple[str, ...]:
