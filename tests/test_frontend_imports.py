@@ -37,6 +37,20 @@ def test_the_public_face_loads_nothing_heavy() -> None:
     assert [name for name in ("tokenizers", "jinja2", "tqdm", "uvloop") if name in modules] == [], "too early"
 
 
+def test_vllms_module_names_give_the_same_classes_and_load_nothing_heavy() -> None:
+    modules = loaded_by(
+        """
+import headrace, headrace.inputs, headrace.outputs, headrace.sampling_params
+assert headrace.inputs.TokensPrompt is headrace.TokensPrompt
+assert headrace.outputs.RequestOutput is headrace.RequestOutput
+assert headrace.sampling_params.SamplingParams is headrace.SamplingParams
+for module in (headrace.inputs, headrace.outputs, headrace.sampling_params):
+    assert all(hasattr(module, name) for name in module.__all__)
+"""
+    )
+    assert [name for name in (*HEAVY, "tokenizers", "jinja2", "tqdm", "uvloop") if name in modules] == []
+
+
 def test_a_session_from_connect_to_close_loads_nothing_heavy() -> None:
     modules = loaded_by(
         f"""

@@ -6,6 +6,7 @@ import hashlib
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -215,6 +216,22 @@ def test_a_demo_model_that_cannot_be_fetched_is_told_how_to_get(
     assert "python -m headrace.executor.demo_model" in raised.value.hint
     assert str(private_cache / demo_model.FILE_NAME) in raised.value.hint
     assert list(private_cache.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (
+            "ERROR: Exception:\nTraceback (most recent call last):\n  File 'x', line 1\n"
+            "OSError: [Errno 28] No space left on device\n    ^^^^\n",
+            "the disk that holds .* is full; it takes 197 MB",
+        ),
+        ("ERROR: No matching distribution\n  a stray line\n", "^ERROR: No matching distribution$"),
+        ("", "^pip exited with status 2$"),
+    ],
+)
+def test_what_pip_says_becomes_one_reason(tmp_path: Path, log: str, said: str) -> None:
+    assert re.search(said, demo_model._why_pip_failed(log, 2, tmp_path / "work"))
 
 
 def test_a_file_that_is_not_the_demo_model_is_never_put_in_its_place(
