@@ -29,7 +29,11 @@ class Server:
     def __init__(self, *arguments: str, null_model: dict[str, Any] | None = None, attached: bool = False) -> None:
         """`null_model` are fields of NullModel. With `attached` no engine is started: give --engine."""
         engine = [] if attached else null_engine_arguments(**(null_model or {}))
-        environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])),
+            "OMP_NUM_THREADS": "1",
+        }
         environment.pop("HEADRACE_API_KEY", None)
         # HTTP children bind what was bound for them, so port 0 works with any number of processes.
         where = [] if "--uds" in arguments or "--port" in arguments else ["--port", "0"]
