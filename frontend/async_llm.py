@@ -167,9 +167,7 @@ class AsyncLLM:
             await self._client.close()
         await asyncio.to_thread(self._stop_child)
 
-    async def shutdown(self) -> None:
-        """The same as `close`."""
-        await self.close()
+    shutdown = close
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
