@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import shutil
 import subprocess
 import sys
 import threading
-import warnings
 from pathlib import Path
 
 import pytest
@@ -39,14 +39,28 @@ def answer_of(library: build.Library) -> int:
     return int(library.dll.answer())
 
 
+class Said(logging.Handler):
+    """What was logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 def failure_of(folder: Path) -> str:
-    """The reason why `folder` gives no library; checks that it is warned of exactly once."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    """The reason why `folder` gives no library; checks that it is told exactly once."""
+    said = Said()
+    build.logger.addHandler(said)
+    try:
         first, second = build.attempt("native", folder), build.attempt("native", folder)
+    finally:
+        build.logger.removeHandler(said)
     assert isinstance(first, str)
     assert first == second
-    assert [str(each.message) for each in caught] == [f"The CPU kernels are not used, the torch reference is: {first}"]
+    assert said.lines == [f"The CPU kernels are not used, the torch reference is: {first}"]
     return first
 
 
@@ -121,7 +135,8 @@ def test_a_compiler_that_fails_is_quoted(folder: Path, tmp_path: Path, monkeypat
 def test_a_source_that_does_not_compile_is_named(folder: Path, cache: Path) -> None:
     (folder / "wrong.cpp").write_text("int wrong() { return undeclared; }\n")
     reason = failure_of(folder)
-    assert "failed at compiling wrong.cpp (status 1)" in reason
+    assert "failed at compiling answer.cpp, other.cpp, wrong.cpp (status 1)" in reason
+    assert "wrong.cpp:1:" in reason
     assert "undeclared" in reason
     assert not list(cache.glob("*.so"))
     assert not list(cache.glob(".build-*"))
