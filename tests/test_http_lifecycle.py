@@ -139,6 +139,19 @@ def test_a_full_queue_answers_429_with_a_time_to_come_back(slow_server):
     assert [response.status_code for response in served] == [200, 200]
 
 
+def test_one_of_several_prompts_that_fails_ends_the_stream_with_the_cause():
+    with (
+        serving("--max-num-batched-tokens", "32", null_model={"step_delay_s": 0.02, "fail_token_id": 77}) as server,
+        server.client() as client,
+    ):
+        # The second prompt takes several steps of 32 tokens, so the first one streams by then.
+        with streaming(client, prompt=[[5, 6], [77] * 200]) as lines:
+            rest = [line for line in lines if line]
+        assert "told to fail" in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+        wait_until(lambda: metric(client, "headrace:num_requests_running") == 0, 5, "the other's end")
+
+
 def test_sigterm_drains():
     with serving(null_model=SLOW) as server, server.client() as client, server.client() as other:
         with streaming(client, max_tokens=100) as lines:
