@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections import deque
 
 import torch
@@ -44,8 +45,12 @@ class UniprocExecutor(Executor):
         self._model: Decoder | CpuDecoder | None = None
         self._runner: ModelRunner | None = None
         self._submitted: deque[StepPlan] = deque()
+        self._compiling = threading.Thread()
 
     def describe(self, report: Report) -> ModelDescription:
+        # Where the kernels must be compiled first, that goes on while the model is found, fetched and described.
+        self._compiling = threading.Thread(target=build.load, name="compile kernels")
+        self._compiling.start()
         report("find model")
         checkpoint = self._checkpoint = open_checkpoint(self._options)
         spec = self._spec = spec_from_config(checkpoint.config)
@@ -75,6 +80,8 @@ class UniprocExecutor(Executor):
     def load(self, plan: Plan, report: Report) -> MemoryReading:
         assert self._checkpoint is not None, "describe comes before load"
         assert self._spec is not None, "describe comes before load"
+        report("compile kernels")
+        self._compiling.join()
         report("load weights")
         dtype = DTYPES[plan.dtype]
         reason = why_not(self._spec, dtype)

@@ -1,0 +1,87 @@
+"""The demo model on the workload of `workload.py`, in bf16 and with its weights packed as the file has them.
+
+    python benchmarks/decode.py [--only gguf] [--case decode_1 ...] [--out FILE.json]
+
+`startup_s` is from `LLM()` to its return, `first_token_s` from there to the first token of a short prompt. With
+`--cold` the kernels are compiled anew, in a cache folder of its own. Nothing else may run on the machine meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from report import write_report
+from workload import CASES, run_cases
+
+from headrace import LLM, SamplingParams
+from headrace.executor.demo_model import fetch_demo_model
+
+KINDS: dict[str, dict[str, Any]] = {"bf16": {"dtype": "bfloat16"}, "gguf": {}}
+
+
+def measure(path: Path, options: dict[str, Any], only: list[str] | None) -> dict[str, Any]:
+    began = time.perf_counter()
+    with LLM(str(path), max_model_len=2048, enable_prefix_caching=False, **options) as llm:
+        startup_s = time.perf_counter() - began
+        llm.generate("The river", SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        first_token_s = time.perf_counter() - began - startup_s
+
+        def generate(prompts: list[list[int]], output_tokens: int) -> float:
+            params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
+            began = time.perf_counter()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            seconds = time.perf_counter() - began
+            assert all(len(output.outputs[0].token_ids) == output_tokens for output in outputs)
+            return seconds
+
+        cases = run_cases(generate, only)
+    return {"startup_s": startup_s, "first_token_s": first_token_s, "cases": cases}
+
+
+@contextmanager
+def empty_cache() -> Iterator[None]:
+    """A cache folder without compiled kernels, for the engines started meanwhile."""
+    before = os.environ.get("HEADRACE_CACHE")
+    with tempfile.TemporaryDirectory(prefix="headrace-cold-") as folder:
+        os.environ["HEADRACE_CACHE"] = folder
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["HEADRACE_CACHE"]
+            else:
+                os.environ["HEADRACE_CACHE"] = before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=list(KINDS), help="one of the two")
+    parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="repeatable")
+    parser.add_argument("--cold", action="store_true", help="compile the kernels anew")
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    arguments = parser.parse_args()
+    path = fetch_demo_model()
+    results: dict[str, Any] = {}
+    for kind in [arguments.only] if arguments.only else KINDS:
+        if arguments.cold:
+            with empty_cache():
+                found = measure(path, KINDS[kind], arguments.case)
+        else:
+            found = measure(path, KINDS[kind], arguments.case)
+        results[kind] = {"options": KINDS[kind], "cold": arguments.cold, **found}
+        print(f"{kind}: ready in {found['startup_s']:.2f} s, first token {found['first_token_s']:.2f} s later")
+        for name, row in found["cases"].items():
+            print(f"  {name:<14} {row['out_tok_s']:>8.1f} out tok/s {row['in_tok_s']:>9.1f} in tok/s")
+    if arguments.out:
+        write_report(arguments.out, "decode", results)
+
+
+if __name__ == "__main__":
+    main()
