@@ -94,7 +94,8 @@ class UniprocExecutor(Executor):
             total_bytes=memory.total_bytes,
             available_bytes=memory.available_bytes,
             weights_bytes=self._model.weight_bytes,
-            activation_bytes=activation_bytes(self._spec, plan, dtype.itemsize),
+            # The program's buffers are float32, but for what meets bf16 weights.
+            activation_bytes=activation_bytes(self._spec, plan, dtype.itemsize if reason else 4),
         )
 
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
