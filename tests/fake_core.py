@@ -183,7 +183,8 @@ class FakeCore:
         return _outputs(self.steps, [], [], finished=(Finish(slot=slot, reason=FinishReason.ABORT),))
 
     def _step_of(self, client: Any) -> StepOutputs:
-        slots, token_ids, finished, admitted, prompt_logprobs = [], [], [], [], []
+        slots: list[int] = []
+        token_ids, finished, admitted, prompt_logprobs = [], [], [], []
         rows: list[tuple[int, int, int]] = []
         for (owner, slot), running in list(self.running.items()):
             if owner != client:

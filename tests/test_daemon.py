@@ -23,7 +23,6 @@ from headrace.core.supervisor import Child, start_engine
 from headrace.ipc.failure import EngineStartError, Failure
 from headrace.ipc.messages import (
     Abort,
-    AddRequest,
     Draining,
     EngineFailed,
     FinishReason,
@@ -184,6 +183,14 @@ def test_an_idle_core_uses_no_processor_time():
         assert _cpu_share(process, 3.0) < 0.01
 
 
+def report_to(reported: list[Failure], told: threading.Event) -> Callable[[Failure], None]:
+    def report(failure: Failure) -> None:
+        reported.append(failure)
+        told.set()
+
+    return report
+
+
 def _cpu_share(process: psutil.Process, seconds: float) -> float:
     before = process.cpu_times()
     time.sleep(seconds)
@@ -195,7 +202,7 @@ def test_a_killed_core_is_reported_with_its_signal_and_clients_hear_of_it():
     reported: list[Failure] = []
     told = threading.Event()
     with engine(step_delay_s=0.01) as (child, address), WireClient(address) as client:
-        child.on_exit(lambda failure: (reported.append(failure), told.set()))
+        child.on_exit(report_to(reported, told))
         client.add(1, [5], max_tokens=FOREVER, ignore_eos=True)
         client.receive(StepOutputs)
         os.kill(child.pid, signal.SIGKILL)
@@ -209,7 +216,7 @@ def test_a_step_that_raises_ends_the_core_with_its_traceback():
     reported: list[Failure] = []
     told = threading.Event()
     with engine(crash_token_id=13) as (child, address), WireClient(address) as first, WireClient(address) as second:
-        child.on_exit(lambda failure: (reported.append(failure), told.set()))
+        child.on_exit(report_to(reported, told))
         first.add(1, [5, 13])
         for client in (first, second):
             failure = client.receive(EngineFailed).failure
@@ -338,22 +345,10 @@ def test_a_daemon_serves_tcp_on_loopback_and_publishes_the_port_it_bound():
     assert address.startswith("tcp://127.0.0.1:")
     with WireClient(address) as client:
         assert isinstance(client.welcome, Welcome)
-        client.send(AddRequest(slot=0, request_id="", prompt_token_ids=_one_token(), sampling=_one_sample()))
+        client.add(0, [5], max_tokens=1)
         assert client.finish(0).reason == FinishReason.LENGTH
     daemon.terminate()
     daemon.communicate(timeout=10)
-
-
-def _one_token() -> Any:
-    from headrace.ipc.codec import Tensor
-
-    return Tensor.of("int32", [5])
-
-
-def _one_sample() -> Any:
-    from headrace.ipc.messages import Sampling
-
-    return Sampling(max_tokens=1)
 
 
 @pytest.mark.parametrize(

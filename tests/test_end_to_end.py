@@ -144,10 +144,12 @@ def test_logprobs_equal_transformers(folders: Path, name: str) -> None:
             for token, entry in position.items():
                 assert entry.logprob == pytest.approx(row[token].item(), abs=1e-3)
             assert position[answer[step]].rank == 1
+        assert output.prompt_logprobs is not None
         assert output.prompt_logprobs[0] is None
-        for index, position in enumerate(output.prompt_logprobs[1:], start=1):
+        for index, told in enumerate(output.prompt_logprobs[1:], start=1):
             row = expected[index - 1]
-            entry = position[prompt[index]]
+            assert told is not None
+            entry = told[prompt[index]]
             assert entry.logprob == pytest.approx(row[prompt[index]].item(), abs=1e-3)
             assert entry.rank == 1 + int((row > row[prompt[index]]).sum())
 

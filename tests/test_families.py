@@ -41,7 +41,8 @@ def test_every_family_of_the_design_is_known() -> None:
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ModelError, match=r"MambaForCausalLM is not supported; known are .*LlamaForCausalLM"):
         spec_from_config({"architectures": ["MambaForCausalLM"]})
-    for nameless in ({}, {"architectures": []}, {"architectures": None}):
+    configs: tuple[dict[str, Any], ...] = ({}, {"architectures": []}, {"architectures": None})
+    for nameless in configs:
         with pytest.raises(ModelError, match='no "architectures"'):
             spec_from_config(nameless)
 

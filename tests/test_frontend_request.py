@@ -154,6 +154,7 @@ def test_every_way_of_reading_gives_the_same_answer(
         assert merged(outputs, params) == reference
     for text, token_ids, rows, _, reason, stop_reason in reference:
         assert rows is None or [next(iter(row)) for row in rows] == token_ids
+        assert params.max_tokens is not None
         assert len(token_ids) <= params.max_tokens
         assert reason == "stop" or len(token_ids) == params.max_tokens
         if isinstance(stop_reason, str):
