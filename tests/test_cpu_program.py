@@ -329,3 +329,16 @@ def test_shapes_that_do_not_fit_are_refused_as_the_program_is_written() -> None:
         builder.norm(
             builder.buffer(16, torch.float32), builder.buffer(16, torch.float32), Norm("rms", 1e-6, torch.ones(8))
         )
+
+
+def test_parts_of_a_buffer_are_written_without_a_barrier_between_them_and_read_after_one() -> None:
+    model = Model(Weights(Shape(layers=1), torch.float32), torch.float32)
+    builder = Builder(model.runtime, max_tokens=4, max_logits=4)
+    x, joined, out = (builder.buffer(columns, torch.float32) for columns in (16, 24, 12))
+    builder.linear(pack(torch.randn(16, 16), runtime_=model.runtime), x, joined.part(0, 16))
+    builder.linear(pack(torch.randn(8, 16), runtime_=model.runtime), x, joined.part(16, 8))
+    builder.activation_multiply(joined, out, "silu")
+    builder.linear(pack(torch.randn(8, 16), runtime_=model.runtime), x, joined.part(16, 8))
+    assert [op.barrier_before for op in builder._many.ops] == [0, 0, 1, 1]
+    with pytest.raises(ValueError, match=r"columns \[16, 25\) are no part of a shared buffer of 24"):
+        joined.part(16, 9)
