@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -134,6 +135,8 @@ def _leave(status: int) -> NoReturn:
 def _serve(core: EngineCore) -> int:
     # The loop's Python and the I/O thread's take turns: the default 5 ms would show in every token's latency.
     sys.setswitchinterval(2e-4)
+    # Everything so far stays: a collection would walk through all of it, torch's objects too, in mid-stream.
+    gc.freeze()
     try:
         core.run()
     except Exception:
