@@ -244,4 +244,6 @@ class EnginePool:
         engine.names = client.welcome.served_model_names or (client.welcome.model,)
         if all(each.client is not None for each in self.engines):
             self.started.set()
-        return await death
+        failure = await death
+        await client.close()  # an engine that told of its failure leaves the connection open
+        return failure
