@@ -75,7 +75,8 @@ def open_engine(arguments: argparse.Namespace) -> LLM:
 
     options = options_from_arguments(arguments)
     if arguments.engine is None:
-        return LLM(**{name: getattr(options, name) for name in options.__struct_fields__})
+        chosen = {name: getattr(options, name) for name in options.__struct_fields__}
+        return LLM(chosen.pop("model") or None, **chosen)  # an option left out is the empty name here
     given = [flag(name) for name in option_specs(Options) if name in vars(arguments)]
     if given or arguments.config:
         raise OptionError(
