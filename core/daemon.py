@@ -20,10 +20,9 @@ from typing import NoReturn
 from headrace.core.option_parsing import OptionParser, add_options, options_from_arguments, parse_options
 from headrace.core.options import Options
 from headrace.core.zmq_port import ZmqPort
-from headrace.ipc.channel import Channel, ChannelClosedError
-from headrace.ipc.codec import CodecError
+from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.failure import Failure, HeadraceError, OptionError
-from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Progress, Ready, Start, Stop
+from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Progress, Ready, Start
 from headrace.ipc.wait import Deadline
 
 try:
@@ -36,8 +35,6 @@ except ModuleNotFoundError as missing:
 
 logger = logging.getLogger(__name__)
 EXIT_START_FAILED, EXIT_ENGINE_FAILED = 1, 70
-ORPHAN_GRACE_S = 3.0
-"""After its parent's death, how long an orderly end may take."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -107,7 +104,9 @@ def run_as_child(fd: int) -> int:
         options = parse_options(**start.options)
         port = ZmqPort(start.bind)
         core = EngineCore(options, port)
-        threading.Thread(target=_obey_parent, args=(channel, core), name="parent", daemon=True).start()
+        threading.Thread(
+            target=obey_parent, args=(channel, core.stop, EXIT_ENGINE_FAILED), name="parent", daemon=True
+        ).start()
         _stop_on_signals(core, options.shutdown_timeout)
         core.start(on_phase)
         channel.send(Ready(address=port.address, startup_s=core.startup_s))
@@ -143,20 +142,6 @@ def _serve(core: EngineCore) -> int:
         logger.exception("the engine failed")
         return EXIT_ENGINE_FAILED
     return 0
-
-
-def _obey_parent(channel: Channel, core: EngineCore) -> None:
-    """Runs on its own thread until the parent says stop or dies."""
-    try:
-        while True:
-            message = channel.receive(Deadline(None))
-            if isinstance(message, Stop):
-                core.stop(message.deadline_s)
-    except (ChannelClosedError, CodecError):
-        core.stop(0.0)
-        timer = threading.Timer(ORPHAN_GRACE_S, os._exit, args=(EXIT_ENGINE_FAILED,))
-        timer.daemon = True
-        timer.start()
 
 
 def _stop_on_signals(core: EngineCore, shutdown_timeout_s: float) -> None:

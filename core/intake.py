@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from importlib.metadata import version
 
 import numpy as np
 
@@ -33,7 +34,7 @@ class Intake:
         self._max_model_len = facts.max_model_len
         self._vocab_size = plan.model.vocab_size
         self._max_logprobs = plan.max_logprobs
-        self._version = plan.model.name
+        self._version = version("headrace")
         self._seed = plan.seed
         self._seeds_drawn = 0
 

@@ -41,7 +41,6 @@ class Ended(msgspec.Struct, frozen=True):
     request: Request
     reason: FinishReason
     stop_token: int | None
-    num_tokens: int
 
 
 class Advance(msgspec.Struct, frozen=True):
@@ -223,7 +222,7 @@ class Scheduler:
             reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH
             request = self._leave(int(rows[index]))
             request.state = State.FINISHED
-            ended.append(Ended(request, reason, stop_token.get(index), int(num_tokens[index])))
+            ended.append(Ended(request, reason, stop_token.get(index)))
         return Advance(rows, token_ids, ended)
 
     # --- pieces of the stages -----------------------------------------------------------------------------------

@@ -11,16 +11,22 @@ Each message is a 4-byte little-endian length and that many bytes. End of file i
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from headrace.ipc.codec import Codec, CodecError
 from headrace.ipc.failure import HeadraceError
+from headrace.ipc.messages import Stop
 from headrace.ipc.wait import Deadline, wait_readable
 
 _LENGTH = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 16 << 20
+ORPHAN_GRACE_S = 3.0
+"""After its parent's death, how long a child's orderly end may take."""
 
 
 class ChannelClosedError(HeadraceError):
@@ -78,3 +84,20 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def obey_parent(channel: Channel, stop: Callable[[float], object], orphan_status: int) -> None:
+    """A child's thread: passes each Stop's deadline_s on to `stop`, until the parent dies.
+
+    Then stops at once, and exits with `orphan_status` if an orderly end takes longer than ORPHAN_GRACE_S.
+    """
+    try:
+        while True:
+            message = channel.receive(Deadline(None))
+            if isinstance(message, Stop):
+                stop(message.deadline_s)
+    except (ChannelClosedError, CodecError):
+        stop(0.0)
+        timer = threading.Timer(ORPHAN_GRACE_S, os._exit, args=(orphan_status,))
+        timer.daemon = True
+        timer.start()

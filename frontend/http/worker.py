@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import signal
 import sys
 import threading
@@ -18,14 +17,12 @@ from headrace.frontend.http.launch import set_up_logging
 from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server import EXIT_ERROR, HttpServer, listen, run_loop, url_of
-from headrace.ipc.channel import Channel, ChannelClosedError
-from headrace.ipc.codec import CodecError
+from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.failure import Failure, HeadraceError
-from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Ready, Start, Stop
+from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Ready, Start
 from headrace.ipc.wait import Deadline
 
 _PR_SET_PDEATHSIG = 1
-_ORPHAN_GRACE_S = 3.0
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,24 +73,12 @@ def _serve(options: WorkerOptions, channel: Channel) -> int:
             channel.send(Ready(address=address, startup_s={"attach": time.monotonic() - began_s}))
 
     server.on_ready = on_ready
-    threading.Thread(target=_obey_parent, args=(channel, server), name="parent", daemon=True).start()
+    threading.Thread(
+        target=obey_parent, args=(channel, server.stop_threadsafe, EXIT_ERROR), name="parent", daemon=True
+    ).start()
     sources = [Attached(address, waits=options.engines_come_back) for address in options.engines]
     status: int = run_loop(server.run(sources))
     return status
-
-
-def _obey_parent(channel: Channel, server: HttpServer) -> None:
-    """Runs on its own thread until the parent says stop or dies."""
-    try:
-        while True:
-            message = channel.receive(Deadline(None))
-            if isinstance(message, Stop):
-                server.stop_threadsafe(message.deadline_s)
-    except (ChannelClosedError, CodecError):
-        server.stop_threadsafe(0.0)
-        timer = threading.Timer(_ORPHAN_GRACE_S, os._exit, args=(EXIT_ERROR,))
-        timer.daemon = True
-        timer.start()
 
 
 if __name__ == "__main__":
