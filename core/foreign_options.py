@@ -85,13 +85,11 @@ FOREIGN: Mapping[str, Foreign] = types.MappingProxyType(
         **_rows("not supported yet; this version runs on the CPU", device=("auto", "cpu")),
         **_rows(
             QUANTIZED,
-            quantization=("gguf",),
             quantization_param_path=(),
             qlora_adapter_name_or_path=(),
             calculate_kv_scales=OFF,
             override_attention_dtype=(),
         ),
-        **_rows("not supported yet; the cache has the type that dtype names", kv_cache_dtype=("auto",)),
         **_rows(COMPILED, enforce_eager=EITHER, compilation_config=({}, 0), optimization_level=()),
         **_rows(COMPILED, cudagraph_capture_sizes=(), max_cudagraph_capture_size=(), cudagraph_metrics=OFF),
         **_rows("retired: it sized CUDA graphs", max_seq_len_to_capture=(8192,), max_context_len_to_capture=(8192,)),

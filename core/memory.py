@@ -6,7 +6,9 @@ from headrace.core.options import Options
 from headrace.core.plan import Facts, MemoryReading, Plan
 from headrace.ipc.failure import OptionError
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "int8": 1}
+SCALE_BYTES = 4
+"""Of the float32 that goes with each row of a cache in fp8 or int8."""
 CPU_CACHE_BYTES = 4 << 30
 """What the cache takes of a CPU's memory unless told otherwise: it is shared with everything else there."""
 NULL_BLOCKS = 1
@@ -15,7 +17,9 @@ NULL_BLOCKS = 1
 
 def block_bytes(plan: Plan) -> int:
     """Bytes of one KV block over all layers."""
-    return plan.block_size * plan.model.kv_elements_per_token * DTYPE_BYTES[plan.dtype]
+    model, element_bytes = plan.model, DTYPE_BYTES[plan.kv_cache_dtype]
+    scale_bytes = SCALE_BYTES * model.kv_rows_per_token if element_bytes == 1 else 0
+    return plan.block_size * (model.kv_elements_per_token * element_bytes + scale_bytes)
 
 
 def blocks_for(num_tokens: int, plan: Plan) -> int:
@@ -83,7 +87,7 @@ def ledger(facts: Facts, plan: Plan) -> str:
         (
             "KV cache",
             facts.kv_cache_bytes,
-            f"{facts.num_blocks} blocks of {plan.block_size} tokens in {plan.dtype}: {tokens} tokens, "
+            f"{facts.num_blocks} blocks of {plan.block_size} tokens in {plan.kv_cache_dtype}: {tokens} tokens, "
             f"{tokens / facts.max_model_len:.1f} requests of {facts.max_model_len}",
         ),
     ]

@@ -50,7 +50,8 @@ def option_specs(struct: type[msgspec.Struct] = Options) -> Mapping[str, OptionS
     specs = {}
     for field in msgspec.structs.fields(struct):
         annotated, option = typing.get_args(hints[field.name])
-        parts = typing.get_args(annotated) if isinstance(annotated, types.UnionType) else (annotated,)
+        is_union = typing.get_origin(annotated) in (types.UnionType, typing.Union)
+        parts = typing.get_args(annotated) if is_union else (annotated,)
         inner = next(part for part in parts if part is not type(None))
         default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
         specs[field.name] = OptionSpec(

@@ -53,6 +53,19 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "Type of weights and activations; auto is the checkpoint's own, bfloat16 for a float32 one and for GGUF",
         ),
     ] = "auto"
+    quantization: Annotated[
+        Literal["gguf", "int8", "int4"] | None,
+        Option(
+            MODEL,
+            "Quantise float weights as they are loaded, to blocks of 8 or 4 bits (embedding and head always to 8); "
+            "gguf: insist on a GGUF file, which is computed as it is stored anyway",
+            default_text="as the checkpoint stores them",
+        ),
+    ] = None
+    quantization_group_size: Annotated[
+        int,
+        Option(MODEL, "How many neighbouring weights share a scale under int8 and int4: 32, 64 or 128", "weights"),
+    ] = 32
     max_model_len: Annotated[
         int | None,
         Option(
@@ -110,6 +123,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = False
 
     block_size: Annotated[int, Option(CACHE, "Size of one block", "tokens", minimum=1, maximum=256)] = 16
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "int8"],
+        Option(
+            CACHE,
+            "Type that keys and values are kept in; auto is dtype. fp8 (which is fp8_e4m3) and int8 come with a scale "
+            "for each token and head, taken from what is written",
+        ),
+    ] = "auto"
     gpu_memory_utilization: Annotated[
         float,
         Option(

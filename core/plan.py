@@ -26,6 +26,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     intermediate_size: int
     kv_elements_per_token: int
     """Keys and values of one token, summed over layers."""
+    kv_rows_per_token: int
+    """Vectors of head_dim elements that those are: a quantised cache keeps a scale for each."""
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, Any]
     """From generation_config.json, under SamplingParams' names."""
@@ -59,6 +61,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     decisions: tuple[Decision, ...]
     weights_stay_packed: bool = False
     """Quantised weights are kept, and computed where the device can, as the checkpoint stores them."""
+    weight_bits: int | None = None
+    """8 or 4: float weights become blocks as they are loaded, in groups of options.quantization_group_size."""
+    kv_cache_dtype: str = "bfloat16"
+    """float32, float16, bfloat16, fp8_e4m3 or int8; the last two with a float32 scale for each row."""
 
 
 class MemoryReading(msgspec.Struct, frozen=True, kw_only=True):

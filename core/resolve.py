@@ -16,6 +16,8 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DEFAULT_MAX_NUM_SEQS = 256
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
+_KV_CACHE_DTYPES = {"fp8": "fp8_e4m3"}
+_GROUP_SIZES = (32, 64, 128)
 _SAMPLING_DEFAULTS = (
     "temperature",
     "top_p",
@@ -46,6 +48,14 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
     max_num_seqs = decide("max_num_seqs", *_max_num_seqs(options, tokens))
     decide("max_num_batched_tokens", tokens, tokens_reason)
     names = options.served_model_name or (model.name,)
+    weight_bits, bits_reason = _weight_bits(options, model)
+    if options.quantization is not None:
+        decide("quantization", options.quantization, bits_reason)
+    kv_cache_dtype = _KV_CACHE_DTYPES.get(options.kv_cache_dtype, options.kv_cache_dtype)
+    if kv_cache_dtype == "auto":
+        kv_cache_dtype = dtype
+    else:
+        decide("kv_cache_dtype", kv_cache_dtype, "asked for")
     decide("served_model_name", ", ".join(names), _asked(bool(options.served_model_name), "the model's own name"))
     if options.seed is None:
         seed = decide("seed", (draw_seed or _draw_seed)(), "drawn at random, as asked; give it to repeat this run")
@@ -66,6 +76,8 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
         served_model_names=names,
         dtype=dtype,
         weights_stay_packed=options.dtype == "auto" and model.checkpoint_dtype not in _FLOAT_DTYPES,
+        weight_bits=weight_bits,
+        kv_cache_dtype=kv_cache_dtype,
         max_model_len=max_model_len,
         max_model_len_is_fixed=options.max_model_len is not None,
         block_size=options.block_size,
@@ -96,6 +108,31 @@ def _dtype(options: Options, model: ModelDescription) -> tuple[str, str]:
     if model.checkpoint_dtype == "float32":
         return "bfloat16", "half the memory of the checkpoint's float32; ask for float32 to keep it"
     return "bfloat16", f"activations of a checkpoint of {model.checkpoint_dtype}; weights stay packed"
+
+
+def _weight_bits(options: Options, model: ModelDescription) -> tuple[int | None, str]:
+    """The bits that float weights are quantised to as they are loaded, None for no such thing; and the reason."""
+    asked, stored, group = options.quantization, model.checkpoint_dtype, options.quantization_group_size
+    if group not in _GROUP_SIZES:
+        raise OptionError(f"quantization_group_size={group} is not to be had; there are 32, 64 and 128")
+    if asked in (None, "gguf"):
+        if group != Options().quantization_group_size:
+            raise OptionError(
+                f"quantization_group_size={group} says how int8 and int4 quantise; ask for quantization=int8 or int4, "
+                "or leave it out"
+            )
+        if asked == "gguf" and stored in _FLOAT_DTYPES:
+            raise OptionError(
+                f"quantization=gguf asks for a quantised GGUF file, and the weights of {model.name} are {stored}; "
+                "leave it out, or quantise them as they are loaded with quantization=int8 or int4"
+            )
+        return None, "the checkpoint is computed as it is stored"
+    if stored not in _FLOAT_DTYPES:
+        raise OptionError(
+            f"quantization={asked} quantises float weights as they are loaded, and those of {model.name} are "
+            f"quantised already ({stored}); leave it out"
+        )
+    return (8 if asked == "int8" else 4), f"asked for; the {stored} weights in groups of {group}"
 
 
 def _max_model_len(options: Options, model: ModelDescription) -> tuple[int, str]:

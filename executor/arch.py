@@ -174,7 +174,12 @@ class ArchSpec:
     @property
     def kv_elements_per_token(self) -> int:
         """Keys and values of one token, summed over layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return self.kv_rows_per_token * self.head_dim
+
+    @property
+    def kv_rows_per_token(self) -> int:
+        """Vectors of head_dim elements that those are."""
+        return 2 * self.num_layers * self.num_kv_heads
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

@@ -10,7 +10,7 @@ from headrace.executor.arch import ArchSpec
 from headrace.executor.batch import Draws, StepArrays
 from headrace.executor.cpu_layers import CpuModel, read_model
 from headrace.executor.cpu_program import ProgramWriter, StepLimits, WrittenProgram
-from headrace.executor.cpu_weights import CpuWeights
+from headrace.executor.cpu_weights import Blocks, CpuWeights
 from headrace.executor.inputs import Chosen, StepLogits
 from headrace.executor.kv_cache import KVCache
 from headrace.executor.weights import WeightSource
@@ -42,7 +42,8 @@ class CpuDecoder:
     """A decoder-only model on one CPU. Used from one thread.
 
     Raises ModelError, naming the tensor, when weights and spec disagree; ValueError where `why_not` has a reason.
-    `keep_packed`: matrices keep the types that the checkpoint stores them in, and `dtype` is that of the KV cache.
+    `keep_packed`: matrices keep the types that the checkpoint stores them in. `blocks`: they are quantised as they
+    are read.
     """
 
     def __init__(
@@ -53,13 +54,15 @@ class CpuDecoder:
         limits: StepLimits,
         *,
         keep_packed: bool = False,
+        blocks: Blocks | None = None,
         used: Runtime | None = None,
     ) -> None:
         if reason := why_not(spec, dtype):
             raise ValueError(f"The CPU program cannot be used: {reason}")
         self.spec, self.dtype, self._limits = spec, dtype, limits
         self.runtime = used or runtime()
-        self._model: CpuModel = read_model(spec, CpuWeights(weights, dtype, self.runtime, keep_packed=keep_packed))
+        reader = CpuWeights(weights, dtype, self.runtime, keep_packed=keep_packed, blocks=blocks)
+        self._model: CpuModel = read_model(spec, reader)
         self.weight_bytes = self._model.nbytes
         """Memory that the weights take."""
         self._written: WrittenProgram | None = None

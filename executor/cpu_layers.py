@@ -66,7 +66,7 @@ def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
     if spec.tied_head:
         head = CpuLinear((table,), (None,))
     else:
-        head = weights.linear_of([(head_name, spec.vocab_size)], width)
+        head = weights.head(head_name, spec.vocab_size, width)
     # A tied checkpoint may carry a copy of the embedding as its head.
     excused = [f"^{re.escape(name)}\\.weight$" for name in names.lm_heads] if spec.tied_head else []
     weights.check_all_used((*names.ignorable, *excused))

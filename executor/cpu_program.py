@@ -16,6 +16,7 @@ from headrace.executor.cpu_layers import CpuLayer, CpuModel, rotary_tables
 from headrace.executor.cpu_weights import CpuLinear
 from headrace.executor.kv_cache import KVCache
 from headrace.kernels.cpu.linear import Runtime
+from headrace.kernels.cpu.ops import CacheScales
 from headrace.kernels.cpu.program import Builder
 from headrace.kernels.cpu.program_parts import Attention, Buffer, LayerCache, Norm, Rotary, SamplingColumns
 from headrace.kernels.cpu.program_run import Program, StepBuffers
@@ -64,7 +65,7 @@ class ProgramWriter:
     def write(self) -> WrittenProgram:
         self._embed()
         for index, (layer, spec) in enumerate(zip(self._model.layers, self._spec.layers, strict=True)):
-            cache = LayerCache(self._kv_cache.keys[index], self._kv_cache.values[index])
+            cache = self._layer_cache(index)
             if self._spec.norm_placement == "post":
                 self._post_norm_layer(layer, spec, cache)
             else:
@@ -79,6 +80,12 @@ class ProgramWriter:
             max_blocks=-(-self._limits.max_positions // self._kv_cache.block_size),
         )
         return WrittenProgram(self._kv_cache, program, buffers, logits.tensor, columns)
+
+    def _layer_cache(self, index: int) -> LayerCache:
+        cache, scales = self._kv_cache, None
+        if cache.key_scales:
+            scales = CacheScales(keys=cache.key_scales[index], values=cache.value_scales[index])
+        return LayerCache(cache.keys[index], cache.values[index], scales)
 
     def _embed(self) -> None:
         model, spec, builder = self._model, self._spec, self._builder

@@ -12,12 +12,24 @@ from torch import Tensor
 
 from headrace.executor.layers import CheckedWeights
 from headrace.executor.weights import WeightSource
-from headrace.kernels.cpu.linear import FLOAT_TYPES, Arena, PackedLinear, Runtime, pack, why_not
+from headrace.kernels.cpu.linear import FLOAT_TYPES, Arena, PackedLinear, Runtime, pack, quantise, why_not
 
 logger = logging.getLogger(__name__)
 
 Stored = Tensor | tuple[str, Tensor]
 """A matrix: floats [rows, columns], or a GGUF type's name and [rows, bytes of a row] uint8."""
+
+OUTER_BITS = 8
+"""What embedding and head are quantised to: their errors reach every token undiluted."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How float weights are quantised as they are read."""
+
+    bits: int
+    """8 or 4, of a layer's matrices."""
+    group_size: int
 
 
 @dataclass(frozen=True)
@@ -41,15 +53,26 @@ class CpuLinear:
 class CpuWeights(CheckedWeights):
     """Reads a source into packed weights. Raises ModelError, naming the weight, where source and config disagree.
 
-    `keep_packed`: matrices keep the types they are stored in, quantised or not. Otherwise all become `dtype`.
+    `keep_packed`: matrices keep the types they are stored in, quantised or not. Otherwise all become `dtype`, or with
+    `blocks` are quantised one by one as they are read.
     """
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype, runtime: Runtime, *, keep_packed: bool) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        dtype: torch.dtype,
+        runtime: Runtime,
+        *,
+        keep_packed: bool = False,
+        blocks: Blocks | None = None,
+    ) -> None:
         super().__init__(source, dtype, torch.device("cpu"))
         self._runtime = runtime
         self._arena = Arena()  # of its own, so that its memory goes with the model
         self._packed = getattr(source, "packed", None) if keep_packed else None
+        self._blocks = blocks
         self._unpacked_types: set[str] = set()
+        self._unquantised: set[str] = set()
 
     def linear_of(
         self, parts: Sequence[tuple[str, int]], in_features: int, *, bias: bool = False, gated: bool = False
@@ -58,7 +81,8 @@ class CpuWeights(CheckedWeights):
 
         gated: two parts, the gate's first. They become a gated weight where their types are the same.
         """
-        stored = [self._stored(f"{name}.weight", rows, in_features) for name, rows in parts]
+        bits = self._blocks.bits if self._blocks else None
+        stored = [self._stored(f"{name}.weight", rows, in_features, bits) for name, rows in parts]
         biases = [self.vector(f"{name}.bias", rows) for name, rows in parts] if bias else None
         weights: list[PackedLinear] = []
         joined_biases: list[Tensor | None] = []
@@ -75,10 +99,18 @@ class CpuWeights(CheckedWeights):
 
     def table(self, name: str, rows: int, columns: int) -> PackedLinear:
         """A matrix [rows, columns] for looking rows up, and multiplying too where the head is tied to it."""
-        return self._pack(self._stored(name, rows, columns), gated=False)
+        bits = OUTER_BITS if self._blocks else None
+        return self._pack(self._stored(name, rows, columns, bits), gated=False)
+
+    def head(self, name: str, rows: int, in_features: int) -> CpuLinear:
+        """The matrix that logits come of."""
+        return CpuLinear((self.table(f"{name}.weight", rows, in_features),), (None,))
 
     def report_unpacked(self) -> None:
-        """Says once which stored types the kernels do not compute, so that those weights were turned into floats."""
+        """Says once which weights are floats as the kernels do not compute them as they are stored, or as asked."""
+        if self._unquantised:
+            group = self._blocks.group_size if self._blocks else 0
+            logger.warning("kept as floats, as groups of %d do not divide rows: %s", group, _listed(self._unquantised))
         if self._unpacked_types:
             types = ", ".join(sorted(self._unpacked_types))
             dtype = str(self.dtype).removeprefix("torch.")
@@ -86,8 +118,10 @@ class CpuWeights(CheckedWeights):
                 "weights of type %s cannot be computed as they are stored; they are kept in %s", types, dtype
             )
 
-    def _stored(self, name: str, rows: int, columns: int) -> Stored:
+    def _stored(self, name: str, rows: int, columns: int, bits: int | None) -> Stored:
         self._check(name, (rows, columns))
+        if bits is not None:
+            return self._quantised(name, columns, bits)
         if self._packed is None:
             return self._source.get(name).to(self.dtype)
         kept: tuple[str, np.ndarray] | None = self._packed(name)
@@ -101,10 +135,23 @@ class CpuWeights(CheckedWeights):
         # torch wants writable memory, which a file's map is not.
         return type_name, torch.from_numpy(data if data.flags.writeable else data.copy())
 
+    def _quantised(self, name: str, columns: int, bits: int) -> Stored:
+        assert self._blocks is not None, "bits come with blocks"
+        floats = self._source.get(name)
+        if columns % self._blocks.group_size:
+            self._unquantised.add(name)
+            return floats.to(self.dtype)
+        return quantise(floats, bits, self._blocks.group_size)
+
     def _pack(self, stored: Stored, *, gated: bool) -> PackedLinear:
         packed = pack(stored, gated=gated, arena=self._arena, runtime_=self._runtime)
         self.nbytes += packed.nbytes
         return packed
+
+
+def _listed(names: set[str]) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 
 
 def _type_name(stored: Stored) -> str:

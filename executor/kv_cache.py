@@ -12,13 +12,21 @@ from torch import Tensor
 from headrace.executor.arch import ArchSpec
 from headrace.ipc.failure import ModelError
 
+SCALED = (torch.int8, torch.float8_e4m3fn)
+"""What a cache can keep only with a scale for each row."""
+
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """One key and one value tensor per layer, each [num_blocks, num_kv_heads, block_size, head_dim]."""
+    """One key and one value tensor per layer, each [num_blocks, num_kv_heads, block_size, head_dim].
+
+    In int8 and fp8 (float8_e4m3fn) each row of head_dim elements is stored divided by its scale.
+    """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    key_scales: tuple[Tensor, ...] = ()  # per layer, where scaled: [num_blocks, num_kv_heads, block_size] float32
+    value_scales: tuple[Tensor, ...] = ()
 
     @property
     def num_blocks(self) -> int:
@@ -30,13 +38,13 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        return sum(t.nbytes for t in (*self.keys, *self.values, *self.key_scales, *self.value_scales))
 
 
 def block_bytes(spec: ArchSpec, block_size: int, dtype: torch.dtype, tp_size: int = 1) -> int:
     """Memory of one block over all layers, keys and values, on one rank."""
-    elements = spec.local_kv_heads(tp_size) * block_size * spec.head_dim
-    return 2 * spec.num_layers * elements * dtype.itemsize
+    row_bytes = spec.head_dim * dtype.itemsize + (torch.float32.itemsize if dtype in SCALED else 0)
+    return 2 * spec.num_layers * spec.local_kv_heads(tp_size) * block_size * row_bytes
 
 
 def allocate(
@@ -55,10 +63,13 @@ def allocate(
     try:
         keys = tuple(make(shape, dtype, device) for _ in range(spec.num_layers))
         values = tuple(make(shape, dtype, device) for _ in range(spec.num_layers))
+        num_scales = spec.num_layers if dtype in SCALED else 0
+        key_scales = tuple(make(shape[:-1], torch.float32, device) for _ in range(num_scales))
+        value_scales = tuple(make(shape[:-1], torch.float32, device) for _ in range(num_scales))
     except (OSError, OverflowError, RuntimeError) as error:
         total = num_blocks * block_bytes(spec, block_size, dtype, tp_size)
         raise ModelError(f"a cache of {num_blocks} blocks needs {total:,} bytes on {device}: {error}") from error
-    return KVCache(keys, values)
+    return KVCache(keys, values, key_scales, value_scales)
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -81,6 +81,7 @@ class NullExecutor(Executor):
             hidden_size=64,
             intermediate_size=256,
             kv_elements_per_token=128,
+            kv_rows_per_token=2,
             eos_token_ids=(self.model.eos_token_id,),
             generation_defaults={},
         )

@@ -18,19 +18,23 @@ from headrace.executor.batch import BatchState
 from headrace.executor.checkpoint import Checkpoint, open_checkpoint
 from headrace.executor.cpu_decoder import CpuDecoder, why_not
 from headrace.executor.cpu_program import StepLimits
+from headrace.executor.cpu_weights import Blocks
 from headrace.executor.decoder import Decoder
 from headrace.executor.families import spec_from_config
 from headrace.executor.host import HostMemory, host_memory, usable_cores
 from headrace.executor.memory_estimate import activation_bytes, weight_elements
 from headrace.executor.runner import ModelRunner
 from headrace.executor.weights import WeightSource
-from headrace.ipc.failure import ModelError
+from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.kernels.cpu import build
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+BLOCK_HEAD_BYTES = {8: 2, 4: 4}
+"""Of a block of 32 quantised weights: its scale, and the minimum of 4-bit ones."""
+CACHE_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 class UniprocExecutor(Executor):
@@ -64,6 +68,7 @@ class UniprocExecutor(Executor):
             hidden_size=spec.hidden_size,
             intermediate_size=spec.intermediate_size,
             kv_elements_per_token=spec.kv_elements_per_token,
+            kv_rows_per_token=spec.kv_rows_per_token,
             eos_token_ids=tuple(checkpoint.eos_token_ids),
             generation_defaults=dict(checkpoint.generation_config),
             why_no_prefix_caching=_why_no_prefix_caching(spec),
@@ -85,6 +90,8 @@ class UniprocExecutor(Executor):
         report("load weights")
         dtype = DTYPES[plan.dtype]
         reason = why_not(self._spec, dtype)
+        if reason:
+            check_op_by_op(plan, reason)
         stays_packed = plan.weights_stay_packed and not reason
         check_weights_fit(self._spec, plan, host_memory(), self._checkpoint.stored_bytes if stays_packed else None)
         self._model = load_model(self._spec, self._checkpoint.weights(), plan, reason)
@@ -102,7 +109,8 @@ class UniprocExecutor(Executor):
         plan, model = self._plan, self._model
         assert plan is not None, "load comes before allocate"
         assert model is not None, "load comes before allocate"
-        cache = kv_cache.allocate(model.spec, num_blocks, plan.block_size, model.dtype, self._device)
+        cache_dtype = CACHE_DTYPES[plan.kv_cache_dtype]
+        cache = kv_cache.allocate(model.spec, num_blocks, plan.block_size, cache_dtype, self._device)
         batch = BatchState(plan.max_num_seqs, max_model_len, plan.block_size, plan.model.eos_token_ids)
         self._runner = ModelRunner(model, cache, batch, vocab_size=model.spec.vocab_size)
         if isinstance(model, CpuDecoder):
@@ -130,10 +138,25 @@ def load_model(spec: ArchSpec, weights: WeightSource, plan: Plan, why_no_program
         use_all_cores()
         return Decoder(spec, weights, dtype, "cpu")
     limits = StepLimits(plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len)
-    model = CpuDecoder(spec, weights, dtype, limits, keep_packed=plan.weights_stay_packed)
+    blocks = Blocks(plan.weight_bits, plan.options.quantization_group_size) if plan.weight_bits else None
+    model = CpuDecoder(spec, weights, dtype, limits, keep_packed=plan.weights_stay_packed, blocks=blocks)
     torch.set_num_threads(1)  # the cores are the program's
     logger.info("computing on %d threads: %s", model.runtime.pool.num_threads, model.runtime.pool.plan.reason)
     return model
+
+
+def check_op_by_op(plan: Plan, reason: str) -> None:
+    """Raises OptionError for what only the program of the CPU kernels computes; `reason` is why it cannot serve."""
+    if plan.weight_bits:
+        raise OptionError(
+            f"quantization={plan.options.quantization} needs the CPU kernels' program, which cannot run "
+            f"{plan.model.name}: {reason}"
+        )
+    if plan.kv_cache_dtype != plan.dtype:
+        raise OptionError(
+            f"kv_cache_dtype={plan.options.kv_cache_dtype} beside dtype={plan.dtype} needs the CPU kernels' program, "
+            f"which cannot run {plan.model.name}: {reason}"
+        )
 
 
 def check_weights_fit(spec: ArchSpec, plan: Plan, memory: HostMemory, stored_bytes: int | None = None) -> None:
@@ -143,6 +166,9 @@ def check_weights_fit(spec: ArchSpec, plan: Plan, memory: HostMemory, stored_byt
     """
     elements, itemsize = weight_elements(spec), DTYPES[plan.dtype].itemsize
     needed_bytes, kind = elements * itemsize, f"of {itemsize} bytes ({plan.dtype})"
+    if plan.weight_bits:
+        needed_bytes = elements * (plan.weight_bits * 32 // 8 + BLOCK_HEAD_BYTES[plan.weight_bits]) // 32
+        kind = f"of {plan.weight_bits} bits"
     if stored_bytes is not None:
         needed_bytes, kind = stored_bytes, f"as stored ({plan.model.checkpoint_dtype})"
     if needed_bytes > memory.available_bytes:

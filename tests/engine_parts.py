@@ -44,6 +44,7 @@ def make_plan(**changes: Any) -> tuple[Plan, Facts]:
         hidden_size=64,
         intermediate_size=64,
         kv_elements_per_token=128,
+        kv_rows_per_token=2,
         eos_token_ids=(EOS,),
         generation_defaults={},
     )

@@ -45,11 +45,17 @@ class Driver:
     """
 
     def __init__(
-        self, decoder: Decoder | CpuDecoder, block_size: int = 8, num_blocks: int = 200, tp_size: int = 1
+        self,
+        decoder: Decoder | CpuDecoder,
+        block_size: int = 8,
+        num_blocks: int = 200,
+        tp_size: int = 1,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.decoder, self.block_size = decoder, block_size
-        self.cache = allocate(decoder.spec, num_blocks, block_size, decoder.dtype, tp_size=tp_size)
-        for tensor in (*self.cache.keys, *self.cache.values):
+        dtype = cache_dtype or decoder.dtype
+        self.cache = cache = allocate(decoder.spec, num_blocks, block_size, dtype, tp_size=tp_size)
+        for tensor in (*cache.key_scales, *cache.value_scales) or (*cache.keys, *cache.values):
             tensor.fill_(float("nan"))
         self.free = list(range(num_blocks))
         random.Random(1).shuffle(self.free)

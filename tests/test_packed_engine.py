@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -10,6 +11,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 from plan_maker import PlanMaker
 from tiny_gguf import save_gguf
 
+from headrace.core.memory import block_bytes
 from headrace.core.options import Options
 from headrace.core.plan import MemoryReading, Plan
 from headrace.core.resolve import resolve
@@ -18,7 +20,7 @@ from headrace.executor.cpu_decoder import CpuDecoder
 from headrace.executor.families import spec_from_config
 from headrace.executor.host import HostMemory
 from headrace.executor.uniproc import UniprocExecutor, check_weights_fit
-from headrace.ipc.failure import ModelError
+from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.step import StepResult
 from headrace.kernels.cpu import build
 
@@ -30,13 +32,25 @@ def q4_1_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_gguf(tiny_models.build("llama"), tmp_path_factory.mktemp("gguf") / "model.gguf", Kind.Q4_1)
 
 
-def started(path: Path, dtype: str = "auto") -> tuple[UniprocExecutor, Plan, MemoryReading]:
-    options = Options(model=str(path), dtype=dtype, block_size=4, max_num_seqs=8, skip_tokenizer_init=True)
+def started(path: Path, **changes: Any) -> tuple[UniprocExecutor, Plan, MemoryReading]:
+    options = Options(model=str(path), block_size=4, max_num_seqs=8, skip_tokenizer_init=True, **changes)
     executor = UniprocExecutor(options)
     plan = resolve(options, executor.describe(lambda name: None))
     reading = executor.load(plan, lambda name: None)
     executor.allocate(num_blocks=200, max_model_len=64)
     return executor, plan, reading
+
+
+def test_a_gguf_file_is_not_quantised_again(q4_1_file: Path) -> None:
+    with pytest.raises(OptionError, match=r"quantised already \(Q4_1\); leave it out"):
+        started(q4_1_file, quantization="int8")
+
+
+@pytest.mark.parametrize("cache_dtype", ["int8", "fp8_e4m3", "float32"])
+def test_the_cache_takes_the_memory_that_the_core_counted(q4_1_file: Path, cache_dtype: str) -> None:
+    executor, plan, _ = started(q4_1_file, kv_cache_dtype=cache_dtype)
+    assert executor._runner is not None
+    assert executor._runner._kv_cache.nbytes == 200 * block_bytes(plan)
 
 
 def decided(plan: Plan) -> tuple[str, str]:
@@ -62,7 +76,7 @@ def test_by_default_a_quantised_file_stays_packed(q4_1_file: Path) -> None:
 
 @pytest.mark.parametrize(("dtype", "kind"), [("float32", "F32"), ("bfloat16", "BF16")])
 def test_a_dtype_that_is_asked_for_dequantises(q4_1_file: Path, dtype: str, kind: str) -> None:
-    executor, plan, reading = started(q4_1_file, dtype)
+    executor, plan, reading = started(q4_1_file, dtype=dtype)
     assert decided(plan) == (dtype, "asked for; weights of Q4_1 are dequantised to it")
     assert types_of(executor) == {kind}
     assert reading.weights_bytes > 3 * q4_1_file.stat().st_size * (1 if kind == "F32" else 0.8)
@@ -116,7 +130,7 @@ def test_sampled_tokens_do_not_depend_on_what_else_is_in_the_batch(q4_1_file: Pa
 
 
 def test_tokens_chosen_by_the_kernels_are_those_of_the_torch_sampler(q4_1_file: Path) -> None:
-    executor, in_torch = started(q4_1_file, "float32")[0], started(q4_1_file, "float32")[0]
+    executor, in_torch = started(q4_1_file, dtype="float32")[0], started(q4_1_file, dtype="float32")[0]
     model = in_torch._model
     assert isinstance(model, CpuDecoder)
     step = model.step

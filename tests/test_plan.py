@@ -28,6 +28,7 @@ def description(**changes: Any) -> ModelDescription:
         "hidden_size": 64,
         "intermediate_size": 256,
         "kv_elements_per_token": 4 * 2 * 64,
+        "kv_rows_per_token": 4 * 2,
         "eos_token_ids": (2,),
         "generation_defaults": {"temperature": 0.7, "top_p": 0.9},
     }

@@ -1,0 +1,97 @@
+"""What `quantization` and `kv_cache_dtype` ask of the CPU program: float weights and caches made small as they come."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from model_driver import DictSource, Driver
+from test_cpu_decoder import LIMITS, relative_error
+from test_models import config_of, random_prompts, reference, reference_logits, state_of
+
+from headrace.core.options import Options
+from headrace.core.resolve import resolve
+from headrace.executor.cpu_decoder import CpuDecoder
+from headrace.executor.cpu_weights import Blocks
+from headrace.executor.families import spec_from_config
+from headrace.executor.uniproc import UniprocExecutor
+from headrace.ipc.failure import OptionError
+from headrace.kernels.cpu import build
+from headrace.kernels.cpu.linear import dequantise, quantise, runtime
+
+pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+
+SAME_WEIGHTS_ERROR = 1e-3
+"""RMS error over the logits' spread when only activations are rounded, to 16 bits."""
+CACHE_ERROR = {torch.int8: 0.05, torch.float8_e4m3fn: 0.2}
+"""The same of a cache: these random models double its rounding (3 bits of mantissa in fp8). A wrong scale gives 1."""
+
+
+def program(name: str, state: dict[str, Any] | None = None, **options: Any) -> CpuDecoder:
+    source = DictSource(state or state_of(reference(name)))
+    return CpuDecoder(
+        spec_from_config(config_of(name)), source, torch.float32, LIMITS, used=runtime(num_threads=1), **options
+    )
+
+
+def logits_of(decoder: CpuDecoder, **options: Any) -> tuple[list[list[int]], list[torch.Tensor]]:
+    return Driver(decoder, **options).greedy(random_prompts((60, 17)), 4, chunk=64)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_as_read_computes_the_dequantised_weights(bits: int) -> None:
+    name, group = "qwen3", 32
+    blocks = Blocks(bits, group)
+    state = state_of(reference(name))
+    rounded = {}
+    for key, weight in state.items():
+        if weight.dim() == 2 and weight.shape[1] % group == 0:
+            own = 8 if "embed" in key or "lm_head" in key else bits
+            rounded[key] = dequantise(*quantise(weight, own, group))
+        else:
+            rounded[key] = weight
+    small, exact = program(name, blocks=blocks), program(name, rounded)
+    assert small.weight_bytes < 0.4 * exact.weight_bytes
+    error = spread = 0.0
+    for ours, theirs in zip(logits_of(small)[1], logits_of(exact)[1], strict=True):
+        error += (ours[0] - theirs[0]).square().mean().item()  # later rows may follow another token
+        spread += theirs[0].var().item()
+    assert 0 < (error / spread) ** 0.5 < SAME_WEIGHTS_ERROR
+    types = {weight.type_name for layer in small._model.layers for weight in (*layer.qkv.weights, *layer.down.weights)}
+    assert types == {"Q8_0" if bits == 8 else "Q4_1"}
+
+
+def test_rows_that_no_group_divides_stay_floats_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        decoder = program("llama3", blocks=Blocks(8, 128))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1, "one warning"
+    assert said[0].startswith("kept as floats, as groups of 128 do not divide rows: ")
+    assert relative_error(decoder, reference("llama3")) < 0.05
+
+
+@pytest.mark.parametrize("cache_dtype", CACHE_ERROR)
+def test_a_scaled_cache_stays_close(cache_dtype: torch.dtype) -> None:
+    name = "llama3"
+    prompts = random_prompts((60, 17))
+    answers, logits = logits_of(program(name), cache_dtype=cache_dtype)
+    error = spread = 0.0
+    for prompt, answer, rows in zip(prompts, answers, logits, strict=True):
+        exact = reference_logits(reference(name), prompt, answer)
+        error += (rows - exact).square().mean().item()
+        spread += exact.var().item()
+    assert 0 < (error / spread) ** 0.5 < CACHE_ERROR[cache_dtype]
+
+
+def test_what_runs_op_by_op_refuses_both(tmp_path: Path) -> None:
+    tiny_models.save("llama_dynamic", tmp_path)
+    for asked in ({"quantization": "int8"}, {"kv_cache_dtype": "int8"}):
+        options = Options(model=str(tmp_path), skip_tokenizer_init=True, **asked)  # type: ignore[arg-type]
+        executor = UniprocExecutor(options)
+        plan = resolve(options, executor.describe(lambda name: None))
+        with pytest.raises(OptionError, match=r"needs the CPU kernels' program, which cannot run .* rotary scaling"):
+            executor.load(plan, lambda name: None)
