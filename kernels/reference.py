@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels.reference_attention import PagedBatch
+from headrace.kernels.reference_attention import CacheScales, PagedBatch
 
 
 class LinearWeight(Protocol):
@@ -90,15 +90,50 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def write_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch) -> None:
-    """Stores each token's key and value at its slot.
+def write_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    scales: CacheScales | None = None,
+) -> None:
+    """Stores each token's key and value at its slot. A token whose slot is negative is padding and stored nowhere.
 
     key, value: [num_tokens, num_kv_heads, head_dim]; caches [num_blocks, num_kv_heads, block_size, head_dim], mutated.
+    An int8 or float8_e4m3fn cache takes values divided by their scale, rounded to nearest and clamped; where `scales`
+    has rows, a row's scale is its largest magnitude over the type's largest value (1 for a row of zeros), and stored.
     """
-    block = torch.div(batch.slot_mapping, batch.block_size, rounding_mode="floor")
-    offset = batch.slot_mapping - block * batch.block_size
-    key_cache[block, :, offset] = key
-    value_cache[block, :, offset] = value
+    slots = batch.slot_mapping
+    if bool((slots < 0).any()):
+        kept = slots >= 0
+        slots, key, value = slots[kept], key[kept], value[kept]
+    block = torch.div(slots, batch.block_size, rounding_mode="floor")
+    offset = slots - block * batch.block_size
+    scales = scales or CacheScales()
+    for rows, cache, scale, row_scales in (
+        (key, key_cache, scales.key, scales.keys),
+        (value, value_cache, scales.value, scales.values),
+    ):
+        if cache.dtype not in LARGEST_STORED:
+            cache[block, :, offset] = rows.to(cache.dtype)
+            continue
+        divisor: Tensor | float = scale
+        if row_scales is not None:
+            largest = rows.float().abs().amax(-1, keepdim=True)
+            divisor = torch.where(largest > 0, largest / LARGEST_STORED[cache.dtype], 1.0)
+            row_scales[block, :, offset] = divisor[..., 0]
+        cache[block, :, offset] = narrow(rows.float() / divisor, cache.dtype)
+
+
+LARGEST_STORED: Mapping[torch.dtype, float] = MappingProxyType({torch.int8: 127.0, torch.float8_e4m3fn: 448.0})
+"""The cache types that carry scales."""
+
+
+def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x float32 of any shape, rounded to nearest and clamped to what int8 or float8_e4m3fn holds."""
+    clamped = x.clamp(-LARGEST_STORED[dtype], LARGEST_STORED[dtype])
+    return clamped.round().to(dtype) if dtype == torch.int8 else clamped.to(dtype)
 
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(

@@ -38,6 +38,8 @@ class PagedBatch:
     block_size: int
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
     """What a kernel derives once and uses in every layer; dropped with the step."""
+    max_query_len: int | None = None
+    """The host's bound on the tokens of any one sequence; 1 spares a GPU the kernel for prompts. None: not known."""
 
     @cached_property
     def query_starts(self) -> list[int]:
@@ -55,26 +57,46 @@ class AttentionParams:
     """A token sees itself and the sliding_window - 1 before it."""
     soft_cap: float | None = None
     """Scores become soft_cap * tanh(score / soft_cap)."""
+    batch_invariant: bool = False
+    """Asks a GPU for sums in an order that depends on neither the rest of the batch nor how a prompt was cut up."""
+
+
+@dataclass(frozen=True)
+class CacheScales:
+    """The scales of an int8 or e4m3 cache: one for the layer, or (dynamic) one per row, made as rows are written."""
+
+    key: float = 1.0
+    value: float = 1.0
+    keys: Tensor | None = None  # [num_blocks, num_kv_heads, block_size] float32
+    values: Tensor | None = None  # [num_blocks, num_kv_heads, block_size] float32
 
 
 def paged_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, params: AttentionParams
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    params: AttentionParams,
+    scales: CacheScales | None = None,
 ) -> Tensor:
     """Each token attends to its sequence's cached keys up to its own position, which are already written.
 
-    query [num_tokens, num_heads, head_dim]; caches [num_blocks, num_kv_heads, block_size, head_dim]; query head h
-    reads key/value head h // (num_heads / num_kv_heads). Returns [num_tokens, num_heads, head_dim] in query's dtype.
-    Sums are accumulated in float32. Slots beyond a sequence's length are never used, whatever they hold.
+    query [num_tokens, num_heads, head_dim]; caches [num_blocks, num_kv_heads, block_size, head_dim], in query's dtype,
+    int8 or float8_e4m3fn, the last two with their scales; query head h reads key/value head
+    h // (num_heads / num_kv_heads). Returns [num_tokens, num_heads, head_dim] in query's dtype. Sums are accumulated
+    in float32. Slots beyond a sequence's length are never used, whatever they hold; the tokens of a sequence of length
+    0 are padding and get zeros.
     """
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    keys, values = _caches(query.dtype, key_cache, value_cache, scales)
     key = ("plan", key_cache.shape[1], params.sliding_window)
     if key not in batch.memo:
         batch.memo[key] = _plan(batch, key_cache.shape[1], params.sliding_window)
     groups, prompts = batch.memo[key]
     for group in groups:
-        _attend_decodes(query, key_cache, value_cache, group, params, out)
+        _attend_decodes(query, keys, values, group, params, out)
     for prompt in prompts:
-        _attend_prompt(query, key_cache, value_cache, prompt, params, out)
+        _attend_prompt(query, keys, values, prompt, params, out)
     return out
 
 
@@ -109,6 +131,8 @@ def _plan(batch: PagedBatch, num_kv_heads: int, window: int | None) -> tuple[lis
     heads = torch.arange(num_kv_heads, device=batch.block_tables.device)[:, None]
     for seq, context_len in enumerate(lens):
         num_tokens = starts[seq + 1] - starts[seq]
+        if context_len == 0:
+            continue
         first_visible = max(0, context_len - num_tokens - window + 1) if window is not None else 0
         first_block, end_block = first_visible // size, -(-context_len // size)
         if num_tokens == 1:
@@ -160,16 +184,50 @@ def _decode_group(
     )
 
 
-def _gather(cache: Tensor, rows: Tensor, *shape: int) -> Tensor:
-    num_blocks, num_kv_heads, block_size, head_dim = cache.shape
-    flat = cache.view(num_blocks * num_kv_heads, block_size * head_dim)
-    return flat.index_select(0, rows).view(*shape, -1, head_dim)
+@dataclass(frozen=True, eq=False)
+class _Cache:
+    """Keys or values, and how they are read."""
+
+    stored: Tensor  # [num_blocks, num_kv_heads, block_size, head_dim]
+    dtype: torch.dtype
+    scale: float
+    row_scales: Tensor | None  # [num_blocks, num_kv_heads, block_size] float32
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.stored.shape[1]
+
+
+def _caches(
+    dtype: torch.dtype, key_cache: Tensor, value_cache: Tensor, scales: CacheScales | None
+) -> tuple[_Cache, _Cache]:
+    scales = scales or CacheScales()
+    return (
+        _Cache(key_cache, dtype, scales.key, scales.keys),
+        _Cache(value_cache, dtype, scales.value, scales.values),
+    )
+
+
+def _gather(cache: _Cache, rows: Tensor, *shape: int) -> Tensor:
+    """[*shape, length, head_dim] in the cache's dtype for reading."""
+    num_blocks, num_kv_heads, block_size, head_dim = cache.stored.shape
+    flat = cache.stored.view(num_blocks * num_kv_heads, block_size * head_dim)
+    if flat.dtype == torch.float8_e4m3fn:
+        flat = flat.view(torch.uint8)  # bytes are gathered on every device
+    found = flat.index_select(0, rows).view(*shape, -1, head_dim)
+    if cache.stored.dtype == cache.dtype:
+        return found
+    wide = found.view(cache.stored.dtype).float()
+    if cache.row_scales is None:
+        return (wide * cache.scale).to(cache.dtype)
+    factors = cache.row_scales.view(num_blocks * num_kv_heads, block_size).index_select(0, rows)
+    return (wide * factors.view(*shape, -1, 1)).to(cache.dtype)
 
 
 def _attend_decodes(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, group: _DecodeGroup, params: AttentionParams, out: Tensor
+    query: Tensor, key_cache: _Cache, value_cache: _Cache, group: _DecodeGroup, params: AttentionParams, out: Tensor
 ) -> None:
-    count, num_kv_heads = len(group.tokens), key_cache.shape[1]
+    count, num_kv_heads = len(group.tokens), key_cache.num_kv_heads
     _, num_heads, head_dim = query.shape
     q = query.index_select(0, group.tokens).view(count, num_kv_heads, num_heads // num_kv_heads, head_dim)
     keys = _gather(key_cache, group.rows, count, num_kv_heads)  # [count, num_kv_heads, length, head_dim]
@@ -183,9 +241,9 @@ def _attend_decodes(
 
 
 def _attend_prompt(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, prompt: _Prompt, params: AttentionParams, out: Tensor
+    query: Tensor, key_cache: _Cache, value_cache: _Cache, prompt: _Prompt, params: AttentionParams, out: Tensor
 ) -> None:
-    num_kv_heads = key_cache.shape[1]
+    num_kv_heads = key_cache.num_kv_heads
     _, num_heads, head_dim = query.shape
     span = slice(prompt.first_token, prompt.first_token + prompt.num_tokens)
     per_head = (prompt.num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -227,4 +285,25 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, params
     return (weights @ values.float()).to(query.dtype)
 
 
-REFERENCES: Mapping[str, Callable[..., Any]] = MappingProxyType({"paged_attention": paged_attention})
+def cascade_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    params: AttentionParams,
+    num_shared_tokens: int,
+) -> Tensor:
+    """`paged_attention` of sequences that all begin with the same blocks.
+
+    The first num_shared_tokens of every context, a whole number of blocks, lie in the blocks that the first row of
+    the block tables names; a version may read them once for all (Juravsky et al., "Hydragen", 2024). Windowed layers
+    have no use for it. Raises ValueError when num_shared_tokens is not a whole number of blocks.
+    """
+    if num_shared_tokens % batch.block_size:
+        raise ValueError(f"{num_shared_tokens} shared tokens are not a whole number of blocks of {batch.block_size}")
+    return paged_attention(query, key_cache, value_cache, batch, params)
+
+
+REFERENCES: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {"paged_attention": paged_attention, "cascade_attention": cascade_attention}
+)

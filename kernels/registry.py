@@ -1,7 +1,9 @@
 """An op is a reference, fast versions of it, and for each version a record that answers why not in a sentence.
 
 A fast version lives in a sub-package (`kernels/cpu/`, `kernels/triton/`) in a module with a constant `VERSIONS`,
-a tuple of `Version`. Adding one is adding that file: `ops()` finds it.
+a tuple of `Version`. Adding one is adding that file: `ops()` finds it. A sub-package whose modules are costly to
+import lists its versions in a module `versions`, and nothing else of it is imported. References are found in the
+same way: the modules `reference*` of this package each have a table `REFERENCES`.
 """
 
 from __future__ import annotations
@@ -66,10 +68,8 @@ class Op:
 @functools.cache
 def ops() -> Mapping[str, Op]:
     """Every op by name, with the versions that the sub-packages offer."""
-    from headrace.kernels import reference, reference_attention
-
     versions = _find_versions()
-    table = {**reference.REFERENCES, **reference_attention.REFERENCES}
+    table = _find_references()
     if unknown := sorted({version.op for version in versions} - table.keys()):
         raise ValueError(f"versions of ops that have no reference: {', '.join(unknown)}")
     found = {
@@ -89,6 +89,15 @@ def choose_reference(name: str, **_: Any) -> Callable[..., Any]:
     return ops()[name].reference
 
 
+def _find_references() -> dict[str, Callable[..., Any]]:
+    parent = importlib.import_module("headrace.kernels")
+    found: dict[str, Callable[..., Any]] = {}
+    for module in sorted(pkgutil.iter_modules(parent.__path__), key=lambda module: module.name):
+        if module.name.startswith("reference"):
+            found |= importlib.import_module(f"headrace.kernels.{module.name}").REFERENCES
+    return found
+
+
 def _find_versions() -> list[Version]:
     versions: list[Version] = []
     parent = importlib.import_module("headrace.kernels")
@@ -97,8 +106,9 @@ def _find_versions() -> list[Version]:
         if package_name not in present:
             continue
         package = importlib.import_module(f"headrace.kernels.{package_name}")
-        for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda module: module.name):
-            if not module.name.startswith("_"):
-                imported = importlib.import_module(f"{package.__name__}.{module.name}")
+        names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+        for name in ["versions"] if "versions" in names else names:
+            if not name.startswith("_"):
+                imported = importlib.import_module(f"{package.__name__}.{name}")
                 versions.extend(getattr(imported, "VERSIONS", ()))
     return versions

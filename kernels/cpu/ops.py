@@ -10,13 +10,12 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headrace.kernels.reference_attention import AttentionParams, PagedBatch
+from headrace.kernels.reference_attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.registry import Version
 
 from . import build
@@ -29,16 +28,6 @@ MOST_HEAD_DIM = 256
 MOST_ROW_VALUES = 32768
 WORKSPACE_BYTES = 8 << 20
 """Partial results of sequences whose context is divided among threads; those that do not fit are not divided."""
-
-
-@dataclass(frozen=True)
-class CacheScales:
-    """The scales of an int8 or e4m3 cache: one for the layer, or (dynamic) one per row, made as rows are written."""
-
-    key: float = 1.0
-    value: float = 1.0
-    keys: Tensor | None = None  # [num_blocks, num_kv_heads, block_size] float32
-    values: Tensor | None = None  # [num_blocks, num_kv_heads, block_size] float32
 
 
 def describe_cache(key_cache: Tensor, value_cache: Tensor, scales: CacheScales | None = None) -> KvCacheC:
