@@ -57,12 +57,13 @@ struct PackArgs {
 // Arguments of hr_op_embed: out[i] = W[ids[i]], exactly (then rounded to out_dtype), times `scale`.
 struct EmbedArgs {
   PackedWeight weight;
-  const int32_t* ids;  // [rows], or null: the step's token_ids. Each was checked to be in [0, n).
+  const int32_t* ids;  // [rows], or null: the step's token_ids. Each was checked to be one of the whole table's.
   void* out;           // [rows, k]
   int64_t out_stride;  // elements
   DType out_dtype;
   Rows rows;
   int64_t fixed_rows;
+  int64_t first_id;  // of W's first row; ids of rows that W does not have become zeros: another rank has them
   float scale;
 };
 
@@ -98,10 +99,13 @@ HR_EXPORT void hr_op_embed(const void* raw, const Step& step, int thread, int nu
   float* values = reinterpret_cast<float*>(step.thread_scratch(thread));
   const Range mine = split(rows, thread, num_threads);
   for (int64_t row = mine.begin; row < mine.end; ++row) {
-    if (is_quantised(args.weight.type))
-      unpack_quant_row(args.weight, ids[row], values);
+    const int64_t id = ids[row] - args.first_id;
+    if (id < 0 || id >= args.weight.n)
+      std::memset(values, 0, static_cast<size_t>(k) * sizeof(float));
+    else if (is_quantised(args.weight.type))
+      unpack_quant_row(args.weight, id, values);
     else
-      unpack_float_row(args.weight, ids[row], values);
+      unpack_float_row(args.weight, id, values);
     const int64_t at = row * args.out_stride, whole = k / kLanes * kLanes;
     for (int64_t i = 0; i < whole; i += kLanes)
       store_vector(args.out, at + i, args.out_dtype, load_floats(values + i) * args.scale);

@@ -106,6 +106,7 @@ class EmbedArgs(ctypes.Structure):
         ("out_dtype", ctypes.c_int32),
         ("rows", ctypes.c_int32),
         ("fixed_rows", ctypes.c_int64),
+        ("first_id", ctypes.c_int64),
         ("scale", ctypes.c_float),
     )
 
