@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 
 
 def order_of(policy: str, priority: int, arrival: int) -> tuple[int, ...]:
@@ -30,3 +31,17 @@ def prefill_share(missing_tokens: int, budget_tokens: int, limits: StepLimits, o
     if others_wait and missing_tokens > limits.max_tokens // 2:
         return min(missing_tokens, max(1, budget_tokens // 2)) if budget_tokens else 0
     return min(missing_tokens, budget_tokens)
+
+
+def in_turn(is_pending: np.ndarray, last_step: np.ndarray, num_parts: int) -> np.ndarray:
+    """[num_chosen] indices, ascending: which decoding rows this step takes when a row is in one step at a time.
+
+    Each step takes at most an equal part of all rows, so that `num_parts` steps in flight keep as many pipeline stages
+    busy; those that have waited longest come first. `is_pending` rows ([num_rows] bool) are in a step in flight, and
+    `last_step` ([num_rows]) is the one that last computed each.
+    """
+    known = np.flatnonzero(~is_pending)
+    share = -(-len(is_pending) // num_parts)
+    if len(known) <= share:
+        return known
+    return np.sort(known[np.argsort(last_step[known], kind="stable")[:share]])

@@ -122,7 +122,8 @@ class RowTable:
         self.active = np.zeros(rows, bool)
         # np.zeros maps memory lazily: only the pages of tokens that exist are ever touched.
         self.token_ids = np.zeros((rows, max_model_len), np.int32)
-        self.num_tokens = np.zeros(rows, np.int32)  # prompt and generated
+        self.num_tokens = np.zeros(rows, np.int32)  # prompt and generated, those of steps in flight included
+        self.num_pending = np.zeros(rows, np.int32)  # of those, how many a step in flight has still to tell
         self.num_computed_tokens = np.zeros(rows, np.int32)  # of those, whose keys and values exist or are planned
         self.block_table = np.zeros((rows, -(-max_model_len // block_size)), np.int32)
         self.num_blocks = np.zeros(rows, np.int32)
@@ -133,15 +134,18 @@ class RowTable:
         self.has_stop_token_ids = np.zeros(rows, bool)
         self.client = np.zeros(rows, np.int32)
         self.slot = np.zeros(rows, np.int32)
+        self.entered_step = np.zeros(rows, np.int64)  # the first step that could compute the row for this request
 
-    def enter(self, request: Request, max_model_len: int) -> int:
-        """Gives a request a row. Blocks and computed tokens are set by the caller."""
+    def enter(self, request: Request, max_model_len: int, step: int) -> int:
+        """Gives a request a row, from `step` on. Blocks and computed tokens are set by the caller."""
         row = self.free.pop()
         sampling, tokens = request.sampling, request.token_ids
         self.requests[row] = request
         self.active[row] = True
         self.token_ids[row, : len(tokens)] = tokens
         self.num_tokens[row] = len(tokens)
+        self.num_pending[row] = 0
+        self.entered_step[row] = step
         self.num_computed_tokens[row] = 0
         self.num_blocks[row] = 0
         self.num_prompt_tokens[row] = request.num_prompt_tokens
@@ -154,15 +158,23 @@ class RowTable:
         return row
 
     def leave(self, row: int) -> Request:
-        """Takes the row back; the request keeps its tokens."""
+        """Takes the row back; the request keeps the tokens that are known."""
         request = self.requests[row]
         assert request is not None, f"row {row} is not in use"
-        request.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
+        request.token_ids = self.token_ids[row, : self.num_tokens[row] - self.num_pending[row]].copy()
         request.row = -1
         self.requests[row] = None
         self.active[row] = False
         self.free.append(row)
         return request
+
+    def num_known_tokens(self, rows: np.ndarray) -> np.ndarray:
+        """[num_rows] int32: prompt and generated, without those that a step in flight has still to tell."""
+        return self.num_tokens[rows] - self.num_pending[rows]
+
+    def still_there(self, rows: np.ndarray, step: int) -> np.ndarray:
+        """[num_rows] bool: which rows still hold the request that they held in the plan of `step`."""
+        return self.active[rows] & (self.entered_step[rows] <= step)
 
     def blocks(self, row: int) -> list[int]:
         """The row's block table."""

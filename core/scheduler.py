@@ -3,6 +3,18 @@
 There is no prefill mode and no decode mode. Each request has `num_computed_tokens` chasing `num_tokens`; a step
 hands out a budget of tokens. Chunked prefill, prefix-cache hits, preemption and resumption follow from that.
 A step is a short list of stages (`schedule`), and its answer is taken in `advance`.
+
+Several plans may be in flight: a plan names no token of a running row, so the next can be made before the tokens of
+the one before are known. Such a token is counted (`num_pending`) and filled in when its step's result comes:
+
+    schedule N        schedule N+1             advance(N)                        schedule N+2
+    row 3 samples     row 3 computes that      its token is known; if it ends    row 3 is released; what step
+    a token           token, samples another   the request, the row leaves       N+1 sampled for it is dropped
+
+Every executor runs steps wholly in the order of submission. So blocks and rows that leave may be handed out again at
+once, though a step in flight still writes there: whoever gets them computes later, and writes before it reads.
+
+A class of one's own (`--scheduler-cls`) is derived from `Scheduler` and replaces stages.
 """
 
 from __future__ import annotations
@@ -12,7 +24,7 @@ import numpy as np
 
 from headrace.core.blocks import BlockPool
 from headrace.core.hashing import BlockHasher
-from headrace.core.policies import StepLimits, order_of, prefill_share
+from headrace.core.policies import StepLimits, in_turn, order_of, prefill_share
 from headrace.core.requests import Request, RowTable, State, WaitingQueue
 from headrace.core.step_draft import StepDraft
 from headrace.ipc.messages import FinishReason
@@ -33,6 +45,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     chunked_prefill: bool = True
     prefix_caching: bool = True
     hash_algorithm: str = "sha256"
+    max_steps_in_flight: int = 1
+    rows_run_ahead: bool = True
+    """A row may be in several steps in flight; else it is left out of plans until its last token is known."""
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -77,9 +92,12 @@ class Scheduler:
         self.num_cached_prompt_tokens = 0
         self._arrivals = 0
         self._step = 0
+        self.num_in_flight = 0
+        """Plans whose result has not been taken by `advance`."""
         self._released: list[int] = []  # rows left since the last plan, which the executor has not heard of yet
         self._is_eos = np.zeros(max(config.vocab_size, max(config.eos_token_ids, default=0) + 1), bool)
         self._is_eos[list(config.eos_token_ids)] = True
+        self._last_step = np.zeros(config.max_num_seqs, np.int64)  # in which a row was computed; to take turns by
 
     # --- requests come and go -----------------------------------------------------------------------------------
 
@@ -114,37 +132,51 @@ class Scheduler:
     # --- one step -----------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing can run (no request at all).
+        """The next step, or None when nothing can run: no request at all, or all that could waits for a step in flight.
 
         Decodes come first and always fit (a token each); what is left of the budget is shared among prefills.
         """
         draft = StepDraft(self.config.max_num_batched_tokens)
         while True:
-            self._extend_decodes(draft)
+            if not self._extend_decodes(draft):
+                return None
             self._extend_prefills(draft)
             self._admit_waiting(draft)
             self._top_up_prefills(draft)
-            if not draft.is_empty or not self.num_running:
+            if not draft.is_empty or not self.num_running or self.num_in_flight:
                 break
             self._preempt(self._last_served())  # partial prefills block each other: the last to be served yields
         if draft.is_empty:
             return None
         return self._seal(draft)
 
-    def _extend_decodes(self, draft: StepDraft) -> None:
-        """Every request that lacks only its last token gets it; the last served give way when blocks run out."""
+    def _extend_decodes(self, draft: StepDraft) -> bool:
+        """Every request that lacks only its last token gets it; the last served give way when blocks run out.
+
+        False, with nothing done, when one would have to give way while a step is in flight: its result may end a
+        request and free blocks, and a request that gives way loses no token that is being computed.
+        """
         table, block_size = self.rows, self.config.block_size
         while True:
             running = table.active.nonzero()[0]
             decodes = running[table.num_tokens[running] - table.num_computed_tokens[running] == 1]
+            if self.num_in_flight or not self.config.rows_run_ahead:
+                # One token more would be beyond the limit that ends the request: it only waits for its last one.
+                decodes = decodes[table.num_tokens[decodes] < table.max_tokens_total[decodes]]
+            if not self.config.rows_run_ahead:
+                is_pending, last_step = table.num_pending[decodes] > 0, self._last_step[decodes]
+                decodes = decodes[in_turn(is_pending, last_step, self.config.max_steps_in_flight)]
             full = decodes[table.num_computed_tokens[decodes] >= table.num_blocks[decodes] * block_size]
             if len(full) <= self.pool.num_available:
                 break
+            if self.num_in_flight:
+                return False
             self._preempt(self._last_served())
         blocks = self.pool.allocate(len(full))
         table.block_table[full, table.num_blocks[full]] = blocks
         table.num_blocks[full] += 1
         draft.add_decodes(decodes, full, blocks)
+        return True
 
     def _extend_prefills(self, draft: StepDraft) -> None:
         """Requests admitted before, whose prompt is not computed yet, in the order they are served."""
@@ -169,7 +201,7 @@ class Scheduler:
             if count == 0:
                 break
             self.waiting.pop()
-            row = table.enter(request, self.config.max_model_len)
+            row = table.enter(request, self.config.max_model_len, self._step + 1)
             self.pool.acquire(cached)
             table.append_blocks(row, cached)
             table.num_computed_tokens[row] = len(cached) * self.config.block_size
@@ -193,21 +225,34 @@ class Scheduler:
         self._step += 1
         plan = draft.seal(self._step, self.rows, self._released)
         self._released = []
-        self.rows.num_computed_tokens[plan.rows] += plan.num_tokens
+        table, sampled = self.rows, plan.rows[plan.sampled]
+        table.num_computed_tokens[plan.rows] += plan.num_tokens
         if self.hasher is not None:
-            computed = self.rows.num_computed_tokens[draft.decodes]
-            for row in draft.decodes[computed % self.config.block_size == 0].tolist():
-                self._publish(row, int(self.rows.num_computed_tokens[row]) - 1, 1)
+            computed = table.num_computed_tokens[draft.decodes]
+            full = draft.decodes[computed % self.config.block_size == 0]
+            for row in full[table.num_pending[full] == 0].tolist():  # a pending token is hashed once it is known
+                self._publish(row, int(table.num_computed_tokens[row]) - 1, 1)
+        table.num_tokens[sampled] += 1
+        table.num_pending[sampled] += 1
+        if not self.config.rows_run_ahead:
+            self._last_step[plan.rows] = self._step
+        self.num_in_flight += 1
         return plan
 
     # --- the answer ---------------------------------------------------------------------------------------------
 
     def advance(self, result: StepResult) -> Advance:
-        """Takes the sampled tokens in, ends what they end, and says so. Failed rows are dropped by the caller."""
+        """Takes the sampled tokens in, ends what they end, and says so. Results come in the order of their plans.
+
+        Failed rows are dropped by the caller, and so is what the result tells of rows that hold another request by
+        now, or none (`outputs.drop_departed`).
+        """
+        self.num_in_flight -= 1
         table, rows, token_ids = self.rows, result.rows, result.token_ids
-        table.token_ids[rows, table.num_tokens[rows]] = token_ids
-        table.num_tokens[rows] += 1
-        num_tokens = table.num_tokens[rows]
+        num_tokens = table.num_known_tokens(rows)
+        table.token_ids[rows, num_tokens] = token_ids
+        table.num_pending[rows] -= 1
+        num_tokens += 1
         may_stop = num_tokens > table.min_tokens_total[rows]
         stopped = may_stop & table.stops_at_eos[rows] & self._is_eos[token_ids]
         stop_token: dict[int, int] = {}
@@ -223,6 +268,11 @@ class Scheduler:
             request = self._leave(int(rows[index]))
             request.state = State.FINISHED
             ended.append(Ended(request, reason, stop_token.get(index)))
+        if self.hasher is not None and self.num_in_flight:
+            # Blocks whose last token a step in flight computes, and that could not be named before it was known.
+            full = (num_tokens % self.config.block_size == 0) & (table.num_computed_tokens[rows] >= num_tokens)
+            for index in (full & table.active[rows]).nonzero()[0].tolist():
+                self._publish(int(rows[index]), int(num_tokens[index]) - 1, 1)
         return Advance(rows, token_ids, ended)
 
     # --- pieces of the stages -----------------------------------------------------------------------------------
@@ -289,6 +339,7 @@ class Scheduler:
 
     def _preempt(self, row: int) -> None:
         """By recomputation: the request gives up row and blocks and waits in its old place in the order."""
+        assert not self.num_in_flight, "a request was to give way while a step was in flight"
         request = self._leave(row)
         request.num_preemptions += 1
         self.num_preemptions += 1

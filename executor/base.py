@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from headrace.core.plan import MemoryReading, ModelDescription, Plan
+from headrace.ipc.control import WorkerAnswer, WorkerCommand
+from headrace.ipc.failure import HeadraceError
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
 
@@ -16,9 +18,20 @@ Report = Callable[[str], None]
 class Executor(ABC):
     """Runs one model, in this process or in workers. Called from the core's loop thread only.
 
-    Life: describe > load > allocate > (submit > collect)* > stop. `submit` and `collect` are apart so that the
-    core can plan step N+1 while step N runs; results come back in the order of submission.
+    Life: describe > load > allocate > (submit > collect | control)* > stop. `submit` and `collect` are apart so that
+    the core can plan step N+1 while step N runs. Steps are computed wholly in the order of submission, on every rank,
+    and results come back in that order: the core hands blocks out again that a step in flight still writes to, and
+    plans rows whose last token only the step before will know. That token is the executor's to append.
     """
+
+    max_steps_in_flight: int = 1
+    """Most steps that may be submitted and not collected. With 1, `collect` follows each `submit`. This and the next
+    two are known once the executor is constructed."""
+    num_stages: int = 1
+    """Pipeline stages. With more than one, a row is in one step in flight at most: it is planned again only once its
+    last token has been collected. Other rows' steps fill the other stages."""
+    async_by_default: bool = False
+    """Whether the core plans ahead unless it is told not to: steps run in other processes, or gain by it here."""
 
     @abstractmethod
     def describe(self, report: Report) -> ModelDescription:
@@ -49,6 +62,13 @@ class Executor(ABC):
     @abstractmethod
     def collect(self) -> StepResult:
         """The result of the oldest submitted step. Raises what ended the engine, if anything did."""
+
+    def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
+        """Carries out a command on every worker, with no step in flight; their answers, by rank.
+
+        Raises HeadraceError, with what is as it was before, when the command cannot be carried out.
+        """
+        raise HeadraceError(f"{type(self).__name__} does not carry out {type(command).__name__}")
 
     @abstractmethod
     def stop(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from headrace.ipc.codec import Tensor
+from headrace.ipc.control import Commands, ControlResult
 from headrace.ipc.failure import Failure
 
 WIRE_VERSION = 1
@@ -97,11 +98,18 @@ class ResetPrefixCache(Message):
     call: int
 
 
+class Control(Message):
+    """Answered by a Reply with what the command's own page says (see control.py)."""
+
+    call: int
+    command: Commands
+
+
 class Goodbye(Message):
     """The client leaves; its unfinished requests are freed without an answer."""
 
 
-ClientMessage = Hello | AddRequest | Abort | FetchTokenizer | GetStats | ResetPrefixCache | Goodbye
+ClientMessage = Hello | AddRequest | Abort | FetchTokenizer | GetStats | ResetPrefixCache | Control | Goodbye
 
 
 # --- core -> client ---------------------------------------------------------------------------------------------
@@ -218,6 +226,13 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
     num_prompt_tokens: int
     num_cached_prompt_tokens: int
     num_generated_tokens: int
+    num_step_gaps: int = 0
+    """Steps that had work to follow on: whose forward pass could have begun when the one before ended."""
+    step_gap_s: float = 0.0
+    """Sum of the times between those passes, in which the model stood still."""
+    forward_s: float = 0.0
+    """Sum of the times of all forward passes, sampling within them included."""
+    paused: bool = False
 
 
 class Welcome(Message):
@@ -246,7 +261,7 @@ class Welcome(Message):
 
 class Reply(Message):
     call: int
-    result: TokenizerBundle | EngineStats | None = None
+    result: TokenizerBundle | EngineStats | ControlResult | None = None
     failure: Failure | None = None
 
 

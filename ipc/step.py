@@ -79,3 +79,6 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     logprobs: LogprobRows | None = None
     prompt_logprobs: tuple[PromptLogprobRun, ...] = ()
     failures: tuple[RowFailure, ...] = ()
+    began_s: float = 0.0
+    """When the forward pass began and ended, by the worker's monotonic clock; 0 when it does not tell."""
+    ended_s: float = 0.0

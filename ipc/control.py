@@ -1,0 +1,113 @@
+"""The control channel: what a running engine can be told and asked besides requests. One message type per command.
+
+    client --- Control(call, command) ---> core's loop --- control(command) ---> executor --- its workers
+    client <-- Reply(call, result) ------- core's loop <-- WorkerAnswer of each rank --------/
+
+The loop carries commands out one after another, between steps, with none in flight; a request is never half-way
+through one. The same in one process and across several, as it is the same messages. There is no call of a method by
+name: a client can ask for what stands here, and for what a worker extension understands (`CallExtension`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class Command(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """Base of all commands."""
+
+
+class PauseGeneration(Command):
+    """No step is computed from now on, until ResumeGeneration. Requests may come meanwhile, and wait.
+
+    Answered, with nothing, once no request is running (`abort`, `wait`) or all stand still (`keep`).
+    """
+
+    mode: Literal["abort", "wait", "keep"] = "abort"
+    """What happens to the requests that are here: they end with finish reason abort; they are finished first; they
+    are kept as they are and go on after the pause."""
+    clear_cache: bool = True
+    """Forget cached blocks; with `keep`, requests then compute theirs again when they go on."""
+
+
+class ResumeGeneration(Command):
+    """Ends a pause; answered with nothing. Without a pause it changes nothing."""
+
+
+class ReloadWeights(Command):
+    """Reads the weights again, of a checkpoint with the same config. Answered with nothing.
+
+    Requests that run go on with the new weights, and compute their keys and values again; the prefix cache is
+    forgotten. When it fails the old weights stay.
+    """
+
+    path: str = ""
+    """A folder or file as the option `model` takes it; empty for the model's own."""
+
+
+class StartProfile(Command):
+    """Records what the core and its workers do, until StopProfile. Answered with nothing."""
+
+    prefix: str = ""
+    """What the files' names begin with: letters, digits, - and _."""
+
+
+class StopProfile(Command):
+    """Writes what was recorded into the engine's profile folder. Answered with ProfileFiles."""
+
+
+class DescribeEngine(Command):
+    """Answered with an EngineReport."""
+
+
+class CallExtension(Command):
+    """For the worker extension (option worker_extension_cls). Answered with ExtensionAnswers."""
+
+    payload: dict[str, Any]
+
+
+Commands = (
+    PauseGeneration | ResumeGeneration | ReloadWeights | StartProfile | StopProfile | DescribeEngine | CallExtension
+)
+WorkerCommand = ReloadWeights | StartProfile | StopProfile | DescribeEngine | CallExtension
+"""What an executor passes on to each of its workers."""
+
+
+class WorkerAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What one worker says to a WorkerCommand that went well."""
+
+    rank: int = 0
+    files: tuple[str, ...] = ()
+    """That it wrote, for StopProfile."""
+    facts: dict[str, Any] = {}
+    """About itself, for DescribeEngine: pid, device, threads, bytes of weights and cache, and what else it knows."""
+    payload: dict[str, Any] = {}
+    """Of its extension, for CallExtension."""
+
+
+class ProfileFiles(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
+    paths: tuple[str, ...]
+    """On the engine's host. JSON of the trace-event format, for ui.perfetto.dev or chrome://tracing."""
+
+
+class ExtensionAnswers(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
+    payloads: tuple[dict[str, Any], ...]
+    """One of each worker, by rank."""
+
+
+class EngineReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
+    """What was asked, decided and found, as plain data."""
+
+    options: dict[str, Any]
+    """Those that differ from their defaults."""
+    decisions: tuple[tuple[str, str, str], ...]
+    """Name, value and reason of everything that was decided."""
+    facts: dict[str, Any]
+    """Found at run time: number of blocks, fitted length, memory."""
+    workers: tuple[dict[str, Any], ...]
+    """By rank; see WorkerAnswer.facts."""
+
+
+ControlResult = ProfileFiles | ExtensionAnswers | EngineReport
