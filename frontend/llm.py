@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.frontend.background import BackgroundLoop
@@ -23,7 +24,7 @@ from headrace.frontend.own_engine import (
 )
 from headrace.frontend.prompts import Prompt, parse_prompts, parse_single_prompt, tokenize
 from headrace.frontend.sampling_params import RequestOutputKind, SamplingParams
-from headrace.frontend.sync_stream import SyncStream
+from headrace.frontend.sync_stream import Put, SyncStream, start_pump
 from headrace.frontend.transport import Transport, ZmqTransport
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 
@@ -146,12 +147,20 @@ class LLM:
 
         Closing it (or leaving its `with` block, or forgetting it) aborts the request. Raises as `generate` does.
         """
-        self._check_usable()
-        parsed = parse_single_prompt(prompt)
-        tokenize([parsed], self._client.tokenizer)
-        (params,) = params_for(sampling_params, self.get_default_sampling_params(), 1, RequestOutputKind.DELTA)
-        check_batch([parsed], [params], self._client)
+        parsed, params = self._prepare(prompt, sampling_params, RequestOutputKind.DELTA)
         return SyncStream(self._background, self._client, (self._new_request_id(), parsed, params, priority))
+
+    def start_request(
+        self, request_id: str, prompt: Any, sampling_params: SamplingParams | None, priority: int, put: Put
+    ) -> Callable[[], None]:
+        """Submits one prompt; `put` hears of it from the client's thread (see sync_stream.py). Gives what aborts it.
+
+        Outputs are cumulative unless `sampling_params.output_kind` says else. Raises as `generate` does.
+        """
+        kind = sampling_params.output_kind if sampling_params is not None else RequestOutputKind.CUMULATIVE
+        parsed, params = self._prepare(prompt, sampling_params, kind)
+        task = self._background.run(start_pump(self._client, (request_id, parsed, params, priority), put))
+        return functools.partial(self._background.call_soon, task.cancel)
 
     def get_tokenizer(self) -> Tokenizer:
         """Raises InvalidRequestError when the engine runs without one."""
@@ -198,6 +207,17 @@ class LLM:
         requests = list(zip(ids, prompts, params, priorities, strict=True))
         with _progress_bar(len(requests), use_tqdm) as on_done:
             return self._background.run(run_batch(self._client, requests, on_done))
+
+    def _prepare(
+        self, prompt: Any, sampling_params: SamplingParams | None, kind: RequestOutputKind
+    ) -> tuple[Prompt, SamplingParams]:
+        """One prompt, tokenised and checked, and its own parameters."""
+        self._check_usable()
+        parsed = parse_single_prompt(prompt)
+        tokenize([parsed], self._client.tokenizer)
+        (params,) = params_for(sampling_params, self.get_default_sampling_params(), 1, kind)
+        check_batch([parsed], [params], self._client)
+        return parsed, params
 
     def _new_request_id(self) -> str:
         return str(next(self._request_ids))

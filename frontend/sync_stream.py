@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+from collections.abc import Callable
 from typing import Any
 
 from headrace.frontend.background import BackgroundLoop
@@ -11,6 +12,9 @@ from headrace.frontend.client import CoreClient
 from headrace.frontend.outputs import RequestOutput
 from headrace.frontend.prompts import Prompt
 from headrace.frontend.sampling_params import SamplingParams
+
+Put = Callable[[RequestOutput | BaseException | None], Any]
+"""Takes a request's outputs as they come; then None at its end, or what ended it."""
 
 
 class SyncStream:
@@ -23,7 +27,7 @@ class SyncStream:
         self._outputs: queue.SimpleQueue[RequestOutput | BaseException | None] = queue.SimpleQueue()
         self._ended = False
         # The task knows the queue and not this object, so that forgetting this object ends the task.
-        self._task: asyncio.Task[None] = background.run(_start(client, request, self._outputs))
+        self._task: asyncio.Task[None] = background.run(start_pump(client, request, self._outputs.put))
 
     def __iter__(self) -> SyncStream:
         return self
@@ -60,16 +64,19 @@ class SyncStream:
             self.close()
 
 
-async def _start(client: CoreClient, request: tuple[str, Prompt, SamplingParams, int], outputs: Any) -> Any:
+async def start_pump(
+    client: CoreClient, request: tuple[str, Prompt, SamplingParams, int], put: Put
+) -> asyncio.Task[None]:
+    """Submits a request, and puts its outputs as they come; then None, or what ended it. Cancelling it aborts."""
     stream = client.submit(*request)
 
     async def pump() -> None:
         try:
             async for output in stream:
-                outputs.put(output)
-            outputs.put(None)
+                put(output)
+            put(None)
         except BaseException as error:
-            outputs.put(None if isinstance(error, asyncio.CancelledError) else error)
+            put(None if isinstance(error, asyncio.CancelledError) else error)
         finally:
             client.abort_stream(stream)
 

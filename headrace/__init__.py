@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headrace.frontend.async_llm import AsyncLLM
     from headrace.frontend.llm import LLM, connect
+    from headrace.frontend.llm_engine import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine
     from headrace.frontend.outputs import CompletionOutput, Logprob, RequestOutput
     from headrace.frontend.prompts import TextPrompt, TokensPrompt
     from headrace.frontend.sampling_params import RequestOutputKind, SamplingParams
@@ -32,14 +33,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AsyncEngineArgs": "frontend.llm_engine",
     "AsyncLLM": "frontend.async_llm",
+    "AsyncLLMEngine": "frontend.llm_engine",
     "CompletionOutput": "frontend.outputs",
+    "EngineArgs": "frontend.llm_engine",
     "EngineDeadError": "ipc.failure",
     "EngineStartError": "ipc.failure",
     "Failure": "ipc.failure",
     "HeadraceError": "ipc.failure",
     "InvalidRequestError": "ipc.failure",
     "LLM": "frontend.llm",
+    "LLMEngine": "frontend.llm_engine",
     "Logprob": "frontend.outputs",
     "ModelError": "ipc.failure",
     "OptionError": "ipc.failure",
@@ -58,12 +63,16 @@ __all__ = [  # noqa: RUF022 - the first few are what people come for
     "AsyncLLM",
     "SamplingParams",
     "connect",
+    "AsyncEngineArgs",
+    "AsyncLLMEngine",
     "CompletionOutput",
+    "EngineArgs",
     "EngineDeadError",
     "EngineStartError",
     "Failure",
     "HeadraceError",
     "InvalidRequestError",
+    "LLMEngine",
     "Logprob",
     "ModelError",
     "OptionError",

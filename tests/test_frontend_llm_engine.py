@@ -1,0 +1,98 @@
+"""Requests added by hand and stepped, on a core in memory."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import pytest
+from fake_core import Faults, MemoryCore, expected_text, memory_core
+
+from headrace import LLM, EngineArgs, InvalidRequestError, LLMEngine, OptionError, RequestFailedError, SamplingParams
+from headrace.ipc.messages import Abort
+
+pytestmark = pytest.mark.usefixtures("private_cache")
+
+
+@pytest.fixture
+def core() -> Iterator[MemoryCore]:
+    with memory_core() as running:
+        yield running
+
+
+@pytest.fixture
+def llm(core: MemoryCore) -> Iterator[LLM]:
+    with LLM.attach(core.transport) as attached:
+        yield attached
+
+
+def test_every_request_is_stepped_to_its_one_finished_output(llm: LLM) -> None:
+    engine = LLMEngine(llm)
+    lengths = {"a": 9, "b": 3, "c": 6}
+    for name, length in lengths.items():
+        engine.add_request(name, f"Hello {name}", SamplingParams(max_tokens=length))
+    assert engine.get_num_unfinished_requests() == 3
+    finished = {}
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        assert outputs, "a step waits for news"
+        for output in outputs:
+            assert output.request_id not in finished
+            if output.finished:
+                finished[output.request_id] = output
+    assert engine.step() == []
+    for name, length in lengths.items():
+        assert finished[name].outputs[0].text == expected_text(llm, finished[name].prompt_token_ids, length)
+
+
+def test_an_id_is_free_again_after_an_abort_and_the_old_request_is_silent(llm: LLM, core: MemoryCore) -> None:
+    core.pause()
+    engine = LLMEngine(llm)
+    engine.add_request("a", "one that goes on", SamplingParams(max_tokens=500, ignore_eos=True))
+    with pytest.raises(InvalidRequestError, match="'a' is running; ids must be unique"):
+        engine.add_request("a", "another")
+    engine.abort_request("a")
+    assert not engine.has_unfinished_requests()
+    engine.add_request("a", "another", SamplingParams(max_tokens=2))
+    core.resume()
+    seen = []
+    while engine.has_unfinished_requests():
+        seen += engine.step()
+    assert [output.request_id for output in seen if output.finished] == ["a"]
+    assert seen[-1].prompt == "another"
+    assert any(isinstance(message, Abort) for message in core.core.received)
+
+
+def test_a_failed_request_is_raised_once_and_the_others_go_on() -> None:
+    with memory_core(faults=Faults(failing_prompts=(9,))) as core, LLM.attach(core.transport) as llm:
+        engine = LLMEngine(llm)
+        for name, token in (("good", 5), ("bad", 9)):
+            engine.add_request(name, [token], SamplingParams(max_tokens=4))
+        finished, errors = [], []
+        while engine.has_unfinished_requests():
+            try:
+                finished += [output.request_id for output in engine.step() if output.finished]
+            except RequestFailedError as error:
+                errors.append(str(error))
+        assert finished == ["good"]
+        assert len(errors) == 1
+        assert "the model gave NaN" in errors[0]
+
+
+def test_bad_input_is_refused_before_anything_runs(llm: LLM) -> None:
+    engine = LLMEngine(llm)
+    with pytest.raises(InvalidRequestError):
+        engine.add_request("a", {"no": "prompt"})
+    assert not engine.has_unfinished_requests()
+    with pytest.raises(OptionError, match="max_model_len"):
+        EngineArgs(max_model_length=3)
+
+
+def test_engine_args_are_the_options_of_an_llm() -> None:
+    args = EngineArgs(model="some/model", max_num_seqs=4)
+    assert vars(args) == {"model": "some/model", "max_num_seqs": 4}
+    assert (args.max_num_seqs, args.block_size) == (4, 16)
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    parser.add_argument("--mine")
+    found = parser.parse_args(["--model", "some/model", "--max-num-seqs", "4", "--mine", "x"])
+    assert vars(EngineArgs.from_cli_args(found)) == vars(args)
