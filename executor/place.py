@@ -25,7 +25,7 @@ import struct
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.ipc.failure import ModelError, OptionError
+from headrace.ipc.failure import HeadraceError, ModelError, OptionError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +38,10 @@ DEADLINE_S = 300.0
 """How long a rank waits for another within a step."""
 FAILED_AT = 8
 """Byte in the shared memory of a uint32: 0, or 1 + the rank that failed."""
+
+
+class PeerError(HeadraceError):
+    """A rank that this one waited for failed, ended or took too long. Its own failure is the cause, this the echo."""
 
 
 class Collectives(Protocol):

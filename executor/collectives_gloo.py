@@ -1,0 +1,132 @@
+"""The ranks of several hosts, or of one without a compiler, talk through torch.distributed's gloo."""
+
+from __future__ import annotations
+
+from collections import deque
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from headrace.executor.place import DEADLINE_S, PeerError, World
+
+HIDDEN_TAG, TOKENS_TAG = 1, 2
+MOST_UNSENT = 64
+"""Messages whose memory is kept until their receiver took them."""
+
+
+def open_gloo(
+    master: tuple[str, int], world: World, rank: int, *, host: str = "", deadline_s: float = DEADLINE_S
+) -> GlooCollectives:
+    """Joins the world whose store rank 0 opens at `master` (address, port), and waits until all came.
+
+    host: this machine's own address, as the others reach it; by default what its name stands for.
+    Raises PeerError when not all came in time.
+    """
+    try:
+        store = dist.TCPStore(
+            master[0], master[1], is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=deadline_s)
+        )
+    except RuntimeError as error:
+        raise PeerError(f"rank {rank} cannot reach rank 0 at {master[0]}:{master[1]}: {_first_line(error)}") from error
+    return GlooCollectives(world, rank, store, host, deadline_s)
+
+
+class GlooCollectives:
+    """`Collectives` over a process group of the world and one of the stage. Sums are those of `SharedCollectives`."""
+
+    def __init__(self, world: World, rank: int, store: dist.Store, host: str, deadline_s: float) -> None:
+        self._world, self._rank, self._store = world, rank, store
+        self._pp_rank, self._tp_rank = divmod(rank, world.tp_size)
+        self._deadline = timedelta(seconds=deadline_s)
+        self._unsent: deque[tuple[dist.Work, Tensor]] = deque()
+        stage = f"stage {self._pp_rank}"
+        try:
+            self._all = self._group(dist.PrefixStore("world", store), rank, world.size, host)
+            self._stage = self._group(dist.PrefixStore(stage, store), self._tp_rank, world.tp_size, host)
+        except RuntimeError as error:
+            raise PeerError(f"rank {rank} of {world.size} cannot go on: {_first_line(error)}") from error
+
+    def _group(self, store: dist.Store, rank: int, size: int, host: str) -> dist.ProcessGroupGloo:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = self._deadline
+        device = dist.ProcessGroupGloo.create_device(hostname=host) if host else None
+        options._devices = [device or dist.ProcessGroupGloo.create_default_device()]
+        return dist.ProcessGroupGloo(store, rank, size, options)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        # gloo's own sum adds in an order that depends on the sizes; this one is the same everywhere.
+        parts = self._gathered(x.contiguous())
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part.float()
+        return total.to(x.dtype)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self._gathered(x.contiguous()), dim=1)
+
+    def barrier(self) -> None:
+        self._wait(self._stage.barrier())
+
+    def send(self, x: Tensor) -> None:
+        self._send(x.contiguous(), self._rank + self._world.tp_size, HIDDEN_TAG)
+
+    def receive(self, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+        x = torch.empty(shape, dtype=dtype)
+        if x.numel():
+            self._wait(self._all.recv([_bytes(x)], self._rank - self._world.tp_size, HIDDEN_TAG))
+        return x
+
+    def publish(self, step: int, rows: np.ndarray, token_ids: np.ndarray) -> None:
+        message = torch.zeros(2 + 2 * self._world.max_seqs, dtype=torch.int64)
+        message[0], message[1] = step, len(rows)
+        message[2 : 2 + 2 * len(rows)] = torch.from_numpy(np.concatenate((rows, token_ids)).astype(np.int64))
+        for reader in range((self._world.pp_size - 1) * self._world.tp_size):
+            self._send(message, reader, TOKENS_TAG)
+
+    def sampled(self, wait: bool) -> tuple[int, np.ndarray, np.ndarray] | None:
+        if not wait:
+            return None  # gloo cannot look without receiving
+        message = torch.empty(2 + 2 * self._world.max_seqs, dtype=torch.int64)
+        source = (self._world.pp_size - 1) * self._world.tp_size
+        self._wait(self._all.recv([_bytes(message)], source, TOKENS_TAG))
+        count = int(message[1])
+        both = message[2 : 2 + 2 * count].numpy().astype(np.int32).reshape(2, count)
+        return int(message[0]), both[0], both[1]
+
+    def close(self) -> None:
+        self._unsent.clear()
+
+    def _gathered(self, x: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(x) for _ in range(self._world.tp_size)]
+        if x.numel():
+            self._wait(self._stage.allgather([[_bytes(part) for part in parts]], [_bytes(x)]))
+        return parts
+
+    def _send(self, x: Tensor, to: int, tag: int) -> None:
+        if not x.numel():
+            return
+        while len(self._unsent) >= MOST_UNSENT:
+            self._wait(self._unsent.popleft()[0])
+        kept = x.clone()
+        try:
+            self._unsent.append((self._all.send([_bytes(kept)], to, tag), kept))
+        except RuntimeError as error:
+            raise PeerError(f"rank {self._rank} cannot go on: {_first_line(error)}") from error
+
+    def _wait(self, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PeerError(f"rank {self._rank} cannot go on: {_first_line(error)}") from error
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """The same memory as uint8: gloo moves every type alike."""
+    return x.view(-1).view(torch.uint8)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
