@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from headrace.executor.base import Executor
 
 logger = logging.getLogger(__name__)
-EXECUTORS = {"uni": "headrace.executor.uniproc:UniprocExecutor"}
+EXECUTORS = {
+    "uni": "headrace.executor.uniproc:UniprocExecutor",
+    "mp": "headrace.executor.multiproc:MultiprocExecutor",
+}
 
 
 class Phases:
@@ -135,18 +138,38 @@ class EngineCore:
 def load_executor(options: Options) -> Executor:
     """The executor that the options name, imported by name because the core never imports torch itself.
 
-    Raises OptionError when the name is not `uni` or an importable module:Class.
+    Raises OptionError when the name is not `uni`, `mp` or an importable module:Class, and for options it cannot serve.
     """
+    world_size = options.tensor_parallel_size * options.pipeline_parallel_size
     backend = options.distributed_executor_backend
+    if backend == "auto":
+        backend = "mp" if world_size > 1 else "uni"
+    if backend == "uni":
+        _check_uni(options, world_size)
     module, colon, name = EXECUTORS.get(backend, backend).partition(":")
     if not colon:
-        raise OptionError(f"distributed_executor_backend is {backend!r}; it must be uni, or module:Class")
+        raise OptionError(f"distributed_executor_backend is {backend!r}; it must be uni, mp, or module:Class")
     try:
         executor: Executor = getattr(importlib.import_module(module), name)(options)
     except (ImportError, AttributeError) as error:
         hint = "pip install 'headrace[engine]' installs what runs models" if backend in EXECUTORS else ""
         raise OptionError(f"distributed_executor_backend {backend!r} cannot be loaded: {error}", hint=hint) from error
     return executor
+
+
+def _check_uni(options: Options, world_size: int) -> None:
+    if world_size > 1:
+        raise OptionError(
+            f"tensor_parallel_size={options.tensor_parallel_size} times pipeline_parallel_size="
+            f"{options.pipeline_parallel_size} makes {world_size} ranks, and distributed_executor_backend=uni runs "
+            "one; use mp, or leave it out"
+        )
+    for name, why in (("worker_cls", "there are no workers"), ("step_timeout", "nobody could tell the time to it")):
+        if getattr(options, name) != getattr(Options(), name):
+            raise OptionError(
+                f"{name}={getattr(options, name)} cannot apply: the model runs in the engine core's own process and "
+                f"{why}; ask for distributed_executor_backend=mp, or leave it out"
+            )
 
 
 class EngineThread:

@@ -47,8 +47,6 @@ FOREIGN: Mapping[str, Foreign] = types.MappingProxyType(
     {
         **_rows(
             ONE_DEVICE,
-            tensor_parallel_size=(1,),
-            pipeline_parallel_size=(1,),
             data_parallel_size=(1,),
             data_parallel_size_local=(1,),
             data_parallel_rank=(0,),
@@ -247,7 +245,6 @@ FOREIGN: Mapping[str, Foreign] = types.MappingProxyType(
         ),
         **_rows(
             EXTENSION,
-            worker_cls=("auto",),
             worker_extension_cls=("",),
             scheduler_cls=(),
             io_processor_plugin=(),

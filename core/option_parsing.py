@@ -141,7 +141,8 @@ def add_options(
         group = groups.get(spec.option.group)
         if group is None:
             group = groups[spec.option.group] = parser.add_argument_group(spec.option.group)
-        group.add_argument(flag(spec.name), dest=spec.name, **_argument(spec))
+        short = [letters for letters, name in SHORT_NAMES.items() if name == spec.name and struct is Options]
+        group.add_argument(*short, flag(spec.name), dest=spec.name, **_argument(spec))
     if struct is Options:
         parser.add_argument("--config", metavar="FILE", help="A YAML file of options; the command line wins over it")
         _add_foreign(parser)

@@ -30,6 +30,7 @@ class Option(msgspec.Struct, frozen=True):
 
 
 MODEL, TOKENIZER, CACHE, SCHEDULER, PROCESS = "Model", "Tokenizer", "KV cache", "Scheduler", "Process"
+PARALLEL = "Parallel execution"
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -202,10 +203,40 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Literal["fcfs", "priority"], Option(SCHEDULER, "Order of waiting requests: of arrival, or by priority first")
     ] = "fcfs"
 
+    tensor_parallel_size: Annotated[
+        int, Option(PARALLEL, "Worker processes that share every layer's weights among them", "ranks", minimum=1)
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int, Option(PARALLEL, "Groups of workers, each with a run of the layers", "stages", minimum=1)
+    ] = 1
     distributed_executor_backend: Annotated[
         str,
-        Option(PROCESS, "What runs the model: uni (in the engine core's process), or module:Class of an Executor"),
-    ] = "uni"
+        Option(
+            PARALLEL,
+            "What runs the model: uni (the engine core's own process), mp (a worker process for each rank), or "
+            "module:Class of an Executor",
+            default_text="auto: mp where there is more than one rank, else uni",
+        ),
+    ] = "auto"
+    worker_cls: Annotated[
+        str,
+        Option(
+            PARALLEL,
+            "What each worker of mp runs: module:Class of an Executor, made with the options and place=, its rank",
+            default_text="auto: what uni runs",
+        ),
+    ] = "auto"
+    step_timeout: Annotated[
+        float,
+        Option(
+            PARALLEL,
+            "How long the workers of mp may take for one step; after that the one that hangs is named and the engine "
+            "ends",
+            "seconds",
+            minimum=0.1,
+        ),
+    ] = 300.0
+
     shutdown_timeout: Annotated[
         float, Option(PROCESS, "How long running requests may take to finish at shutdown", "seconds", minimum=0)
     ] = 30.0

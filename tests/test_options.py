@@ -149,8 +149,8 @@ def test_foreign_names_pass_silently_at_neutral_values_only() -> None:
         for name, foreign in FOREIGN.items():
             for value in (None, *foreign.neutral):
                 assert parse_options(**{name: value}) == Options(), name
-    with pytest.raises(OptionError, match="tensor_parallel_size=2 is refused: not supported yet"):
-        parse_options(tensor_parallel_size=2)
+    with pytest.raises(OptionError, match="data_parallel_size=2 is refused: not supported yet"):
+        parse_options(data_parallel_size=2)
     with pytest.raises(OptionError, match=r"swap_space=16 is refused.*recomputed"):
         parse_options(swap_space=16)
 
@@ -163,9 +163,11 @@ def test_a_foreign_name_at_another_value_is_refused_with_a_reason() -> None:
 
 
 def test_neutral_values_are_recognised_as_text() -> None:
-    assert from_command_line("--tensor-parallel-size", "1", "--compilation-config", "{}", "--no-enforce-eager")
-    with pytest.raises(OptionError, match="--tensor-parallel-size=True"):
-        from_command_line("-tp", "True")
+    assert from_command_line("--data-parallel-size", "1", "--compilation-config", "{}", "--no-enforce-eager")
+    with pytest.raises(OptionError, match="--data-parallel-size=True"):
+        from_command_line("-dp", "True")
+    options = from_command_line("-tp", "2", "-pp", "3")
+    assert (options.tensor_parallel_size, options.pipeline_parallel_size) == (2, 3)
 
 
 def test_no_name_is_both_ours_and_foreign() -> None:
@@ -242,7 +244,7 @@ def test_help_tells_groups_units_and_defaults_but_no_foreign_names(capsys: pytes
         assert f"--{spec.name.replace('_', '-')}" in text
     for part in ("KV cache:", "Scheduler:", "--block-size TOKENS Size of one block (1 to 256 tokens; default: 16)"):
         assert part in text
-    assert "tensor-parallel" not in text
+    assert "data-parallel" not in text
 
 
 def test_options_can_be_added_to_any_parser() -> None:
@@ -267,7 +269,7 @@ def test_the_command_line_wins_over_the_config_file(tmp_path: Path) -> None:
     [
         ("max-modle-len: 1", ["engine.yaml", "max-modle-len", "did you mean max_model_len?"]),
         ("block_size: 0", ["engine.yaml", "block_size=0", "1 to 256 tokens"]),
-        ("tensor-parallel-size: 4", ["engine.yaml", "tensor_parallel_size=4 is refused"]),
+        ("data-parallel-size: 4", ["engine.yaml", "data_parallel_size=4 is refused"]),
         ("- a\n- b", ["engine.yaml", "must map option names"]),
         ("a: [", ["engine.yaml", "not YAML"]),
     ],
@@ -295,7 +297,7 @@ def test_several_sets_of_options_share_a_parser_and_a_config_file(tmp_path: Path
     add_options(parser, OtherOptions)
     add_options(parser)
     file = tmp_path / "server.yaml"
-    file.write_text("port: 9000\nblock-size: 32\ntensor-parallel-size: 1\n")
+    file.write_text("port: 9000\nblock-size: 32\ndata-parallel-size: 1\n")
     arguments = parser.parse_args(["--config", str(file), "--api-key", "a", "b", "--api-key", "c"])
     assert struct_from_arguments(arguments, OtherOptions) == OtherOptions(port=9000, api_key=("a", "b", "c"))
     assert options_from_arguments(arguments).block_size == 32
