@@ -37,11 +37,20 @@ class StepInputs:
     prompt_lens: Tensor | None = None
     """[num_seqs] int32, read only by models whose rotary base grows with the prompt (`ArchSpec.uses_prompt_lens`).
     Without it such a model takes `seq_lens`, so its answers beyond the trained context depend on chunking."""
+    max_query_len: int | None = None
+    """The host's bound on the tokens of any one sequence, where it is known; see `PagedBatch`."""
 
     @cached_property
     def paged_batch(self) -> PagedBatch:
         """The part that attention and the cache write need."""
-        return PagedBatch(self.query_start, self.seq_lens, self.block_tables, self.slot_mapping, self.block_size)
+        return PagedBatch(
+            self.query_start,
+            self.seq_lens,
+            self.block_tables,
+            self.slot_mapping,
+            self.block_size,
+            max_query_len=self.max_query_len,
+        )
 
     @classmethod
     def on(cls, device: torch.device, arrays: StepArrays) -> StepInputs:
@@ -51,7 +60,8 @@ class StepInputs:
         tensors = {name: torch.from_numpy(array).to(device) for name, array in values.items()}
         for name in ("token_ids", "positions", "logits_indices"):
             tensors[name] = tensors[name].long()
-        return cls(block_size=block_size, **tensors)
+        longest = int(np.diff(arrays.query_start).max(initial=0))
+        return cls(block_size=block_size, max_query_len=longest, **tensors)
 
 
 class Chosen(NamedTuple):

@@ -48,19 +48,34 @@ def logprob_rows(logits: Tensor, token_ids: np.ndarray, counts: np.ndarray) -> L
     logits: [num_rows, vocab_size] float32, as the model gave them; token_ids: [num_rows], the row's own token;
     counts: [num_rows], how many of the likeliest to add, WHOLE_VOCABULARY for all. Padding has logprob -inf.
     """
-    vocab_size = logits.shape[1]
-    counts = np.where(counts == WHOLE_VOCABULARY, vocab_size, np.minimum(counts, vocab_size))
-    own_ids = torch.from_numpy(token_ids.astype(np.int64)).to(logits.device)[:, None]
+    counts = limited(counts, logits.shape[1])
+    own_ids = torch.from_numpy(token_ids.astype(np.int64)).to(logits.device)
+    most = torch.from_numpy(counts).to(logits.device)
+    ids, values, ranks = logprob_tensors(logits, own_ids, most, int(counts.max(initial=0)))
+    return LogprobRows(
+        token_ids=WireTensor.from_numpy(ids.cpu().numpy()),
+        logprobs=WireTensor.from_numpy(values.cpu().numpy()),
+        ranks=WireTensor.from_numpy(ranks.cpu().numpy()),
+    )
+
+
+def limited(counts: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Counts as asked for -> how many there are of each."""
+    return np.where(counts == WHOLE_VOCABULARY, vocab_size, np.minimum(counts, vocab_size))
+
+
+def logprob_tensors(logits: Tensor, token_ids: Tensor, counts: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`logprob_rows` on the device: ids [num_rows, 1 + width] int32, values of that shape float32, ranks [num_rows].
+
+    token_ids: [num_rows] int64; counts: [num_rows] `limited`, none above `width`. Waits for nothing.
+    """
+    own_ids = token_ids[:, None]
     own_logits = logits.gather(1, own_ids)
     ids, values = own_ids, own_logits
-    if width := int(counts.max(initial=0)):
+    if width:
         best_ids = likeliest(logits, width)
-        padding = torch.arange(width, device=logits.device) >= torch.from_numpy(counts).to(logits.device)[:, None]
+        padding = torch.arange(width, device=logits.device) >= counts[:, None]
         ids = torch.cat((own_ids, best_ids.masked_fill(padding, -1)), 1)
         values = torch.cat((own_logits, logits.gather(1, best_ids).masked_fill_(padding, -torch.inf)), 1)
     ranks = (logits > own_logits).sum(1, dtype=torch.int32) + 1
-    return LogprobRows(
-        token_ids=WireTensor.from_numpy(ids.int().cpu().numpy()),
-        logprobs=WireTensor.from_numpy((values - logits.logsumexp(1, keepdim=True)).cpu().numpy()),
-        ranks=WireTensor.from_numpy(ranks.cpu().numpy()),
-    )
+    return ids.int(), values - logits.logsumexp(1, keepdim=True), ranks

@@ -22,6 +22,7 @@ from headrace.ipc.messages import LogprobRows
 CANDIDATES = 256
 """How many of the likeliest tokens are ranked at first; rows whose choice needs more are ranked whole."""
 MOST_CANDIDATES = 1024
+ALL_FORBIDDEN = "min_tokens and the stop tokens together forbid the whole vocabulary"
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def sample(logits: Tensor, batch: BatchState, rows: np.ndarray, choose: Choose |
     chosen = (choose or choose_in_torch)(logits, batch.draws(rows))
     if changes:
         for index in np.flatnonzero(np.isneginf(chosen.best)):
-            problems.setdefault(int(index), "min_tokens and the stop tokens together forbid the whole vocabulary")
+            problems.setdefault(int(index), ALL_FORBIDDEN)
     else:
         problems = find_problems(chosen.best)
     if raw is not None and problems:

@@ -1,0 +1,136 @@
+"""Steps whose results the host has not read yet, and what it makes of them when it does."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.executor.device_state import Device, Event
+from headrace.executor.gpu_steps import BEST, NUM_RESULTS, RAW_BEST, TOKEN
+from headrace.executor.logprobs import logprob_tensors
+from headrace.executor.sampler import ALL_FORBIDDEN, Sampled, find_problems
+from headrace.ipc.codec import Tensor as WireTensor
+from headrace.ipc.failure import Failure
+from headrace.ipc.messages import LogprobRows
+from headrace.ipc.step import PromptLogprobRun, RowFailure, StepPlan, StepResult
+
+
+class LogprobsInFlight:
+    """Log-probabilities on their way to the host: num_rows rows of 1 + width tokens each."""
+
+    def __init__(self, device: Device, logits: Tensor, own_ids: Tensor, counts: Tensor, width: int) -> None:
+        """logits [num_rows, vocab_size] float32; own_ids [num_rows] int64; counts [num_rows], none above `width`."""
+        ids, values, ranks = logprob_tensors(logits, own_ids, counts, width)
+        finite = logits.amax(1).isfinite().all()
+        flat = torch.cat((ids.reshape(-1), values.reshape(-1).view(torch.int32), ranks, finite.int()[None]))
+        self._shape = ids.shape
+        self._host = device.host_buffer(len(flat))
+        device.to_host(self._host, flat)
+
+    def rows(self) -> LogprobRows:
+        """After the step's event."""
+        num_rows, columns = self._shape
+        words = self._host.numpy()
+        ids, values, ranks = np.split(words[:-1], [num_rows * columns, 2 * num_rows * columns])
+        return LogprobRows(
+            token_ids=WireTensor.from_numpy(ids.reshape(num_rows, columns).copy()),
+            logprobs=WireTensor.from_numpy(values.view(np.float32).reshape(num_rows, columns).copy()),
+            ranks=WireTensor.from_numpy(ranks.copy()),
+        )
+
+    @property
+    def finite(self) -> bool:
+        """Every row's highest logit was. After the step's event."""
+        return bool(self._host[-1])
+
+
+@dataclass(eq=False)
+class StepInFlight:
+    """A submitted step. `host` is pinned memory that the device writes before `done` passes."""
+
+    plan: StepPlan
+    rows: np.ndarray  # [num_sampled] int32
+    columns: np.ndarray  # [num_sampled] int32: where in its row each sampled token goes
+    generations: np.ndarray  # [num_sampled]: which occupant of the row it was sampled for
+    host: Tensor  # [at least num_sampled * NUM_RESULTS] int32
+    done: Event
+    changed: bool = False
+    """Logits were changed before the choice; RAW_BEST then has their highest before that."""
+    reporting: np.ndarray | None = None  # [num_logprob_rows], ascending: indices of rows with log-probabilities
+    logprobs: LogprobsInFlight | None = None
+    prompt_runs: list[tuple[int, int, LogprobsInFlight]] = field(default_factory=list)
+    """Row, first position told of, and the log-probabilities."""
+    sampled: Sampled | None = None
+    """Chosen on the host instead, or read from the device already."""
+    began_s: float = 0.0
+    ended_s: float = 0.0
+
+    def settle(self) -> Sampled:
+        """Waits for the device; the tokens and what went wrong. Log-probabilities are not part of it."""
+        if self.sampled is None:
+            self.done.synchronize()
+            results = self.host.numpy()[: len(self.rows) * NUM_RESULTS].reshape(-1, NUM_RESULTS)
+            best = results[:, BEST].copy().view(np.float32)
+            if self.changed:
+                problems = find_problems(results[:, RAW_BEST].copy().view(np.float32))
+                for index in np.flatnonzero(np.isneginf(best)):
+                    problems.setdefault(int(index), ALL_FORBIDDEN)
+            else:
+                problems = find_problems(best)
+            self.sampled = Sampled(results[:, TOKEN].copy(), problems)
+        return self.sampled
+
+    def result(self) -> StepResult:
+        """What the core is told. A row with a problem is a failure and none of its numbers are reported."""
+        sampled = self.settle()
+        problems = {int(self.rows[index]): why for index, why in sampled.problems.items()}
+        runs = self._prompt_logprobs(problems)
+        good = ~np.isin(self.rows, list(problems))
+        reporting, logprobs = sampled.logprob_indices, sampled.logprobs
+        if self.reporting is not None and self.logprobs is not None:
+            reporting, logprobs = self.reporting, self.logprobs.rows()
+        if reporting is not None and logprobs is not None:
+            kept = good[reporting]
+            # Indices move up past the failed rows before them.
+            reporting = (np.cumsum(good) - 1)[reporting[kept]].astype(np.int32)
+            logprobs = _only(logprobs, kept) if not kept.all() else logprobs
+        return StepResult(
+            step=self.plan.step,
+            rows=self.rows[good],
+            token_ids=sampled.token_ids[good],
+            logprob_indices=reporting if reporting is not None and len(reporting) else None,
+            logprobs=logprobs if reporting is not None and len(reporting) else None,
+            prompt_logprobs=runs,
+            failures=tuple(_failure(row, why) for row, why in problems.items()),
+            **self._times(),
+        )
+
+    def _prompt_logprobs(self, problems: dict[int, str]) -> tuple[PromptLogprobRun, ...]:
+        runs = []
+        for row, start, logprobs in self.prompt_runs:
+            if not logprobs.finite:
+                problems[row] = "the model's logits for the prompt are not finite: its computation overflowed"
+            elif row not in problems:
+                runs.append(PromptLogprobRun(row=row, start=start, rows=logprobs.rows()))
+        return tuple(runs)
+
+    def _times(self) -> dict[str, Any]:
+        return {"began_s": self.began_s, "ended_s": self.ended_s} if self.ended_s else {}
+
+
+def _only(logprobs: LogprobRows, kept: np.ndarray) -> LogprobRows:
+    return LogprobRows(
+        token_ids=WireTensor.from_numpy(logprobs.token_ids.numpy()[kept]),
+        logprobs=WireTensor.from_numpy(logprobs.logprobs.numpy()[kept]),
+        ranks=WireTensor.from_numpy(logprobs.ranks.numpy()[kept]),
+    )
+
+
+def _failure(row: int, why: str) -> RowFailure:
+    failure = Failure(message=f"the request cannot go on: {why}", type="SamplingError", pid=os.getpid(), phase="step")
+    return RowFailure(row=row, failure=failure)
