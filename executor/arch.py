@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,6 +81,10 @@ class WeightNames:
     mlp_post_norm: str = "post_feedforward_layernorm"
     ignorable: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
     """Regular expressions, searched for, of tensors that a checkpoint may hold and the decoder does not need."""
+
+    def prefix_in(self, held: Container[str]) -> str:
+        """Of these weights: the prefix under which the embedding is among them."""
+        return next((p for p in self.prefixes if f"{p}{self.embedding}.weight" in held), self.prefixes[0])
 
 
 @dataclass(frozen=True)

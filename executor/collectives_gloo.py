@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,12 +50,12 @@ class GlooCollectives:
         except RuntimeError as error:
             raise PeerError(f"rank {rank} of {world.size} cannot go on: {_first_line(error)}") from error
 
-    def _group(self, store: dist.Store, rank: int, size: int, host: str) -> dist.ProcessGroupGloo:
-        options = dist.ProcessGroupGloo._Options()
+    def _group(self, store: dist.Store, rank: int, size: int, host: str) -> Any:
+        gloo: Any = dist.ProcessGroupGloo  # torch's stubs know little of it
+        options = gloo._Options()
         options._timeout = self._deadline
-        device = dist.ProcessGroupGloo.create_device(hostname=host) if host else None
-        options._devices = [device or dist.ProcessGroupGloo.create_default_device()]
-        return dist.ProcessGroupGloo(store, rank, size, options)
+        options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
+        return gloo(store, rank, size, options)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         # gloo's own sum adds in an order that depends on the sizes; this one is the same everywhere.

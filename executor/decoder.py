@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +11,9 @@ from torch import Tensor
 from headrace import kernels
 from headrace.executor.arch import ArchSpec, LayerSpec, NormSpec
 from headrace.executor.batch import Draws, StepArrays
-from headrace.executor.inputs import StepInputs, StepLogits, step_in_two
+from headrace.executor.inputs import StepInputs, StepLogits, no_logits, step_in_two
 from headrace.executor.kv_cache import KVCache
 from headrace.executor.layers import (
-    SINGLE,
     CheckedWeights,
     ChooseKernel,
     ColumnParallel,
@@ -21,10 +21,10 @@ from headrace.executor.layers import (
     MergedColumnParallel,
     QKVParallel,
     RowParallel,
-    TensorParallel,
     VocabParallelEmbedding,
     VocabParallelHead,
 )
+from headrace.executor.place import SINGLE, Place
 from headrace.executor.rotary import Rotary
 from headrace.executor.weights import WeightSource
 from headrace.kernels.reference_attention import AttentionParams, PagedBatch
@@ -60,15 +60,13 @@ class Norm:
 
 
 class Attention:
-    def __init__(
-        self, weights: CheckedWeights, prefix: str, spec: ArchSpec, layer: LayerSpec, tp: TensorParallel
-    ) -> None:
+    def __init__(self, weights: CheckedWeights, prefix: str, spec: ArchSpec, layer: LayerSpec, place: Place) -> None:
         names = spec.names
         heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         qkv_names = (prefix + names.query, prefix + names.key, prefix + names.value)
-        self.qkv = QKVParallel(weights, qkv_names, spec.hidden_size, heads, spec.attention_bias, tp)
+        self.qkv = QKVParallel(weights, qkv_names, spec.hidden_size, heads, spec.attention_bias, place)
         self.output = RowParallel(
-            weights, prefix + names.output, spec.num_heads * spec.head_dim, spec.hidden_size, spec.output_bias, tp
+            weights, prefix + names.output, spec.num_heads * spec.head_dim, spec.hidden_size, spec.output_bias, place
         )
         self.query_norm = self.key_norm = None
         if spec.qk_norm:
@@ -98,15 +96,15 @@ class Attention:
 
 
 class Mlp:
-    def __init__(self, weights: CheckedWeights, prefix: str, spec: ArchSpec, tp: TensorParallel) -> None:
+    def __init__(self, weights: CheckedWeights, prefix: str, spec: ArchSpec, place: Place) -> None:
         names, hidden, inner = spec.names, spec.hidden_size, spec.intermediate_size
         self.up: MergedColumnParallel | ColumnParallel
         if spec.gated_mlp:
             gate_up = (prefix + names.gate, prefix + names.up)
-            self.up = MergedColumnParallel(weights, gate_up, hidden, inner, spec.mlp_bias, tp)
+            self.up = MergedColumnParallel(weights, gate_up, hidden, inner, spec.mlp_bias, place)
         else:
-            self.up = ColumnParallel(weights, prefix + names.up, hidden, inner, spec.mlp_bias, tp)
-        self.down = RowParallel(weights, prefix + names.down, inner, hidden, spec.mlp_bias, tp)
+            self.up = ColumnParallel(weights, prefix + names.up, hidden, inner, spec.mlp_bias, place)
+        self.down = RowParallel(weights, prefix + names.down, inner, hidden, spec.mlp_bias, place)
         op = "activate_and_multiply" if spec.gated_mlp else "activate"
         self._activate = weights.kernel(op, kind=spec.activation)
         self._kind = spec.activation
@@ -122,12 +120,10 @@ class Layer:
     The addition waits for the next norm, so that one kernel does both.
     """
 
-    def __init__(
-        self, weights: CheckedWeights, prefix: str, spec: ArchSpec, layer: LayerSpec, tp: TensorParallel
-    ) -> None:
+    def __init__(self, weights: CheckedWeights, prefix: str, spec: ArchSpec, layer: LayerSpec, place: Place) -> None:
         names, size, norm = spec.names, spec.hidden_size, spec.norm
-        self.attention = Attention(weights, prefix, spec, layer, tp)
-        self.mlp = Mlp(weights, prefix, spec, tp)
+        self.attention = Attention(weights, prefix, spec, layer, place)
+        self.mlp = Mlp(weights, prefix, spec, place)
         self.attention_norm = Norm(weights, prefix + names.attention_norm, size, norm)
         self.mlp_norm = Norm(weights, prefix + names.mlp_norm, size, norm)
         self.attention_post_norm = self.mlp_post_norm = None
@@ -162,7 +158,10 @@ class PostNormLayer(Layer):
 
 
 class Decoder:
-    """A decoder-only model on one rank. Raises ModelError, naming the tensor, when weights and spec disagree."""
+    """A decoder-only model, or one rank's part of it.
+
+    Raises ModelError, naming the tensor, when weights and spec disagree, and where ranks cannot share the model.
+    """
 
     def __init__(
         self,
@@ -170,68 +169,103 @@ class Decoder:
         weights: WeightSource,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        tp: TensorParallel = SINGLE,
+        place: Place = SINGLE,
         choose: ChooseKernel = kernels.choose,
     ) -> None:
-        spec.local_kv_heads(tp.size)
+        spec.local_kv_heads(place.tp_size)
         checked = CheckedWeights(weights, dtype, torch.device(device), choose)
-        names, norm_spec = spec.names, spec.norm
-        prefix = next((p for p in names.prefixes if f"{p}{names.embedding}.weight" in checked), names.prefixes[0])
-        head = next((n for n in names.lm_heads if f"{n}.weight" in checked), names.lm_heads[0])
-        self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
-        width, hidden = spec.embedding_width, spec.hidden_size
-        self._embedding = VocabParallelEmbedding(
-            checked, prefix + names.embedding, spec.vocab_size, width, spec.embedding_scale, tp
-        )
-        self._positions = self._project_in = self._project_out = self._norm = None
+        prefix = spec.names.prefix_in(checked)
+        self.spec, self.dtype, self.device, self._place = spec, dtype, torch.device(device), place
+        self._embedding = self._positions = self._project_in = self._project_out = self._norm = self._head = None
+        if place.is_first_stage or (place.is_last_stage and spec.tied_head):
+            self._embedding = VocabParallelEmbedding(
+                checked,
+                prefix + spec.names.embedding,
+                spec.vocab_size,
+                spec.embedding_width,
+                spec.embedding_scale,
+                place,
+            )
+        if place.is_first_stage:
+            self._read_beginning(checked, prefix)
+        kind = PostNormLayer if spec.norm_placement == "post" else Layer
+        self._layers = [
+            kind(checked, f"{prefix}layers.{i}.", spec, spec.layers[i], place) for i in place.layers(spec.num_layers)
+        ]
+        if place.is_last_stage:
+            self._read_end(checked, prefix)
+        self._rotaries = tuple(Rotary(rope, self.device) for rope in spec.ropes)
+        checked.check_all_used(not_read(spec, place, prefix))
+        self.weight_bytes = checked.nbytes
+        """Memory that the weights take."""
+
+    def _read_beginning(self, checked: CheckedWeights, prefix: str) -> None:
+        spec, names, hidden = self.spec, self.spec.names, self.spec.hidden_size
         if spec.learned_position_offset is not None:
             rows = spec.max_positions + spec.learned_position_offset
             self._positions = checked.matrix(f"{prefix}{names.positions}.weight", rows, hidden)
-        if width != hidden:
+        if (width := spec.embedding_width) != hidden:
             self._project_in = ColumnParallel(checked, prefix + names.project_in, width, hidden, False, SINGLE)
-            self._project_out = ColumnParallel(checked, prefix + names.project_out, hidden, width, False, SINGLE)
-        kind = PostNormLayer if spec.norm_placement == "post" else Layer
-        self._layers = [kind(checked, f"{prefix}layers.{i}.", spec, s, tp) for i, s in enumerate(spec.layers)]
+
+    def _read_end(self, checked: CheckedWeights, prefix: str) -> None:
+        spec, names, hidden = self.spec, self.spec.names, self.spec.hidden_size
         if spec.final_norm:
-            self._norm = Norm(checked, prefix + names.final_norm, hidden, norm_spec)
+            self._norm = Norm(checked, prefix + names.final_norm, hidden, spec.norm)
+        if (width := spec.embedding_width) != hidden:
+            self._project_out = ColumnParallel(checked, prefix + names.project_out, hidden, width, False, SINGLE)
+        head = next((n for n in names.lm_heads if f"{n}.weight" in checked), names.lm_heads[0])
         tied = self._embedding if spec.tied_head else None
-        self._head = VocabParallelHead(checked, head, tied, (spec.vocab_size, width), tp)
-        self._rotaries = tuple(Rotary(rope, self.device) for rope in spec.ropes)
-        # A tied checkpoint may carry a copy of the embedding as its head.
-        excused = [f"^{n}\\.weight$" for n in map(_escape, names.lm_heads)] if spec.tied_head else []
-        checked.check_all_used((*names.ignorable, *excused))
-        self.weight_bytes = checked.nbytes
-        """Memory that the weights take."""
+        self._head = VocabParallelHead(checked, head, tied, (spec.vocab_size, width), self._place)
 
     choose = None
     """The sampler's own torch ops choose."""
 
     def step(self, arrays: StepArrays, kv_cache: KVCache, draws: Draws | None) -> StepLogits:
         """Runs a step, as the runner asks for it."""
-        return step_in_two(self, StepInputs.on(self.device, arrays), kv_cache)
+        inputs = StepInputs.on(self.device, arrays)
+        if self._place.is_last_stage:
+            return step_in_two(self, inputs, kv_cache)
+        self.forward(inputs, kv_cache)
+        return no_logits()
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, kv_cache: KVCache) -> Tensor:
         """The hidden state of every token, after the final norm: [num_tokens, hidden] in the model's dtype.
 
-        Writes the tokens' keys and values into `kv_cache`.
+        Writes the tokens' keys and values into `kv_cache`. A stage that is not the last sends its states on, and
+        returns them.
         """
+        hidden, delta = self._embed(inputs) if self._place.is_first_stage else self._receive(len(inputs.token_ids))
+        step = Step(inputs.paged_batch, tuple(rotary.cos_sin(inputs) for rotary in self._rotaries))
+        for layer, key_cache, value_cache in zip(self._layers, kv_cache.keys, kv_cache.values, strict=True):
+            hidden, delta = layer(hidden, delta, step, key_cache, value_cache)
+        if not self._place.is_last_stage:
+            self._place.link.send(torch.stack([hidden] if delta is None else [hidden, delta]))
+            return hidden
+        if self._norm is not None:
+            return self._norm(hidden, delta)[0]
+        return hidden if delta is None else hidden + delta
+
+    def _embed(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
+        """The stream, [num_tokens, hidden], to which nothing is to be added yet."""
+        assert self._embedding is not None, "the first stage has the embedding"
         hidden = self._embedding(inputs.token_ids)
         if self._project_in is not None:
             hidden = self._project_in(hidden)
         if self._positions is not None:
             hidden = hidden + self._positions[inputs.positions + (self.spec.learned_position_offset or 0)]
-        step = Step(inputs.paged_batch, tuple(rotary.cos_sin(inputs) for rotary in self._rotaries))
-        delta: Tensor | None = None
-        for layer, key_cache, value_cache in zip(self._layers, kv_cache.keys, kv_cache.values, strict=True):
-            hidden, delta = layer(hidden, delta, step, key_cache, value_cache)
-        if self._norm is not None:
-            return self._norm(hidden, delta)[0]
-        return hidden if delta is None else hidden + delta
+        return hidden, None
+
+    def _receive(self, num_tokens: int) -> tuple[Tensor, Tensor | None]:
+        """What the layers of the stage before returned."""
+        count = 1 if self.spec.norm_placement == "post" else 2
+        received = self._place.link.receive((count, num_tokens, self.spec.hidden_size), self.dtype).to(self.device)
+        return received[0], received[1] if count == 2 else None
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden], rows of what `forward` returned -> [n, vocab_size] float32, soft cap applied."""
+        assert self._head is not None, "the last stage has the head"
         if self._project_out is not None:
             hidden = self._project_out(hidden)
         logits = self._head(hidden).float()
@@ -239,5 +273,15 @@ class Decoder:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-def _escape(name: str) -> str:
-    return name.replace(".", "\\.")
+def not_read(spec: ArchSpec, place: Place, prefix: str) -> list[str]:
+    """Patterns of tensors that a checkpoint may hold and this rank does not read."""
+    names, own = spec.names, place.layers(spec.num_layers)
+    # A tied checkpoint may carry a copy of the embedding as its head.
+    excused = names.lm_heads if spec.tied_head or not place.is_last_stage else ()
+    if not place.is_first_stage:
+        excused += tuple(prefix + name for name in (names.embedding, names.positions, names.project_in))
+    if not place.is_last_stage:
+        excused += tuple(prefix + name for name in (names.final_norm, names.project_out))
+    others = [f"{prefix}layers.{i}." for i in range(spec.num_layers) if i not in own]
+    patterns = [rf"^{re.escape(name)}\.(weight|bias)$" for name in excused]
+    return [*names.ignorable, *patterns, *(f"^{re.escape(start)}" for start in others)]

@@ -82,6 +82,12 @@ class StepLogits:
     """Tokens for the sampled rows as they are, from a model that chooses them within the step."""
 
 
+def no_logits() -> StepLogits:
+    """What a stage of a pipeline has that is not the last."""
+    nothing = torch.empty(0, 0)
+    return StepLogits(nothing, lambda first, last: nothing)
+
+
 class HiddenStateModel(Protocol):
     """A model that is asked for hidden states first and for logits of some of them then."""
 

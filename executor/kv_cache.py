@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.executor.arch import ArchSpec
+from headrace.executor.place import SINGLE, Place
 from headrace.ipc.failure import ModelError
 
 SCALED = (torch.int8, torch.float8_e4m3fn)
@@ -41,10 +42,11 @@ class KVCache:
         return sum(t.nbytes for t in (*self.keys, *self.values, *self.key_scales, *self.value_scales))
 
 
-def block_bytes(spec: ArchSpec, block_size: int, dtype: torch.dtype, tp_size: int = 1) -> int:
-    """Memory of one block over all layers, keys and values, on one rank."""
+def block_bytes(spec: ArchSpec, block_size: int, dtype: torch.dtype, place: Place = SINGLE) -> int:
+    """Memory of one block over all of a rank's layers, keys and values."""
     row_bytes = spec.head_dim * dtype.itemsize + (torch.float32.itemsize if dtype in SCALED else 0)
-    return 2 * spec.num_layers * spec.local_kv_heads(tp_size) * block_size * row_bytes
+    num_layers = len(place.layers(spec.num_layers))
+    return 2 * num_layers * spec.local_kv_heads(place.tp_size) * block_size * row_bytes
 
 
 def allocate(
@@ -53,21 +55,22 @@ def allocate(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    tp_size: int = 1,
+    place: Place = SINGLE,
 ) -> KVCache:
-    """A zeroed cache; on a CPU its pages take memory only once they are written. Raises ModelError if it cannot."""
+    """A rank's zeroed cache; on a CPU its pages take memory once they are written. Raises ModelError if it cannot."""
     if num_blocks < 1 or block_size < 1:
         raise ModelError(f"a cache needs at least one block of one token, got {num_blocks} blocks of {block_size}")
-    shape = (num_blocks, spec.local_kv_heads(tp_size), block_size, spec.head_dim)
+    shape = (num_blocks, spec.local_kv_heads(place.tp_size), block_size, spec.head_dim)
+    num_layers = len(place.layers(spec.num_layers))
     make = _lazy_zeros if torch.device(device).type == "cpu" else _device_zeros
     try:
-        keys = tuple(make(shape, dtype, device) for _ in range(spec.num_layers))
-        values = tuple(make(shape, dtype, device) for _ in range(spec.num_layers))
-        num_scales = spec.num_layers if dtype in SCALED else 0
+        keys = tuple(make(shape, dtype, device) for _ in range(num_layers))
+        values = tuple(make(shape, dtype, device) for _ in range(num_layers))
+        num_scales = num_layers if dtype in SCALED else 0
         key_scales = tuple(make(shape[:-1], torch.float32, device) for _ in range(num_scales))
         value_scales = tuple(make(shape[:-1], torch.float32, device) for _ in range(num_scales))
     except (OSError, OverflowError, RuntimeError) as error:
-        total = num_blocks * block_bytes(spec, block_size, dtype, tp_size)
+        total = num_blocks * block_bytes(spec, block_size, dtype, place)
         raise ModelError(f"a cache of {num_blocks} blocks needs {total:,} bytes on {device}: {error}") from error
     return KVCache(keys, values, key_scales, value_scales)
 

@@ -9,56 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace import kernels
+from headrace.executor.place import Place
 from headrace.executor.weights import WeightSource
 from headrace.ipc.failure import ModelError
 from headrace.kernels.reference import DenseLinear, LinearWeight
-
-
-class Collectives(Protocol):
-    """How the ranks of one tensor-parallel group talk. Every rank calls the same methods in the same order."""
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x; may reuse x's memory."""
-        ...
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's x side by side along the last dimension, in order of rank."""
-        ...
-
-
-@dataclass(frozen=True)
-class TensorParallel:
-    """This rank's place in its group. `collectives` is needed beyond size 1."""
-
-    rank: int = 0
-    size: int = 1
-    collectives: Collectives | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size or (self.size > 1 and self.collectives is None):
-            raise ValueError(f"rank {self.rank} of {self.size} with collectives {self.collectives}")
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x if self.collectives is None else self.collectives.all_reduce(x)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return x if self.collectives is None else self.collectives.all_gather(x)
-
-    def share(self, size: int, what: str) -> slice:
-        """This rank's part of `size` rows. Raises ModelError when it cannot be divided evenly."""
-        if size % self.size:
-            raise ModelError(f"{what} of {size} cannot be divided among {self.size} ranks")
-        part = size // self.size
-        return slice(self.rank * part, (self.rank + 1) * part)
-
-
-SINGLE = TensorParallel()
 
 ChooseKernel = Callable[..., Callable[..., Any]]
 """(op's name, **facts) -> the function that serves; `kernels.choose` is one."""
@@ -167,9 +127,9 @@ class ColumnParallel:
     """y = x W^T + b with W's rows, and so y's columns, divided among the ranks."""
 
     def __init__(
-        self, weights: CheckedWeights, name: str, in_features: int, out_features: int, bias: bool, tp: TensorParallel
+        self, weights: CheckedWeights, name: str, in_features: int, out_features: int, bias: bool, place: Place
     ) -> None:
-        part = Part(name, out_features, tp.share(out_features, f"{name}'s output") if tp.size > 1 else None)
+        part = Part(name, out_features, place.share(out_features, f"{name}'s output") if place.tp_size > 1 else None)
         self.weight = weights.linear([part], in_features, None, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -187,9 +147,9 @@ class MergedColumnParallel:
         in_features: int,
         out_features: int,
         bias: bool,
-        tp: TensorParallel,
+        place: Place,
     ) -> None:
-        rows = tp.share(out_features, f"{names[0]}'s output") if tp.size > 1 else None
+        rows = place.share(out_features, f"{names[0]}'s output") if place.tp_size > 1 else None
         self.weight = weights.linear([Part(name, out_features, rows) for name in names], in_features, None, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -216,12 +176,12 @@ class QKVParallel:
         in_features: int,
         heads: Heads,
         bias: bool,
-        tp: TensorParallel,
+        place: Place,
     ) -> None:
-        query_rows = tp.share(heads.num_heads, "attention heads")
-        first = tp.rank * heads.num_kv_heads // tp.size
+        query_rows = place.share(heads.num_heads, "attention heads")
+        first = place.tp_rank * heads.num_kv_heads // place.tp_size
         self.num_heads = query_rows.stop - query_rows.start
-        self.num_kv_heads = max(1, heads.num_kv_heads // tp.size)
+        self.num_kv_heads = max(1, heads.num_kv_heads // place.tp_size)
         self.head_dim = heads.head_dim
         whole = heads.num_kv_heads * heads.head_dim
         kv_rows = slice(first * heads.head_dim, (first + self.num_kv_heads) * heads.head_dim)
@@ -244,28 +204,28 @@ class RowParallel:
     """y = x W^T + b with W's columns, and so x's, divided among the ranks; the partial sums are added."""
 
     def __init__(
-        self, weights: CheckedWeights, name: str, in_features: int, out_features: int, bias: bool, tp: TensorParallel
+        self, weights: CheckedWeights, name: str, in_features: int, out_features: int, bias: bool, place: Place
     ) -> None:
-        columns = tp.share(in_features, f"{name}'s input") if tp.size > 1 else None
-        self._tp = tp
-        if bias and tp.rank > 0:
+        columns = place.share(in_features, f"{name}'s input") if place.tp_size > 1 else None
+        self._place = place
+        if bias and place.tp_rank > 0:
             weights.leave(f"{name}.bias", out_features)  # added once, by rank 0
-        self.weight = weights.linear([Part(name, out_features)], in_features, columns, bias and tp.rank == 0)
+        self.weight = weights.linear([Part(name, out_features)], in_features, columns, bias and place.tp_rank == 0)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [num_tokens, in_features / tp size] -> [num_tokens, out_features]"""
-        return self._tp.all_reduce(self.weight.apply(x))
+        return self._place.all_reduce(self.weight.apply(x))
 
 
 class VocabParallelEmbedding:
     """Token embeddings with the vocabulary divided among the ranks."""
 
     def __init__(
-        self, weights: CheckedWeights, name: str, vocab_size: int, width: int, scale: float, tp: TensorParallel
+        self, weights: CheckedWeights, name: str, vocab_size: int, width: int, scale: float, place: Place
     ) -> None:
-        self._tp = tp
-        self._rows = tp.share(vocab_size, "a vocabulary")
-        table = weights.matrix(f"{name}.weight", vocab_size, width, self._rows if tp.size > 1 else None)
+        self._place = place
+        self._rows = place.vocabulary(vocab_size)
+        table = weights.matrix(f"{name}.weight", vocab_size, width, self._rows if place.tp_size > 1 else None)
         self.table: LinearWeight = DenseLinear(table, None)
         """A tied head puts its packed weight here, so that the table is in memory once."""
         self._num_rows = len(table)
@@ -274,13 +234,13 @@ class VocabParallelEmbedding:
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids [num_tokens] int64 -> [num_tokens, width]"""
-        if self._tp.size == 1:
+        if self._place.tp_size == 1:
             rows = self.table.look_up(token_ids)
         else:
             local = token_ids - self._rows.start
             mine = (local >= 0) & (local < self._num_rows)
-            rows = self.table.look_up(local * mine) * mine[:, None]
-            rows = self._tp.all_reduce(rows)
+            rows = self.table.look_up(local * mine).masked_fill(~mine[:, None], 0)
+            rows = self._place.all_reduce(rows)
         return rows if self._scale is None else rows * self._scale
 
 
@@ -289,18 +249,25 @@ class VocabParallelHead:
 
     def __init__(
         self, weights: CheckedWeights, name: str, embedding: VocabParallelEmbedding | None, shape: tuple[int, int],
-        tp: TensorParallel,
+        place: Place,
     ) -> None:  # fmt: skip
-        self._tp = tp
+        self._place = place
         if embedding is not None:
             dense = embedding.table
             assert isinstance(dense, DenseLinear)  # it has just been read
             weights.nbytes -= dense.nbytes
             self.weight = embedding.table = weights.pack(dense.weight, None)
         else:
-            rows = tp.share(shape[0], "a vocabulary") if tp.size > 1 else None
+            rows = place.vocabulary(shape[0]) if place.tp_size > 1 else None
             self.weight = weights.linear([Part(name, shape[0], rows)], shape[1], None, bias=False)
+        self._vocab_size = shape[0]
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [n, width] -> logits [n, vocab_size] in hidden's dtype"""
-        return self._tp.all_gather(self.weight.apply(hidden))
+        logits = self.weight.apply(hidden)
+        size = self._place.tp_size
+        if size == 1:
+            return logits
+        missing = -(-self._vocab_size // size) - logits.shape[1]  # of a last rank's columns
+        whole = self._place.all_gather(torch.nn.functional.pad(logits, (0, missing)))
+        return whole if whole.shape[1] == self._vocab_size else whole[:, : self._vocab_size].contiguous()

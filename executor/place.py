@@ -183,6 +183,16 @@ class Place:
         part = size // self.tp_size
         return slice(self.tp_rank * part, (self.tp_rank + 1) * part)
 
+    def vocabulary(self, size: int) -> slice:
+        """This rank's tokens; the last rank has fewer where they do not divide evenly.
+
+        Raises ModelError where it would have none.
+        """
+        part = -(-size // self.tp_size)
+        if self.tp_rank * part >= size:
+            raise ModelError(f"a vocabulary of {size} cannot be divided among {self.tp_size} tensor-parallel ranks")
+        return slice(min(self.tp_rank * part, size), min((self.tp_rank + 1) * part, size))
+
     def layers(self, num_layers: int) -> range:
         """This stage's layers. A remainder goes to the stages before the last, from the back: the last has the head.
 

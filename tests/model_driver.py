@@ -13,6 +13,7 @@ from headrace.executor.batch import StepArrays
 from headrace.executor.cpu_decoder import CpuDecoder
 from headrace.executor.decoder import Decoder
 from headrace.executor.kv_cache import allocate
+from headrace.executor.place import SINGLE, Place
 
 
 class DictSource:
@@ -49,12 +50,12 @@ class Driver:
         decoder: Decoder | CpuDecoder,
         block_size: int = 8,
         num_blocks: int = 200,
-        tp_size: int = 1,
+        place: Place = SINGLE,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.decoder, self.block_size = decoder, block_size
         dtype = cache_dtype or decoder.dtype
-        self.cache = cache = allocate(decoder.spec, num_blocks, block_size, dtype, tp_size=tp_size)
+        self.cache = cache = allocate(decoder.spec, num_blocks, block_size, dtype, place=place)
         for tensor in (*cache.key_scales, *cache.value_scales) or (*cache.keys, *cache.values):
             tensor.fill_(float("nan"))
         self.free = list(range(num_blocks))

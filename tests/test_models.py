@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from headrace import kernels
 from headrace.executor.decoder import Decoder
 from headrace.executor.families import spec_from_config
 from headrace.executor.kv_cache import allocate, block_bytes
-from headrace.executor.layers import ChooseKernel, TensorParallel
+from headrace.executor.layers import ChooseKernel
 from headrace.ipc.failure import ModelError
 
 PROMPT_LENGTHS = (300, 1, 17, 64, 2, 33, 129)
@@ -144,65 +142,6 @@ def test_a_saved_tiny_model_loads_and_generates_as_in_transformers(tmp_path: Pat
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20, eos_token_id=None)
     assert answers[0] == expected[0, len(prompt) :].tolist()
-
-
-class ThreadRanks:
-    """All-reduce and all-gather among threads, one per rank."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=60)
-        self.parts: list[Tensor] = [torch.empty(0)] * size
-
-    def of_rank(self, rank: int) -> RankCollectives:
-        return RankCollectives(self, rank)
-
-
-class RankCollectives:
-    def __init__(self, ranks: ThreadRanks, rank: int) -> None:
-        self.ranks, self.rank = ranks, rank
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return torch.stack(self._exchange(x)).sum(0)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return torch.cat(self._exchange(x), dim=-1)
-
-    def _exchange(self, x: Tensor) -> list[Tensor]:
-        self.ranks.parts[self.rank] = x
-        self.ranks.barrier.wait()
-        parts = list(self.ranks.parts)
-        self.ranks.barrier.wait()
-        return parts
-
-
-@pytest.mark.parametrize("name", ["llama", "llama_biases", "gemma3", "opt_projected_post_norm"])
-def test_two_tensor_parallel_ranks_read_their_share_and_give_the_same_answer(name: str) -> None:
-    prompts, ranks = random_prompts((33, 2)), ThreadRanks(2)
-    alone, whole = Driver(make_decoder(name)).greedy(prompts, 5, chunk=16)
-    sources = [DictSource(state_of(reference(name))) for _ in range(2)]
-
-    def run(rank: int) -> tuple[list[list[int]], list[Tensor]]:
-        tp = TensorParallel(rank, 2, ranks.of_rank(rank))
-        try:
-            decoder = Decoder(spec_from_config(config_of(name)), sources[rank], torch.float32, tp=tp)
-            return Driver(decoder, tp_size=2).greedy(prompts, 5, chunk=16)
-        except BaseException:
-            ranks.barrier.abort()  # the other rank waits for nobody
-            raise
-
-    with ThreadPoolExecutor(2) as pool:
-        for answers, logits in pool.map(run, range(2)):
-            assert answers == alone
-            torch.testing.assert_close(torch.cat(logits), torch.cat(whole), atol=1e-4, rtol=1e-4)
-    sizes = {name: tensor.numel() for name, tensor in sources[0].tensors.items()}
-    repeated = sum(size for name, size in sizes.items() if "positions" in name or "project_" in name)
-    shared = sum(sizes.values()) - repeated
-    assert all(source.elements_read - repeated < 0.6 * shared for source in sources)
-
-
-def test_tensor_parallel_sizes_that_do_not_divide_are_refused_with_the_numbers() -> None:
-    with pytest.raises(ModelError, match="6 attention heads and 2 key/value heads cannot be divided among 4 ranks"):
-        make_decoder("llama_gqa_tied", tp=TensorParallel(1, 4, ThreadRanks(4).of_rank(1)))
 
 
 def test_the_cache_takes_memory_only_where_it_is_written() -> None:
