@@ -114,6 +114,8 @@ def test_files_functions_and_classes_stay_small() -> None:
         if lines > MAX_FILE_LINES:
             over[str(path)] = f"{lines} lines"
         for name, function in tree.functions(path):
+            if any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list):
+                continue  # a kernel: its arguments are tensors and strides, and splitting it would hide the idea
             lines = (function.end_lineno or function.lineno) - function.lineno + 1
             if lines > MAX_FUNCTION_LINES:
                 over[f"{path}:{name}"] = f"{lines} lines"

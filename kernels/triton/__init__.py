@@ -1,0 +1,1 @@
+"""GPU kernels in Triton. Importing this loads nothing; see README.md for what is where."""

@@ -1,0 +1,91 @@
+"""Block sizes by architecture and shape: one table, so that a start is the same each time and nothing is timed.
+
+What fits was found by compiling (`benchmarks/triton_resources.py` records registers and shared memory); what is fast
+must be measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+LARGE_SHARED_MEMORY = frozenset({(8, 0), (8, 7), (9, 0), (10, 0), (10, 3)})
+"""Compute capabilities whose blocks may have 160 KiB of shared memory or more; others have about 99 KiB."""
+NO_GPU = (8, 0)
+"""The capability that kernels are configured for under the interpreter."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Of one attention kernel."""
+
+    block_m: int
+    """Rows of queries: tokens times the heads that share a key/value head."""
+    block_n: int
+    """Keys per iteration."""
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a launch depends on."""
+
+    capability: tuple[int, int]
+    num_multiprocessors: int
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether e4m3 converts in hardware."""
+        return self.capability >= (8, 9)
+
+    @property
+    def has_large_shared_memory(self) -> bool:
+        return self.capability in LARGE_SHARED_MEMORY
+
+
+@functools.cache
+def device_of(index: int | None) -> Device:
+    """The CUDA device of this index; for None (the interpreter) a small one."""
+    if index is None:
+        return Device(NO_GPU, 4)
+    properties = torch.cuda.get_device_properties(index)
+    return Device((properties.major, properties.minor), properties.multi_processor_count)
+
+
+def power_of_two(count: int) -> int:
+    """The smallest one that is not below count."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def decode_tiles(device: Device, head_dim: int, group: int, itemsize: int) -> Tiles:
+    """For sequences of one token. group: query heads per key/value head; itemsize: of the query's dtype."""
+    block_m = max(16, power_of_two(group))
+    if itemsize == 4:
+        return Tiles(block_m, 32 if head_dim <= 128 else 16, 4, 2)
+    if head_dim > 256:
+        return Tiles(block_m, 32, 4, 2)
+    if head_dim > 128:
+        return Tiles(block_m, 32, 4, 3 if device.has_large_shared_memory else 2)
+    return Tiles(block_m, 64, 4, 3 if device.has_large_shared_memory else 2)
+
+
+def prefill_tiles(device: Device, head_dim: int, group: int, itemsize: int) -> Tiles:
+    """For sequences of several tokens; a tile holds at least one token's group of heads."""
+    least = power_of_two(group)
+    if itemsize == 4:
+        return Tiles(max(32 if head_dim <= 128 else 16, least), 32 if head_dim <= 128 else 16, 4, 1)
+    if head_dim > 256:
+        return Tiles(max(32, least), 32, 8, 1)
+    if head_dim > 128:
+        return Tiles(max(64, least), 32, 8, 2)
+    stages = 3 if device.capability >= (9, 0) and device.has_large_shared_memory else 2
+    return Tiles(max(128, least), 64, 8, stages)
+
+
+def invariant_tiles(device: Device, head_dim: int, group: int, itemsize: int) -> Tiles:
+    """For both, where a row's arithmetic must not depend on which of the two kernels runs."""
+    prefill = prefill_tiles(device, head_dim, group, itemsize)
+    return Tiles(max(min(prefill.block_m, 64), power_of_two(group), 16), prefill.block_n, 4, 2 if itemsize < 4 else 1)
