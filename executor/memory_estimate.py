@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headrace.core.plan import Plan
 from headrace.executor.arch import ArchSpec
+from headrace.executor.place import SINGLE, Place, World, collectives_bytes
 from headrace.kernels.reference_attention import MAX_GATHER_ROWS
 
 LOGITS_COPIES = 4
@@ -23,16 +24,21 @@ def weight_elements(spec: ArchSpec) -> int:
     return embeddings + spec.num_layers * (attention + mlp)
 
 
-def activation_bytes(spec: ArchSpec, plan: Plan, itemsize: int) -> int:
-    """Upper bound of what one step of max_num_batched_tokens needs at once besides weights and cache.
+def activation_bytes(spec: ArchSpec, plan: Plan, itemsize: int, place: Place = SINGLE) -> int:
+    """Upper bound of what a step of max_num_batched_tokens needs on one rank at once besides weights and cache.
 
     One layer's tensors live together (residual, normalised input, queries, keys, values, attention's output, both
-    halves of the MLP), the keys and values that attention gathers, and the logits of every row.
+    halves of the MLP), the keys and values that attention gathers, the logits of every row, and this rank's part of
+    what the ranks share.
     """
-    heads = 2 * (spec.num_heads + spec.num_kv_heads)
-    per_token = 3 * spec.hidden_size + heads * spec.head_dim + 3 * spec.intermediate_size
+    kv_heads = spec.local_kv_heads(place.tp_size)
+    heads = 2 * (spec.num_heads // place.tp_size + kv_heads)
+    per_token = 3 * spec.hidden_size + heads * spec.head_dim + 3 * spec.intermediate_size // place.tp_size
     layer = plan.max_num_batched_tokens * per_token * itemsize
-    most_rows = plan.max_num_seqs * -(-plan.max_model_len // plan.block_size) * spec.num_kv_heads
+    most_rows = plan.max_num_seqs * -(-plan.max_model_len // plan.block_size) * kv_heads
     gathered = 2 * min(MAX_GATHER_ROWS, most_rows) * plan.block_size * spec.head_dim * itemsize
-    logits = LOGITS_COPIES * plan.max_num_seqs * spec.vocab_size * 4
-    return layer + gathered + logits
+    logits = LOGITS_COPIES * plan.max_num_seqs * spec.vocab_size * 4 if place.is_last_stage else 0
+    shared = 0
+    if place.world_size > 1:
+        shared = collectives_bytes(World.of(plan, place.tp_size, place.pp_size)) // place.world_size
+    return layer + gathered + logits + shared

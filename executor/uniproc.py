@@ -14,7 +14,6 @@ from headrace.core.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor import kv_cache
 from headrace.executor.arch import ArchSpec
 from headrace.executor.base import Executor, Report
-from headrace.executor.batch import BatchState
 from headrace.executor.checkpoint import Checkpoint, open_checkpoint
 from headrace.executor.cpu_decoder import CpuDecoder, why_not
 from headrace.executor.cpu_program import StepLimits
@@ -23,7 +22,9 @@ from headrace.executor.decoder import Decoder
 from headrace.executor.families import spec_from_config
 from headrace.executor.host import HostMemory, host_memory, usable_cores
 from headrace.executor.memory_estimate import activation_bytes, weight_elements
+from headrace.executor.place import SINGLE, Collectives, Place
 from headrace.executor.runner import ModelRunner
+from headrace.executor.stages import LastStageRunner, StageRunner, make_runner
 from headrace.executor.weights import WeightSource
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import TokenizerBundle
@@ -38,16 +39,19 @@ CACHE_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 class UniprocExecutor(Executor):
-    """Owns the checkpoint until the weights are loaded, then the model, its cache and the runner."""
+    """Owns the checkpoint until the weights are loaded, then the model, its cache and the runner.
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    With another place than `SINGLE` it is one rank of several, each of which is given every plan; see `place`.
+    """
+
+    def __init__(self, options: Options, place: Place = SINGLE) -> None:
+        self._options, self._place = options, place
         self._device = torch.device("cpu")
         self._checkpoint: Checkpoint | None = None
         self._spec: ArchSpec | None = None
         self._plan: Plan | None = None
         self._model: Decoder | CpuDecoder | None = None
-        self._runner: ModelRunner | None = None
+        self._runner: ModelRunner | StageRunner | LastStageRunner | None = None
         self._submitted: deque[StepPlan] = deque()
         self._compiling = threading.Thread()
 
@@ -58,6 +62,7 @@ class UniprocExecutor(Executor):
         report("find model")
         checkpoint = self._checkpoint = open_checkpoint(self._options)
         spec = self._spec = spec_from_config(checkpoint.config)
+        check_shares(spec, self._place)
         return ModelDescription(
             name=checkpoint.name,
             architecture=spec.architecture,
@@ -67,12 +72,16 @@ class UniprocExecutor(Executor):
             num_layers=spec.num_layers,
             hidden_size=spec.hidden_size,
             intermediate_size=spec.intermediate_size,
-            kv_elements_per_token=spec.kv_elements_per_token,
-            kv_rows_per_token=spec.kv_rows_per_token,
+            kv_elements_per_token=spec.kv_elements_per_token * kv_copies(spec, self._place),
+            kv_rows_per_token=spec.kv_rows_per_token * kv_copies(spec, self._place),
             eos_token_ids=tuple(checkpoint.eos_token_ids),
             generation_defaults=dict(checkpoint.generation_config),
             why_no_prefix_caching=_why_no_prefix_caching(spec),
         )
+
+    def connect(self, collectives: Collectives) -> None:
+        """How this rank talks to the others; between `describe` and `load`, where there are others."""
+        self._place = self._place.with_collectives(collectives)
 
     def tokenizer(self) -> TokenizerBundle | None:
         if self._options.skip_tokenizer_init:
@@ -89,12 +98,12 @@ class UniprocExecutor(Executor):
         self._compiling.join()
         report("load weights")
         dtype = DTYPES[plan.dtype]
-        reason = why_not(self._spec, dtype)
+        reason = why_not(self._spec, dtype, self._place.world_size)
         if reason:
             check_op_by_op(plan, reason)
         stays_packed = plan.weights_stay_packed and not reason
         check_weights_fit(self._spec, plan, host_memory(), self._checkpoint.stored_bytes if stays_packed else None)
-        self._model = load_model(self._spec, self._checkpoint.weights(), plan, reason)
+        self._model = load_model(self._spec, self._checkpoint.weights(), plan, reason, self._place)
         self._plan = plan
         memory = host_memory()
         return MemoryReading(
@@ -102,7 +111,7 @@ class UniprocExecutor(Executor):
             available_bytes=memory.available_bytes,
             weights_bytes=self._model.weight_bytes,
             # The program's buffers are float32, but for what meets bf16 weights.
-            activation_bytes=activation_bytes(self._spec, plan, dtype.itemsize if reason else 4),
+            activation_bytes=activation_bytes(self._spec, plan, dtype.itemsize if reason else 4, self._place),
         )
 
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
@@ -110,9 +119,9 @@ class UniprocExecutor(Executor):
         assert plan is not None, "load comes before allocate"
         assert model is not None, "load comes before allocate"
         cache_dtype = CACHE_DTYPES[plan.kv_cache_dtype]
-        cache = kv_cache.allocate(model.spec, num_blocks, plan.block_size, cache_dtype, self._device)
-        batch = BatchState(plan.max_num_seqs, max_model_len, plan.block_size, plan.model.eos_token_ids)
-        self._runner = ModelRunner(model, cache, batch, vocab_size=model.spec.vocab_size)
+        cache = kv_cache.allocate(model.spec, num_blocks, plan.block_size, cache_dtype, self._device, self._place)
+        batch_args = (plan.max_num_seqs, max_model_len, plan.block_size, plan.model.eos_token_ids)
+        self._runner = make_runner(model, cache, batch_args, self._place, vocab_size=model.spec.vocab_size)
         if isinstance(model, CpuDecoder):
             model.bind(cache)  # before the first request waits for it
 
@@ -126,23 +135,43 @@ class UniprocExecutor(Executor):
 
     def stop(self) -> None:
         self._submitted.clear()
+        if self._place.collectives is not None:
+            self._place.collectives.close()
         self._runner = self._model = self._checkpoint = None
 
 
-def load_model(spec: ArchSpec, weights: WeightSource, plan: Plan, why_no_program: str) -> Decoder | CpuDecoder:
+def load_model(
+    spec: ArchSpec, weights: WeightSource, plan: Plan, why_no_program: str, place: Place = SINGLE
+) -> Decoder | CpuDecoder:
     """The model as a program of the CPU kernels, or op by op where there is a reason against that."""
     dtype = DTYPES[plan.dtype]
     if why_no_program:
         if build.why_not() is None:  # else it has been said
             logger.warning("the model runs op by op, and not as one program of the CPU kernels: %s", why_no_program)
         use_all_cores()
-        return Decoder(spec, weights, dtype, "cpu")
+        return Decoder(spec, weights, dtype, "cpu", place)
     limits = StepLimits(plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len)
     blocks = Blocks(plan.weight_bits, plan.options.quantization_group_size) if plan.weight_bits else None
     model = CpuDecoder(spec, weights, dtype, limits, keep_packed=plan.weights_stay_packed, blocks=blocks)
     torch.set_num_threads(1)  # the cores are the program's
     logger.info("computing on %d threads: %s", model.runtime.pool.num_threads, model.runtime.pool.plan.reason)
     return model
+
+
+def check_shares(spec: ArchSpec, place: Place) -> None:
+    """Raises ModelError or OptionError, with the numbers, where the ranks cannot share the model."""
+    spec.local_kv_heads(place.tp_size)
+    place.share(spec.intermediate_size, "an MLP's inner size")
+    place.vocabulary(spec.vocab_size)
+    place.layers(spec.num_layers)
+
+
+def kv_copies(spec: ArchSpec, place: Place) -> int:
+    """How often each key/value head is kept: more than once where there are fewer heads than ranks.
+
+    The ranks share one host's memory, so what the core must know is all of them together.
+    """
+    return spec.local_kv_heads(place.tp_size) * place.tp_size // spec.num_kv_heads
 
 
 def check_op_by_op(plan: Plan, reason: str) -> None:

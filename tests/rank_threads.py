@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from headrace.core.options import Options
+from headrace.core.plan import MemoryReading, ModelDescription, Plan
+from headrace.executor.base import Executor, Report
 from headrace.executor.place import Place, World, collectives_bytes, mark_failed, open_collectives
+from headrace.executor.uniproc import UniprocExecutor
+from headrace.ipc.messages import TokenizerBundle
+from headrace.ipc.step import StepPlan, StepResult
 
 DEADLINE_S = 60
 
@@ -38,3 +45,73 @@ def run_ranks(world: World, body: Callable[[Place], Any], layer_partition: tuple
         return [future.result() for future in futures]
     finally:
         os.close(fd)
+
+
+class RankThreads(Executor):
+    """A world of ranks, each a `UniprocExecutor` on a thread of its own: what `mp` does with processes."""
+
+    def __init__(self, options: Options) -> None:
+        self._tp_size, self._pp_size = options.tensor_parallel_size, options.pipeline_parallel_size
+        places = [Place.of(rank, self._tp_size, self._pp_size) for rank in range(self._tp_size * self._pp_size)]
+        self._ranks = [UniprocExecutor(options, place=place) for place in places]
+        self._replying = next(place.rank for place in places if place.replies)
+        self._threads = [ThreadPoolExecutor(1, f"rank {place.rank}") for place in places]
+        self._steps: deque[list[Future[StepResult]]] = deque()
+        self._fd = os.memfd_create("test")
+
+    def describe(self, report: Report) -> ModelDescription:
+        return self._everywhere(lambda rank: rank.describe(report))[0]
+
+    def tokenizer(self) -> TokenizerBundle | None:
+        return self._ranks[0].tokenizer()
+
+    def load(self, plan: Plan, report: Report) -> MemoryReading:
+        world = World.of(plan, self._tp_size, self._pp_size)
+        os.ftruncate(self._fd, collectives_bytes(world))
+        for number, rank in enumerate(self._ranks):
+            rank.connect(open_collectives(self._fd, world, number, deadline_s=DEADLINE_S))
+        readings = self._everywhere(lambda rank: rank.load(plan, report))
+        return MemoryReading(
+            total_bytes=readings[0].total_bytes,
+            available_bytes=min(reading.available_bytes for reading in readings),
+            weights_bytes=sum(reading.weights_bytes for reading in readings),
+            activation_bytes=sum(reading.activation_bytes for reading in readings),
+        )
+
+    def allocate(self, num_blocks: int, max_model_len: int) -> None:
+        self._everywhere(lambda rank: rank.allocate(num_blocks, max_model_len))
+
+    def submit(self, plan: StepPlan) -> None:
+        self._steps.append([self._start(number, lambda rank: _step(rank, plan)) for number in range(len(self._ranks))])
+
+    def collect(self) -> StepResult:
+        futures = self._steps.popleft()
+        return futures[self._replying].result(DEADLINE_S)
+
+    def stop(self) -> None:
+        for thread in self._threads:
+            thread.shutdown()
+        for rank in self._ranks:
+            rank.stop()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _everywhere(self, call: Callable[[UniprocExecutor], Any]) -> list[Any]:
+        futures = [self._start(number, call) for number in range(len(self._ranks))]
+        return [future.result(DEADLINE_S) for future in futures]
+
+    def _start(self, number: int, call: Callable[[UniprocExecutor], Any]) -> Future[Any]:
+        def run() -> Any:
+            try:
+                return call(self._ranks[number])
+            except BaseException:
+                mark_failed(self._fd, number)
+                raise
+
+        return self._threads[number].submit(run)
+
+
+def _step(rank: UniprocExecutor, plan: StepPlan) -> StepResult:
+    rank.submit(plan)
+    return rank.collect()
