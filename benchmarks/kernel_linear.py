@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import functools
 import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ import torch
 from report import write_report
 from torch import Tensor
 
+from headrace.kernels.cpu.limits import limits, samples_of
 from headrace.kernels.cpu.linear import (
     DTYPES,
     WEIGHT_TYPES,
@@ -36,64 +34,12 @@ from headrace.kernels.cpu.linear import (
 )  # fmt: skip
 from headrace.kernels.cpu.program_args import ProgramC, ProgramOp
 
-READ_BYTES = 512 << 20
 SET_BYTES = 270_000_000
 SHAPES = {"qkv": (960, 576), "attention out": (576, 576), "gate up": (3072, 576), "down": (576, 1536)}
 HEAD = (49152, 576)
 TYPES = ("BF16", "F16", "F32", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 ROWS = (1, 8, 16, 64, 512, 2048)
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-ARITHMETIC = {"fp32 multiply-add": 0, "bf16 dot product": 1, "int8 dot product": 2}
-"""As numbered in linear_limits.cpp."""
-
-
-class ReadArgs(ctypes.Structure):
-    """Mirror of `ReadArgs` in linear_limits.cpp."""
-
-    _fields_ = (("data", ctypes.c_void_p), ("bytes", ctypes.c_int64), ("sums", ctypes.c_void_p))
-
-
-class ArithmeticArgs(ctypes.Structure):
-    """Mirror of `ArithmeticArgs` in linear_limits.cpp."""
-
-    _fields_ = (
-        ("rounds", ctypes.c_int64),
-        ("results", ctypes.c_void_p),
-        ("ones", ctypes.c_void_p),
-        ("kind", ctypes.c_int32),
-    )
-
-
-def samples_of(run: Callable[[], object], seconds: float, least: int = 5) -> list[float]:
-    """Seconds of each run, for about `seconds` and at least `least` runs, after one to warm up."""
-    run()
-    samples: list[float] = []
-    while len(samples) < least or sum(samples) < seconds:
-        begin = time.perf_counter()
-        run()
-        samples.append(time.perf_counter() - begin)
-    return samples
-
-
-def limits(used: Runtime) -> dict[str, Any]:
-    """Bytes per second of a streaming read, and multiply-adds per second of each kind of instruction."""
-    pool, dll, threads = used.pool, used.library.dll, used.pool.num_threads
-    memory, address = Arena(chunk_bytes=0).take(READ_BYTES)
-    ctypes.memset(address, 1, READ_BYTES)
-    sums = torch.zeros(threads, dtype=torch.int64)
-    read = ReadArgs(address, READ_BYTES, sums.data_ptr())
-    found: dict[str, Any] = {
-        "threads": threads,
-        "read_gigabytes_per_s": READ_BYTES / min(samples_of(lambda: pool.run_op("hr_op_read", read), 1.0)) / 1e9,
-    }
-    del memory
-    ones, results = torch.ones(64), torch.zeros(threads, 16)
-    for name, kind in ARITHMETIC.items():
-        per_round, rounds = dll.hr_arithmetic_per_round(kind), 500_000
-        args = ArithmeticArgs(rounds, results.data_ptr(), ones.data_ptr(), kind)
-        best = min(samples_of(functools.partial(pool.run_op, "hr_op_arithmetic", args), 0.5))
-        found[f"{name} gigaflops"] = 2 * per_round * rounds * threads / best / 1e9
-    return found
 
 
 def arithmetic_of(type_name: str, measured: dict[str, Any]) -> str:

@@ -68,12 +68,8 @@ def run(name: str, command: list[str]) -> dict[str, Any]:
 
 def machine_limits() -> dict[str, Any]:
     """What the kernels' threads read and compute at best, by their own probe, in a process of its own."""
-    program = (
-        "import json; from kernel_linear import limits; from headrace.kernels.cpu.linear import runtime; "
-        "print(json.dumps(limits(runtime())))"
-    )
-    folder = ROOT / "benchmarks"
-    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True)
+    program = [sys.executable, "-m", "headrace.kernels.cpu.limits"]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
     measured: dict[str, Any] = json.loads(done.stdout)
     return measured
 

@@ -1,0 +1,1 @@
+"""`headrace bench`: load generators, in-process benchmarks, and what reads their results."""

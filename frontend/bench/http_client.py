@@ -1,0 +1,280 @@
+"""A lean HTTP client for load generation: kept-alive connections, event streams, and every fault told by its cause.
+
+One `Connection` serves one exchange at a time. Bytes go from the socket's callback straight to the exchange, with
+the time at which they came, so that no task switch stands between an event and its timestamp.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+import ssl
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from headrace.ipc.failure import OptionError
+
+REFUSED, UNREACHABLE, CONNECT_TIMEOUT, TLS = "connection refused", "host unreachable", "connect timeout", "TLS"
+DROPPED, GARBAGE, STALLED, TIMEOUT = "connection dropped", "garbage", "stalled", "request timeout"
+OUT_OF_FILES = "out of file descriptors"
+
+
+class ExchangeError(Exception):
+    """What ended an exchange: `cause` is one of few words to count by, `detail` tells of this one."""
+
+    def __init__(self, cause: str, detail: str = "") -> None:
+        super().__init__(f"{cause}: {detail}" if detail else cause)
+        self.cause, self.detail = cause, detail
+
+
+class Reader(Protocol):
+    """Who takes a response as it comes; times are of time.perf_counter. It may raise ExchangeError."""
+
+    def on_status(self, status: int, headers: Mapping[bytes, bytes]) -> None: ...
+    def on_body(self, data: bytes, now_s: float) -> None: ...
+
+
+class Target:
+    """A server's address and what goes before every request's body."""
+
+    def __init__(self, base_url: str, headers: Mapping[str, str], *, insecure: bool = False) -> None:
+        """Raises OptionError for an address that is none, and for headers that cannot be sent."""
+        try:
+            parts = urlsplit(base_url)
+            port = parts.port
+        except ValueError as error:
+            raise OptionError(f"--base-url={base_url}: {error}") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise OptionError(f"--base-url={base_url}: it must be like http://127.0.0.1:8000")
+        self.url = base_url.rstrip("/")
+        self.host, self.port = parts.hostname, port or (443 if parts.scheme == "https" else 80)
+        self._path = parts.path.rstrip("/")
+        self.tls: ssl.SSLContext | None = None
+        if parts.scheme == "https":
+            self.tls = ssl.create_default_context()
+            if insecure:
+                self.tls.check_hostname, self.tls.verify_mode = False, ssl.CERT_NONE
+        for name, value in headers.items():
+            if not name or not (name + value).isprintable() or ":" in name:
+                raise OptionError(f"--header={name}={value}: it must be KEY=VALUE of printable characters")
+        lines = {"Host": parts.netloc.rpartition("@")[2], "Accept": "text/event-stream, application/json", **headers}
+        self._headers = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+
+    def post(self, path: str, body: bytes) -> bytes:
+        head = f"POST {self._path}{path} HTTP/1.1\r\n{self._headers}Content-Type: application/json\r\n"
+        return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+    def get(self, path: str) -> bytes:
+        return f"GET {self._path}{path} HTTP/1.1\r\n{self._headers}\r\n".encode()
+
+
+class Connection(asyncio.Protocol):
+    """One connection. `exchange` sends a request and gives its response to a reader."""
+
+    def __init__(self) -> None:
+        self.last_heard_s = 0.0
+        self.began_s = 0.0
+        self.reusable = False
+        self.has_served = False
+        self._heard_any = False
+        self._transport: asyncio.Transport | None = None
+        self._reader: Reader | None = None
+        self._done: asyncio.Future[None] | None = None
+        self._parser: Any = None
+        self._headers: dict[bytes, bytes] = {}
+        self._body_s = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, by its methods alone
+        with contextlib.suppress(OSError, AttributeError):
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def heard_nothing(self) -> bool:
+        """Of the exchange that ended last: not one byte of an answer came."""
+        return not self._heard_any
+
+    async def exchange(self, request: bytes, reader: Reader) -> None:
+        """Until the response is whole. Raises ExchangeError, after which the connection is closed."""
+        assert self._transport is not None
+        self._reader, self._headers, self.reusable, self._heard_any = reader, {}, False, False
+        self._parser = httptools.HttpResponseParser(self)
+        self._done = asyncio.get_running_loop().create_future()
+        self.began_s = self.last_heard_s = time.perf_counter()
+        self._transport.write(request)
+        try:
+            await self._done
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._reader = self._parser = None
+        self.has_served = True
+
+    def fail(self, error: ExchangeError) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(error)
+
+    def close(self) -> None:
+        self.reusable = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._body_s = self.last_heard_s = time.perf_counter()
+        self._heard_any = True
+        if self._parser is None:  # nobody asked
+            self.close()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            cause = error.__context__ or error.__cause__
+            self.fail(cause if isinstance(cause, ExchangeError) else ExchangeError(GARBAGE, repr(cause or error)))
+        except httptools.HttpParserError as error:
+            self.fail(ExchangeError(GARBAGE, f"not HTTP: {error}"))
+
+    def eof_received(self) -> None:
+        return None
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._done is None or self._done.done():
+            return
+        if self._parser is not None and not self._headers_end_body():
+            with contextlib.suppress(Exception):  # a body that lasts until the connection ends
+                self.on_message_complete()
+                return
+        self.fail(ExchangeError(DROPPED, str(error) if error else "the server closed it in mid-answer"))
+
+    # What httptools calls.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        if self._reader is not None:
+            self._reader.on_status(self._parser.get_status_code(), self._headers)
+
+    def on_body(self, data: bytes) -> None:
+        if self._reader is not None:
+            self._reader.on_body(data, self._body_s)
+
+    def on_message_complete(self) -> None:
+        if self._parser is not None and self._parser.get_status_code() < 200:
+            return  # an interim answer
+        self.reusable = self.is_open and self._parser is not None and self._parser.should_keep_alive()
+        if self._done is not None and not self._done.done():
+            self._done.set_result(None)
+
+    def _headers_end_body(self) -> bool:
+        """False once a response has begun whose end is that of the connection."""
+        return not self._headers or b"content-length" in self._headers or b"transfer-encoding" in self._headers
+
+
+class Pool:
+    """Connections to one target, made when needed and kept. Watches for exchanges that hear nothing."""
+
+    def __init__(self, target: Target, *, connect_timeout_s: float, stall_timeout_s: float, request_timeout_s: float):
+        self._target = target
+        self._connect_timeout_s, self._stall_s, self._request_s = connect_timeout_s, stall_timeout_s, request_timeout_s
+        self._idle: list[Connection] = []
+        self._busy: set[Connection] = set()
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def num_busy(self) -> int:
+        return len(self._busy)
+
+    async def send(self, request: bytes, reader: Reader) -> None:
+        """One exchange, on a kept connection or a new one. Raises ExchangeError."""
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._watch_exchanges())
+        while True:
+            connection = self._take_idle() or await self._connect()
+            was_kept = connection.has_served
+            self._busy.add(connection)
+            try:
+                await connection.exchange(request, reader)
+            except ExchangeError as error:
+                # A server may close a kept connection just when it is used again; that is no fault of the request.
+                if error.cause == DROPPED and was_kept and connection.heard_nothing:
+                    continue
+                raise
+            finally:
+                self._busy.discard(connection)
+            if connection.reusable:
+                self._idle.append(connection)
+            else:
+                connection.close()
+            return
+
+    async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        for connection in [*self._idle, *self._busy]:
+            connection.close()
+        self._idle.clear()
+        await asyncio.sleep(0)
+
+    def _take_idle(self) -> Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        return None
+
+    async def _connect(self) -> Connection:
+        target, loop = self._target, asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await loop.create_connection(Connection, target.host, target.port, ssl=target.tls)
+        except TimeoutError:
+            raise ExchangeError(CONNECT_TIMEOUT, f"no connection within {self._connect_timeout_s:g} s") from None
+        except ssl.SSLError as error:
+            raise ExchangeError(TLS, str(error)) from None
+        except socket.gaierror as error:
+            raise ExchangeError(UNREACHABLE, f"{target.host}: {error.strerror}") from None
+        except ConnectionRefusedError as error:
+            raise ExchangeError(REFUSED, str(error)) from None
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise ExchangeError(OUT_OF_FILES, "raise the limit (ulimit -n), or set --max-concurrency") from None
+            cause = DROPPED if isinstance(error, ConnectionError) else UNREACHABLE
+            raise ExchangeError(cause, str(error)) from None
+        return connection
+
+    async def _watch_exchanges(self) -> None:
+        """Ends exchanges that are past their deadlines. One walk for all costs less than a timer for each event."""
+        period_s = min(0.25, self._stall_s / 4, self._request_s / 4)
+        while True:
+            await asyncio.sleep(period_s)
+            now_s = time.perf_counter()
+            for connection in list(self._busy):
+                if now_s - connection.last_heard_s > self._stall_s:
+                    connection.fail(ExchangeError(STALLED, f"nothing came for {self._stall_s:g} s"))
+                elif now_s - connection.began_s > self._request_s:
+                    connection.fail(ExchangeError(TIMEOUT, f"not done after {self._request_s:g} s"))
+
+
+class Whole:
+    """Reads a response to its end: for small answers that are not streams."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.body = b""
+
+    def on_status(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        self.status = status
+
+    def on_body(self, data: bytes, now_s: float) -> None:
+        self.body += data

@@ -1,0 +1,164 @@
+"""Figures from raw samples, under the names of vLLM's result files. Pure Python: no numpy in a frontend."""
+
+from __future__ import annotations
+
+import collections
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace.frontend.bench.load import LoadResult, Outcome
+from headrace.frontend.bench.workload import BenchRequest
+from headrace.ipc.failure import OptionError
+
+GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+METRICS = ("ttft", "tpot", "itl", "e2el")
+BUSY_SHARE = 0.85
+LATE_MS = 10.0
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Of ascending samples, linear between the two nearest ranks, as numpy's default is."""
+    at = (len(ordered) - 1) * percent / 100
+    low = math.floor(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def parse_percentiles(text: str) -> list[float]:
+    """Raises OptionError."""
+    try:
+        found = [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        found = [-1.0]
+    if not all(0 <= each <= 100 for each in found):
+        raise OptionError(f"--metric-percentiles={text}: it must be numbers from 0 to 100, such as 50,90,99")
+    return found
+
+
+def parse_metrics(text: str) -> list[str]:
+    """Raises OptionError."""
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [each for each in found if each not in METRICS]
+    if unknown:
+        raise OptionError(f"--percentile-metrics={text}: {unknown[0]} is none of {', '.join(METRICS)}")
+    return found
+
+
+def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
+    """`ttft:500 tpot:50` in milliseconds. Raises OptionError."""
+    limits = {}
+    for pair in pairs:
+        name, colon, text = pair.partition(":")
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not colon or name not in GOODPUT_METRICS or not value >= 0:
+            raise OptionError(
+                f"--goodput {pair}: it must be NAME:MILLISECONDS, with a name of {', '.join(GOODPUT_METRICS)}"
+            )
+        limits[name] = value
+    return limits
+
+
+def summary(name: str, values_ms: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
+    """mean_, median_, std_ and percentiles of one metric; empty without samples."""
+    if not values_ms:
+        return {}
+    ordered = sorted(values_ms)
+    found = {
+        f"mean_{name}_ms": statistics.fmean(ordered),
+        f"median_{name}_ms": percentile(ordered, 50),
+        f"std_{name}_ms": statistics.pstdev(ordered),
+        f"max_{name}_ms": ordered[-1],
+    }
+    return found | {f"p{percent:g}_{name}_ms": percentile(ordered, percent) for percent in percentiles}
+
+
+def tpot_s(outcome: Outcome) -> float | None:
+    """Time per output token after the first; None with fewer than two."""
+    if outcome.e2e_s is None or outcome.ttft_s is None or outcome.num_output_tokens < 2:
+        return None
+    return (outcome.e2e_s - outcome.ttft_s) / (outcome.num_output_tokens - 1)
+
+
+def serving_figures(
+    load: LoadResult,
+    requests: Sequence[BenchRequest],
+    *,
+    goodput: Mapping[str, float],
+    shown: Mapping[str, list[float]],
+) -> dict[str, Any]:
+    """All figures of a run against a server. `shown` is the percentiles by metric."""
+    good = [outcome for outcome in load.outcomes if not outcome.cause]
+    # The server's own count, which is what the prompt's text became there; else ours.
+    num_input = sum(each.num_prompt_tokens or requests[each.index].num_prompt_tokens or 0 for each in good)
+    num_output = sum(outcome.num_output_tokens for outcome in good)
+    seconds = max(load.duration_s, 1e-9)
+    samples = samples_ms(good)
+    figures: dict[str, Any] = {
+        "duration": load.duration_s,
+        "completed": len(good),
+        "failed": len(load.outcomes) - len(good),
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "request_throughput": len(good) / seconds,
+        "output_throughput": num_output / seconds,
+        "total_token_throughput": (num_input + num_output) / seconds,
+        "max_concurrent_requests": load.max_in_flight,
+    }
+    if goodput:
+        figures["request_goodput"] = sum(_is_good(outcome, goodput) for outcome in good) / seconds
+    for name in METRICS:
+        figures |= summary(name, samples[name], shown.get(name, []))
+    queued_ms = [1e3 * outcome.queued_s for outcome in good]
+    if any(queued_ms):
+        figures |= summary("queue", queued_ms, [99.0])
+    return figures | {"errors": errors_by_cause(load.outcomes), "generator": generator_figures(load)}
+
+
+def samples_ms(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
+    """The samples of each metric, of requests that succeeded."""
+    return {
+        "ttft": [1e3 * o.ttft_s for o in outcomes if o.ttft_s is not None],
+        "tpot": [1e3 * each for o in outcomes if (each := tpot_s(o)) is not None],
+        "itl": [1e3 * gap for o in outcomes for gap in o.gaps_s],
+        "e2el": [1e3 * o.e2e_s for o in outcomes if o.e2e_s is not None],
+    }
+
+
+def errors_by_cause(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
+    """How many, and one of them in words, the most frequent first."""
+    counts = collections.Counter(outcome.cause for outcome in outcomes if outcome.cause)
+    example = {outcome.cause: outcome.detail for outcome in reversed(outcomes)}
+    return {cause: {"count": count, "example": example[cause]} for cause, count in counts.most_common()}
+
+
+def generator_figures(load: LoadResult) -> dict[str, Any]:
+    """Whether the figures are the server's or the generator's own."""
+    late_ms = sorted(1e3 * each for each in load.lateness_s)
+    share = load.cpu_s / max(load.duration_s, 1e-9)
+    figures: dict[str, Any] = {"cpu_share": share}
+    if late_ms:
+        figures |= {"late_p50_ms": percentile(late_ms, 50), "late_p99_ms": percentile(late_ms, 99)}
+        figures["late_max_ms"] = late_ms[-1]
+    warning = ""
+    if share > BUSY_SHARE:
+        warning = (
+            f"the generator used {share:.0%} of a core and may be what limits these figures: lower the rate, or run "
+            "several generators"
+        )
+    elif late_ms and figures["late_p99_ms"] > LATE_MS:
+        warning = (
+            f"requests were sent up to {figures['late_p99_ms']:.0f} ms late (p99), though the generator used only "
+            f"{share:.0%} of a core: the machine is busy. Latencies count from when requests were due"
+        )
+    return figures | {"warning": warning}
+
+
+def _is_good(outcome: Outcome, limits: Mapping[str, float]) -> bool:
+    """Within every limit; an output of one token has no time per token to exceed."""
+    found_s = {"ttft": outcome.ttft_s, "tpot": tpot_s(outcome) or 0.0, "e2el": outcome.e2e_s}
+    return all((value := found_s[name]) is not None and 1e3 * value <= limit for name, limit in limits.items())

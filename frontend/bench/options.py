@@ -1,0 +1,226 @@
+"""What `headrace bench` takes, declared as the engine's options are; names are those of `vllm bench`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from headrace.core.options import Option
+
+WORKLOAD, TARGET, TRAFFIC, SAMPLING, RESULT, RUN = (
+    "Workload",
+    "Server under test",
+    "Traffic",
+    "Sampling",
+    "Result",
+    "Run",
+)
+DatasetName = Literal["random", "prefix_repetition", "sharegpt", "burstgpt", "timed_trace", "custom", "mixed"]
+
+
+class WorkloadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which requests are sent. The same options and seed give the same requests."""
+
+    dataset_name: Annotated[DatasetName, Option(WORKLOAD, "Where requests come from")] = "random"
+    dataset_path: Annotated[
+        str | None, Option(WORKLOAD, "The file of every dataset but random and prefix_repetition")
+    ] = None
+    num_prompts: Annotated[int, Option(WORKLOAD, "How many requests", "requests", minimum=1)] = 1000
+    seed: Annotated[int, Option(WORKLOAD, "From which prompts, lengths and arrivals are drawn")] = 0
+    input_len: Annotated[
+        int | None, Option(WORKLOAD, "Replaces the dataset's own option for prompt length", "tokens", minimum=1)
+    ] = None
+    output_len: Annotated[
+        int | None, Option(WORKLOAD, "Replaces the dataset's own option for output length", "tokens", minimum=1)
+    ] = None
+    no_oversample: Annotated[bool, Option(WORKLOAD, "Do not repeat a file with fewer requests than asked for")] = False
+    disable_shuffle: Annotated[bool, Option(WORKLOAD, "Keep the file's order")] = False
+
+    random_input_len: Annotated[int, Option(WORKLOAD, "random: prompt length", "tokens", minimum=1)] = 1024
+    random_output_len: Annotated[int, Option(WORKLOAD, "random: output length", "tokens", minimum=1)] = 128
+    random_prefix_len: Annotated[
+        int, Option(WORKLOAD, "random: tokens before each prompt that all of them share", "tokens", minimum=0)
+    ] = 0
+    random_range_ratio: Annotated[
+        float, Option(WORKLOAD, "random: lengths spread evenly over this share to either side", minimum=0, maximum=0.99)
+    ] = 0.0
+    random_vocab_size: Annotated[
+        int, Option(WORKLOAD, "Token ids are drawn below this where no tokenizer says better", "tokens", minimum=8)
+    ] = 10_000
+
+    prefix_repetition_prefix_len: Annotated[int, Option(WORKLOAD, "Length of each prefix", "tokens", minimum=1)] = 256
+    prefix_repetition_suffix_len: Annotated[int, Option(WORKLOAD, "Length of what follows", "tokens", minimum=1)] = 256
+    prefix_repetition_num_prefixes: Annotated[int, Option(WORKLOAD, "How many prefixes", "prefixes", minimum=1)] = 10
+    prefix_repetition_output_len: Annotated[int, Option(WORKLOAD, "Output length", "tokens", minimum=1)] = 128
+
+    sharegpt_output_len: Annotated[
+        int | None,
+        Option(WORKLOAD, "sharegpt: output length", "tokens", minimum=1, default_text="that of the file's answer"),
+    ] = None
+    custom_output_len: Annotated[
+        int | None,
+        Option(
+            WORKLOAD,
+            "custom: output length; -1 is each line's output_tokens",
+            "tokens",
+            minimum=1,
+            words={"-1": None},
+            default_text="each line's output_tokens, else 256",
+        ),
+    ] = None
+    timed_trace_chunk_hash_size: Annotated[
+        int, Option(WORKLOAD, "timed_trace: tokens that one hash id stands for", "tokens", minimum=1)
+    ] = 16
+    timed_trace_sec_multiplier: Annotated[
+        float, Option(WORKLOAD, "timed_trace, burstgpt: turns a timestamp into seconds; 0.001 for milliseconds")
+    ] = 1.0
+    timed_trace_label_timestamp: Annotated[str, Option(WORKLOAD, "timed_trace: that field's name")] = "timestamp"
+    timed_trace_label_input_length: Annotated[str, Option(WORKLOAD, "timed_trace: that field's name")] = "input_length"
+    timed_trace_label_output_length: Annotated[str, Option(WORKLOAD, "timed_trace: that field's name")] = (
+        "output_length"
+    )
+    timed_trace_label_hash_ids: Annotated[str, Option(WORKLOAD, "timed_trace: that field's name")] = "hash_ids"
+
+
+class TargetOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The server, and how it is asked."""
+
+    backend: Annotated[
+        Literal["openai", "vllm", "openai-chat"],
+        Option(TARGET, "API to use: openai and vllm are /v1/completions, openai-chat is /v1/chat/completions"),
+    ] = "openai"
+    base_url: Annotated[
+        str | None, Option(TARGET, "Address, such as http://127.0.0.1:8000", default_text="from host and port")
+    ] = None
+    host: Annotated[str, Option(TARGET, "Where it listens")] = "127.0.0.1"
+    port: Annotated[int, Option(TARGET, "Where it listens", minimum=1, maximum=65535)] = 8000
+    endpoint: Annotated[str | None, Option(TARGET, "Path of the API", default_text="the backend's")] = None
+    header: Annotated[tuple[str, ...], Option(TARGET, "Headers to send, as KEY=VALUE")] = ()
+    insecure: Annotated[bool, Option(TARGET, "Do not check the server's certificate")] = False
+    model: Annotated[str | None, Option(TARGET, "The model's name", default_text="the first that it serves")] = None
+    served_model_name: Annotated[str | None, Option(TARGET, "The name to ask for, where it differs from model")] = None
+    tokenizer: Annotated[
+        str | None,
+        Option(
+            TARGET,
+            "A folder with tokenizer.json, or that file: prompts are sent as text",
+            default_text="none: drawn prompts are sent as token ids",
+        ),
+    ] = None
+    ready_check_timeout_sec: Annotated[
+        float, Option(TARGET, "How long to wait for the server to come up", "seconds", minimum=0)
+    ] = 0.0
+    connect_timeout: Annotated[float, Option(TARGET, "For each connection", "seconds", minimum=0.01)] = 30.0
+    stall_timeout: Annotated[
+        float, Option(TARGET, "A request that hears nothing for so long is counted as stalled", "seconds", minimum=0.01)
+    ] = 600.0
+    request_timeout: Annotated[
+        float, Option(TARGET, "Longest time for one request, whatever it hears", "seconds", minimum=0.01)
+    ] = 21_600.0
+
+
+class TrafficOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When requests are sent."""
+
+    request_rate: Annotated[float, Option(TRAFFIC, "Requests per second; inf sends all at once")] = float("inf")
+    burstiness: Annotated[
+        float,
+        Option(TRAFFIC, "Shape of the gamma-distributed intervals: 1 is Poisson, below it bursts, inf is even"),
+    ] = 1.0
+    max_concurrency: Annotated[
+        int | None, Option(TRAFFIC, "Most requests at once; others wait in the client", "requests", minimum=1)
+    ] = None
+    ramp_up_strategy: Annotated[
+        Literal["linear", "exponential"] | None, Option(TRAFFIC, "How the rate grows from start to end")
+    ] = None
+    ramp_up_start_rps: Annotated[float | None, Option(TRAFFIC, "Requests per second at the start")] = None
+    ramp_up_end_rps: Annotated[float | None, Option(TRAFFIC, "Requests per second at the end")] = None
+    self_timed: Annotated[
+        bool | None, Option(TRAFFIC, "Send at the file's own times", default_text="on for timed_trace")
+    ] = None
+    num_warmups: Annotated[int, Option(TRAFFIC, "Requests sent before, and not counted", "requests", minimum=0)] = 0
+    goodput: Annotated[
+        tuple[str, ...],
+        Option(TRAFFIC, "Limits that make a request good, in ms: ttft:500 tpot:50 e2el:5000"),
+    ] = ()
+
+
+class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields of every request. What is not given is not sent, so that the server's own default counts."""
+
+    temperature: Annotated[float | None, Option(SAMPLING, "0 takes the likeliest token", minimum=0)] = None
+    top_p: Annotated[float | None, Option(SAMPLING, "Nucleus", minimum=0, maximum=1)] = None
+    top_k: Annotated[int | None, Option(SAMPLING, "Likeliest tokens kept")] = None
+    min_p: Annotated[float | None, Option(SAMPLING, "Relative to the likeliest", minimum=0, maximum=1)] = None
+    frequency_penalty: Annotated[float | None, Option(SAMPLING, "As in OpenAI's API")] = None
+    presence_penalty: Annotated[float | None, Option(SAMPLING, "As in OpenAI's API")] = None
+    repetition_penalty: Annotated[float | None, Option(SAMPLING, "As in vLLM's API")] = None
+    logprobs: Annotated[int | None, Option(SAMPLING, "Log-probabilities per token", minimum=0)] = None
+    ignore_eos: Annotated[bool, Option(SAMPLING, "Go on after an end-of-sequence token")] = False
+    extra_body: Annotated[dict[str, Any], Option(SAMPLING, "More fields of the request's body")] = {}
+
+
+class ResultOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is shown and kept."""
+
+    output_json: Annotated[str | None, Option(RESULT, "Write the result to this file")] = None
+    save_result: Annotated[bool, Option(RESULT, "Write the result to a file named after what ran, and when")] = False
+    result_dir: Annotated[str | None, Option(RESULT, "Its folder", default_text="the current one")] = None
+    result_filename: Annotated[str | None, Option(RESULT, "Its name")] = None
+    label: Annotated[str | None, Option(RESULT, "A name of this run, kept in the result")] = None
+    metadata: Annotated[tuple[str, ...], Option(RESULT, "Kept in the result, as KEY=VALUE")] = ()
+    machine_probe: Annotated[
+        bool, Option(RESULT, "Measure memory bandwidth and matrix rates for the result (3 s, before the run)")
+    ] = True
+    disable_tqdm: Annotated[bool, Option(RESULT, "No progress bar")] = False
+
+
+class ServingResultOptions(ResultOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """And for servers."""
+
+    save_detailed: Annotated[bool, Option(RESULT, "Keep the generated texts too")] = False
+    percentile_metrics: Annotated[
+        str, Option(RESULT, "Times that get percentiles in the result, of ttft,tpot,itl,e2el")
+    ] = "ttft,tpot,itl,e2el"
+    metric_percentiles: Annotated[str, Option(RESULT, "Which percentiles, such as 50,90,99")] = "50,90,99"
+
+
+class LatencyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One batch of one shape, again and again."""
+
+    input_len: Annotated[int, Option(RUN, "Prompt length", "tokens", minimum=1)] = 32
+    output_len: Annotated[int, Option(RUN, "Output length", "tokens", minimum=1)] = 128
+    batch_size: Annotated[int, Option(RUN, "Requests at once", "requests", minimum=1)] = 8
+    n: Annotated[int, Option(RUN, "Outputs of each request", "outputs", minimum=1)] = 1
+    num_iters_warmup: Annotated[int, Option(RUN, "Runs before, not counted", "runs", minimum=0)] = 10
+    num_iters: Annotated[int, Option(RUN, "Runs that count", "runs", minimum=1)] = 30
+    disable_detokenize: Annotated[bool, Option(RUN, "Token ids alone; no text")] = False
+
+
+class ThroughputOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All requests at once, offline."""
+
+    n: Annotated[int, Option(RUN, "Outputs of each request", "outputs", minimum=1)] = 1
+    num_warmups: Annotated[int, Option(RUN, "Requests before, not counted", "requests", minimum=0)] = 0
+    disable_detokenize: Annotated[bool, Option(RUN, "Token ids alone; no text")] = False
+
+
+class StartupOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How often, and which start."""
+
+    num_iters_cold: Annotated[int, Option(RUN, "Starts with nothing compiled", "starts", minimum=0)] = 3
+    num_iters_warmup: Annotated[int, Option(RUN, "Warm starts before, not counted", "starts", minimum=0)] = 1
+    num_iters_warm: Annotated[int, Option(RUN, "Starts with what others left compiled", "starts", minimum=0)] = 3
+
+
+class OverheadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is measured without a model."""
+
+    running: Annotated[tuple[str, ...], Option(RUN, "Numbers of running requests to measure the core at")] = (
+        "1",
+        "32",
+        "256",
+    )
+    num_steps: Annotated[int, Option(RUN, "Steps of the core at each", "steps", minimum=10)] = 1000
+    num_idle_streams: Annotated[int, Option(RUN, "Open streams to take memory's share of", "streams", minimum=10)] = 500

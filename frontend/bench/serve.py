@@ -1,0 +1,245 @@
+"""`headrace bench serve`: an open loop against any server of OpenAI's API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Coroutine
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from headrace.frontend.bench import record as records
+from headrace.frontend.bench.arrivals import check_traffic, schedule
+from headrace.frontend.bench.http_client import ExchangeError, Pool, Target, Whole
+from headrace.frontend.bench.load import Load, LoadResult, ProgressBar
+from headrace.frontend.bench.metrics import parse_goodput, parse_metrics, parse_percentiles, serving_figures
+from headrace.frontend.bench.options import (
+    SamplingOptions,
+    ServingResultOptions,
+    TargetOptions,
+    TrafficOptions,
+    WorkloadOptions,
+)
+from headrace.frontend.bench.tables import serving_table
+from headrace.frontend.bench.workload import BenchRequest, FileTokenizer, PromptMaker, make_workload
+from headrace.ipc.failure import HeadraceError, OptionError
+
+T = TypeVar("T")
+READY_PERIOD_S = 0.2
+_CHAT = "openai-chat"
+_PATHS = {"openai": "/v1/completions", "vllm": "/v1/completions", _CHAT: "/v1/chat/completions"}
+
+
+class ServerError(HeadraceError):
+    """The server under test cannot be asked at all."""
+
+
+class ServingRun(NamedTuple):
+    """What `headrace bench serve` was asked, all of it."""
+
+    target: TargetOptions
+    workload: WorkloadOptions
+    traffic: TrafficOptions
+    sampling: SamplingOptions
+    result: ServingResultOptions
+
+
+def bench_serve(asked: ServingRun) -> int:
+    """The exit status: 0 when any request succeeded. Raises OptionError before anything is sent; ServerError."""
+    check(asked)
+    requests, traffic = requests_of(asked)
+    due_s = schedule(requests, traffic, asked.workload.seed)
+    record = records.new_record("serve", asked.result, records.given(*asked), asked.workload.seed)
+    outcome = run_loop(_run(asked, requests, due_s))
+    load, model, server = outcome
+    shown = dict.fromkeys(
+        parse_metrics(asked.result.percentile_metrics), parse_percentiles(asked.result.metric_percentiles)
+    )
+    limits = parse_goodput(asked.traffic.goodput)
+    record |= {
+        "model_id": model,
+        "backend": asked.target.backend,
+        "server": server,
+        "num_prompts": len(requests),
+        "request_rate": "inf" if math.isinf(asked.traffic.request_rate) else asked.traffic.request_rate,
+        "burstiness": str(asked.traffic.burstiness),
+        "max_concurrency": asked.traffic.max_concurrency,
+        "results": serving_figures(load, requests, goodput=limits, shown=shown),
+        "samples": {"requests": [_sample(outcome, requests[outcome.index]) for outcome in load.outcomes]},
+    }
+    print(serving_table(record))
+    path = records.save(record, asked.result)
+    if path is not None:
+        print(f"\nwrote {path}")
+    return 0 if record["results"]["completed"] else 1
+
+
+def check(asked: ServingRun) -> None:
+    """Everything that can be wrong with the command line. Raises OptionError."""
+    check_traffic(asked.traffic)
+    parse_goodput(asked.traffic.goodput)
+    parse_metrics(asked.result.percentile_metrics)
+    parse_percentiles(asked.result.metric_percentiles)
+    records.parse_pairs(asked.target.header, "header")
+    records.check_writable(asked.result)
+    for name in ("model", "stream", "prompt", "messages"):
+        if name in asked.sampling.extra_body:
+            raise OptionError(f"--extra-body: {name} is what the benchmark sets itself")
+
+
+def requests_of(asked: ServingRun) -> tuple[list[BenchRequest], TrafficOptions]:
+    """The workload, and the traffic with what the workload decides. Raises OptionError."""
+    tokenizer = None if asked.target.tokenizer is None else FileTokenizer(asked.target.tokenizer)
+    maker = PromptMaker(asked.workload.random_vocab_size, tokenizer)
+    requests = make_workload(asked.workload, maker)
+    if asked.target.backend == _CHAT and any(isinstance(request.prompt, list) for request in requests):
+        raise OptionError(f"--backend {_CHAT} takes texts, and these prompts are token ids: give --tokenizer FOLDER")
+    traffic = asked.traffic
+    if traffic.self_timed is None:
+        is_free = math.isinf(traffic.request_rate) and traffic.ramp_up_strategy is None
+        traffic = msgspec.structs.replace(traffic, self_timed=asked.workload.dataset_name == "timed_trace" and is_free)
+    return requests, traffic
+
+
+def target_of(options: TargetOptions) -> Target:
+    """Raises OptionError."""
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    headers = records.parse_pairs(options.header, "header")
+    key = os.environ.get("OPENAI_API_KEY") or os.environ.get("HEADRACE_API_KEY")
+    if key and "authorization" not in {name.lower() for name in headers}:
+        headers["Authorization"] = f"Bearer {key}"
+    return Target(options.base_url or f"http://{host}:{options.port}", headers, insecure=options.insecure)
+
+
+def body_of(asked: ServingRun, model: str, request: BenchRequest) -> dict[str, Any]:
+    """The request as JSON."""
+    fields = {
+        name: value
+        for name in ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty")
+        if (value := getattr(asked.sampling, name)) is not None
+    }
+    if asked.sampling.repetition_penalty is not None:
+        fields["repetition_penalty"] = asked.sampling.repetition_penalty
+    if asked.sampling.ignore_eos:
+        fields["ignore_eos"] = True
+    common = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+    if asked.target.backend == _CHAT:
+        if asked.sampling.logprobs is not None:
+            fields |= {"logprobs": True, "top_logprobs": asked.sampling.logprobs}
+        prompt: dict[str, Any] = {
+            "messages": [{"role": "user", "content": request.prompt}],
+            "max_completion_tokens": request.output_len,
+        }
+    else:
+        if asked.sampling.logprobs is not None:
+            fields["logprobs"] = asked.sampling.logprobs
+        prompt = {"prompt": request.prompt, "max_tokens": request.output_len}
+    return {**common, **prompt, **fields, **asked.sampling.extra_body}
+
+
+def run_loop(work: Coroutine[Any, Any, T]) -> T:
+    """On uvloop where it can be had, for the generator must not be what is measured."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(work)
+    return uvloop.run(work)
+
+
+async def _run(
+    asked: ServingRun, requests: list[BenchRequest], due_s: list[float] | None
+) -> tuple[LoadResult, str, dict[str, Any]]:
+    target = target_of(asked.target)
+    pool = Pool(
+        target,
+        connect_timeout_s=asked.target.connect_timeout,
+        stall_timeout_s=asked.target.stall_timeout,
+        request_timeout_s=asked.target.request_timeout,
+    )
+    try:
+        models = await _models(pool, target, asked.target)
+        model = asked.target.served_model_name or asked.target.model or _first_model(models, target)
+        path = asked.target.endpoint or _PATHS[asked.target.backend]
+        encoder = msgspec.json.Encoder()
+        bodies = [target.post(path, encoder.encode(body_of(asked, model, request))) for request in requests]
+        if asked.traffic.num_warmups:
+            warmup = [bodies[at % len(bodies)] for at in range(asked.traffic.num_warmups)]
+            bound = asked.traffic.max_concurrency
+            await Load(pool, warmup, due_s=None, max_concurrency=bound, keep_text=False).run()
+        load = Load(
+            pool,
+            bodies,
+            due_s=due_s,
+            max_concurrency=asked.traffic.max_concurrency,
+            keep_text=asked.result.save_detailed,
+        )
+        bar = ProgressBar(len(requests), shown=not asked.result.disable_tqdm and sys.stderr.isatty())
+        try:
+            result = await load.run(bar.tick)
+        finally:
+            bar.close(load)
+        return result, model, {"url": target.url, "models": models, "version": await _json(pool, target, "/version")}
+    finally:
+        await pool.close()
+
+
+async def _models(pool: Pool, target: Target, options: TargetOptions) -> Any:
+    """What the server says it serves; None when it does not say. Waits for it as long as the options allow."""
+    end_s = time.monotonic() + options.ready_check_timeout_sec
+    while True:
+        try:
+            reader = Whole()
+            await pool.send(target.get("/v1/models"), reader)
+            if reader.status == 200:
+                return json.loads(reader.body)
+            problem = f"it answered {reader.status}"
+        except ExchangeError as error:
+            problem = str(error)
+        except ValueError:
+            problem = "its list of models is not JSON"
+        if time.monotonic() >= end_s:
+            break
+        await asyncio.sleep(READY_PERIOD_S)
+    if options.model is None and options.served_model_name is None:
+        raise ServerError(
+            f"{target.url} does not say which models it serves ({problem}); is the server running there? "
+            "--model names one without asking, --ready-check-timeout-sec waits for it"
+        )
+    return None
+
+
+def _first_model(models: Any, target: Target) -> str:
+    try:
+        return str(models["data"][0]["id"])
+    except (KeyError, IndexError, TypeError):
+        raise ServerError(f"{target.url} serves no model by its own list; name one with --model") from None
+
+
+async def _json(pool: Pool, target: Target, path: str) -> Any:
+    """A small document of the server's; None where it has none."""
+    reader = Whole()
+    try:
+        await pool.send(target.get(path), reader)
+        return json.loads(reader.body) if reader.status == 200 else None
+    except (ExchangeError, ValueError):
+        return None
+
+
+def _sample(outcome: Any, request: BenchRequest) -> dict[str, Any]:
+    """The raw sample of one request, without what is empty."""
+    sample = {key: value for key, value in msgspec.to_builtins(outcome).items() if value not in (None, "", [])}
+    sample["asked_tokens"] = request.output_len
+    if request.part:
+        sample["part"] = request.part
+    if outcome.num_prompt_tokens is None and request.num_prompt_tokens is not None:
+        sample["num_prompt_tokens"] = request.num_prompt_tokens
+    return {key: round(value, 6) if isinstance(value, float) else _rounded(value) for key, value in sample.items()}
+
+
+def _rounded(value: Any) -> Any:
+    return [round(each, 6) for each in value] if isinstance(value, list) else value
