@@ -23,24 +23,27 @@ from headrace.ipc.step import PromptLogprobRun, RowFailure, StepPlan, StepResult
 class LogprobsInFlight:
     """Log-probabilities on their way to the host: num_rows rows of 1 + width tokens each."""
 
-    def __init__(self, device: Device, logits: Tensor, own_ids: Tensor, counts: Tensor, width: int) -> None:
-        """logits [num_rows, vocab_size] float32; own_ids [num_rows] int64; counts [num_rows], none above `width`."""
-        ids, values, ranks = logprob_tensors(logits, own_ids, counts, width)
+    def __init__(self, device: Device, logits: Tensor, own_ids: Tensor, counts: np.ndarray, most: Tensor) -> None:
+        """logits [num_rows, vocab_size] float32; own_ids [num_rows] int64; counts [num_rows] `limited`, and as `most`
+        on the device."""
+        self._counts = counts
+        ids, values, ranks = logprob_tensors(logits, own_ids, most, int(counts.max(initial=0)))
         finite = logits.amax(1).isfinite().all()
         flat = torch.cat((ids.reshape(-1), values.reshape(-1).view(torch.int32), ranks, finite.int()[None]))
         self._shape = ids.shape
         self._host = device.host_buffer(len(flat))
         device.to_host(self._host, flat)
 
-    def rows(self) -> LogprobRows:
-        """After the step's event."""
+    def rows(self, kept: np.ndarray | slice = slice(None)) -> LogprobRows:
+        """Those that `kept` [num_rows] bool marks, as wide as they need. After the step's event."""
         num_rows, columns = self._shape
         words = self._host.numpy()
         ids, values, ranks = np.split(words[:-1], [num_rows * columns, 2 * num_rows * columns])
+        width = 1 + int(self._counts[kept].max(initial=0))
         return LogprobRows(
-            token_ids=WireTensor.from_numpy(ids.reshape(num_rows, columns).copy()),
-            logprobs=WireTensor.from_numpy(values.view(np.float32).reshape(num_rows, columns).copy()),
-            ranks=WireTensor.from_numpy(ranks.copy()),
+            token_ids=WireTensor.from_numpy(ids.reshape(num_rows, columns)[kept, :width].copy()),
+            logprobs=WireTensor.from_numpy(values.view(np.float32).reshape(num_rows, columns)[kept, :width].copy()),
+            ranks=WireTensor.from_numpy(ranks[kept].copy()),
         )
 
     @property
@@ -88,17 +91,18 @@ class StepInFlight:
     def result(self) -> StepResult:
         """What the core is told. A row with a problem is a failure and none of its numbers are reported."""
         sampled = self.settle()
-        problems = {int(self.rows[index]): why for index, why in sampled.problems.items()}
-        runs = self._prompt_logprobs(problems)
+        self.done.synchronize()
+        runs, problems = self._prompt_logprobs()
+        for index, why in sampled.problems.items():
+            problems.setdefault(int(self.rows[index]), why)
         good = ~np.isin(self.rows, list(problems))
         reporting, logprobs = sampled.logprob_indices, sampled.logprobs
         if self.reporting is not None and self.logprobs is not None:
-            reporting, logprobs = self.reporting, self.logprobs.rows()
-        if reporting is not None and logprobs is not None:
-            kept = good[reporting]
+            kept = good[self.reporting]
+            reporting, logprobs = self.reporting[kept], self.logprobs.rows(kept)
+        if reporting is not None:
             # Indices move up past the failed rows before them.
-            reporting = (np.cumsum(good) - 1)[reporting[kept]].astype(np.int32)
-            logprobs = _only(logprobs, kept) if not kept.all() else logprobs
+            reporting = (np.cumsum(good) - 1)[reporting].astype(np.int32)
         return StepResult(
             step=self.plan.step,
             rows=self.rows[good],
@@ -110,25 +114,19 @@ class StepInFlight:
             **self._times(),
         )
 
-    def _prompt_logprobs(self, problems: dict[int, str]) -> tuple[PromptLogprobRun, ...]:
-        runs = []
+    def _prompt_logprobs(self) -> tuple[tuple[PromptLogprobRun, ...], dict[int, str]]:
+        """What is told of prompts, and why nothing more can be told of some rows."""
+        runs: list[PromptLogprobRun] = []
+        problems: dict[int, str] = {}
         for row, start, logprobs in self.prompt_runs:
-            if not logprobs.finite:
+            if row not in problems and not logprobs.finite:
                 problems[row] = "the model's logits for the prompt are not finite: its computation overflowed"
-            elif row not in problems:
+            if row not in problems:
                 runs.append(PromptLogprobRun(row=row, start=start, rows=logprobs.rows()))
-        return tuple(runs)
+        return tuple(runs), problems
 
     def _times(self) -> dict[str, Any]:
         return {"began_s": self.began_s, "ended_s": self.ended_s} if self.ended_s else {}
-
-
-def _only(logprobs: LogprobRows, kept: np.ndarray) -> LogprobRows:
-    return LogprobRows(
-        token_ids=WireTensor.from_numpy(logprobs.token_ids.numpy()[kept]),
-        logprobs=WireTensor.from_numpy(logprobs.logprobs.numpy()[kept]),
-        ranks=WireTensor.from_numpy(logprobs.ranks.numpy()[kept]),
-    )
 
 
 def _failure(row: int, why: str) -> RowFailure:

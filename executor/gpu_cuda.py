@@ -1,0 +1,75 @@
+"""CUDA as the runner sees it: pinned memory, events, and graphs. Needs a GPU; everything that decides is elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.executor.device_state import Event
+from headrace.executor.graphs import Replay
+
+
+class CudaDevice:
+    """One GPU, fed through the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def host_buffer(self, num_elements: int) -> Tensor:
+        return torch.empty(num_elements, dtype=torch.int32, pin_memory=True)
+
+    def event(self) -> Event:
+        event: Event = torch.cuda.Event()
+        return event
+
+    def to_host(self, into: Tensor, source: Tensor) -> None:
+        into.copy_(source, non_blocking=True)
+
+    def to_device(self, source: Tensor) -> Tensor:
+        return source.to(self.device, non_blocking=True)
+
+
+class CudaCapturer:
+    """Captures on a stream of its own into one pool of memory, which all graphs share.
+
+    Sharing is safe because graphs are replayed one after another in one stream, and what one leaves behind is read
+    before the next is replayed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self.pool_bytes = 0
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Replay, Any]:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            run()  # what is compiled, tuned or allocated at the first call must not be captured
+            self._stream.synchronize()
+            free_bytes, _ = torch.cuda.mem_get_info(self._device)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may go on using CUDA meanwhile, as a loader does.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = run()
+            except BaseException:
+                _abandon(graph)
+                raise
+            graph.capture_end()
+        current.wait_stream(self._stream)
+        left_bytes, _ = torch.cuda.mem_get_info(self._device)
+        self.pool_bytes += max(0, free_bytes - left_bytes)
+        return graph.replay, result
+
+
+def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+    """Ends a capture that failed; that it cannot end well is known."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        return

@@ -1,0 +1,317 @@
+"""The host's side of a step on a GPU: a StepPlan becomes changes of the device's state, and work that is only started.
+
+`submit` never waits for the device, and `collect` for one event: the step it asks for. So step N + 1 is started before
+the host knows what step N sampled, which the device feeds to it by itself.
+
+    submit(N)    deltas -> one copy, one scatter -> graph or eager step -> results -> pinned memory, event N
+    submit(N+1)  the same, behind it in the stream
+    collect(N)   waits for event N
+
+The host's copy of the rows (`BatchState`) is ahead of the truth by the tokens in flight: it counts them, and holds -1
+in their places until `collect` fills them in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.executor.batch import BatchState, Needs
+from headrace.executor.device_state import Deltas, Device, DeviceState, Staging, StateShape
+from headrace.executor.gpu_results import LogprobsInFlight, StepInFlight
+from headrace.executor.gpu_sampler import Choice, PenaltyCounts, choice_for
+from headrace.executor.gpu_steps import NUM_RESULTS, RAW_BEST, DeviceSteps, MixedInputs
+from headrace.executor.graphs import Capturer, DecodeGraphs, GraphKey
+from headrace.executor.inputs import HiddenStateModel
+from headrace.executor.logprobs import limited
+from headrace.executor.sampler import sample
+from headrace.executor.step_times import StepTimes
+from headrace.ipc.step import NewRow, StepPlan, StepResult
+
+STEPS_IN_FLIGHT = 2
+STAGING_BUFFERS = 8 * (STEPS_IN_FLIGHT + 1)
+"""A steady decode sends at most once a step; one whose logits are changed and reported, up to eight times."""
+PENDING = -1
+"""In the place of a token that is sampled and not known to the host."""
+ON_THE_DEVICE = Needs.RANDOM | Needs.TRUNCATION | Needs.PENALTIES | Needs.MIN_TOKENS | Needs.LOGPROBS
+PROMPT_LOGITS_BYTES = 1 << 27
+"""Logits of prompt positions are made for about this many bytes at a time."""
+
+
+@dataclass(frozen=True)
+class RunnerLimits:
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    capture_sizes: tuple[int, ...] = ()
+    """Batch sizes of decode graphs, ascending."""
+
+    @property
+    def state_shape(self) -> StateShape:
+        return StateShape(self.max_num_seqs, -(-self.max_model_len // self.block_size))
+
+
+class GpuRunner:
+    """Owns the device's state and the host's copy of it; borrows model and cache. Used from one thread."""
+
+    def __init__(
+        self,
+        model: HiddenStateModel,
+        kv_cache: Any,
+        device: Device,
+        limits: RunnerLimits,
+        capturer: Capturer | None = None,
+    ) -> None:
+        """capturer: None runs every step eagerly."""
+        self._device, self._limits = device, limits
+        self.state = DeviceState(limits.state_shape, device.device)
+        self.penalties = PenaltyCounts(limits.max_num_seqs, limits.vocab_size, device.device)
+        self.steps = DeviceSteps(model, kv_cache, self.state, limits.block_size)
+        self.graphs = DecodeGraphs(limits.capture_sizes, capturer, self._decode_nothing)
+        self.batch = BatchState(limits.max_num_seqs, limits.max_model_len, limits.block_size, limits.eos_token_ids)
+        self.times = StepTimes()
+        self._staging = Staging(device, STAGING_BUFFERS)
+        self.deltas = Deltas(self.state, self._staging)
+        # A result is read after the next step is submitted, so one buffer more than steps in flight.
+        words = (limits.max_num_seqs + 1) * NUM_RESULTS
+        self._buffers = deque(device.host_buffer(words) for _ in range(STEPS_IN_FLIGHT + 1))
+        self._events = deque(device.event() for _ in range(STEPS_IN_FLIGHT + 1))
+        self._in_flight: deque[StepInFlight] = deque()
+        rows = limits.max_num_seqs + 1
+        self._batch_rows = np.full(rows, limits.max_num_seqs, np.int32)  # what the device's columns of the name hold
+        self._num_computed = np.zeros(rows, np.int32)
+        self._generation = np.zeros(rows, np.int64)  # how many requests have entered a row
+        self._prompt_rows_at_once = max(1, PROMPT_LOGITS_BYTES // (4 * limits.vocab_size))
+
+    # --- what the executor calls --------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> None:
+        """Starts a step. Plans must come in the core's order; at most STEPS_IN_FLIGHT may be uncollected."""
+        assert len(self._in_flight) < STEPS_IN_FLIGHT, f"step {plan.step} is one too many in flight"
+        with self.times.phase("prepare"):
+            self._apply(plan)
+            rows = plan.rows[plan.sampled]
+            columns = self.batch.num_tokens[rows]
+            buffer, event = self._buffers[0], self._events[0]
+            self._buffers.rotate(-1)
+            self._events.rotate(-1)
+            step = StepInFlight(plan, rows, columns, self._generation[rows], buffer, event)
+        if len(plan.rows):
+            self._start(plan, step)
+        else:
+            self.deltas.ship()
+        event.record()
+        self._in_flight.append(step)
+        self.times.submitted()
+
+    def collect(self) -> StepResult:
+        """The oldest submitted step's result. A row whose logits are not finite becomes a RowFailure."""
+        with self.times.phase("wait"):
+            self._settle(self._in_flight[0])
+        with self.times.phase("result"):
+            result = self._in_flight.popleft().result()
+        self.times.collected(result)
+        return result
+
+    def idle(self) -> bool:
+        """Captures a graph while nothing runs; False when there is none left."""
+        return not self._in_flight and self._capture()
+
+    def forget_graphs(self) -> None:
+        """To be called before what the graphs read or write moves."""
+        self.graphs.drop()
+
+    # --- the state ----------------------------------------------------------------------------------------------
+
+    def _apply(self, plan: StepPlan) -> None:
+        batch, deltas = self.batch, self.deltas
+        batch.apply(plan)
+        for new in plan.new_rows:
+            self._enter(new)
+        if plan.block_rows.size:
+            order = np.argsort(plan.block_rows, kind="stable")
+            block_rows = plan.block_rows[order]
+            # Counted from the end of what the row holds by now: the last of its new blocks is its last block.
+            from_last = np.searchsorted(block_rows, block_rows, "right") - np.arange(len(block_rows))
+            deltas.set_blocks(block_rows, batch.num_blocks[block_rows] - from_last, plan.block_ids[order])
+        moved = self._num_computed[plan.rows] != plan.num_computed_tokens
+        if moved.any():
+            deltas.set("num_computed", plan.rows[moved], plan.num_computed_tokens[moved])
+        self._num_computed[plan.rows] = plan.num_computed_tokens + plan.num_tokens
+
+    def _enter(self, new: NewRow) -> None:
+        row, at, deltas = new.row, np.array([new.row]), self.deltas
+        self._generation[row] += 1
+        deltas.enter(row, new.sampling, new.seed)
+        deltas.set("last_token", at, new.token_ids[-1:])
+        deltas.set("prompt_len", at, np.array([new.num_prompt_tokens]))
+        deltas.set_blocks(np.full(len(new.block_ids), row), np.arange(len(new.block_ids)), new.block_ids)
+        if self.batch.needs(at) & Needs.PENALTIES:
+            (token_ids,) = self._staging.send(np.asarray(new.token_ids, np.int32))
+            self.penalties.enter(row, token_ids, new.num_prompt_tokens)
+
+    def _place_rows(self, rows: np.ndarray, size: int) -> None:
+        """The decode batch of `size` places: rows, then padding."""
+        wanted = np.full(size, self.state.padding_row, np.int32)
+        wanted[: len(rows)] = rows
+        changed = np.flatnonzero(self._batch_rows[:size] != wanted)
+        if changed.size:
+            self.deltas.set("batch_rows", changed, wanted[changed])
+            self._batch_rows[:size] = wanted
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def _start(self, plan: StepPlan, step: StepInFlight) -> None:
+        needs = self.batch.needs(plan.rows)
+        on_the_host = bool(needs & ~(ON_THE_DEVICE | Needs.PROMPT_LOGPROBS))
+        is_decode = plan.total_tokens == len(plan.rows) and bool(plan.sampled.all())
+        if is_decode and not needs & Needs.PROMPT_LOGPROBS:
+            logits = self._decode(plan, Choice.LOGITS if on_the_host else choice_for(needs))
+        else:
+            logits = self._mixed(plan, step, needs)
+        num_sampled = len(step.rows)
+        if logits is not None and num_sampled:
+            with self.times.phase("sample"):
+                (self._sample_on_host if on_the_host else self._sample)(logits[:num_sampled], step, needs)
+        self.batch.append_sampled(step.rows, np.full(num_sampled, PENDING, np.int32))
+        if num_sampled and step.sampled is None:
+            words = num_sampled * NUM_RESULTS
+            self._device.to_host(step.host[:words], self.steps.results.view(-1)[:words])
+        if step.sampled is not None:
+            self._fill_in(step)
+
+    def _decode(self, plan: StepPlan, choice: Choice) -> Tensor | None:
+        """Starts it; the logits when it ends with them."""
+        if self.graphs.due():
+            self._capture()
+        graph = self.graphs.find(len(plan.rows), choice)
+        size = graph.key.size if graph is not None else len(plan.rows)
+        with self.times.phase("ship"):
+            self._place_rows(plan.rows, size)
+            self.deltas.ship()
+        if graph is not None:
+            with self.times.phase("replay"):
+                graph.replay()
+            logits: Tensor | None = graph.result
+            return logits
+        with self.times.phase("eager decode"):
+            return self.steps.decode(size, choice, self._num_blocks(plan))
+
+    def _mixed(self, plan: StepPlan, step: StepInFlight, needs: int) -> Tensor | None:
+        with self.times.phase("ship"):
+            self.deltas.ship()
+            arrays = self.batch.arrays(plan)
+            sent = MixedInputs(
+                *self._staging.send(
+                    *(arrays.token_ids, arrays.positions, arrays.slot_mapping.astype(np.int32), arrays.query_start),
+                    *(arrays.seq_lens, plan.rows, arrays.logits_indices, step.rows),
+                )
+            )
+        with self.times.phase("mixed"):
+            hidden, logits = self.steps.mixed(sent, self._num_blocks(plan), int(plan.num_tokens.max()))
+        if needs & Needs.PROMPT_LOGPROBS:
+            self._report_prompts(hidden, plan, arrays.query_start, step)
+        return logits if len(step.rows) else None
+
+    def _num_blocks(self, plan: StepPlan) -> int:
+        return -(-int((plan.num_computed_tokens + plan.num_tokens).max()) // self._limits.block_size)
+
+    def _decode_nothing(self, key: GraphKey) -> Tensor | None:
+        """What is captured: a step of padding rows, which changes no request's state wherever it really runs."""
+        return self.steps.decode(key.size, key.choice)
+
+    def _capture(self) -> bool:
+        self.state.batch_rows.fill_(self.state.padding_row)
+        self._batch_rows[:] = self.state.padding_row
+        with self.times.phase("capture"):
+            return self.graphs.capture_next()
+
+    # --- choosing, where logits are changed or reported ---------------------------------------------------------
+
+    def _sample(self, logits: Tensor, step: StepInFlight, needs: int) -> None:
+        """As `sampler.sample`, without waiting. logits [num_sampled, vocab_size] may be overwritten."""
+        steps, count = self.steps, len(step.rows)
+        (sent_rows,) = self._staging.send(step.rows)
+        rows = sent_rows.long()
+        row_needs = self.batch.sampling.needs[step.rows]
+        reporting = np.flatnonzero((row_needs & Needs.LOGPROBS) != 0)
+        raw = logits[self._indices(reporting)] if reporting.size else None
+        if needs & (Needs.PENALTIES | Needs.MIN_TOKENS):
+            step.changed = True
+            steps.results[:count, RAW_BEST] = logits.amax(1).view(torch.int32)
+            self._forbid_endings(logits, step)
+            if needs & Needs.PENALTIES:
+                self.penalties.penalise(logits, self.state, rows)
+        choice = Choice(min(choice_for(needs & (Needs.RANDOM | Needs.TRUNCATION)), Choice.TRUNCATE))
+        token_ids = steps.take(logits, rows, self.state.num_computed[rows].long(), choice)
+        if needs & Needs.PENALTIES:
+            self.penalties.add(rows, token_ids.long())
+        if raw is not None:
+            counts = limited(self.batch.sampling.num_logprobs[step.rows[reporting]], logits.shape[1])
+            own_ids = token_ids[self._indices(reporting)].long()
+            step.reporting = reporting.astype(np.int32)
+            step.logprobs = LogprobsInFlight(self._device, raw, own_ids, counts, self._indices(counts))
+
+    def _forbid_endings(self, logits: Tensor, step: StepInFlight) -> None:
+        columns, vocab_size = self.batch.sampling, logits.shape[1]
+        num_output = step.columns - self.batch.num_prompt_tokens[step.rows]
+        places = [np.zeros(0, np.int64)]
+        for index in np.flatnonzero(num_output < columns.min_tokens[step.rows]):
+            ending = columns.ending_token_ids[step.rows[index]]
+            places.append(ending[ending < vocab_size] + index * vocab_size)
+        flat = np.concatenate(places)
+        if flat.size:
+            logits.view(-1).index_fill_(0, self._indices(flat), -torch.inf)
+
+    def _report_prompts(self, hidden: Tensor, plan: StepPlan, query_start: np.ndarray, step: StepInFlight) -> None:
+        """A position's logits tell of the token after it."""
+        batch = self.batch
+        for index in np.flatnonzero((batch.sampling.needs[plan.rows] & Needs.PROMPT_LOGPROBS) != 0):
+            row, begin = int(plan.rows[index]), int(plan.num_computed_tokens[index])
+            end = min(begin + int(plan.num_tokens[index]), int(batch.num_prompt_tokens[row]) - 1)
+            offset = int(query_start[index]) - begin
+            for first in range(begin, end, self._prompt_rows_at_once):
+                last = min(first + self._prompt_rows_at_once, end)
+                logits = self.steps.prompt_logits(hidden, offset + first, offset + last)
+                asked = np.full(last - first, batch.sampling.num_prompt_logprobs[row])
+                counts = limited(asked, logits.shape[1])
+                tokens = self._indices(batch.tokens[row, first + 1 : last + 1])
+                told = LogprobsInFlight(self._device, logits, tokens, counts, self._indices(counts))
+                step.prompt_runs.append((row, first + 1, told))
+
+    def _sample_on_host(self, logits: Tensor, step: StepInFlight, needs: int) -> None:
+        """For what no op here does: waits for all tokens, and lets the host's sampler choose."""
+        for earlier in self._in_flight:
+            self._settle(earlier)
+        step.sampled = sample(logits, self.batch, step.rows)
+        rows, token_ids = self._staging.send(step.rows, step.sampled.token_ids.astype(np.int32))
+        self.state.last_token[rows.long()] = token_ids
+        if needs & Needs.PENALTIES:
+            self.penalties.add(rows.long(), token_ids.long())
+
+    def _indices(self, values: np.ndarray) -> Tensor:
+        """[n] int64 on the device."""
+        (sent,) = self._staging.send(values.astype(np.int64))
+        return sent.view(torch.int64)
+
+    # --- the host's copy ----------------------------------------------------------------------------------------
+
+    def _settle(self, step: StepInFlight) -> None:
+        """Waits for the step, and puts its tokens into the host's copy of the rows."""
+        if step.sampled is None:
+            step.settle()
+            self._fill_in(step)
+
+    def _fill_in(self, step: StepInFlight) -> None:
+        assert step.sampled is not None, "a step is filled in once it is settled"
+        same = self._generation[step.rows] == step.generations
+        same &= step.columns < self.batch.tokens.shape[1]
+        self.batch.tokens[step.rows[same], step.columns[same]] = step.sampled.token_ids[same]

@@ -1,0 +1,89 @@
+"""A stand-in for CUDA graphs on the CPU: records the torch operations of a function, and repeats them on their tensors.
+
+As with a real graph, no Python runs at a replay: every size, number and branch is as it was at the capture, and data
+reaches a replay only through the memory that the capture read. An operation that would have to wait for its data
+raises, as it does in a real capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+WAITING = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "equal",
+    "is_nonzero",
+    "repeat_interleave.Tensor",
+)
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.made: set[int] = set()
+        self.read: dict[int, Tensor] = {}
+        """By address, the tensors that were there before the capture and are used in it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if any(word in name for word in WAITING) and "output_size" not in (kwargs or {}):
+            raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and address(leaf) not in self.made:
+                self.read[address(leaf)] = leaf
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and address(leaf) not in self.read:
+                self.made.add(address(leaf))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self) -> None:
+        with torch.inference_mode():
+            for func, args, kwargs, recorded in self.calls:
+                inputs = {address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+                repeated = func(*args, **kwargs)
+                for old, new in zip(tree_leaves(recorded), tree_leaves(repeated), strict=True):
+                    if isinstance(old, Tensor) and address(old) not in inputs:
+                        old.copy_(new)
+
+
+def address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class RecordingCapturer:
+    """`executor.graphs.Capturer` over the recorder."""
+
+    def __init__(self, fail_at: int = 0) -> None:
+        """fail_at: the capture, counted from 1, that fails as one that runs out of memory does."""
+        self.graphs: list[Recorder] = []
+        self.num_replays = 0
+        self.pool_bytes = 0
+        self._fail_at = fail_at
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        run()
+        recorder = Recorder()
+        with recorder:
+            result = run()
+        if len(self.graphs) + 1 == self._fail_at:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB\nand more that nobody wants to read")
+        self.graphs.append(recorder)
+        self.pool_bytes += 1000
+
+        def replay() -> None:
+            self.num_replays += 1
+            recorder.replay()
+
+        return replay, result

@@ -1,0 +1,143 @@
+"""The GPU runner on the CPU: the tokens of the CPU's runner, with steps in flight, through graphs and without."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from gpu_parts import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    NUM_ROWS,
+    POISON,
+    VOCAB_SIZE,
+    TensorHashModel,
+    new_cache,
+)
+from graph_recorder import RecordingCapturer
+from plan_maker import PlanMaker
+
+from headrace.executor.batch import BatchState, Draws, StepArrays
+from headrace.executor.device_state import HostDevice
+from headrace.executor.gpu_runner import GpuRunner, RunnerLimits
+from headrace.executor.inputs import StepInputs, StepLogits, step_in_two
+from headrace.executor.runner import ModelRunner
+from headrace.ipc.step import StepResult
+
+LIMITS = RunnerLimits(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB_SIZE, eos_token_ids=(3,), capture_sizes=(1, 2, 4, 6))
+SAMPLINGS = (
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 1.3},
+    {"temperature": 0.8, "top_k": 5},
+    {"temperature": 1.0, "top_p": 0.7, "min_p": 0.02},
+    {"temperature": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.2},
+    {"temperature": 0.0, "frequency_penalty": 1.5},
+    {"temperature": 1.0, "min_tokens": 9, "stop_token_ids": (4, 5, 6)},
+    {"temperature": 0.7, "top_k": 3, "logprobs": 0, "prompt_logprobs": 2},
+)
+
+
+class HostModel(TensorHashModel):
+    def step(self, arrays: StepArrays, kv_cache: torch.Tensor, draws: Draws | None) -> StepLogits:
+        return step_in_two(self, StepInputs.on(torch.device("cpu"), arrays), kv_cache)
+
+
+class Twins:
+    """Feeds the same plans to the CPU's runner and, `ahead` steps before their results are read, to the GPU's."""
+
+    def __init__(self, ahead: int = 2, capturer: RecordingCapturer | None = None, device: HostDevice | None = None):
+        self.maker = PlanMaker(block_size=BLOCK_SIZE)
+        batch = BatchState(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, (3,))
+        self.reference = ModelRunner(HostModel(), new_cache(), batch, vocab_size=VOCAB_SIZE)
+        self.cache = new_cache()
+        self.runner = GpuRunner(TensorHashModel(), self.cache, device or HostDevice(), LIMITS, capturer)
+        self._ahead = ahead
+        self._expected: deque[StepResult] = deque()
+
+    def step(self, *work: int | tuple[int, int]) -> StepResult:
+        for item in work:
+            self.maker.compute(*(item if isinstance(item, tuple) else (item,)))
+        plan = self.maker.plan()
+        self.runner.submit(plan)
+        result = self.reference.step(plan)
+        self.maker.sampled(result.rows, result.token_ids)
+        self._expected.append(result)
+        if len(self._expected) == self._ahead:
+            self.compare()
+        return result
+
+    def compare(self) -> None:
+        expected, found = self._expected.popleft(), self.runner.collect()
+        same(found, expected)
+
+    def drain(self) -> None:
+        while self._expected:
+            self.compare()
+
+
+def same(found: StepResult, expected: StepResult) -> None:
+    assert found.step == expected.step
+    assert found.rows.tolist() == expected.rows.tolist()
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
+    assert [(each.row, each.failure.message) for each in found.failures] == [
+        (each.row, each.failure.message) for each in expected.failures
+    ]
+    pairs = [(run.rows, other.rows) for run, other in zip(found.prompt_logprobs, expected.prompt_logprobs, strict=True)]
+    assert [(run.row, run.start) for run in found.prompt_logprobs] == [
+        (run.row, run.start) for run in expected.prompt_logprobs
+    ]
+    assert (found.logprobs is None) == (expected.logprobs is None)
+    if found.logprobs is not None and expected.logprobs is not None:
+        assert found.logprob_indices.tolist() == expected.logprob_indices.tolist()
+        pairs.append((found.logprobs, expected.logprobs))
+    for mine, theirs in pairs:
+        assert mine.token_ids.numpy().tolist() == theirs.token_ids.numpy().tolist()
+        assert mine.ranks.numpy().tolist() == theirs.ranks.numpy().tolist()
+        assert np.allclose(mine.logprobs.numpy(), theirs.logprobs.numpy(), atol=1e-5)
+
+
+def play(seed: int, twins: Twins, steps: int = 30) -> None:
+    """Requests come, go, are preempted and resumed; prompts come in pieces; in the end all is compared."""
+    dice, maker, left = random.Random(seed), twins.maker, []
+    for _ in range(steps):
+        for row in range(NUM_ROWS):
+            action = dice.choice(("stay", "stay", "stay", "stay", "preempt", "enter", "resume"))
+            if row in maker.tokens:
+                if len(maker.tokens[row]) == MAX_MODEL_LEN or action == "enter":
+                    maker.release(row)
+                elif action == "preempt":
+                    left.append((list(maker.tokens[row]), maker.prompts[row]))
+                    maker.release(row)
+            sampling = dice.choice(SAMPLINGS)
+            if row not in maker.tokens and action == "resume" and left:
+                tokens, num_prompt = left.pop()
+                maker.enter(row, tokens, num_prompt, seed=row, **sampling)
+            elif row not in maker.tokens and action == "enter":
+                tokens = dice.choices(range(POISON if dice.random() < 0.9 else POISON + 1), k=dice.randint(1, 20))
+                maker.enter(row, tokens, seed=len(tokens), **sampling)
+        work = []
+        for row in dice.sample(sorted(maker.tokens), len(maker.tokens)):
+            most = len(maker.tokens[row]) - maker.computed[row]
+            if most and (count := dice.choice((most, most, most, 1, 0))):
+                work.append((row, count))
+        for failure in twins.step(*work).failures:
+            maker.release(failure.row)
+    twins.drain()
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_every_result_is_the_cpu_runners_with_two_steps_in_flight(seed: int) -> None:
+    play(seed, Twins())
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_results_are_the_same_through_graphs_that_are_captured_meanwhile(seed: int) -> None:
+    twins = Twins(capturer=RecordingCapturer())
+    before = twins.cache.clone()
+    play(seed, twins, steps=40)
+    used = twins.maker.next_block
+    assert twins.cache[used * BLOCK_SIZE :].equal(before[used * BLOCK_SIZE :]), "a block that nobody holds was written"
