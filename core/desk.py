@@ -36,7 +36,13 @@ class StopOrder(msgspec.Struct, frozen=True):
     deadline_s: float
 
 
-Inbox = queue.SimpleQueue[tuple[int, ClientMessage | ClientGone | StopOrder]]
+class ExecutorFailed(msgspec.Struct, frozen=True):
+    """Not a wire message: what runs the model is gone, and the engine ends with it."""
+
+    failure: Failure
+
+
+Inbox = queue.SimpleQueue[tuple[int, ClientMessage | ClientGone | StopOrder | ExecutorFailed]]
 
 
 class Desk:

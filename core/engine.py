@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.core.desk import Desk, Inbox, StopOrder
+from headrace.core.desk import Desk, ExecutorFailed, Inbox, StopOrder
 from headrace.core.loop import Loop
 from headrace.core.memory import fit_cache, ledger
 from headrace.core.memory_port import MemoryPort
@@ -93,6 +93,7 @@ class EngineCore:
         for warning in facts.warnings:
             logger.warning("%s", warning)
         self._loop = Loop(plan, facts, executor, self.port, self._inbox)
+        executor.watch(lambda failure: self._inbox.put((0, ExecutorFailed(failure))))
         self.port.serve(Desk(self._inbox, self._welcome(plan, facts, bundle), bundle))
 
     def run(self) -> None:

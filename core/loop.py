@@ -7,7 +7,7 @@ import queue
 import time
 from typing import Protocol
 
-from headrace.core.desk import ClientGone, Inbox, StopOrder
+from headrace.core.desk import ClientGone, ExecutorFailed, Inbox, StopOrder
 from headrace.core.intake import Intake
 from headrace.core.outputs import Addressed, gather_prompt_logprobs, step_outputs
 from headrace.core.plan import Facts, Plan
@@ -15,7 +15,7 @@ from headrace.core.requests import Request
 from headrace.core.scheduler import Scheduler, SchedulerConfig
 from headrace.core.throughput import Throughput
 from headrace.ipc.codec import Tensor
-from headrace.ipc.failure import Failure
+from headrace.ipc.failure import EngineDeadError, Failure
 from headrace.ipc.messages import (
     Abort,
     AddRequest,
@@ -118,7 +118,7 @@ class Loop:
         while not self._inbox.empty():
             self._handle(*self._inbox.get())
 
-    def _handle(self, client: int, message: ClientMessage | ClientGone | StopOrder) -> None:
+    def _handle(self, client: int, message: ClientMessage | ClientGone | StopOrder | ExecutorFailed) -> None:
         match message:
             case AddRequest():
                 self._add(client, message)
@@ -132,6 +132,8 @@ class Loop:
             case ResetPrefixCache():
                 self.scheduler.pool.reset_cache()
                 self._port.send(client, Reply(call=message.call))
+            case ExecutorFailed():
+                raise EngineDeadError(failure=message.failure)
             case StopOrder():
                 self._begin_stop(message.deadline_s)
 

@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -35,22 +36,42 @@ from headrace.ipc.messages import (
     Start,
     Stop,
 )
-from headrace.ipc.wait import Deadline, open_pidfd
+from headrace.ipc.wait import Deadline, WaitTimeoutError, open_pidfd
 
 LOG_TAIL_LINES = 30
+STOP_MESSAGE_S = 1.0
+"""How long a child may take to read what it is sent at its end."""
 OnProgress = Callable[[Progress], None]
 OnExit = Callable[[Failure], None]
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """What tells one kind of child from another. The defaults are an engine core's."""
+
+    receives: Any = ChildMessage
+    """The union of what it may send; ChildMessage at least."""
+    on_message: Callable[[Any], None] | None = None
+    """Called from the watching thread with every message; one that is neither Progress, Ready nor ChildFailed is for
+    nobody else."""
+    pass_fds: tuple[int, ...] = ()
+    """Descriptors that the child inherits, under the same numbers."""
+    process: str = ""
+    """What it is called in a Failure; its name, when empty."""
+    rank: int = 0
 
 
 class Child:
     """One child program from start to end. Thread-safe."""
 
-    def __init__(self, name: str, arguments: list[str], start: Start) -> None:
+    def __init__(self, name: str, arguments: list[str], start: Message, kind: Kind | None = None) -> None:
         """Starts `python arguments...` with the channel's descriptor as its last argument, and sends `start`."""
         self.name = name
+        self.kind = kind or Kind()
         self.ready: Ready | None = None
         self.failure: Failure | None = None
         self.pid = 0
+        self.status: int | None = None
+        """Its exit status once it has ended; a signal's number, negative, if that ended it."""
         self._arguments = arguments
         self._log: collections.deque[str] = collections.deque(maxlen=LOG_TAIL_LINES)
         self._phase = "start"
@@ -59,7 +80,7 @@ class Child:
         self._exited = False
         self._progress: list[Progress] = []
         self._on_exit: list[OnExit] = []
-        self._channel, theirs = Channel.pair(ChildMessage)
+        self._channel, theirs = Channel.pair(self.kind.receives)
         self._oom_kills = _oom_kill_count()
         self._spawn_error: OSError | None = None
         self._thread = threading.Thread(target=self._run, args=(theirs,), name=f"watch-{name}", daemon=True)
@@ -94,9 +115,13 @@ class Child:
                         process=self.name,
                         pid=self.pid,
                         phase=self._phase,
-                        log_tail=tuple(self._log),
+                        log_tail=self.log_tail,
                     )
                 )
+
+    def send(self, message: Message, deadline: Deadline | None = None) -> None:
+        """Raises ChannelClosedError when it is gone, WaitTimeoutError when it does not take it in time."""
+        self._channel.send(message, deadline)
 
     def on_exit(self, callback: OnExit) -> None:
         """Calls back once, from another thread, when the child ends without having been asked to."""
@@ -112,13 +137,26 @@ class Child:
     def alive(self) -> bool:
         return not self._exited
 
-    def stop(self, deadline_s: float = 5.0) -> None:
-        """Asks the child to finish what runs within `deadline_s` and exit; kills it a little after that."""
+    @property
+    def phase(self) -> str:
+        """What it was doing when it last said so."""
+        return self._phase
+
+    @property
+    def log_tail(self) -> tuple[str, ...]:
+        return tuple(self._log)
+
+    def ask_to_stop(self, deadline_s: float) -> None:
+        """Tells it to finish what runs within `deadline_s` and exit, and does not wait for that."""
         self._stopping = True
         try:
-            self._channel.send(Stop(deadline_s=deadline_s))
-        except ChannelClosedError:
+            self._channel.send(Stop(deadline_s=deadline_s), Deadline(STOP_MESSAGE_S))
+        except (ChannelClosedError, WaitTimeoutError):
             self._signal(signal.SIGTERM)
+
+    def stop(self, deadline_s: float = 5.0) -> None:
+        """Asks the child to finish what runs within `deadline_s` and exit; kills it a little after that."""
+        self.ask_to_stop(deadline_s)
         if not self._wait_exited(deadline_s + 2.0):
             self.kill()
 
@@ -145,7 +183,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *self.kind.pass_fds],
                 start_new_session=True,  # the terminal's Ctrl-C is for the parent, which stops the child in order
             )
         except OSError as error:
@@ -211,8 +249,10 @@ class Child:
                 self._phase = "serve"
                 self.ready = message
             elif isinstance(message, ChildFailed):
-                self.failure = msgspec.structs.replace(message.failure, log_tail=())
+                self.failure = message.failure
             self._changed.notify_all()
+        if self.kind.on_message is not None:
+            self.kind.on_message(message)
         return True
 
     def _finish(self, process: subprocess.Popen[bytes]) -> None:
@@ -222,6 +262,7 @@ class Child:
         self._channel.close()
         with self._changed:
             self._exited = True
+            self.status = status
             if self.failure is None:
                 self.failure = self._describe_end(status)
             failure, callbacks = self.failure, self._on_exit
@@ -242,10 +283,11 @@ class Child:
         return Failure(
             message=f"{self.name} (pid {self.pid}) {how}",
             type=kind,
-            process=self.name,
+            process=self.kind.process or self.name,
+            rank=self.kind.rank,
             pid=self.pid,
             phase=self._phase,
-            log_tail=tuple(self._log),
+            log_tail=self.log_tail,
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from headrace.core.plan import MemoryReading, ModelDescription, Plan
 from headrace.ipc.control import WorkerAnswer, WorkerCommand
-from headrace.ipc.failure import HeadraceError
+from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
 
@@ -69,6 +69,12 @@ class Executor(ABC):
         Raises HeadraceError, with what is as it was before, when the command cannot be carried out.
         """
         raise HeadraceError(f"{type(self).__name__} does not carry out {type(command).__name__}")
+
+    def watch(self, on_failure: Callable[[Failure], None]) -> None:  # noqa: B027 - nothing can fail meanwhile
+        """Calls back once, from another thread, when what runs the model has failed, also while no step is under way.
+
+        An executor without processes of its own fails in the calls above and nowhere else.
+        """
 
     @abstractmethod
     def stop(self) -> None:

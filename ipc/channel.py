@@ -24,7 +24,9 @@ from headrace.ipc.messages import Stop
 from headrace.ipc.wait import Deadline, wait_readable
 
 _LENGTH = struct.Struct("<I")
-MAX_MESSAGE_BYTES = 16 << 20
+MAX_MESSAGE_BYTES = 3 << 30
+"""A worker's largest message is a step's log-probabilities over a whole vocabulary; more than this is garbage."""
+_PART_BYTES = 1 << 20
 ORPHAN_GRACE_S = 3.0
 """After its parent's death, how long a child's orderly end may take."""
 
@@ -34,10 +36,11 @@ class ChannelClosedError(HeadraceError):
 
 
 class Channel:
-    """One end. `receives` is the union of what may arrive. Sending is for one thread, receiving for another."""
+    """One end. `receives` is the union of what may arrive. Any thread may send; receiving is for one of them."""
 
     def __init__(self, sock: socket.socket, receives: Any) -> None:
         self._socket = sock
+        self._sending = threading.Lock()
         self._sends: Codec[Any] = Codec(receives)  # encoding is the same for every union
         self._receives: Codec[Any] = Codec(receives)
 
@@ -54,13 +57,23 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: Any) -> None:
-        """Raises ChannelClosedError when nobody is there to receive."""
-        (header,) = self._sends.encode(message)
-        try:
-            self._socket.sendall(_LENGTH.pack(len(header)) + header)
-        except OSError as error:
-            raise ChannelClosedError(f"the other process is gone ({error})") from error
+    def send(self, message: Any, deadline: Deadline | None = None) -> None:
+        """Raises ChannelClosedError when nobody is there to receive, WaitTimeoutError when nobody does in time.
+
+        After the latter the channel is of no more use, as half a message may have been sent.
+        """
+        with self._sending:
+            (header,) = self._sends.encode(message)
+            try:
+                for data in (_LENGTH.pack(len(header)), header):
+                    remaining_s = deadline.remaining_s if deadline is not None else None
+                    self._socket.settimeout(None if remaining_s is None else max(remaining_s, 1e-3))
+                    self._socket.sendall(data)
+            except TimeoutError:
+                assert deadline is not None, "only a deadline sets a time limit"
+                raise deadline.fail("taking a message from the channel") from None
+            except OSError as error:
+                raise ChannelClosedError(f"the other process is gone ({error})") from error
 
     def receive(self, deadline: Deadline) -> Any:
         """Raises ChannelClosedError at end of file, WaitTimeoutError at the deadline, CodecError for garbage."""
@@ -74,7 +87,7 @@ class Channel:
         while len(data) < size:
             wait_readable(self.fileno(), deadline, what="a message from the other process")
             try:
-                part = self._socket.recv(size - len(data))
+                part = self._socket.recv(min(size - len(data), _PART_BYTES))
             except ConnectionResetError:
                 part = b""
             if not part:
@@ -86,18 +99,26 @@ class Channel:
         self._socket.close()
 
 
-def obey_parent(channel: Channel, stop: Callable[[float], object], orphan_status: int) -> None:
-    """A child's thread: passes each Stop's deadline_s on to `stop`, until the parent dies.
+def obey_parent(
+    channel: Channel,
+    stop: Callable[[float], object],
+    orphan_status: int,
+    on_message: Callable[[Any], object] = lambda message: None,
+) -> None:
+    """A child's thread: passes each Stop's deadline_s on to `stop` and other messages to `on_message`.
 
-    Then stops at once, and exits with `orphan_status` if an orderly end takes longer than ORPHAN_GRACE_S.
+    When the parent dies it stops at once, and exits with `orphan_status` if an orderly end takes longer than
+    ORPHAN_GRACE_S.
     """
     try:
         while True:
             message = channel.receive(Deadline(None))
             if isinstance(message, Stop):
                 stop(message.deadline_s)
+            else:
+                on_message(message)
     except (ChannelClosedError, CodecError):
-        stop(0.0)
         timer = threading.Timer(ORPHAN_GRACE_S, os._exit, args=(orphan_status,))
         timer.daemon = True
         timer.start()
+        stop(0.0)

@@ -21,6 +21,7 @@ MAY_IMPORT = MappingProxyType(
         "core": {"headrace.core", "headrace.ipc", "msgspec", "zmq", "numpy", "psutil", "xxhash", "yaml"},
         "executor": {
             *("headrace.executor", "headrace.kernels", "headrace.ipc", "headrace.core.options", "headrace.core.plan"),
+            "headrace.core.supervisor",
             *("torch", "transformers", "tokenizers", "safetensors", "gguf", "huggingface_hub"),
             *("numpy", "msgspec", "psutil", "tqdm"),
         },

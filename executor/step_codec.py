@@ -1,0 +1,85 @@
+"""StepPlan and StepResult as bytes, in a fifth of the time that the general codec takes for so many small arrays.
+
+    count of bytes in the rest   u32
+    per array field              dtype character, u32 number of elements
+    rest                         msgspec MessagePack of all other fields, in order; its large tensors in frames of
+                                 their own would cost more than they save here, so it is one piece
+    per array field              its elements, each array at a multiple of 8 bytes
+
+An array field is one that is declared `np.ndarray`; such arrays have one dimension.
+"""
+
+from __future__ import annotations
+
+import struct
+import typing
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+
+from headrace.ipc.codec import CodecError, Tensor
+from headrace.ipc.step import StepPlan, StepResult
+
+T = TypeVar("T", StepPlan, StepResult)
+_DTYPES = {kind.char.encode(): kind for kind in map(np.dtype, ("bool", "int8", "int32", "int64", "uint64", "float32"))}
+
+
+class StepCodec(Generic[T]):
+    """Encodes and decodes one of the two kinds. Thread-safe."""
+
+    def __init__(self, kind: type[T]) -> None:
+        hints = typing.get_type_hints(kind)
+        self._kind: type[T] = kind
+        self._arrays = [name for name in kind.__struct_fields__ if hints[name] is np.ndarray]
+        self._others = [name for name in kind.__struct_fields__ if hints[name] is not np.ndarray]
+        self._header = struct.Struct("<I" + "cI" * len(self._arrays))
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+        rest_type: Any = tuple[tuple(hints[name] for name in self._others)]  # type: ignore[misc]
+        self._decoder = msgspec.msgpack.Decoder(rest_type, dec_hook=_decode_array)
+
+    def encode(self, message: T) -> bytes:
+        arrays = [getattr(message, name) for name in self._arrays]
+        rest = self._encoder.encode([getattr(message, name) for name in self._others])
+        fields: list[Any] = [len(rest)]
+        parts = [b"", rest, bytes(-(self._header.size + len(rest)) % 8)]
+        for array in arrays:
+            fields += (array.dtype.char.encode(), array.size)
+            data = array.tobytes()
+            parts.append(data)
+            if len(data) % 8:
+                parts.append(bytes(-len(data) % 8))
+        parts[0] = self._header.pack(*fields)
+        return b"".join(parts)
+
+    def decode(self, data: bytes | bytearray) -> T:
+        """The arrays share `data`'s memory. Raises CodecError for what `encode` did not make."""
+        try:
+            rest_bytes, *fields = self._header.unpack_from(data)
+            at = self._header.size
+            rest = self._decoder.decode(memoryview(data)[at : at + rest_bytes])
+            values = dict(zip(self._others, rest, strict=True))
+            at += rest_bytes
+            at += -at % 8
+            for name, char, size in zip(self._arrays, fields[::2], fields[1::2], strict=True):
+                values[name] = array = np.frombuffer(data, _DTYPES[char], size, at)
+                at += array.nbytes + -array.nbytes % 8
+        except (struct.error, msgspec.DecodeError, ValueError, KeyError) as error:
+            raise CodecError(f"not a {self._kind.__name__} of this version: {error!r}") from error
+        return self._kind(**values)
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (value.dtype, value.shape, value.data)
+    if isinstance(value, np.ndarray):
+        return _encode_array(Tensor.from_numpy(value))
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} has no wire format")
+
+
+def _decode_array(kind: type, value: Any) -> Any:
+    dtype, shape, data = value
+    tensor = Tensor(dtype, tuple(shape), memoryview(data))
+    return tensor if kind is Tensor else tensor.numpy()

@@ -1,0 +1,251 @@
+"""The worker program, one per rank: `python -m headrace.executor.worker --parent-fd N`, started by the core.
+
+Told by the parent's StartWorker what to be; then loads its part of the model and runs every step that comes through
+the ring, until it is told to stop or the parent dies. Exit status: 0 after an orderly stop, 1 when it could not
+start, 70 when it failed while it ran.
+
+    main thread     describe > (LoadModel) load > (AllocateCache) allocate > [take from ring > run > answer]*
+    "parent"        reads the socket: orders of the start-up, messages too large for the ring, Stop, end of file
+    "tokenizer"     makes the tokeniser while the main thread reads weights; in the first worker only
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from typing import Any, NoReturn
+
+import msgspec
+
+from headrace.executor.base import Executor
+from headrace.executor.cpu_share import take_share
+from headrace.executor.place import Place, World, open_collectives
+from headrace.executor.step_codec import StepCodec
+from headrace.executor.worker_messages import (
+    COMMAND,
+    WORKER_SCHEMA_HASH,
+    AllocateCache,
+    Allocated,
+    Answered,
+    Described,
+    LargeMessage,
+    Loaded,
+    LoadModel,
+    MakeTokenizer,
+    StartWorker,
+    TokenizerMade,
+    ToWorker,
+)
+from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
+from headrace.ipc.control import WorkerCommand
+from headrace.ipc.failure import Failure, HeadraceError, OptionError
+from headrace.ipc.messages import ChildFailed, Message, Progress
+from headrace.ipc.ring import Mailbox, RingInterruptedError, RingReader, RingWriter
+from headrace.ipc.step import StepPlan, StepResult
+from headrace.ipc.wait import Deadline
+
+logger = logging.getLogger(__name__)
+EXIT_START_FAILED, EXIT_WORKER_FAILED = 1, 70
+DEFAULT_CLASS = "headrace.executor.uniproc:UniprocExecutor"
+COLLECTIVES_GRACE_S = 0.2
+"""By how much a wait for another rank outlasts a step's deadline, so that the core is the first to notice."""
+_PR_SET_PDEATHSIG = 1
+
+
+class Worker:
+    """One rank. `run` on the main thread; `stop` and `take_message` from the one that reads the socket."""
+
+    def __init__(self, channel: Channel, start: StartWorker) -> None:
+        options = start.options
+        self._channel, self._start, self._options = channel, start, options
+        self._place = Place.of(start.rank, options.tensor_parallel_size, options.pipeline_parallel_size)
+        self._orders: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: stop
+        self._mailbox = Mailbox()
+        self._executor: Executor | None = None
+        self._steps: RingReader | None = None
+        self._results: RingWriter | None = None
+        self._is_stopped = False
+        self._phase_began_s = time.monotonic()
+        self.phase = "start"
+
+    def report(self, phase: str) -> None:
+        now_s = time.monotonic()
+        self._channel.send(Progress(phase=phase, seconds=now_s - self._phase_began_s))
+        self.phase, self._phase_began_s = phase, now_s
+
+    def stop(self, deadline_s: float) -> None:
+        """Leaves after the step that runs; at once while it loads, as there is nothing to finish."""
+        self._is_stopped = True
+        self._orders.put(None)
+        ends = [end for end in (self._steps, self._results) if end is not None]
+        if not ends:
+            os._exit(0)
+        for end in ends:
+            end.interrupt()
+
+    def take_message(self, message: Message) -> None:
+        if isinstance(message, LargeMessage):
+            self._mailbox.put(message.number, message.data)
+        elif isinstance(message, MakeTokenizer):
+            threading.Thread(target=self._make_tokenizer, name="tokenizer", daemon=True).start()
+        else:
+            self._orders.put(message)
+
+    def run(self) -> None:
+        """From loading the class to the last step. Raises what went wrong."""
+        self.report("import")
+        executor = self._executor = load_class(self._options.worker_cls)(self._options, place=self._place)
+        self._channel.send(Described(description=executor.describe(self.report)))
+        load = self._orders.get()
+        if load is None:
+            return
+        assert isinstance(load, LoadModel), f"LoadModel is due, and {type(load).__name__} came"
+        self._connect(executor, load)
+        self._channel.send(Loaded(reading=executor.load(load.plan, self.report)))
+        allocate = self._orders.get()
+        if allocate is None:
+            return
+        assert isinstance(allocate, AllocateCache), f"AllocateCache is due, and {type(allocate).__name__} came"
+        self.report("allocate")
+        executor.allocate(allocate.num_blocks, allocate.max_model_len)
+        memory = self._start.memory
+        if self._place.replies:
+            self._results = RingWriter(memory.results, load.results, self._send_large)
+        self._steps = RingReader(memory.steps, load.steps, self._place.rank, self._mailbox)
+        self.report("idle")
+        gc.freeze()  # what was made so far stays: a collection would walk through all of it in mid-stream
+        self._channel.send(Allocated())
+        with contextlib.suppress(RingInterruptedError):
+            self._serve(executor, self._steps)
+        executor.stop()
+
+    def _connect(self, executor: Executor, load: LoadModel) -> None:
+        """Joins the other ranks, for an executor that talks to them: one that has `connect`."""
+        connect = getattr(executor, "connect", None)
+        if self._place.world_size == 1 or connect is None:
+            return
+        world = World.of(load.plan, self._place.tp_size, self._place.pp_size)
+        deadline_s = self._options.step_timeout + COLLECTIVES_GRACE_S
+        connect(open_collectives(self._start.memory.collectives, world, self._place.rank, deadline_s=deadline_s))
+
+    def _serve(self, executor: Executor, steps: RingReader) -> None:
+        """Raises RingInterruptedError when it is told to stop."""
+        plans, answers, deadline = StepCodec(StepPlan), StepCodec(StepResult), Deadline(None)
+        while not self._is_stopped:
+            kind, data = steps.take(deadline)
+            if kind == COMMAND:
+                self._carry_out(executor, msgspec.msgpack.decode(data, type=WorkerCommand))
+            else:
+                self.phase = "step"
+                executor.submit(plans.decode(data))
+                result = executor.collect()
+                if self._results is not None:
+                    self._results.put(answers.encode(result), deadline)
+                self.phase = "idle"
+            steps.finished()
+
+    def _carry_out(self, executor: Executor, command: WorkerCommand) -> None:
+        """One that fails leaves all as it was, says `Executor.control`, so that the worker goes on."""
+        try:
+            (answer,) = executor.control(command)
+            answered = Answered(answer=msgspec.structs.replace(answer, rank=self._place.rank))
+        except HeadraceError as error:
+            failure = Failure.of(error, process="worker", phase=type(command).__name__, rank=self._place.rank)
+            answered = Answered(answer=None, failure=failure)
+        self._channel.send(answered)
+
+    def _make_tokenizer(self) -> None:
+        assert self._executor is not None, "the core asks for the tokenizer once the model is described"
+        try:
+            bundle = self._executor.tokenizer()
+        except BaseException as error:
+            fail(self._channel, error, self._place.rank, "tokenizer")
+        else:
+            self._channel.send(TokenizerMade(bundle=bundle))
+
+    def _send_large(self, number: int, data: bytes) -> None:
+        self._channel.send(LargeMessage(number=number, data=data))
+
+
+def load_class(name: str) -> Any:
+    """The class that `worker_cls` names. Raises OptionError when there is none."""
+    module, colon, cls = (DEFAULT_CLASS if name == "auto" else name).partition(":")
+    if not colon:
+        module, _, cls = name.rpartition(".")  # as vLLM writes it
+    if not module or not cls:
+        raise OptionError(f"worker_cls is {name!r}; it must be auto, or module:Class of an Executor")
+    try:
+        return getattr(importlib.import_module(module), cls)
+    except (ImportError, AttributeError) as error:
+        raise OptionError(f"worker_cls {name!r} cannot be loaded: {error}") from error
+
+
+def fail(channel: Channel, error: BaseException, rank: int, phase: str) -> NoReturn:
+    """Tells the core and exits, from any thread."""
+    with contextlib.suppress(ChannelClosedError):
+        channel.send(ChildFailed(failure=Failure.of(error, process="worker", phase=phase, rank=rank)))
+    _leave(EXIT_WORKER_FAILED if phase in ("step", "idle") else EXIT_START_FAILED)
+
+
+def main() -> None:
+    if sys.argv[1:2] != ["--parent-fd"]:
+        sys.exit("headrace.executor.worker is started by an engine core: see tensor_parallel_size")
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the core decides when to end
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the core asks for the stacks of a worker that hangs
+    channel = Channel.inherited(int(sys.argv[2]), ToWorker)
+    rank, phase = 0, "start"
+    worker: Worker | None = None
+    try:
+        start = channel.receive(Deadline(10.0))
+        if not isinstance(start, StartWorker) or start.schema_hash != WORKER_SCHEMA_HASH:
+            raise HeadraceError("the engine core that started this worker is of another version of Headrace")
+        rank = start.rank
+        _set_up_logging(rank)
+        take_share(rank, start.options.tensor_parallel_size * start.options.pipeline_parallel_size)
+        worker = Worker(channel, start)
+        threading.Thread(
+            target=obey_parent,
+            args=(channel, worker.stop, EXIT_WORKER_FAILED, worker.take_message),
+            name="parent",
+            daemon=True,
+        ).start()
+        worker.run()
+    except ChannelClosedError:
+        _leave(EXIT_START_FAILED)  # nobody is left to tell
+    except BaseException as error:
+        fail(channel, error, rank, worker.phase if worker is not None else phase)
+    _leave(0)
+
+
+def _leave(status: int) -> NoReturn:
+    """Exits at once: tearing the interpreter and torch down takes a second or two."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+def _set_up_logging(rank: int) -> None:
+    logging.basicConfig(
+        level=os.environ.get("HEADRACE_LOG_LEVEL", "WARNING").upper(),
+        format=f"%(levelname)s %(asctime)s worker {rank}: %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""The worker programs of one engine, as a group: started at once, asked at once, and failing as one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.core.supervisor import Child, Kind
+from headrace.executor.base import Report
+from headrace.executor.worker_messages import FromWorker, LargeMessage, StartWorker
+from headrace.ipc.channel import ChannelClosedError
+from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError
+from headrace.ipc.messages import Message, Progress
+from headrace.ipc.wait import Deadline
+
+M = TypeVar("M", bound=Message)
+PROGRAM = ("-m", "headrace.executor.worker", "--parent-fd")
+ECHO = "PeerError"
+"""What a worker raises because another one failed: not the cause."""
+ECHO_GRACE_S = 1.0
+"""How long a worker that failed itself may take to be noticed after one that only heard of it."""
+SLOW_AFTER_S = 5.0
+"""When workers lag this far behind others at a start-up phase, they are named."""
+STACKS_WITHIN_S = 0.5
+
+
+class WorkerGroup:
+    """Thread-safe. The first worker to fail decides what the group's failure is; `on_failure` hears of it once."""
+
+    def __init__(
+        self,
+        starts: list[StartWorker],
+        on_failure: Callable[[Failure], None],
+        on_large_message: Callable[[LargeMessage], None],
+        unfinished: Callable[[], list[int]],
+    ) -> None:
+        """Starts all programs; they begin at once. Raises EngineStartError when one cannot be started.
+
+        `unfinished` tells which ranks have a part of some step still to do.
+        """
+        self.size = len(starts)
+        self.failure: Failure | None = None
+        self._on_failure, self._on_large_message, self._unfinished = on_failure, on_large_message, unfinished
+        self._changed = threading.Condition()
+        self._heard: list[list[Message]] = [[] for _ in starts]
+        self._phases: list[str] = []  # of the first worker, until they are reported
+        self._failures: dict[int, Failure] = {}
+        self._is_stopping = False
+        self._is_serving = False
+        self.children: list[Child] = []
+        try:
+            for start in starts:
+                self.children.append(self._start(start))
+        except EngineStartError:
+            self.stop(0.0)
+            raise
+        for child in self.children:
+            child.on_exit(lambda failure, child=child: self._ended(child, failure))  # type: ignore[misc]
+
+    def send(self, message: Message, rank: int | None = None, deadline: Deadline | None = None) -> None:
+        """To one worker or to all. One that is gone is passed over: whoever waits for its answer hears of it."""
+        for child in self.children if rank is None else [self.children[rank]]:
+            try:
+                child.send(message, deadline)
+            except ChannelClosedError:
+                continue
+
+    def gather(self, kind: type[M], *, ranks: range | None = None, report: Report | None = None) -> list[M]:
+        """The next message of this kind from each worker, by rank. Raises what ended a worker instead.
+
+        `report` is told the first worker's phases, and which workers lag behind the others. No deadline of its own:
+        reading the weights takes as long as it takes, and whoever started this engine has one.
+        """
+        ranks = ranks or range(self.size)
+        found: dict[int, M] = {}
+        late_from_s: float | None = None
+        while True:
+            with self._changed:
+                self._changed.wait(0.0 if self._has_news(kind, ranks, found, report) else SLOW_AFTER_S)
+                for rank in ranks:
+                    for message in self._heard[rank] if rank not in found else ():
+                        if isinstance(message, kind):
+                            found[rank] = message
+                            self._heard[rank].remove(message)
+                            break
+                phases, self._phases = (self._phases, []) if report else ([], self._phases)
+                failure = self.failure
+            if failure is not None:
+                raise self.error(failure)
+            for phase in phases if report else ():
+                report(phase)  # type: ignore[misc]
+            if len(found) == len(ranks):
+                return [found[rank] for rank in ranks]
+            if found and report:
+                late_from_s = late_from_s or time.monotonic()
+                if time.monotonic() - late_from_s >= SLOW_AFTER_S:
+                    late = ", ".join(f"{rank} ({self.children[rank].phase})" for rank in ranks if rank not in found)
+                    report(f"wait for worker {late}")
+                    late_from_s = float("inf")  # said once
+
+    def serve(self) -> None:
+        """From now on a failure is the end of a running engine, and not of its start."""
+        self._is_serving = True
+
+    def error(self, failure: Failure) -> HeadraceError:
+        """What to raise for the failure."""
+        return (EngineDeadError if self._is_serving else EngineStartError)(failure=failure)
+
+    def fail(self, failure: Failure) -> Failure:
+        """Makes this the group's failure unless it has one; returns the group's."""
+        with self._changed:
+            is_first = self.failure is None
+            self.failure = self.failure or failure
+            self._changed.notify_all()
+        if is_first and not self._is_stopping:
+            self._on_failure(failure)
+        return self.failure
+
+    def hung(self, ranks: list[int], what: str) -> Failure:
+        """The failure of workers that did not do `what`; those of them that only waited for another are left out.
+
+        Asks each for its stacks, which reach its log's last lines.
+        """
+        echoes = self._wait_for_echoes(ranks)
+        culprits = [rank for rank in ranks if rank not in echoes] or ranks
+        before = {rank: self.children[rank].log_tail for rank in culprits}
+        for rank in culprits:
+            self._ask_for_stacks(rank)
+        end_s = time.monotonic() + STACKS_WITHIN_S
+        while time.monotonic() < end_s and any(self.children[rank].log_tail == before[rank] for rank in culprits):
+            time.sleep(0.02)
+        first = self.children[culprits[0]]
+        names = ", ".join(f"{self.children[rank].name} (pid {self.children[rank].pid})" for rank in culprits)
+        stopped = [str(rank) for rank in culprits if _is_stopped(self.children[rank].pid)]
+        return Failure(
+            message=f"{names} did not {what}",
+            type="Timeout",
+            process="worker",
+            rank=culprits[0],
+            pid=first.pid,
+            phase="step",
+            log_tail=first.log_tail,
+            hint=f"worker {' and '.join(stopped)} is stopped by a signal or a debugger" if stopped else "",
+        )
+
+    def stop(self, deadline_s: float) -> None:
+        """Ends all, together; those not gone within `deadline_s` are killed. At once after a failure."""
+        with self._changed:
+            self._is_stopping = True
+        for child in self.children:
+            if self.failure is None and deadline_s > 0:
+                child.ask_to_stop(deadline_s)
+        end_s = time.monotonic() + deadline_s
+        while self.failure is None and time.monotonic() < end_s and any(child.alive for child in self.children):
+            with self._changed:
+                self._changed.wait(0.01)
+        for child in self.children:
+            child.kill()
+
+    def _start(self, start: StartWorker) -> Child:
+        rank = start.rank
+        memory = start.memory
+        return Child(
+            f"worker {rank}",
+            list(PROGRAM),
+            start,
+            Kind(
+                receives=FromWorker,
+                on_message=lambda message: self._hear(rank, message),
+                pass_fds=(memory.steps, memory.results, memory.collectives),
+                process="worker",
+                rank=rank,
+            ),
+        )
+
+    def _hear(self, rank: int, message: Any) -> None:
+        if isinstance(message, LargeMessage):
+            self._on_large_message(message)
+            return
+        with self._changed:
+            if isinstance(message, Progress):
+                if rank == 0 and not self._is_serving:
+                    self._phases.append(message.phase)
+            else:
+                self._heard[rank].append(message)
+            self._changed.notify_all()
+
+    def _has_news(self, kind: type[M], ranks: range, found: dict[int, M], report: Report | None) -> bool:
+        return (
+            self.failure is not None
+            or (report is not None and bool(self._phases))
+            or any(isinstance(m, kind) for rank in ranks if rank not in found for m in self._heard[rank])
+        )
+
+    def _ended(self, child: Child, failure: Failure) -> None:
+        """On the child's watching thread, once it has ended without being asked to."""
+        rank = child.kind.rank
+        if failure.traceback:  # it told the cause itself; a sentence for the user needs no such evidence
+            how = f"{child.name} of {self.size} (pid {child.pid}) ended with exit status {child.status}"
+            failure = msgspec.structs.replace(failure, hint=failure.hint or how, log_tail=child.log_tail)
+        elif self._is_serving and rank in self._unfinished():  # it does not announce each step
+            failure = msgspec.structs.replace(failure, phase="step")
+        with self._changed:
+            self._failures[rank] = failure
+            self._changed.notify_all()
+        if failure.type != ECHO:
+            self.fail(failure)
+            return
+        timer = threading.Timer(ECHO_GRACE_S, self._trace_echo, args=(failure,))
+        timer.daemon = True
+        timer.start()
+
+    def _trace_echo(self, echo: Failure) -> None:
+        """A worker gave up waiting for another one that did not fail: then that one hangs."""
+        if self.failure is None and not self._is_stopping:
+            left = [rank for rank in self._unfinished() if rank not in self._failures]
+            self.fail(self.hung(left, "do its part of a step, and the others gave up waiting") if left else echo)
+
+    def _wait_for_echoes(self, ranks: list[int]) -> set[int]:
+        """The ranks that gave up waiting for another meanwhile."""
+        with self._changed:
+            if len(ranks) > 1:
+                self._changed.wait_for(lambda: len(self._failures.keys() & set(ranks)) >= len(ranks) - 1, ECHO_GRACE_S)
+            return {rank for rank in ranks if rank in self._failures and self._failures[rank].type == ECHO}
+
+    def _ask_for_stacks(self, rank: int) -> None:
+        if self.children[rank].alive:
+            os.kill(self.children[rank].pid, signal.SIGUSR1)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b") ")[2][:1] in (b"T", b"t")
+    except OSError:
+        return False

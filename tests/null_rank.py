@@ -1,0 +1,92 @@
+"""What a worker runs in tests of processes: the null executor as one rank, which misbehaves where it is told to.
+
+A rank is told by `hf_overrides={"rank": 1, "phase": "step", "how": "hang", ...}`; all other fields are NullModel's.
+Name it as `worker_cls=null_rank:NullRank`, with this folder on the worker's PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import msgspec
+
+from headrace.core.options import Options
+from headrace.core.plan import MemoryReading, ModelDescription, Plan
+from headrace.executor.base import Report
+from headrace.executor.null import NullExecutor, NullModel
+from headrace.executor.place import SINGLE, Place
+from headrace.ipc.control import DescribeEngine, WorkerAnswer, WorkerCommand
+from headrace.ipc.failure import HeadraceError
+from headrace.ipc.step import StepPlan, StepResult
+
+WORKER_CLS = "null_rank:NullRank"
+
+
+class Misbehaviour(msgspec.Struct, frozen=True, kw_only=True):
+    rank: int = -1
+    phase: str = ""
+    """describe, load, allocate or step"""
+    at_step: int = 3
+    how: str = ""
+    """exception, hang, sigkill, sigterm, exit"""
+
+
+class NullRank(NullExecutor):
+    def __init__(self, options: Options, place: Place = SINGLE) -> None:
+        given: dict[str, Any] = dict(options.hf_overrides)
+        own = {name: given.pop(name) for name in Misbehaviour.__struct_fields__ if name in given}
+        self._bad = Misbehaviour(**own)
+        self._place = place
+        super().__init__(options, msgspec.convert(given, NullModel))
+
+    def describe(self, report: Report) -> ModelDescription:
+        description = super().describe(report)
+        self._perhaps("describe")
+        return description
+
+    def load(self, plan: Plan, report: Report) -> MemoryReading:
+        reading = super().load(plan, report)
+        self._perhaps("load")
+        return reading
+
+    def allocate(self, num_blocks: int, max_model_len: int) -> None:
+        super().allocate(num_blocks, max_model_len)
+        self._perhaps("allocate")
+
+    def submit(self, plan: StepPlan) -> None:
+        if plan.step == self._bad.at_step:
+            self._perhaps("step")
+        super().submit(plan)
+
+    def collect(self) -> StepResult:
+        result = super().collect()
+        # What another rank returns must not matter: only the last stage's first rank is heard.
+        return result if self._place.replies else msgspec.structs.replace(result, token_ids=result.token_ids * 0)
+
+    def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
+        if not isinstance(command, DescribeEngine):
+            raise HeadraceError(f"rank {self._place.rank} does not know {type(command).__name__}")
+        facts = {
+            "pid": os.getpid(),
+            "cpus": sorted(os.sched_getaffinity(0)),
+            "omp_num_threads": os.environ["OMP_NUM_THREADS"],
+            "has_torch": "torch" in sys.modules,
+        }
+        return (WorkerAnswer(facts=facts),)
+
+    def _perhaps(self, phase: str) -> None:
+        if (self._bad.rank, self._bad.phase) != (self._place.rank, phase):
+            return
+        print(f"rank {self._place.rank} is about to {self._bad.how}", file=sys.stderr, flush=True)
+        if self._bad.how == "exception":
+            raise RuntimeError(f"rank {self._place.rank} was told to fail in {phase}")
+        if self._bad.how == "exit":
+            os._exit(3)
+        if self._bad.how == "hang":
+            threading.Event().wait()
+        os.kill(os.getpid(), {"sigkill": signal.SIGKILL, "sigterm": signal.SIGTERM}[self._bad.how])
+        threading.Event().wait()
