@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor
 from headrace.executor.place import DEADLINE_S, PeerError, World
 
 HIDDEN_TAG, TOKENS_TAG = 1, 2
+CLOSE_S = 5.0
 MOST_UNSENT = 64
 """Messages whose memory is kept until their receiver took them."""
 
@@ -98,7 +101,11 @@ class GlooCollectives:
         return int(message[0]), both[0], both[1]
 
     def close(self) -> None:
-        self._unsent.clear()
+        """What was sent is taken first, where the receiver still lives."""
+        end_s = time.monotonic() + CLOSE_S
+        while self._unsent:
+            with suppress(RuntimeError):
+                self._unsent.popleft()[0].wait(timedelta(seconds=max(0.001, end_s - time.monotonic())))
 
     def _gathered(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(self._world.tp_size)]
