@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 EXECUTORS = {
-    "uni": "headrace.executor.uniproc:UniprocExecutor",
+    "uni": "headrace.executor.uniproc:make_executor",
     "mp": "headrace.executor.multiproc:MultiprocExecutor",
 }
 
@@ -147,6 +147,11 @@ def load_executor(options: Options) -> Executor:
         backend = "mp" if world_size > 1 else "uni"
     if backend == "uni":
         _check_uni(options, world_size)
+    if backend == "mp" and options.device.startswith("cuda"):
+        raise OptionError(
+            f"device={options.device} runs a model on one GPU, and the workers of mp compute on the CPU; "
+            "leave out device, or the parallel sizes and distributed_executor_backend"
+        )
     module, colon, name = EXECUTORS.get(backend, backend).partition(":")
     if not colon:
         raise OptionError(f"distributed_executor_backend is {backend!r}; it must be uni, mp, or module:Class")

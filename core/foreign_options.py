@@ -35,7 +35,7 @@ ADAPTERS = "LoRA adapters are not supported yet; merge the adapter into the mode
 SPECULATION = "speculative decoding is not supported yet; leave it out, outputs are the same without it"
 MULTIMODAL = "multimodal input is not supported yet; models run on text alone"
 STRUCTURED = "structured outputs are not supported yet"
-COMPILED = "not supported yet: there are no compiled graphs to configure; leave it out"
+COMPILED = "not supported: there is no compiler to configure; cudagraph_capture_sizes and enforce_eager set graphs"
 SERVER = "an option of the HTTP server, which is not part of the engine"
 EXTENSION = "not supported: vLLM's plug-in classes and platform settings do not fit this engine; leave it out"
 OBSERVED = "not supported yet; the engine logs its load every 10 s unless disable_log_stats is set"
@@ -80,7 +80,6 @@ FOREIGN: Mapping[str, Foreign] = types.MappingProxyType(
             worker_use_ray=OFF,
             engine_use_ray=OFF,
         ),
-        **_rows("not supported yet; this version runs on the CPU", device=("auto", "cpu")),
         **_rows(
             QUANTIZED,
             quantization_param_path=(),
@@ -88,8 +87,8 @@ FOREIGN: Mapping[str, Foreign] = types.MappingProxyType(
             calculate_kv_scales=OFF,
             override_attention_dtype=(),
         ),
-        **_rows(COMPILED, enforce_eager=EITHER, compilation_config=({}, 0), optimization_level=()),
-        **_rows(COMPILED, cudagraph_capture_sizes=(), max_cudagraph_capture_size=(), cudagraph_metrics=OFF),
+        **_rows(COMPILED, compilation_config=({}, 0), optimization_level=()),
+        **_rows(COMPILED, cudagraph_metrics=OFF),
         **_rows("retired: it sized CUDA graphs", max_seq_len_to_capture=(8192,), max_context_len_to_capture=(8192,)),
         **_rows(
             "not supported: the engine chooses the attention kernel itself",

@@ -44,7 +44,7 @@ def fit_cache(plan: Plan, reading: MemoryReading) -> Facts:
         num_blocks, source = options.kv_cache_memory_bytes // size, "kv_cache_memory_bytes"
     else:
         num_blocks, source = min(usable // size, _useful_blocks(plan, reading)), "gpu_memory_utilization"
-    available = max(0, reading.available_bytes - reading.activation_bytes)
+    available = max(0, reading.available_bytes - _step_bytes(reading))
     if source != "gpu_memory_utilization" and num_blocks * size > available:
         raise OptionError(
             f"{source} asks for a KV cache of {num_blocks * size:,} bytes, but {available:,} are free once the "
@@ -91,6 +91,11 @@ def ledger(facts: Facts, plan: Plan) -> str:
             f"{tokens / facts.max_model_len:.1f} requests of {facts.max_model_len}",
         ),
     ]
+    if reading.device != "cpu":
+        rows.insert(
+            2, ("row state", reading.state_bytes, f"{plan.max_num_seqs} rows' block tables and counts of tokens")
+        )
+        rows.insert(3, ("graphs", reading.graph_bytes, "of decode steps, captured while requests are served"))
     total = sum(count for _, count, _ in rows)
     rows.append(("total", total, f"of {_human(reading.total_bytes)} on the {reading.device}"))
     return "\n".join(f"{name:<12}{_human(count):>12}  {what}" for name, count, what in rows)
@@ -98,10 +103,15 @@ def ledger(facts: Facts, plan: Plan) -> str:
 
 def _usable_bytes(plan: Plan, reading: MemoryReading) -> int:
     share = plan.options.gpu_memory_utilization
-    left = reading.available_bytes - reading.activation_bytes
+    left = reading.available_bytes - _step_bytes(reading)
     if reading.device == "cpu":
-        return int(share * reading.available_bytes) - reading.activation_bytes
-    return min(int(share * reading.total_bytes) - reading.weights_bytes - reading.activation_bytes, left)
+        return int(share * reading.available_bytes) - _step_bytes(reading)
+    return min(int(share * reading.total_bytes) - reading.weights_bytes - _step_bytes(reading), left)
+
+
+def _step_bytes(reading: MemoryReading) -> int:
+    """What steps need besides weights and cache."""
+    return reading.activation_bytes + reading.graph_bytes + reading.state_bytes
 
 
 def _useful_blocks(plan: Plan, reading: MemoryReading) -> int:

@@ -54,6 +54,32 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "Type of weights and activations; auto is the checkpoint's own, bfloat16 for a float32 one and for GGUF",
         ),
     ] = "auto"
+    device: Annotated[
+        str,
+        Option(MODEL, "What computes: auto (the first GPU where there is one, else the CPU), cpu, cuda or cuda:INDEX"),
+    ] = "auto"
+    enforce_eager: Annotated[
+        bool, Option(MODEL, "On a GPU, start every decode step anew instead of replaying a CUDA graph of it")
+    ] = False
+    cudagraph_capture_sizes: Annotated[
+        tuple[int, ...],
+        Option(
+            MODEL,
+            "On a GPU, the numbers of requests that decode graphs are captured for; others are padded to the next",
+            "requests",
+            default_text="1, 2, 4, then every 8 up to 256 and every 16 beyond",
+        ),
+    ] = ()
+    max_cudagraph_capture_size: Annotated[
+        int | None,
+        Option(
+            MODEL,
+            "On a GPU, the most requests that a decode graph is captured for",
+            "requests",
+            minimum=1,
+            default_text="max_num_seqs, at most 512",
+        ),
+    ] = None
     quantization: Annotated[
         Literal["gguf", "int8", "int4"] | None,
         Option(

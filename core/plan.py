@@ -77,7 +77,11 @@ class MemoryReading(msgspec.Struct, frozen=True, kw_only=True):
     activation_bytes: int
     """Peak of a step of max_num_batched_tokens, measured or estimated; not yet taken."""
     device: str = "cpu"
-    """cpu or cuda: a GPU is given a share of all its memory, a CPU of what is free."""
+    """cpu, or a GPU's name: a GPU is given a share of all its memory, a CPU of what is free."""
+    graph_bytes: int = 0
+    """Of all decode graphs, not yet taken."""
+    state_bytes: int = 0
+    """Of what a GPU remembers of each row beside the cache, not yet taken."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.core.options import Options
 from headrace.ipc.failure import OptionError
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,16 @@ def choose_device(asked: str, facts: Callable[[], CudaFacts] = cuda_facts) -> to
         )
         raise OptionError(f"device={asked} does not exist: {known}")
     return torch.device("cuda", index)
+
+
+def check_no_gpu_options(options: Options) -> None:
+    """Raises OptionError for options that a CPU can do nothing with. (It computes eagerly anyway.)"""
+    for name, value in (
+        ("cudagraph_capture_sizes", options.cudagraph_capture_sizes),
+        ("max_cudagraph_capture_size", options.max_cudagraph_capture_size),
+    ):
+        if value:
+            raise OptionError(f"{name} is for CUDA graphs, and the model runs on the CPU (device={options.device})")
 
 
 def check_gpu(device: torch.device, dtype: torch.dtype, facts: GpuFacts) -> None:

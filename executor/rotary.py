@@ -76,7 +76,9 @@ class Rotary:
         rope = self._rope
         prompt_lens = inputs.seq_lens if inputs.prompt_lens is None else inputs.prompt_lens
         counts = (inputs.query_start[1:] - inputs.query_start[:-1]).long()
-        length = torch.maximum(prompt_lens.long().repeat_interleave(counts), inputs.positions + 1)
+        num_tokens = len(inputs.positions)  # given, so that a GPU need not be asked
+        repeated = prompt_lens.long().repeat_interleave(counts, output_size=num_tokens)
+        length = torch.maximum(repeated, inputs.positions + 1)
         stretched = length.clamp(min=rope.original_max_positions).float() / rope.original_max_positions
         growth = (rope.factor * stretched - (rope.factor - 1)) ** (rope.rotary_dim / (rope.rotary_dim - 2))
         return 1.0 / (rope.theta * growth)[:, None] ** self._exponents

@@ -20,6 +20,7 @@ from headrace.executor.cpu_program import StepLimits
 from headrace.executor.cpu_weights import Blocks
 from headrace.executor.decoder import Decoder
 from headrace.executor.families import spec_from_config
+from headrace.executor.gpu_device import check_no_gpu_options, choose_device
 from headrace.executor.host import HostMemory, host_memory, usable_cores
 from headrace.executor.memory_estimate import activation_bytes, weight_elements
 from headrace.executor.place import SINGLE, Collectives, Place
@@ -59,6 +60,9 @@ class UniprocExecutor(Executor):
         # Where the kernels must be compiled first, that goes on while the model is found, fetched and described.
         self._compiling = threading.Thread(target=build.load, name="compile kernels")
         self._compiling.start()
+        return self._find_model(report)
+
+    def _find_model(self, report: Report) -> ModelDescription:
         report("find model")
         checkpoint = self._checkpoint = open_checkpoint(self._options)
         spec = self._spec = spec_from_config(checkpoint.config)
@@ -138,6 +142,17 @@ class UniprocExecutor(Executor):
         if self._place.collectives is not None:
             self._place.collectives.close()
         self._runner = self._model = self._checkpoint = None
+
+
+def make_executor(options: Options) -> Executor:
+    """The executor for the device that the options name. Raises OptionError when that device cannot be used."""
+    device = choose_device(options.device)
+    if device.type == "cpu":
+        check_no_gpu_options(options)
+        return UniprocExecutor(options)
+    from headrace.executor.gpu import GpuExecutor
+
+    return GpuExecutor(options, device)
 
 
 def load_model(

@@ -15,15 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-WAITING = (
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "unique",
-    "equal",
-    "is_nonzero",
-    "repeat_interleave.Tensor",
-)
+WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "repeat_interleave.Tensor")
 
 
 class Recorder(TorchDispatchMode):

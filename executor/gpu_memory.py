@@ -1,0 +1,110 @@
+"""What a step and the graphs take of a GPU's memory, measured before the cache is given the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from headrace.executor.device_state import Device
+from headrace.executor.gpu_runner import GpuRunner, RunnerLimits
+from headrace.executor.gpu_sampler import Choice
+from headrace.executor.gpu_steps import MixedInputs
+from headrace.executor.graphs import Capturer, GraphKey
+from headrace.executor.inputs import HiddenStateModel
+
+CHOICES_CAPTURED = 2
+"""Kinds of choice that graphs are usually captured for: greedy, and what the model's defaults ask for."""
+
+
+class Meter(Protocol):
+    def peak_bytes(self, run: Callable[[], Any]) -> int:
+        """Runs it; how much more memory was allocated at once meanwhile than before."""
+        ...
+
+
+class CudaMeter:
+    """What torch's allocator handed out at most."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def peak_bytes(self, run: Callable[[], Any]) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before_bytes = torch.cuda.memory_allocated(self._device)
+        run()
+        torch.cuda.synchronize(self._device)
+        return max(0, torch.cuda.max_memory_allocated(self._device) - before_bytes)
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    activation_bytes: int
+    """Peak of a step of max_num_batched_tokens, or of choosing max_num_seqs tokens, whichever is more."""
+    state_bytes: int
+    """Rows' state and the counts of penalties."""
+    graph_bytes: int
+    """All decode graphs, from the measured sizes of the largest and of the smallest."""
+
+
+def measure(
+    model: HiddenStateModel,
+    one_block_cache: Any,
+    device: Device,
+    limits: RunnerLimits,
+    max_num_batched_tokens: int,
+    meter: Meter,
+    capturer: Capturer | None,
+) -> StepMemory:
+    """Runs the largest steps there can be over a cache of block 0 alone, which is the null block."""
+    runner = GpuRunner(model, one_block_cache, device, limits)
+    peaks = [
+        meter.peak_bytes(lambda: largest_prefill(runner, device, limits, max_num_batched_tokens)),
+        meter.peak_bytes(lambda: runner.steps.decode(limits.max_num_seqs, Choice.TRUNCATE)),
+    ]
+    state_bytes = runner.state.nbytes + runner.penalties.nbytes + runner.steps.results.nbytes
+    return StepMemory(max(peaks), state_bytes, _graph_bytes(runner, limits, capturer))
+
+
+def largest_prefill(runner: GpuRunner, device: Device, limits: RunnerLimits, num_tokens: int) -> None:
+    """A step of num_tokens prompt tokens, in as few requests as can have them. All read and write block 0."""
+    counts: list[int] = []
+    while (left := num_tokens - sum(counts)) > 0 and len(counts) < limits.max_num_seqs:
+        counts.append(min(left, limits.max_model_len))
+    ends = np.cumsum(counts)
+    num_seqs, total = len(counts), int(ends[-1])
+    padding_row = runner.state.padding_row
+    host = {
+        "token_ids": np.zeros(total),
+        "positions": np.concatenate([np.arange(count) for count in counts]),
+        "slot_mapping": np.arange(total) % limits.block_size,
+        "query_start": np.array([0, *ends]),
+        "seq_lens": np.array(counts),
+        "rows": np.full(num_seqs, padding_row),
+        "logits_indices": ends - 1,
+        "sampled_rows": np.full(num_seqs, padding_row),
+    }
+    tensors = {name: torch.from_numpy(values.astype(np.int32)).to(device.device) for name, values in host.items()}
+    sent = MixedInputs(**tensors)
+    _, logits = runner.steps.mixed(sent, -(-max(counts) // limits.block_size), max(counts))
+    runner.steps.take(logits, sent.sampled_rows.long(), sent.seq_lens.long(), Choice.TRUNCATE)
+    runner.state.num_computed.zero_()
+
+
+def _graph_bytes(runner: GpuRunner, limits: RunnerLimits, capturer: Capturer | None) -> int:
+    if capturer is None or not limits.capture_sizes:
+        return 0
+    sizes, took = limits.capture_sizes, list[int]()
+    for size in dict.fromkeys((sizes[-1], sizes[0])):
+        key, before_bytes = GraphKey(size, Choice.ARGMAX), capturer.pool_bytes
+        try:
+            capturer.capture(lambda key=key: runner.steps.decode(key.size, key.choice))  # type: ignore[misc]
+        except RuntimeError:
+            return 0  # the runner will find the same, and say so
+        took.append(capturer.pool_bytes - before_bytes)
+    return took[0] + took[-1] * (CHOICES_CAPTURED * len(sizes) - 1)
