@@ -3,11 +3,57 @@
 
 namespace headrace {
 
+namespace {
+
+// A whole panel's columns, whose residual (if any) is fp32.
+template <bool kGated, DType kOut>
+void write_whole_tile(const LinearArgs& args, const float* sums, int64_t sums_stride, int64_t first_row, int num_rows,
+                      int64_t first) {
+  constexpr int kVectors = kPanelRows / kLanes;
+  const int64_t columns = args.weight.n / args.weight.fan;
+  const float* residual = static_cast<const float*>(args.residual);
+  if (residual) residual += first_row * args.residual_stride + first;
+  Floats bias[kVectors] = {}, up_bias[kVectors] = {};
+  if (args.bias) {
+    for (int v = 0; v < kVectors; ++v) {
+      bias[v] = load_floats(args.bias + first + v * kLanes);
+      if (kGated) up_bias[v] = load_floats(args.bias + columns + first + v * kLanes);
+    }
+  }
+  int64_t out_at = first_row * args.out_stride + first;
+  for (int row = 0; row < num_rows; ++row) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      Floats value = activate(args.activation, load_floats(sums + v * kLanes) + bias[v]);
+      if (kGated) value = value * (load_floats(sums + kPanelRows + v * kLanes) + up_bias[v]);
+      if (residual) value = value + load_floats(residual + v * kLanes);
+      store_vector(args.out, out_at + v * kLanes, kOut, value);
+    }
+    sums += sums_stride;
+    out_at += args.out_stride;
+    if (residual) residual += args.residual_stride;
+  }
+}
+
+template <bool kGated>
+void write_whole_tile(const LinearArgs& args, const float* sums, int64_t sums_stride, int64_t first_row, int num_rows,
+                      int64_t first) {
+  const auto write = args.out_dtype == DType::kF32    ? write_whole_tile<kGated, DType::kF32>
+                     : args.out_dtype == DType::kBF16 ? write_whole_tile<kGated, DType::kBF16>
+                                                      : write_whole_tile<kGated, DType::kF16>;
+  write(args, sums, sums_stride, first_row, num_rows, first);
+}
+
+}  // namespace
+
 void write_tile(const LinearArgs& args, const float* sums, int64_t sums_stride, int64_t first_row, int num_rows,
                 int64_t unit) {
   const int64_t columns = args.weight.n / args.weight.fan, first = unit * kPanelRows;
   const int64_t count = columns - first < kPanelRows ? columns - first : kPanelRows;
   const bool gated = args.weight.fan == 2;
+  if (count == kPanelRows && (!args.residual || args.residual_dtype == DType::kF32))
+    return (gated ? write_whole_tile<true> : write_whole_tile<false>)(args, sums, sums_stride, first_row, num_rows,
+                                                                      first);
   for (int row = 0; row < num_rows; ++row) {
     const float* from = sums + row * sums_stride;
     alignas(64) float line[kPanelRows];

@@ -33,7 +33,8 @@ struct Ahead {
   const char* from;
   int64_t halves;  // of a byte for each byte of panel passed; 0 asks for one line again and again, which is cheap
 
-  const char* at(int64_t bytes_passed) const { return from + bytes_passed * halves / 2; }
+  const char* at(int64_t bytes_passed) const { return from + advance(bytes_passed); }
+  int64_t advance(int64_t bytes_passed) const { return bytes_passed * halves / 2; }
 };
 
 // panel_bytes: of what each tile goes through; to_next: from there to what the same tiles go through next.

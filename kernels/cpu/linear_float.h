@@ -154,8 +154,9 @@ struct FloatKernel {
   }
   static Floats low_half(Floats pairs) { return reinterpret_cast<Floats>(reinterpret_cast<Ints>(pairs) << 16); }
 
+  // Never inlined: its loop needs every register, of both kinds.
   template <int kRows>
-  static void tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums, int64_t sums_stride,
+  static __attribute__((noinline)) void tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums, int64_t sums_stride,
                    bool add, Ahead ahead) {
     Floats total[kRows][kPanelVectors];
 #pragma GCC unroll 16
@@ -169,11 +170,13 @@ struct FloatKernel {
     for (int group = 0; group < (kRows + 2) / 3; ++group) bases[group] = x + 3 * group * x_bytes;
     const int64_t steps = (k + kStepK - 1) / kStepK;
     constexpr int64_t kBytes = kPanelRows * kStepK * kWeightBytes;
-    for (int64_t i = 0; i < steps; ++i) {
-      const char* w = panel + i * kBytes;
+    // A pointer that moves on by a constant: anything more in this loop costs a twentieth of its speed.
+    const char* next = ahead.from;
+    const int64_t advance = ahead.advance(kBytes);
+    for (int64_t i = 0; i < steps; ++i, panel += kBytes, next += advance) {
 #pragma GCC unroll 4
-      for (int64_t line = 0; line < kBytes; line += 64) prefetch(ahead.at(i * kBytes) + line);
-      step<kRows>(total, w, bases, x_bytes, i * kStepK * kXBytes);
+      for (int64_t line = 0; line < kBytes; line += 64) prefetch(next + line);
+      step<kRows>(total, panel, bases, x_bytes, i * kStepK * kXBytes);
     }
 #pragma GCC unroll 16
     for (int row = 0; row < kRows; ++row)
