@@ -1,4 +1,4 @@
-"""Measure: servers under load, throughput, latency, start-up, overhead; compare and plot results.
+"""Measure servers, throughput, latency, start-up and overhead; compare and plot results.
 
 Commands and options are named as those of `vllm bench`. Results are JSON files that hold the machine, the versions,
 the seed and the raw samples; `compare` says which differences are noise, `plot` draws them.
@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.ipc.failure import OptionError
 
-_COMMANDS = ("serve",)
+_COMMANDS = ("latency", "throughput", "serve", "startup", "overhead")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,78 @@
+"""A server started for a benchmark, as a program, and ended with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from headrace.ipc.failure import EngineStartError
+
+STOP_DEADLINE_S = 20.0
+POLL_S = 0.05
+_SHOWN_LOG_LINES = 25
+
+
+class ChildServer:
+    """The program and its log. `url` is known once `wait_line` has found it."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        """Raises EngineStartError when the program cannot be started at all."""
+        self.command, self._log = list(command), log
+        with log.open("wb") as file:
+            try:
+                self.process = subprocess.Popen(
+                    self.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise EngineStartError(f"{self.command[0]} cannot be started: {error.strerror}") from None
+
+    def wait_line(self, marker: str, timeout_s: float) -> str:
+        """The first line of its log that has this in it. Raises EngineStartError with the end of the log."""
+        end_s = time.monotonic() + timeout_s
+        while True:
+            text = self._log.read_text(encoding="utf-8", errors="replace")
+            for line in text.splitlines(keepends=True):
+                if marker in line and line.endswith("\n"):
+                    return line.strip()
+            self.check(time.monotonic() > end_s, f"was not ready within {timeout_s:g} s")
+            time.sleep(POLL_S)
+
+    def check(self, failed: bool = False, how: str = "") -> None:
+        """Raises EngineStartError when it has ended, or `failed` for another reason."""
+        status = self.process.poll()
+        if status is not None:
+            failed, how = True, f"ended with exit status {status}"
+        if failed:
+            lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN_LOG_LINES:]
+            raise EngineStartError(f"the server ({' '.join(self.command)}) {how}:\n" + "\n".join(lines))
+
+    def stop(self) -> None:
+        """Asks it to end, and ends its process group if it does not."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_DEADLINE_S)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str]) -> Iterator[ChildServer]:
+    """The server while the block runs."""
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        server = ChildServer(command, Path(folder) / "log")
+        try:
+            yield server
+        finally:
+            server.stop()

@@ -1,0 +1,232 @@
+"""`headrace bench latency` and `throughput`: our engine, without a server between."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headrace.core.option_parsing import options_from_arguments, struct_from_arguments
+from headrace.core.options import Options
+from headrace.frontend.bench import record as records
+from headrace.frontend.bench.metrics import percentile, summary
+from headrace.frontend.bench.options import LatencyOptions, ResultOptions, ThroughputOptions, WorkloadOptions
+from headrace.frontend.bench.tables import columns, metric_table, number
+from headrace.frontend.bench.workload import PromptMaker, TextTokenizer, make_workload
+from headrace.ipc.failure import InvalidRequestError, OptionError
+
+if TYPE_CHECKING:
+    from headrace.frontend.llm import LLM
+    from headrace.frontend.outputs import RequestMetrics
+    from headrace.frontend.sampling_params import SamplingParams
+    from headrace.frontend.tokenizer import Tokenizer
+
+PERCENTILES = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
+
+
+def bench_latency(arguments: argparse.Namespace) -> int:
+    """The same batch of one shape, again and again, each time with other prompts. Raises OptionError."""
+    asked, result = struct_from_arguments(arguments, LatencyOptions), struct_from_arguments(arguments, ResultOptions)
+    options = options_from_arguments(arguments)
+    if "enable_prefix_caching" not in vars(arguments):  # as vLLM does: what was computed is to be computed again
+        options = msgspec.structs.replace(options, enable_prefix_caching=False)
+    records.check_writable(result)
+    record = records.new_record("latency", result, records.given(asked, options), options.seed or 0)
+    with open_engine(options) as llm:
+        check_length(llm, asked.input_len, asked.output_len)
+        maker = PromptMaker(llm.engine.vocab_size)
+        params = sampling_params(asked.n, asked.output_len, detokenize=not asked.disable_detokenize)
+        numbers = random.Random(options.seed or 0)
+        seconds: list[float] = []
+        metrics: list[RequestMetrics] = []
+        total = asked.num_iters_warmup + asked.num_iters
+        with progress(total, "batch", result) as bar:
+            for index in range(total):
+                prompts = [maker.draw(numbers, asked.input_len) for _ in range(asked.batch_size)]
+                began_s = time.perf_counter()
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                took_s = time.perf_counter() - began_s
+                bar.update()
+                bar.set_postfix_str(f"{took_s:.3f} s, {asked.batch_size * asked.output_len / took_s:,.0f} out tok/s")
+                if index >= asked.num_iters_warmup:
+                    seconds.append(took_s)
+                    metrics += [output.metrics for output in outputs if output.metrics is not None]
+        record["engine"] = engine_facts(llm)
+    record["results"] = latency_figures(seconds, metrics, asked)
+    record["samples"] = {
+        "latencies": seconds,
+        "requests": [{"ttft_s": m.first_token_latency, "e2e_s": m.total_s} for m in metrics],
+    }
+    print(latency_table(record["results"], asked))
+    return finish(record, result)
+
+
+def latency_figures(
+    seconds: Sequence[float], metrics: Sequence[RequestMetrics], asked: LatencyOptions
+) -> dict[str, Any]:
+    """vLLM's fields, and the first token and the others apart."""
+    ordered = sorted(seconds)
+    ttft_ms = [1e3 * (m.first_token_latency or 0.0) for m in metrics]
+    rest_ms = [1e3 * ((m.total_s or 0.0) - (m.first_token_latency or 0.0)) for m in metrics]
+    tpot_ms = [each / (asked.output_len - 1) for each in rest_ms] if asked.output_len > 1 else []
+    return {
+        "avg_latency": sum(ordered) / len(ordered),
+        "percentiles": {f"{each:g}": percentile(ordered, each) for each in PERCENTILES},
+        "output_throughput": asked.batch_size * asked.n * asked.output_len * len(ordered) / sum(ordered),
+        **summary("e2el", [1e3 * each for each in ordered], PERCENTILES),
+        **summary("ttft", ttft_ms, PERCENTILES),
+        **summary("tpot", tpot_ms, PERCENTILES),
+    }
+
+
+def latency_table(figures: dict[str, Any], asked: LatencyOptions) -> str:
+    shown = {key: value for key, value in figures.items() if not key.startswith(("p25_", "p75_"))}
+    return (
+        f"{asked.num_iters} batches of {asked.batch_size} x {asked.input_len} tokens in, {asked.output_len} out\n"
+        + metric_table(shown, ("e2el", "ttft", "tpot"))
+        + f"\n  output tokens/s: {number(figures['output_throughput'])}"
+    )
+
+
+def bench_throughput(arguments: argparse.Namespace) -> int:
+    """All requests of a workload at once. Raises OptionError."""
+    asked, result = struct_from_arguments(arguments, ThroughputOptions), struct_from_arguments(arguments, ResultOptions)
+    workload, options = struct_from_arguments(arguments, WorkloadOptions), options_from_arguments(arguments)
+    records.check_writable(result)
+    record = records.new_record("throughput", result, records.given(asked, workload, options), workload.seed)
+    with open_engine(options) as llm:
+        # Only files of texts need it: drawn prompts need no detour through text.
+        tokenizer = text_tokenizer(llm) if workload.dataset_name in ("sharegpt", "custom") else None
+        maker = PromptMaker(llm.engine.vocab_size, tokenizer)
+        requests = make_workload(workload, maker)
+        params = [
+            sampling_params(asked.n, request.output_len, detokenize=not asked.disable_detokenize)
+            for request in requests
+        ]
+        prompts = [request.prompt for request in requests]
+        if asked.num_warmups:
+            llm.generate(prompts[: asked.num_warmups], params[: asked.num_warmups], use_tqdm=False)
+            llm.reset_prefix_cache()
+        began_s = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=shows_progress(result))
+        elapsed_s = time.perf_counter() - began_s
+        record["engine"] = engine_facts(llm)
+    num_input = sum(len(output.prompt_token_ids) for output in outputs)
+    num_output = sum(len(each.token_ids) for output in outputs for each in output.outputs)
+    metrics = [output.metrics for output in outputs if output.metrics is not None]
+    ttft_ms = [1e3 * (m.first_token_latency or 0.0) for m in metrics]
+    record["results"] = {
+        "elapsed_time": elapsed_s,
+        "num_requests": len(requests),
+        "total_num_tokens": num_input + num_output,
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "requests_per_second": len(requests) / elapsed_s,
+        "tokens_per_second": (num_input + num_output) / elapsed_s,
+        "output_tokens_per_second": num_output / elapsed_s,
+        **summary("ttft", ttft_ms, PERCENTILES),
+        **summary("e2el", [1e3 * (m.total_s or 0.0) for m in metrics], PERCENTILES),
+    }
+    record["samples"] = {
+        "requests": [
+            {
+                "num_prompt_tokens": len(output.prompt_token_ids),
+                "num_output_tokens": sum(len(each.token_ids) for each in output.outputs),
+                "ttft_s": None if output.metrics is None else output.metrics.first_token_latency,
+                "e2e_s": None if output.metrics is None else output.metrics.total_s,
+                "end_s": None if output.metrics is None else output.metrics.total_s,
+            }
+            for output in outputs
+        ]
+    }
+    print(throughput_table(record["results"]))
+    return finish(record, result)
+
+
+def throughput_table(figures: dict[str, Any]) -> str:
+    rows = [
+        ["requests/s", number(figures["requests_per_second"])],
+        ["total tokens/s", number(figures["tokens_per_second"])],
+        ["output tokens/s", number(figures["output_tokens_per_second"])],
+    ]
+    head = (
+        f"{figures['num_requests']:,} requests, {figures['total_input_tokens']:,} tokens in, "
+        f"{figures['total_output_tokens']:,} out, in {figures['elapsed_time']:.2f} s"
+    )
+    return head + "\n" + columns(rows)
+
+
+def open_engine(options: Options) -> LLM:
+    """An engine of one's own with these options."""
+    from headrace.frontend.llm import LLM
+
+    chosen = {name: getattr(options, name) for name in options.__struct_fields__}
+    return LLM(chosen.pop("model") or None, **chosen)
+
+
+def sampling_params(n: int, output_len: int, *, detokenize: bool) -> SamplingParams:
+    """Every output has exactly this length."""
+    from headrace.frontend.sampling_params import SamplingParams
+
+    return SamplingParams(
+        n=n, temperature=1.0, top_p=1.0, ignore_eos=True, max_tokens=output_len, detokenize=detokenize
+    )
+
+
+def check_length(llm: LLM, input_len: int, output_len: int) -> None:
+    """Raises OptionError."""
+    if input_len + output_len > llm.engine.max_model_len:
+        raise OptionError(
+            f"--input-len={input_len} and --output-len={output_len} are more than the model's length of "
+            f"{llm.engine.max_model_len} tokens"
+        )
+
+
+def text_tokenizer(llm: LLM) -> TextTokenizer | None:
+    """The engine's own, as workloads use one; None when it has none."""
+    try:
+        return _EngineTokenizer(llm.get_tokenizer())
+    except InvalidRequestError:
+        return None
+
+
+class _EngineTokenizer:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.ordinary_ids = [each for each in range(len(tokenizer)) if each not in tokenizer.special_ids]
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids)
+
+
+def engine_facts(llm: LLM) -> dict[str, Any]:
+    """What the engine decided, as it tells its clients, and its counters at the end."""
+    facts = {name: msgspec.to_builtins(value) for name, value in msgspec.structs.asdict(llm.engine).items()}
+    del facts["tokenizer"]
+    return {**facts, "stats": msgspec.structs.asdict(llm.get_stats())}
+
+
+def shows_progress(result: ResultOptions) -> bool:
+    return not result.disable_tqdm and sys.stderr.isatty()
+
+
+def progress(total: int, unit: str, result: ResultOptions) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit=unit, dynamic_ncols=True, disable=not shows_progress(result))
+
+
+def finish(record: dict[str, Any], result: ResultOptions) -> int:
+    """Writes the record where it is to be kept, and says so; the exit status."""
+    path = records.save(record, result)
+    if path is not None:
+        print(f"\nwrote {path}")
+    return 0

@@ -1,0 +1,317 @@
+"""`headrace bench overhead`: what everything but the model costs, with an engine that computes nothing.
+
+Costs are processor time, which other programs on the machine disturb far less than the clock; latencies are the
+clock's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from headrace import __version__
+from headrace.core.option_parsing import struct_from_arguments
+from headrace.core.options import Options
+from headrace.frontend.bench import record as records
+from headrace.frontend.bench.child_server import running
+from headrace.frontend.bench.http_client import ExchangeError, Pool, Target
+from headrace.frontend.bench.load import Load
+from headrace.frontend.bench.metrics import percentile
+from headrace.frontend.bench.offline import finish
+from headrace.frontend.bench.options import OverheadOptions, ResultOptions
+from headrace.frontend.bench.serve import run_loop
+from headrace.frontend.bench.tables import columns, number
+from headrace.frontend.transport import ZmqTransport
+from headrace.ipc.codec import Tensor
+from headrace.ipc.failure import EngineDeadError, Failure, OptionError
+from headrace.ipc.messages import (
+    SCHEMA_HASH,
+    AddRequest,
+    CoreMessage,
+    GetStats,
+    Hello,
+    Reply,
+    Sampling,
+    StepOutputs,
+    Welcome,
+)
+
+NULL = "headrace.executor.null:NullExecutor"
+PROMPT_TOKENS = 16
+ROUND_TRIPS = 500
+RING_ROUND_TRIPS, RING_MESSAGE_BYTES = 2000, 256
+HTTP_STREAMS, HTTP_TOKENS = 32, 200
+STEP_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 60.0
+
+
+def bench_overhead(arguments: argparse.Namespace) -> int:
+    """Raises OptionError."""
+    asked, result = struct_from_arguments(arguments, OverheadOptions), struct_from_arguments(arguments, ResultOptions)
+    counts = _counts(asked)
+    records.check_writable(result)
+    record = records.new_record("overhead", result, records.given(asked), 0)
+    core = {str(count): run_loop(core_step_cost(count, asked.num_steps)) for count in counts}
+    socket_us = run_loop(socket_round_trips())
+    ring_us = ring_round_trips()
+    http = run_loop(http_costs(asked.num_idle_streams))
+    record["results"] = {
+        "core_us_per_step": {name: cost["core_us"] for name, cost in core.items()},
+        "core_busiest_thread_us_per_step": {name: cost["busiest_thread_us"] for name, cost in core.items()},
+        "socket_round_trip_us": _middle(socket_us),
+        "ring_round_trip_us": _middle(ring_us),
+        **http,
+    }
+    record["samples"] = {"core": core, "socket_us": socket_us, "ring_us": ring_us}
+    print(overhead_table(record["results"]))
+    return finish(record, result)
+
+
+def overhead_table(figures: dict[str, Any]) -> str:
+    busiest = figures["core_busiest_thread_us_per_step"]
+    rows = [
+        [f"core, {name} running, us per step", number(cost), f"its busiest thread: {number(busiest[name])}"]
+        for name, cost in figures["core_us_per_step"].items()
+    ]
+    for name, label in (("socket", "socket to the core and back, us"), ("ring", "ring to a worker and back, us")):
+        trip = figures[f"{name}_round_trip_us"]
+        rows.append([label, number(trip["p50"]), f"p99: {number(trip['p99'])}"])
+    rows += [
+        ["HTTP server, streamed token ids/s per core", number(figures["http_tokens_per_core_s"]), ""],
+        ["HTTP server, memory per idle stream, KiB", number(figures["http_idle_stream_bytes"] / 1024), ""],
+        ["core, memory per waiting request, KiB", number(figures["core_waiting_request_bytes"] / 1024), ""],
+    ]
+    return columns(rows)
+
+
+async def core_step_cost(num_running: int, num_steps: int) -> dict[str, Any]:
+    """Microseconds of the core's processor time per decode step, of all its threads and of its busiest."""
+    options = Options(
+        model="null",
+        distributed_executor_backend=NULL,
+        skip_tokenizer_init=True,
+        max_num_seqs=max(num_running, 8),
+        max_num_batched_tokens=max(8192, num_running),
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+    )
+    async with _Session(options) as session:
+        sampling = Sampling(max_tokens=num_steps + 2000, ignore_eos=True)
+        for slot in range(num_running):
+            tokens = Tensor.of("int32", [5 + slot % 97] * PROMPT_TOKENS)
+            session.send(AddRequest(slot=slot, request_id=str(slot), prompt_token_ids=tokens, sampling=sampling))
+        await session.until(lambda: session.num_tokens_of_step >= num_running and session.step > 100)
+        began_step, before = session.step, thread_times_s(session.pid)
+        await session.until(lambda: session.step >= began_step + num_steps)
+        steps, after = session.step - began_step, thread_times_s(session.pid)
+    spent_s = [after[thread] - before.get(thread, 0.0) for thread in after]
+    return {"steps": steps, "core_us": 1e6 * sum(spent_s) / steps, "busiest_thread_us": 1e6 * max(spent_s) / steps}
+
+
+async def socket_round_trips() -> list[float]:
+    """Microseconds from a question to an idle core until its answer is here."""
+    options = Options(model="null", distributed_executor_backend=NULL, skip_tokenizer_init=True, disable_log_stats=True)
+    samples = []
+    async with _Session(options) as session:
+        for call in range(ROUND_TRIPS):
+            began_s = time.perf_counter()
+            session.send(GetStats(call=call))
+            await session.until(lambda call=call: session.last_call == call)  # type: ignore[misc]
+            samples.append(1e6 * (time.perf_counter() - began_s))
+    return samples
+
+
+def ring_round_trips() -> list[float]:
+    """Microseconds for a message through the ring to another process, and its echo through a second ring."""
+    from headrace.ipc.ring import RingLayout, RingReader, RingWriter, lay_out_ring
+    from headrace.ipc.wait import Deadline
+
+    layout = RingLayout.holding(RING_MESSAGE_BYTES, 8, 1)
+    fds = [os.memfd_create("headrace-bench-ring") for _ in range(2)]
+    for fd in fds:
+        lay_out_ring(fd, layout)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "headrace.frontend.bench.ring_echo", *map(str, fds), str(RING_ROUND_TRIPS)],
+        pass_fds=fds,
+    )
+    writer, reader = RingWriter(fds[0], layout), RingReader(fds[1], layout, 0)
+    try:
+        deadline, message, samples = Deadline(STEP_TIMEOUT_S), bytes(RING_MESSAGE_BYTES), []
+        for _ in range(RING_ROUND_TRIPS):
+            began_s = time.perf_counter()
+            writer.put(message, deadline)
+            reader.take(deadline)
+            samples.append(1e6 * (time.perf_counter() - began_s))
+        child.wait(START_TIMEOUT_S)
+    finally:
+        child.kill()
+        child.wait()
+        writer.close()
+        reader.close()
+        for fd in fds:
+            os.close(fd)
+    return samples[RING_ROUND_TRIPS // 10 :]  # the first waits for the child's start
+
+
+async def http_costs(num_idle: int) -> dict[str, float]:
+    """Tokens that one core of the HTTP server streams in a second, and the memory of a stream that waits."""
+    serve = (sys.executable, "-m", "headrace.frontend.cli", "serve", "null", "--port", "0")
+    null = ("--distributed-executor-backend", NULL, "--skip-tokenizer-init", "--disable-log-stats")
+    with running([*serve, *null]) as server:
+        pool, target = _pool_of(server.wait_line("ready: http", START_TIMEOUT_S))
+        try:
+            bodies = [_post(target, number, HTTP_TOKENS) for number in range(HTTP_STREAMS)]
+            await Load(pool, bodies, due_s=None, max_concurrency=None, keep_text=False).run()
+            process = psutil.Process(server.process.pid)
+            before_s = sum(process.cpu_times()[:2])
+            for _ in range(3):
+                done = await Load(pool, bodies, due_s=None, max_concurrency=None, keep_text=False).run()
+                server.check(any(outcome.cause for outcome in done.outcomes), "failed a request")
+            spent_s = sum(process.cpu_times()[:2]) - before_s
+        finally:
+            await pool.close()
+    # Steps of a second, and one request at a time: the others wait, and nobody hears anything meanwhile.
+    slow = ("--max-num-seqs", "1", "--hf-overrides", '{"step_delay_s": 1.0}', "--shutdown-timeout", "0")
+    with running([*serve, *null, *slow]) as server:
+        pool, target = _pool_of(server.wait_line("ready: http", START_TIMEOUT_S))
+        try:
+            process = psutil.Process(server.process.pid)
+            core = next(each for each in process.children() if "headrace.core.daemon" in " ".join(each.cmdline()))
+            await _open_streams(pool, target, 20)
+            before = process.memory_info().rss, core.memory_info().rss
+            await _open_streams(pool, target, num_idle)
+            after = process.memory_info().rss, core.memory_info().rss
+        finally:
+            await pool.close()
+    return {
+        "http_tokens_per_core_s": 3 * HTTP_STREAMS * HTTP_TOKENS / spent_s,
+        "http_idle_stream_bytes": (after[0] - before[0]) / num_idle,
+        "core_waiting_request_bytes": (after[1] - before[1]) / num_idle,
+    }
+
+
+def thread_times_s(pid: int) -> dict[str, float]:
+    """Processor seconds of each thread of a process, to the nanosecond where the kernel tells (schedstat)."""
+    times = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        times[task.name] = int((task / "schedstat").read_text().split()[0]) / 1e9
+    return times
+
+
+class _Session:
+    """A bare client of an engine of its own: it counts steps and detokenises nothing."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self.step, self.num_tokens_of_step, self.last_call, self.pid = 0, 0, -1, 0
+        self._is_welcome = False
+        self._failure: Failure | None = None
+        self._changed = asyncio.Event()
+
+    async def __aenter__(self) -> _Session:
+        from headrace.core.supervisor import start_engine
+
+        self._child = start_engine(self._options)
+        ready = await asyncio.to_thread(self._child.wait_ready, START_TIMEOUT_S)
+        self.pid = self._child.pid
+        self._transport = ZmqTransport(ready.address)
+        self._transport.open(self._on_message, self._on_closed)
+        self.send = self._transport.send
+        self.send(Hello(schema_hash=SCHEMA_HASH, version=__version__, pid=os.getpid()))
+        await self.until(lambda: self._is_welcome)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._transport.close()
+        await asyncio.to_thread(self._child.kill)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Raises EngineDeadError when the core ends first, TimeoutError when it takes too long."""
+        async with asyncio.timeout(STEP_TIMEOUT_S):
+            while not condition():
+                if self._failure is not None:
+                    raise EngineDeadError.from_failure(self._failure)
+                self._changed.clear()
+                await self._changed.wait()
+
+    def _on_message(self, message: CoreMessage) -> None:
+        if isinstance(message, StepOutputs):
+            self.step, self.num_tokens_of_step = message.step, len(message.slots)
+        elif isinstance(message, Welcome):
+            self._is_welcome = True
+        elif isinstance(message, Reply):
+            self.last_call = message.call
+        self._changed.set()
+
+    def _on_closed(self, failure: Failure) -> None:
+        self._failure = failure
+        self._changed.set()
+
+
+def _pool_of(ready_line: str) -> tuple[Pool, Target]:
+    url = next(word for word in ready_line.split() if word.startswith("http")).removesuffix("/v1")
+    target = Target(url, {})
+    return Pool(target, connect_timeout_s=30, stall_timeout_s=STEP_TIMEOUT_S, request_timeout_s=STEP_TIMEOUT_S), target
+
+
+def _post(target: Target, number: int, max_tokens: int) -> bytes:
+    body = b'{"model":"null","prompt":[%d,6,7],"max_tokens":%d,"ignore_eos":true,"stream":true}' % (
+        5 + number,
+        max_tokens,
+    )
+    return target.post("/v1/completions", body)
+
+
+async def _open_streams(pool: Pool, target: Target, count: int) -> None:
+    """Leaves that many requests open, each once its response has begun."""
+    begun = [_Begun() for _ in range(count)]
+    for index, reader in enumerate(begun):
+        reader.task = asyncio.create_task(_hold(pool, _post(target, index % 1000, 1000), reader))
+    async with asyncio.timeout(STEP_TIMEOUT_S):
+        await asyncio.gather(*(reader.event.wait() for reader in begun))
+
+
+async def _hold(pool: Pool, request: bytes, reader: _Begun) -> None:
+    try:
+        await pool.send(request, reader)
+    except ExchangeError:
+        reader.event.set()
+
+
+class _Begun:
+    """A Reader that waits for the status alone."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    def on_status(self, status: int, headers: Any) -> None:
+        self.event.set()
+
+    def on_body(self, data: bytes, now_s: float) -> None:
+        """Nothing is made of it."""
+
+
+def _counts(asked: OverheadOptions) -> list[int]:
+    try:
+        counts = [int(text) for text in asked.running]
+    except ValueError:
+        counts = [0]
+    if not all(1 <= count <= 4096 for count in counts):
+        raise OptionError(f"--running {' '.join(asked.running)}: it must be whole numbers from 1 to 4096")
+    return counts
+
+
+def _middle(samples: list[float]) -> dict[str, float]:
+    ordered = sorted(samples)
+    return {"p50": statistics.median(ordered), "p99": percentile(ordered, 99)}

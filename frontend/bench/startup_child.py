@@ -1,0 +1,38 @@
+"""One start of an engine, told as JSON: run as a program, with the options on stdin."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+
+def main() -> None:
+    began_s = time.time()
+    options = json.load(sys.stdin)
+    phases: dict[str, float] = {}
+    mark_s = time.perf_counter()
+
+    def done(phase: str) -> None:
+        nonlocal mark_s
+        now_s = time.perf_counter()
+        phases[phase], mark_s = now_s - mark_s, now_s
+
+    from headrace.frontend.llm import LLM
+    from headrace.frontend.sampling_params import SamplingParams
+
+    done("import headrace")
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+    }
+    with LLM(given.pop("model") or None, **given) as llm:
+        done("start the engine")
+        llm.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=1, temperature=0, ignore_eos=True), use_tqdm=False)
+        done("first token")
+        engine = llm.engine.startup_s
+    print(json.dumps({"python_s": began_s, "phases": phases, "engine": engine}))
+
+
+if __name__ == "__main__":
+    main()
