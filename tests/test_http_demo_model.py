@@ -22,7 +22,7 @@ MAX_TOKENS = 24
 @pytest.fixture(scope="module")
 def server(demo_model_path: Path) -> Iterator[Server]:
     options = ("--model", str(demo_model_path), "--served-model-name", "demo", "--max-model-len", "512")
-    with serving(*options, "--dtype", "float32", attached=True) as server:
+    with serving(*options, "--dtype", "float32", "--enable-tokenizer-info-endpoint", attached=True) as server:
         yield server
 
 
@@ -46,6 +46,15 @@ def test_greedy_completions_are_llms(sdk, llm):
     assert [choice.text for choice in answer.choices] == [output.outputs[0].text for output in ours]
     assert answer.usage.prompt_tokens == sum(len(output.prompt_token_ids) for output in ours)
     assert answer.usage.completion_tokens == sum(len(output.outputs[0].token_ids) for output in ours)
+
+
+def test_tokenizer_info_is_what_a_client_needs_to_render_and_cut_text(server, llm):
+    with server.client() as client:
+        info = client.get("/tokenizer_info").json()
+    tokenizer = llm.get_tokenizer()
+    assert (info["bos_token"], info["eos_token"]) == (tokenizer.bos_token, tokenizer.eos_token)
+    assert info["chat_template"] == tokenizer.get_chat_template()
+    assert info["model_max_length"] == 512
 
 
 def test_chat_is_llms_chat(sdk, llm):

@@ -176,6 +176,12 @@ def test_a_request_that_fails_in_the_engine(client):
     check_error(client.post(COMPLETIONS, json={"prompt": [5, 77], "stream": True}), 500, None, "told to fail")
 
 
+def test_tokenizer_info_is_served_only_where_it_was_asked_for(client):
+    response = client.get("/tokenizer_info")
+    assert response.status_code == 404
+    assert "--enable-tokenizer-info-endpoint" in response.json()["error"]["message"]
+
+
 def test_tokenize_and_detokenize_name_what_is_wrong(client):
     check_error(client.post("/tokenize", json={}), 400, "prompt", "either")
     check_error(client.post("/detokenize", json={"tokens": [400]}), 400, "tokens[0]", "0 to 399")

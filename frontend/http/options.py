@@ -104,6 +104,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = False
     response_role: Annotated[str, Option(CHAT, "Role of the answers' messages")] = "assistant"
 
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, Option(CHAT, "Serve GET /tokenizer_info: special tokens and the chat template, as lm-eval asks for them")
+    ] = False
+
     metrics_prefix: Annotated[
         str, Option(OBSERVED, "What names of metrics begin with; vllm fits dashboards made for it")
     ] = "headrace"

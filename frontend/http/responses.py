@@ -162,6 +162,16 @@ class DetokenizeResponse(msgspec.Struct):
     prompt: str
 
 
+class TokenizerInfoResponse(msgspec.Struct):
+    tokenizer_class: str
+    model_max_length: int
+    chat_template: str | None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    unk_token: str | None = None
+    pad_token: str | None = None
+
+
 class VersionResponse(msgspec.Struct):
     version: str
 

@@ -29,6 +29,7 @@ from headrace.frontend.http.responses import (
     ModelCard,
     ModelList,
     TokenizeResponse,
+    TokenizerInfoResponse,
     VersionResponse,
 )
 from headrace.frontend.http.sampling import tokenize_texts
@@ -97,6 +98,23 @@ async def detokenize(state: ServerState, exchange: Exchange) -> None:
         if not 0 <= token_id < size:
             raise bad_field(f"tokens[{index}]", f"tokens[{index}] is {token_id}; token ids are 0 to {size - 1}")
     await exchange.answer(DetokenizeResponse(client.tokenizer.decode(request.tokens)))
+
+
+async def tokenizer_info(state: ServerState, exchange: Exchange) -> None:
+    if not state.options.enable_tokenizer_info_endpoint:
+        raise ApiError(404, "this server was started without --enable-tokenizer-info-endpoint")
+    client = state.pool.choose(None).client
+    assert client is not None
+    if client.tokenizer is None:
+        raise ApiError(404, "this engine runs without a tokenizer")
+    tokenizer = client.tokenizer
+    special = {
+        name: tokenizer.special_tokens_map.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+    }
+    template = tokenizer.get_chat_template() if tokenizer.chat_template_names else None
+    await exchange.answer(
+        TokenizerInfoResponse(type(tokenizer).__name__, client.welcome.max_model_len, template, **special)
+    )
 
 
 async def version(state: ServerState, exchange: Exchange) -> None:
@@ -230,6 +248,13 @@ ROUTES: tuple[RouteSpec, ...] = (
     _get("/v1/models/{model:path}", one_model, "One of them", ModelCard, refusals=(404, *_UNAVAILABLE)),
     _post("/tokenize", tokenize, "A text's or a conversation's tokens", TokenizeRequest, TokenizeResponse, _TOKENS),
     _post("/detokenize", detokenize, "The text of tokens", DetokenizeRequest, DetokenizeResponse, _TOKENS),
+    _get(
+        "/tokenizer_info",
+        tokenizer_info,
+        "Special tokens and chat template",
+        TokenizerInfoResponse,
+        refusals=(404, *_UNAVAILABLE),
+    ),
     _get("/version", version, "This server's version", VersionResponse),
     _get("/load", load, "Requests in progress", LoadResponse),
     _get("/metrics", metrics, "Metrics in Prometheus' text format"),
