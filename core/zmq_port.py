@@ -136,7 +136,8 @@ class ZmqPort:
             else:
                 self._send_to(identity, self._codec.encode(answer))
         elif client is None:
-            self._refuse(identity, f"{type(message).__name__} before Hello")
+            if not isinstance(message, Goodbye):  # a client that was found gone may have said so before it went
+                self._refuse(identity, f"{type(message).__name__} before Hello")
         else:
             reply = self._desk.receive(client, message)
             if isinstance(message, Goodbye):
