@@ -8,11 +8,13 @@ from torch import Tensor
 
 from headrace.executor.arch import ArchSpec
 from headrace.executor.batch import Draws, StepArrays
+from headrace.executor.collectives import SharedCollectives
 from headrace.executor.cpu_layers import CpuModel, read_model
 from headrace.executor.cpu_program import ProgramWriter, StepLimits, WrittenProgram
 from headrace.executor.cpu_weights import Blocks, CpuWeights
-from headrace.executor.inputs import Chosen, StepLogits
+from headrace.executor.inputs import Chosen, StepLogits, no_logits
 from headrace.executor.kv_cache import KVCache
+from headrace.executor.place import SINGLE, Place
 from headrace.executor.weights import WeightSource
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear import ACTIVATIONS, FLOAT_TYPES, Runtime, runtime
@@ -21,10 +23,12 @@ from headrace.kernels.cpu.program_parts import SamplingColumns, sample
 from headrace.kernels.cpu.program_run import StepBuffers
 
 
-def why_not(spec: ArchSpec, dtype: torch.dtype, tp_size: int = 1) -> str:
+def why_not(spec: ArchSpec, dtype: torch.dtype, place: Place = SINGLE) -> str:
     """Why this model cannot run as a program here, in a sentence; "" when it can."""
-    if tp_size != 1:
-        return f"the program computes a model on one rank, not on {tp_size}."
+    if place.tp_size > 1 and not isinstance(place.collectives, SharedCollectives):
+        return f"the program adds up over its ranks in memory that they share, and these {place.tp_size} share none."
+    if place.tp_size > 1 and spec.embedding_width > spec.hidden_size:
+        return f"ranks have room for rows of {spec.hidden_size} values, and an embedding's have {spec.embedding_width}."
     if dtype not in FLOAT_TYPES or dtype not in CACHE_TYPES:
         return f"the program computes in float32, float16 and bfloat16, not in {dtype}."
     if spec.uses_prompt_lens:
@@ -39,7 +43,7 @@ def why_not(spec: ArchSpec, dtype: torch.dtype, tp_size: int = 1) -> str:
 
 
 class CpuDecoder:
-    """A decoder-only model on one CPU. Used from one thread.
+    """A decoder-only model on one CPU, or one rank's part of it. Used from one thread.
 
     Raises ModelError, naming the tensor, when weights and spec disagree; ValueError where `why_not` has a reason.
     `keep_packed`: matrices keep the types that the checkpoint stores them in. `blocks`: they are quantised as they
@@ -56,13 +60,14 @@ class CpuDecoder:
         keep_packed: bool = False,
         blocks: Blocks | None = None,
         used: Runtime | None = None,
+        place: Place = SINGLE,
     ) -> None:
-        if reason := why_not(spec, dtype):
+        if reason := why_not(spec, dtype, place):
             raise ValueError(f"The CPU program cannot be used: {reason}")
-        self.spec, self.dtype, self._limits = spec, dtype, limits
+        self.spec, self.dtype, self._limits, self._place = spec, dtype, limits, place
         self.runtime = used or runtime()
         reader = CpuWeights(weights, dtype, self.runtime, keep_packed=keep_packed, blocks=blocks)
-        self._model: CpuModel = read_model(spec, reader)
+        self._model: CpuModel = read_model(spec, reader, place)
         self.weight_bytes = self._model.nbytes
         """Memory that the weights take."""
         self._written: WrittenProgram | None = None
@@ -73,7 +78,8 @@ class CpuDecoder:
         """The program over this cache, which it keeps. A step does this when the cache is new to it."""
         written = self._written
         if written is None or kv_cache is not written.kv_cache:
-            written = self._written = ProgramWriter(self._model, kv_cache, self._limits, self.runtime).write()
+            writer = ProgramWriter(self._model, kv_cache, self._limits, self.runtime, self._place)
+            written = self._written = writer.write()
             self._logits = [written.logits[:count] for count in range(self._limits.max_seqs + 1)]
         return written
 
@@ -115,6 +121,36 @@ class CpuDecoder:
             return written.program.run_logits(np.arange(first, last, dtype=np.int32))
         parts = [(start, min(start + most, last)) for start in range(first, last, most)]
         return torch.cat([self._logits_at(*part).clone() for part in parts])
+
+
+class CpuRank(CpuDecoder):
+    """One rank's part of a model. Every rank is given the same steps."""
+
+    def step(self, arrays: StepArrays, kv_cache: KVCache, draws: Draws | None) -> StepLogits:
+        """As in `CpuDecoder`; a stage that is not the last passes its hidden states on, and has no logits."""
+        place, written = self._place, self.bind(kv_cache)
+        hidden = written.hidden[: len(arrays.token_ids)]
+        if not place.is_first_stage:
+            hidden.copy_(place.link.receive((1, *hidden.shape), torch.float32)[0])
+        if place.is_last_stage:
+            computed = super().step(arrays, kv_cache, draws)
+            self._check_ranks()
+            return computed
+        _fill(written.buffers, arrays)
+        written.program.run_filled(written.buffers)
+        self._check_ranks()
+        place.link.send(hidden[None])
+        return no_logits()
+
+    def _logits_at(self, first: int, last: int) -> Tensor:
+        logits = super()._logits_at(first, last)
+        self._check_ranks()
+        return logits
+
+    def _check_ranks(self) -> None:
+        """Raises PeerError where ranks did not meet within the program."""
+        if isinstance(self._place.link, SharedCollectives):
+            self._place.link.check()
 
 
 def _fill(buffers: StepBuffers, arrays: StepArrays) -> None:

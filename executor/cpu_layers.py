@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +9,9 @@ from torch import Tensor
 
 from headrace.executor.arch import ArchSpec, NormSpec, RopeSpec
 from headrace.executor.cpu_weights import CpuLinear, CpuWeights
+from headrace.executor.decoder import not_read
+from headrace.executor.layers import Part, own_kv_heads
+from headrace.executor.place import SINGLE, Place
 from headrace.executor.rotary import inverse_frequencies
 from headrace.kernels.cpu.linear import PackedLinear
 from headrace.kernels.cpu.program_parts import Norm, Rotary
@@ -34,42 +36,48 @@ class CpuLayer:
 
 @dataclass(frozen=True)
 class CpuModel:
-    """A model's weights. `table` is the head too where that is tied."""
+    """One rank's weights. `table` is the head too where that is tied; only the first stage has a table to look rows
+    up in, only the last one a head."""
 
     spec: ArchSpec
     dtype: torch.dtype
-    table: PackedLinear
+    table: PackedLinear | None  # of this rank's tokens
     positions: Tensor | None  # [rows, hidden]
     project_in: CpuLinear | None
-    layers: tuple[CpuLayer, ...]
+    layers: tuple[CpuLayer, ...]  # of this stage
     final_norm: Norm | None
     project_out: CpuLinear | None
-    head: CpuLinear
+    head: CpuLinear | None
     nbytes: int
 
 
-def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
-    """Reads all of it. Raises ModelError, naming the tensor, when weights and spec disagree."""
+def read_model(spec: ArchSpec, weights: CpuWeights, place: Place = SINGLE) -> CpuModel:
+    """Reads this place's part. Raises ModelError, naming the tensor, when weights and spec disagree."""
     names, hidden, width = spec.names, spec.hidden_size, spec.embedding_width
-    prefix = next((p for p in names.prefixes if f"{p}{names.embedding}.weight" in weights), names.prefixes[0])
-    head_name = next((n for n in names.lm_heads if f"{n}.weight" in weights), names.lm_heads[0])
-    table = weights.table(f"{prefix}{names.embedding}.weight", spec.vocab_size, width)
-    positions = project_in = project_out = None
-    if spec.learned_position_offset is not None:
+    prefix = names.prefix_in(weights)
+    table = positions = project_in = project_out = final_norm = head = None
+    own_tokens = place.vocabulary(spec.vocab_size) if place.tp_size > 1 else None
+    if place.is_first_stage or (place.is_last_stage and spec.tied_head):
+        table = weights.table(Part(prefix + names.embedding, spec.vocab_size, own_tokens), width)
+    if place.is_first_stage and spec.learned_position_offset is not None:
         rows = spec.max_positions + spec.learned_position_offset
         positions = weights.matrix(f"{prefix}{names.positions}.weight", rows, hidden)
-    if width != hidden:
-        project_in = weights.linear_of([(prefix + names.project_in, hidden)], width)
-        project_out = weights.linear_of([(prefix + names.project_out, width)], hidden)
-    layers = tuple(_read_layer(spec, weights, f"{prefix}layers.{index}.") for index in range(spec.num_layers))
-    final_norm = _read_norm(weights, prefix + names.final_norm, hidden, spec.norm) if spec.final_norm else None
-    if spec.tied_head:
-        head = CpuLinear((table,), (None,))
-    else:
-        head = weights.head(head_name, spec.vocab_size, width)
-    # A tied checkpoint may carry a copy of the embedding as its head.
-    excused = [f"^{re.escape(name)}\\.weight$" for name in names.lm_heads] if spec.tied_head else []
-    weights.check_all_used((*names.ignorable, *excused))
+    if place.is_first_stage and width != hidden:
+        project_in = weights.linear_of([Part(prefix + names.project_in, hidden)], width)
+    own_layers = place.layers(spec.num_layers)
+    layers = tuple(_read_layer(spec, weights, f"{prefix}layers.{index}.", place) for index in own_layers)
+    if place.is_last_stage:
+        if spec.final_norm:
+            final_norm = _read_norm(weights, prefix + names.final_norm, hidden, spec.norm)
+        if width != hidden:
+            project_out = weights.linear_of([Part(prefix + names.project_out, width)], hidden)
+        if spec.tied_head:
+            assert table is not None
+            head = CpuLinear((table,), (None,))
+        else:
+            head_name = next((n for n in names.lm_heads if f"{n}.weight" in weights), names.lm_heads[0])
+            head = weights.head(Part(head_name, spec.vocab_size, own_tokens), width)
+    weights.check_all_used(not_read(spec, place, prefix))
     weights.report_unpacked()
     return CpuModel(
         spec=spec,
@@ -91,28 +99,41 @@ def rotary_tables(rope: RopeSpec, num_positions: int) -> Rotary:
     return Rotary(angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor)
 
 
-def _read_layer(spec: ArchSpec, weights: CpuWeights, prefix: str) -> CpuLayer:
-    names, hidden, inner = spec.names, spec.hidden_size, spec.intermediate_size
-    query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    qkv = [(prefix + names.query, query), (prefix + names.key, key), (prefix + names.value, key)]
-    up = [(prefix + names.gate, inner)] if spec.gated_mlp else []
-    up.append((prefix + names.up, inner))
+def _read_layer(spec: ArchSpec, weights: CpuWeights, prefix: str, place: Place) -> CpuLayer:
+    names, hidden, inner, head_dim = spec.names, spec.hidden_size, spec.intermediate_size, spec.head_dim
+    heads = place.share(spec.num_heads, "attention heads")
+    kv_heads = own_kv_heads(spec, place)
+    query, key = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
+    query_rows = slice(heads.start * head_dim, heads.stop * head_dim)
+    key_rows = slice(kv_heads.start * head_dim, kv_heads.stop * head_dim)
+    inner_rows = place.share(inner, "an MLP's inner size")
+    qkv = [Part(prefix + names.query, query, query_rows)]
+    qkv += [Part(prefix + name, key, key_rows) for name in (names.key, names.value)]
+    up = [Part(prefix + names.gate, inner, inner_rows)] if spec.gated_mlp else []
+    up.append(Part(prefix + names.up, inner, inner_rows))
 
     def norm(name: str, size: int = hidden) -> Norm:
         return _read_norm(weights, prefix + name, size, spec.norm)
+
+    def row_parallel(name: str, in_features: int, columns: slice, bias: bool) -> CpuLinear:
+        if bias and place.tp_rank > 0:
+            weights.leave(f"{prefix}{name}.bias", hidden)  # added once, by rank 0
+        part = Part(prefix + name, hidden)
+        own = columns if place.tp_size > 1 else None
+        return weights.linear_of([part], in_features, own, bias=bias and place.tp_rank == 0)
 
     is_sandwich = spec.norm_placement == "sandwich"
     return CpuLayer(
         attention_norm=norm(names.attention_norm),
         attention_post_norm=norm(names.attention_post_norm) if is_sandwich else None,
         qkv=weights.linear_of(qkv, hidden, bias=spec.attention_bias),
-        query_norm=norm(names.query_norm, spec.head_dim) if spec.qk_norm else None,
-        key_norm=norm(names.key_norm, spec.head_dim) if spec.qk_norm else None,
-        output=weights.linear_of([(prefix + names.output, hidden)], query, bias=spec.output_bias),
+        query_norm=norm(names.query_norm, head_dim) if spec.qk_norm else None,
+        key_norm=norm(names.key_norm, head_dim) if spec.qk_norm else None,
+        output=row_parallel(names.output, query, query_rows, spec.output_bias),
         mlp_norm=norm(names.mlp_norm),
         mlp_post_norm=norm(names.mlp_post_norm) if is_sandwich else None,
         up=weights.linear_of(up, hidden, bias=spec.mlp_bias, gated=spec.gated_mlp),
-        down=weights.linear_of([(prefix + names.down, hidden)], inner, bias=spec.mlp_bias),
+        down=row_parallel(names.down, inner, inner_rows, spec.mlp_bias),
     )
 
 

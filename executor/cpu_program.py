@@ -12,13 +12,17 @@ import torch
 from torch import Tensor
 
 from headrace.executor.arch import LayerSpec, RopeSpec
+from headrace.executor.collectives import SharedCollectives
 from headrace.executor.cpu_layers import CpuLayer, CpuModel, rotary_tables
 from headrace.executor.cpu_weights import CpuLinear
 from headrace.executor.kv_cache import KVCache
+from headrace.executor.place import SINGLE, Place
+from headrace.kernels.cpu.collectives import GroupC
 from headrace.kernels.cpu.linear import Runtime
 from headrace.kernels.cpu.ops import CacheScales
 from headrace.kernels.cpu.program import Builder
 from headrace.kernels.cpu.program_parts import Attention, Buffer, LayerCache, Norm, Rotary, SamplingColumns
+from headrace.kernels.cpu.program_ranks import rank_gather, rank_meet, rank_sum
 from headrace.kernels.cpu.program_run import Program, StepBuffers
 
 
@@ -40,46 +44,63 @@ class WrittenProgram:
     kv_cache: KVCache
     program: Program
     buffers: StepBuffers
-    logits: Tensor  # [max_seqs, vocab_size] float32
-    columns: SamplingColumns
+    hidden: Tensor
+    """[max_tokens, hidden_size] float32: where a stage of a pipeline starts from, and what it leaves to the next."""
+    logits: Tensor  # [max_seqs, vocab_size] float32; no rows where another stage has the head
+    columns: SamplingColumns  # the same
 
 
 class ProgramWriter:
-    """Writes one program. Raises ValueError for what the kernels cannot do."""
+    """Writes one rank's program. Raises ValueError for what the kernels cannot do."""
 
-    def __init__(self, model: CpuModel, kv_cache: KVCache, limits: StepLimits, runtime: Runtime) -> None:
+    def __init__(
+        self, model: CpuModel, kv_cache: KVCache, limits: StepLimits, runtime: Runtime, place: Place = SINGLE
+    ) -> None:
         spec = model.spec
         self._model, self._spec, self._kv_cache, self._limits = model, spec, kv_cache, limits
+        self._place, self._runtime = place, runtime
+        self._ranks = RankBuffers(place, limits.max_tokens) if place.tp_size > 1 else None
         self._positions = min(limits.max_positions, kv_cache.num_blocks * kv_cache.block_size)
         self._rotaries: dict[RopeSpec, Rotary] = {}
         builder = self._builder = Builder(runtime, max_tokens=limits.max_tokens, max_logits=limits.max_seqs)
         inner = inner_dtype(model)
-        heads = spec.num_heads + 2 * spec.num_kv_heads
+        self._num_heads = spec.num_heads // place.tp_size
+        self._inner_size = spec.intermediate_size // place.tp_size
+        heads = self._num_heads + 2 * spec.local_kv_heads(place.tp_size)
         self._hidden = builder.buffer(spec.hidden_size, torch.float32)
         self._normed = builder.buffer(spec.hidden_size, inner, own=True)
         self._qkv = builder.buffer(heads * spec.head_dim, torch.float32)
-        self._attended = builder.buffer(spec.num_heads * spec.head_dim, inner)
-        self._activated = builder.buffer(spec.intermediate_size, inner)
+        self._attended = builder.buffer(self._num_heads * spec.head_dim, inner)
+        self._activated = builder.buffer(self._inner_size, inner)
         self._delta = builder.buffer(spec.hidden_size, torch.float32)
 
     def write(self) -> WrittenProgram:
-        self._embed()
-        for index, (layer, spec) in enumerate(zip(self._model.layers, self._spec.layers, strict=True)):
+        place, spec = self._place, self._spec
+        if place.is_first_stage:
+            self._embed()
+        own = place.layers(spec.num_layers)
+        for index, layer in enumerate(self._model.layers):
             cache = self._layer_cache(index)
-            if self._spec.norm_placement == "post":
-                self._post_norm_layer(layer, spec, cache)
+            if spec.norm_placement == "post":
+                self._post_norm_layer(layer, spec.layers[own[index]], cache)
             else:
-                self._layer(layer, spec, cache)
-        logits = self._logits()
-        columns = self._builder.sample(logits)
-        program = self._builder.build(logits)
+                self._layer(layer, spec.layers[own[index]], cache)
+        if place.is_last_stage:
+            output = self._logits()
+            logits, columns = output.tensor, self._builder.sample(output)
+        else:
+            output = self._hidden
+            logits, columns = torch.empty(0, spec.vocab_size), SamplingColumns(self._runtime, 0, spec.vocab_size)
+            if self._ranks is not None:
+                rank_meet(self._builder, self._ranks.group, self._hidden)
+        program = self._builder.build(output)
         buffers = StepBuffers(
             max_tokens=self._limits.max_tokens,
             max_seqs=self._limits.max_seqs,
             max_logits=self._limits.max_seqs,
             max_blocks=-(-self._limits.max_positions // self._kv_cache.block_size),
         )
-        return WrittenProgram(self._kv_cache, program, buffers, logits.tensor, columns)
+        return WrittenProgram(self._kv_cache, program, buffers, self._hidden.tensor, logits, columns)
 
     def _layer_cache(self, index: int) -> LayerCache:
         cache, scales = self._kv_cache, None
@@ -91,11 +112,19 @@ class ProgramWriter:
         model, spec, builder = self._model, self._spec, self._builder
         # Rounded to the model's dtype, as the models that have a scale were trained.
         scale = float(torch.tensor(spec.embedding_scale, dtype=model.dtype))
-        if model.project_in is None:
-            builder.embedding(model.table, self._hidden, scale)
-        else:
+        assert model.table is not None, "the first stage has the table"
+        embedded = self._hidden
+        if model.project_in is not None:
             embedded = builder.buffer(spec.embedding_width, inner_dtype(model))
+        if self._ranks is None:
             builder.embedding(model.table, embedded, scale)
+        else:
+            first_id = self._place.vocabulary(spec.vocab_size).start
+            parts = self._ranks.next_parts(spec.embedding_width)
+            own = Buffer(parts[self._place.tp_rank], "tokens")
+            builder.embedding(model.table, own, scale, first_id=first_id, vocab_size=spec.vocab_size)
+            rank_sum(builder, self._ranks.group, parts, embedded, add=False)
+        if model.project_in is not None:
             self._linear(model.project_in, embedded, self._hidden)
         if model.positions is not None:
             builder.add_positions(model.positions, self._hidden, spec.learned_position_offset or 0)
@@ -121,7 +150,7 @@ class ProgramWriter:
     def _attention(self, layer: CpuLayer, spec: LayerSpec, cache: LayerCache, x: Buffer) -> None:
         self._linear(layer.qkv, x, self._qkv)
         attention = Attention(
-            num_heads=self._spec.num_heads,
+            num_heads=self._num_heads,
             cache=cache,
             scale=self._spec.attention_scale,
             rotary=self._rotary(spec.rope),
@@ -143,15 +172,21 @@ class ProgramWriter:
             self._linear(layer.up, x, self._activated, activation=spec.activation)
             return
         # Gate and up are stored in different types.
-        gate_up = self._builder.buffer(2 * spec.intermediate_size, torch.float32)
+        gate_up = self._builder.buffer(2 * self._inner_size, torch.float32)
         self._linear(layer.up, x, gate_up)
         self._builder.activation_multiply(gate_up, self._activated, spec.activation)
 
     def _add_to_stream(self, weight: CpuLinear, x: Buffer, post_norm: Norm | None) -> None:
-        if post_norm is None:
+        if self._ranks is not None:
+            parts = self._ranks.next_parts(self._spec.hidden_size)
+            self._linear(weight, x, Buffer(parts[self._place.tp_rank], "tokens"))
+            out = self._hidden if post_norm is None else self._delta
+            rank_sum(self._builder, self._ranks.group, parts, out, add=post_norm is None)
+        elif post_norm is None:
             self._linear(weight, x, self._hidden, residual=self._hidden)
         else:
             self._linear(weight, x, self._delta)
+        if post_norm is not None:
             self._builder.norm(self._delta, self._hidden, post_norm, add=True)
 
     def _logits(self) -> Buffer:
@@ -166,7 +201,14 @@ class ProgramWriter:
             self._linear(model.project_out, x, projected)
             x = projected
         logits = builder.buffer(spec.vocab_size, torch.float32, rows="logits")
-        self._linear(model.head, x, logits)
+        assert model.head is not None, "the last stage has the head"
+        if self._ranks is None:
+            self._linear(model.head, x, logits)
+        else:
+            own = self._place.vocabulary(spec.vocab_size)
+            shared = Buffer(self._ranks.logits(self._limits.max_seqs, spec.vocab_size), "logits")
+            self._linear(model.head, x, shared.part(own.start, own.stop - own.start))
+            rank_gather(builder, self._ranks.group, shared, logits)
         if spec.final_soft_cap is not None:
             builder.soft_cap(logits, spec.final_soft_cap)
         return logits
@@ -179,6 +221,24 @@ class ProgramWriter:
             part = out if len(linear.weights) == 1 else out.part(first, weight.columns)
             self._builder.linear(weight, x, part, bias=bias, residual=residual, activation=activation)
             first += weight.columns
+
+
+class RankBuffers:
+    """Where the ranks of a stage meet: what `SharedCollectives` has in shared memory."""
+
+    def __init__(self, place: Place, max_tokens: int) -> None:
+        assert isinstance(place.link, SharedCollectives), "why_not has said that the ranks share no memory"
+        self._shared, self._max_tokens, self._turn = place.link, max_tokens, 0
+        self.group: GroupC = place.link.group
+
+    def next_parts(self, columns: int) -> Tensor:
+        """[tp_size, max_tokens, columns] float32, in turns: ranks may still be reading those before."""
+        self._turn ^= 1
+        return self._shared.parts(self._turn, self._max_tokens, columns)
+
+    def logits(self, rows: int, columns: int) -> Tensor:
+        """[rows, columns] float32"""
+        return self._shared.logits(rows, columns)
 
 
 def inner_dtype(model: CpuModel) -> torch.dtype:

@@ -10,9 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.layers import CheckedWeights
+from headrace.executor.layers import CheckedWeights, Part
 from headrace.executor.weights import WeightSource
-from headrace.kernels.cpu.linear import FLOAT_TYPES, Arena, PackedLinear, Runtime, pack, quantise, why_not
+from headrace.kernels.cpu.linear import (
+    FLOAT_TYPES,
+    WEIGHT_TYPES,
+    Arena,
+    PackedLinear,
+    Runtime,
+    pack,
+    quantise,
+    why_not,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -72,18 +81,25 @@ class CpuWeights(CheckedWeights):
         self._packed = getattr(source, "packed", None) if keep_packed else None
         self._blocks = blocks
         self._unpacked_types: set[str] = set()
+        self._undivided: set[str] = set()
         self._unquantised: set[str] = set()
 
     def linear_of(
-        self, parts: Sequence[tuple[str, int]], in_features: int, *, bias: bool = False, gated: bool = False
+        self,
+        parts: Sequence[Part],
+        in_features: int,
+        columns: slice | None = None,
+        *,
+        bias: bool = False,
+        gated: bool = False,
     ) -> CpuLinear:
-        """The matrices of parts, (name without `.weight`, rows), one below the other.
+        """The parts' rows (and their `columns`) one below the other.
 
         gated: two parts, the gate's first. They become a gated weight where their types are the same.
         """
         bits = self._blocks.bits if self._blocks else None
-        stored = [self._stored(f"{name}.weight", rows, in_features, bits) for name, rows in parts]
-        biases = [self.vector(f"{name}.bias", rows) for name, rows in parts] if bias else None
+        stored = [self._stored(part, in_features, columns, bits) for part in parts]
+        biases = [self._bias(part) for part in parts] if bias else None
         weights: list[PackedLinear] = []
         joined_biases: list[Tensor | None] = []
         first = 0
@@ -97,48 +113,67 @@ class CpuWeights(CheckedWeights):
             first = last
         return CpuLinear(tuple(weights), tuple(joined_biases))
 
-    def table(self, name: str, rows: int, columns: int) -> PackedLinear:
-        """A matrix [rows, columns] for looking rows up, and multiplying too where the head is tied to it."""
+    def table(self, part: Part, columns: int) -> PackedLinear:
+        """A matrix of `columns` for looking rows up, and multiplying too where the head is tied to it."""
         bits = OUTER_BITS if self._blocks else None
-        return self._pack(self._stored(name, rows, columns, bits), gated=False)
+        return self._pack(self._stored(part, columns, None, bits), gated=False)
 
-    def head(self, name: str, rows: int, in_features: int) -> CpuLinear:
+    def head(self, part: Part, in_features: int) -> CpuLinear:
         """The matrix that logits come of."""
-        return CpuLinear((self.table(f"{name}.weight", rows, in_features),), (None,))
+        return CpuLinear((self.table(part, in_features),), (None,))
 
     def report_unpacked(self) -> None:
         """Says once which weights are floats as the kernels do not compute them as they are stored, or as asked."""
         if self._unquantised:
             group = self._blocks.group_size if self._blocks else 0
             logger.warning("kept as floats, as groups of %d do not divide rows: %s", group, _listed(self._unquantised))
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self._undivided:
+            types = ", ".join(sorted(self._undivided))
+            logger.warning(
+                "a rank's share of the rows of weights of type %s is no whole number of blocks; they are kept in %s",
+                types,
+                dtype,
+            )
         if self._unpacked_types:
             types = ", ".join(sorted(self._unpacked_types))
-            dtype = str(self.dtype).removeprefix("torch.")
             logger.warning(
                 "weights of type %s cannot be computed as they are stored; they are kept in %s", types, dtype
             )
 
-    def _stored(self, name: str, rows: int, columns: int, bits: int | None) -> Stored:
-        self._check(name, (rows, columns))
-        if bits is not None:
-            return self._quantised(name, columns, bits)
-        if self._packed is None:
-            return self._source.get(name).to(self.dtype)
-        kept: tuple[str, np.ndarray] | None = self._packed(name)
-        if kept is None:
-            floats = self._source.get(name)
-            return floats if floats.dtype in FLOAT_TYPES else floats.to(self.dtype)
-        type_name, data = kept
-        if why_not(type_name, rows, columns) is not None:
-            self._unpacked_types.add(type_name)
-            return self._source.get(name).to(self.dtype)
-        # torch wants writable memory, which a file's map is not.
-        return type_name, torch.from_numpy(data if data.flags.writeable else data.copy())
+    def _bias(self, part: Part) -> Tensor:
+        whole = self.vector(f"{part.name}.bias", part.num_rows)
+        return whole if part.rows is None else whole[part.rows].clone()
 
-    def _quantised(self, name: str, columns: int, bits: int) -> Stored:
+    def _stored(self, part: Part, in_features: int, columns: slice | None, bits: int | None) -> Stored:
+        name = f"{part.name}.weight"
+        self._check(name, (part.num_rows, in_features))
+        if bits is not None:
+            return self._quantised(name, self._source.get(name, rows=part.rows, columns=columns), bits)
+        kept: tuple[str, np.ndarray] | None = None if self._packed is None else self._packed(name)
+        if kept is None:
+            floats = self._source.get(name, rows=part.rows, columns=columns)
+            return floats if self._packed is not None and floats.dtype in FLOAT_TYPES else floats.to(self.dtype)
+        type_name, data = kept
+        width = in_features if columns is None else columns.stop - columns.start
+        if why_not(type_name, part.taken, width) is not None:
+            (self._undivided if why_not(type_name, part.taken, in_features) is None else self._unpacked_types).add(
+                type_name
+            )
+            return self._source.get(name, rows=part.rows, columns=columns).to(self.dtype)
+        if part.rows is not None:
+            data = data[part.rows]
+        if columns is not None:
+            kind = WEIGHT_TYPES[type_name]
+            # Shares are equal, so a width of whole blocks begins at one.
+            first, last = (edge // kind.block_size * kind.block_bytes for edge in (columns.start, columns.stop))
+            data = data[:, first:last]
+        # torch wants writable memory, which a file's map is not.
+        return type_name, torch.from_numpy(np.require(data, requirements=["C", "W"]))
+
+    def _quantised(self, name: str, floats: Tensor, bits: int) -> Stored:
         assert self._blocks is not None, "bits come with blocks"
-        floats = self._source.get(name)
-        if columns % self._blocks.group_size:
+        if floats.shape[1] % self._blocks.group_size:
             self._unquantised.add(name)
             return floats.to(self.dtype)
         return quantise(floats, bits, self._blocks.group_size)

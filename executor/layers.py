@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace import kernels
+from headrace.executor.arch import ArchSpec
 from headrace.executor.place import Place
 from headrace.executor.weights import WeightSource
 from headrace.ipc.failure import ModelError
@@ -166,6 +167,12 @@ class Heads:
     head_dim: int
 
 
+def own_kv_heads(heads: Heads | ArchSpec, place: Place) -> slice:
+    """A rank's key/value heads; fewer heads than ranks are repeated."""
+    first = place.tp_rank * heads.num_kv_heads // place.tp_size
+    return slice(first, first + max(1, heads.num_kv_heads // place.tp_size))
+
+
 class QKVParallel:
     """Query, key and value as one matrix, divided by heads; fewer key/value heads than ranks are repeated."""
 
@@ -179,12 +186,12 @@ class QKVParallel:
         place: Place,
     ) -> None:
         query_rows = place.share(heads.num_heads, "attention heads")
-        first = place.tp_rank * heads.num_kv_heads // place.tp_size
+        own = own_kv_heads(heads, place)
         self.num_heads = query_rows.stop - query_rows.start
-        self.num_kv_heads = max(1, heads.num_kv_heads // place.tp_size)
+        self.num_kv_heads = own.stop - own.start
         self.head_dim = heads.head_dim
         whole = heads.num_kv_heads * heads.head_dim
-        kv_rows = slice(first * heads.head_dim, (first + self.num_kv_heads) * heads.head_dim)
+        kv_rows = slice(own.start * heads.head_dim, own.stop * heads.head_dim)
         query = Part(
             names[0],
             heads.num_heads * heads.head_dim,

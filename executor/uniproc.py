@@ -15,7 +15,7 @@ from headrace.executor import kv_cache
 from headrace.executor.arch import ArchSpec
 from headrace.executor.base import Executor, Report
 from headrace.executor.checkpoint import Checkpoint, open_checkpoint
-from headrace.executor.cpu_decoder import CpuDecoder, why_not
+from headrace.executor.cpu_decoder import CpuDecoder, CpuRank, why_not
 from headrace.executor.cpu_program import StepLimits
 from headrace.executor.cpu_weights import Blocks
 from headrace.executor.decoder import Decoder
@@ -102,7 +102,7 @@ class UniprocExecutor(Executor):
         self._compiling.join()
         report("load weights")
         dtype = DTYPES[plan.dtype]
-        reason = why_not(self._spec, dtype, self._place.world_size)
+        reason = why_not(self._spec, dtype, self._place)
         if reason:
             check_op_by_op(plan, reason)
         stays_packed = plan.weights_stay_packed and not reason
@@ -167,7 +167,8 @@ def load_model(
         return Decoder(spec, weights, dtype, "cpu", place)
     limits = StepLimits(plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len)
     blocks = Blocks(plan.weight_bits, plan.options.quantization_group_size) if plan.weight_bits else None
-    model = CpuDecoder(spec, weights, dtype, limits, keep_packed=plan.weights_stay_packed, blocks=blocks)
+    kind = CpuDecoder if place.world_size == 1 else CpuRank
+    model = kind(spec, weights, dtype, limits, keep_packed=plan.weights_stay_packed, blocks=blocks, place=place)
     torch.set_num_threads(1)  # the cores are the program's
     logger.info("computing on %d threads: %s", model.runtime.pool.num_threads, model.runtime.pool.plan.reason)
     return model

@@ -37,6 +37,7 @@ from headrace.executor.cpu_decoder import CpuDecoder, why_not
 from headrace.executor.cpu_program import StepLimits
 from headrace.executor.families import spec_from_config
 from headrace.executor.gguf_file import GGUFFile
+from headrace.executor.place import Place
 from headrace.executor.weights import WeightSource
 from headrace.ipc.failure import ModelError
 from headrace.kernels.cpu import build
@@ -306,9 +307,10 @@ def test_what_the_program_cannot_do_it_says_why(name: str, reason: str) -> None:
 def test_ranks_and_dtypes_that_the_program_does_not_have_are_reasons() -> None:
     spec = spec_from_config(config_of("llama"))
     assert why_not(spec, torch.float32) == ""
-    assert why_not(spec, torch.float32, tp_size=2) == "the program computes a model on one rank, not on 2."
+    apart = "the program adds up over its ranks in memory that they share, and these 2 share none."
+    assert why_not(spec, torch.float32, Place(tp_size=2)) == apart
     assert "not in torch.float64" in why_not(spec, torch.float64)
-    assert why_not(spec, torch.float32, tp_size=1) == ""
+    assert why_not(spec, torch.float32, Place(pp_size=2)) == ""
 
 
 SERVE = """

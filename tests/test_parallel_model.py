@@ -12,6 +12,8 @@ import tiny_models
 from rank_threads import RankThreads
 
 from headrace import LLM, SamplingParams
+from headrace.executor import cpu_decoder, uniproc
+from headrace.kernels.cpu.linear import runtime
 
 THREADS = f"{RankThreads.__module__}:{RankThreads.__name__}"
 WORLDS = [(2, 1), (4, 1), (1, 2), (2, 2)]
@@ -62,9 +64,23 @@ def alone(folder: Path, name: str) -> list[list[int]]:
     return generate(saved(folder, name))[0]
 
 
+@pytest.fixture(autouse=True)
+def pool_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ranks in processes have: in one process they would wait for each other within a common pool's regions."""
+    monkeypatch.setattr(cpu_decoder, "runtime", runtime.__wrapped__)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+
+
+@pytest.fixture(params=["program", "op by op"])
+def computed_as(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "op by op":
+        monkeypatch.setattr(uniproc, "why_not", lambda spec, dtype, place: "the test says so.")
+    return str(request.param)
+
+
 @pytest.mark.parametrize("name", sorted(tiny_models.TINY_MODELS))
 @pytest.mark.parametrize(("tp_size", "pp_size"), WORLDS)
-def test_ranks_together_answer_like_one(folder: Path, name: str, tp_size: int, pp_size: int) -> None:
+def test_ranks_together_answer_like_one(folder: Path, name: str, tp_size: int, pp_size: int, computed_as: str) -> None:
     tokens, num_cached = generate(
         saved(folder, name),
         distributed_executor_backend=THREADS,

@@ -89,9 +89,15 @@ class Builder:
             copies = torch.empty(self._runtime.pool.num_threads, FEW_ROWS, columns, dtype=dtype)
         return Buffer(torch.empty(self._max_rows[rows], columns, dtype=dtype), rows, copies)
 
-    def embedding(self, table: PackedLinear | Tensor, out: Buffer, scale: float = 1.0) -> None:
-        """out = table[token ids] * scale. table: packed, or dense [vocab, columns] in fp32, bf16 or fp16."""
-        self._vocab_size, columns = (table.n, table.k) if isinstance(table, PackedLinear) else table.shape
+    def embedding(
+        self, table: PackedLinear | Tensor, out: Buffer, scale: float = 1.0, *, first_id: int = 0, vocab_size: int = 0
+    ) -> None:
+        """out = table[token ids] * scale. table: packed, or dense [vocab, columns] in fp32, bf16 or fp16.
+
+        A packed table may be rows of a larger one, of `vocab_size` rows, that begin at `first_id`: the others are 0.
+        """
+        num_rows, columns = (table.n, table.k) if isinstance(table, PackedLinear) else table.shape
+        self._vocab_size = vocab_size or num_rows
         _same(columns, out.columns, "the embedding's width", "its output's")
         if isinstance(table, PackedLinear):
             packed = EmbedArgs(
@@ -100,6 +106,7 @@ class Builder:
                 out_stride=out.stride,
                 out_dtype=out.type,
                 rows=ROWS_TOKENS,
+                first_id=first_id,
                 scale=scale,
             )
             self._need(0, 4 * table.k)
@@ -298,6 +305,17 @@ class Builder:
             scale=scale,
         )
         self._add("add", "hr_op_add", args, (source, out), (out,))
+
+    def op(
+        self,
+        symbol: str,
+        args: ctypes.Structure,
+        reads: Iterable[Buffer],
+        writes: Iterable[Buffer],
+        keep: Iterable[object],
+    ) -> None:
+        """An op whose arguments another module made; `symbol` is hr_op_NAME."""
+        self._add(symbol.removeprefix("hr_op_"), symbol, args, reads, writes, keep=keep)
 
     def start_of_logits(self) -> None:
         """From here on ops work on rows of logits alone: `Program.run_logits` can run them again for other rows."""
