@@ -43,6 +43,8 @@ class StepArrays:
     logits_indices: np.ndarray  # [num_sampled] int32: the tokens whose logits are sampled from
     prompt_lens: np.ndarray  # [num_seqs] int32
     block_size: int
+    reads_logits: bool = True
+    """False: all rows are greedy, and nobody reads more of the logits than their highest."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ class BatchState:
             position=self.num_tokens[rows],
         )
 
-    def arrays(self, plan: StepPlan) -> StepArrays:
+    def arrays(self, plan: StepPlan, *, reads_logits: bool = True) -> StepArrays:
         """The step's inputs. Needs `apply(plan)` first."""
         rows, num_tokens, start = plan.rows, plan.num_tokens, plan.num_computed_tokens
         num_seqs = len(rows)
@@ -197,6 +199,7 @@ class BatchState:
             logits_indices=query_start[1:][plan.sampled] - np.int32(1),
             prompt_lens=self.num_prompt_tokens[rows],
             block_size=self.block_size,
+            reads_logits=reads_logits,
         )
 
     def _enter(self, new: NewRow) -> None:

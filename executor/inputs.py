@@ -57,6 +57,7 @@ class StepInputs:
         """The host's arrays on a device."""
         values = dict(vars(arrays))
         block_size = values.pop("block_size")
+        del values["reads_logits"]
         tensors = {name: torch.from_numpy(array).to(device) for name, array in values.items()}
         for name in ("token_ids", "positions", "logits_indices"):
             tensors[name] = tensors[name].long()

@@ -48,8 +48,8 @@ class ModelRunner:
         batch.apply(plan)
         if not len(plan.rows):
             return StepResult(step=plan.step, rows=np.zeros(0, np.int32), token_ids=np.zeros(0, np.int32))
-        arrays, rows = batch.arrays(plan), plan.rows[plan.sampled]
         needs = batch.needs(plan.rows)
+        arrays, rows = batch.arrays(plan, reads_logits=needs != 0), plan.rows[plan.sampled]
         computed = self._model.step(arrays, self._kv_cache, batch.draws(rows) if needs & Needs.RANDOM else None)
         if computed.chosen is None or needs & ~(Needs.RANDOM | Needs.TRUNCATION):
             return self._sample(plan, arrays, rows, computed)

@@ -29,11 +29,14 @@ constexpr int kLanes = 4;
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef float UnalignedFloats __attribute__((vector_size(4 * kLanes), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef int32_t UnalignedInts __attribute__((vector_size(4 * kLanes), aligned(4)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 typedef uint16_t UnalignedHalves __attribute__((vector_size(2 * kLanes), aligned(2)));
 
 inline Floats load_floats(const float* from) { return *reinterpret_cast<const UnalignedFloats*>(from); }
 inline void store_floats(float* to, Floats value) { *reinterpret_cast<UnalignedFloats*>(to) = value; }
+inline Ints load_ints(const int32_t* from) { return *reinterpret_cast<const UnalignedInts*>(from); }
+inline void store_ints(int32_t* to, Ints value) { *reinterpret_cast<UnalignedInts*>(to) = value; }
 inline Floats all_lanes(float value) { return Floats{} + value; }
 inline Ints all_lanes(int32_t value) { return Ints{} + value; }
 

@@ -89,6 +89,24 @@ void write_tile(const LinearArgs& args, const float* sums, int64_t sums_stride, 
   }
 }
 
+void keep_highest(const LinearArgs& args, const float* sums, int64_t sums_stride, LaneHighest* rows, int num_rows,
+                  int64_t unit) {
+  const int64_t first = unit * kPanelRows, count = args.weight.n - first;
+  for (int row = 0; row < num_rows; ++row) {
+    LaneHighest& kept = rows[row];
+    for (int i = 0; i < kPanelRows; i += kLanes) {
+      Floats value = load_floats(sums + row * sums_stride + i);
+      if (i + kLanes > count)  // the panel's filling is no result
+        value = choose(lane_numbers() < all_lanes(static_cast<int32_t>(count - i)), value, all_lanes(-__builtin_inff()));
+      const Floats most = load_floats(kept.values + i);
+      const Ints is_higher = (value > most) | (value != value);
+      const Ints columns = load_ints(kept.columns + i), here = lane_numbers() + static_cast<int32_t>(first + i);
+      store_floats(kept.values + i, choose(is_higher, value, most));
+      store_ints(kept.columns + i, is_higher ? here : columns);
+    }
+  }
+}
+
 namespace {
 
 // Arguments of hr_op_pack: source [n, k] (quantised: n rows of GGUF blocks) into weight.data.

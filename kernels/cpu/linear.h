@@ -49,6 +49,13 @@ struct PackedWeight {
 
 enum class Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2, kGelu = 3, kRelu = 4 };
 
+// What a thread has seen of a row of results: lane i has the highest of columns i, i + kPanelRows, ..., of equals the
+// first, and NaN if there is any.
+struct LaneHighest {
+  float values[kPanelRows];
+  int32_t columns[kPanelRows];
+};
+
 // y = act(x W^T + bias) [+ residual]; for fan 2: y = act(x Wgate^T + bias) * (x Wup^T + bias), of n/2 columns.
 // x is rounded to bf16 for bf16 weights, and to two int8 parts by blocks of 32 for quantised weights.
 struct LinearArgs {
@@ -66,6 +73,10 @@ struct LinearArgs {
   Rows rows;            // which count of the step is the number of rows
   int32_t from_logits;  // 1: row i of x is row step.logits_rows[i]
   int64_t fixed_rows;   // for Rows::kFixed
+  // [num_threads, highest_rows] or null: what a step with only_highest gets in place of out. Only for a plain product
+  // of fan 1, without bias, activation and residual, into fp32.
+  LaneHighest* highest;
+  int64_t highest_rows;
 };
 
 // Scratch that hr_op_linear needs for at most `max_rows` rows.

@@ -80,6 +80,8 @@ class LinearArgs(ctypes.Structure):
         ("rows", ctypes.c_int32),
         ("from_logits", ctypes.c_int32),
         ("fixed_rows", ctypes.c_int64),
+        ("highest", ctypes.c_void_p),
+        ("highest_rows", ctypes.c_int64),
     )
 
 

@@ -99,6 +99,25 @@ inline Floats activate(Activation activation, Floats value) {
 void write_tile(const LinearArgs& args, const float* sums, int64_t sums_stride, int64_t first_row, int num_rows,
                 int64_t unit);
 
+inline LaneHighest nothing_yet() {
+  LaneHighest nothing = {};
+  for (float& value : nothing.values) value = -__builtin_inff();
+  return nothing;
+}
+
+// Sums of one tile, [kRows, kPanelRows], to what is kept of its rows in place of the output.
+void keep_highest(const LinearArgs& args, const float* sums, int64_t sums_stride, LaneHighest* rows, int num_rows,
+                  int64_t unit);
+
+// `highest`: of row 0, or null where the output is wanted.
+inline void finish_tile(const LinearArgs& args, const float* sums, int64_t sums_stride, LaneHighest* highest,
+                        int64_t first_row, int num_rows, int64_t unit) {
+  if (highest)
+    keep_highest(args, sums, sums_stride, highest + first_row, num_rows, unit);
+  else
+    write_tile(args, sums, sums_stride, first_row, num_rows, unit);
+}
+
 template <class Kernel, int kRows>
 inline void call_tile(int num_rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
                       int64_t sums_stride, bool add, Ahead ahead) {
@@ -121,7 +140,8 @@ inline void for_each_tile(int64_t begin, int64_t end, Each each) {
 
 // One unit (fan panels) times rows [begin, end) of x.
 template <class Kernel>
-void run_unit(const LinearArgs& args, const Prepared& x, int64_t unit, int64_t begin, int64_t end, float* sums) {
+void run_unit(const LinearArgs& args, const Prepared& x, int64_t unit, int64_t begin, int64_t end, float* sums,
+              LaneHighest* highest) {
   const int64_t k = args.weight.k, fan = args.weight.fan, panel_bytes = Kernel::panel_bytes(k);
   const int64_t block_k = Kernel::block_k(k), sums_stride = fan * kPanelRows;
   const char* panels = static_cast<const char*>(args.weight.data) + unit * fan * panel_bytes;
@@ -135,7 +155,7 @@ void run_unit(const LinearArgs& args, const Prepared& x, int64_t unit, int64_t b
         call_tile<Kernel, Kernel::kMaxRows>(num_rows, x.base + row * x.row_bytes, x.row_bytes, panel, k,
                                             buffer + f * kPanelRows, sums_stride, false, ahead);
       }
-      write_tile(args, buffer, sums_stride, row, num_rows, unit);
+      finish_tile(args, buffer, sums_stride, highest, row, num_rows, unit);
     });
     return;
   }
@@ -152,7 +172,7 @@ void run_unit(const LinearArgs& args, const Prepared& x, int64_t unit, int64_t b
       });
     }
   for_each_tile<Kernel::kMaxRows>(begin, end, [&](int64_t row, int num_rows, int64_t, int64_t) {
-    write_tile(args, sums + (row - begin) * sums_stride, sums_stride, row, num_rows, unit);
+    finish_tile(args, sums + (row - begin) * sums_stride, sums_stride, highest, row, num_rows, unit);
   });
 }
 
@@ -180,11 +200,16 @@ void run_linear(const LinearArgs& args, const Step& step, int thread, int num_th
   const int64_t blocks = (rows + block_rows - 1) / block_rows;
   // Behind the rows that this thread may have prepared for itself.
   float* sums = reinterpret_cast<float*>(step.thread_scratch(thread) + kPrepareAloneRows * row_bytes);
+  LaneHighest* highest = step.only_highest ? args.highest : nullptr;
+  if (highest) {
+    highest += thread * args.highest_rows;
+    for (int64_t row = 0; row < rows; ++row) highest[row] = nothing_yet();
+  }
   const Range mine = split(blocks * units, thread, num_threads);
   for (int64_t task = mine.begin; task < mine.end; ++task) {
     const int64_t block = task / units, begin = block * block_rows;
     const int64_t end = begin + block_rows < rows ? begin + block_rows : rows;
-    run_unit<Kernel>(args, x, task % units, begin, end, sums);
+    run_unit<Kernel>(args, x, task % units, begin, end, sums, highest);
   }
 }
 

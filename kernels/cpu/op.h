@@ -54,6 +54,7 @@ struct Step {
   int64_t block_table_stride;
   const int32_t* logits_rows;  // [num_logits] row of the hidden states of each row of logits
   int64_t single_tokens;       // 1: every sequence computes exactly one token (a program finds it out)
+  int64_t only_highest;        // 1: of rows of logits nothing but the highest is wanted; they need not be written
 
   char* thread_scratch(int thread) const { return scratch + thread * scratch_stride; }
 

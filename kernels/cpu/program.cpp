@@ -95,14 +95,16 @@ HR_EXPORT int hr_program_run(Pool* pool, const Program* program, const Step* ste
   Run run = {program, *step};
   run.step.single_tokens = has_single_tokens(*step);
   pool->lend_scratch(run.step);
-  pool->run(
-      [](void* context, Team& team, int thread, int num_threads) {
-        const Run& run = *static_cast<const Run*>(context);
-        Step step = run.step;  // a copy per thread: the team is the region's, and `run` stays read-only
-        step.team = &team;
-        (run.program->ticks != nullptr ? run_ops_timed : run_ops)(*run.program, step, thread, num_threads);
-      },
-      &run);
+  const Body body = [](void* context, Team& team, int thread, int num_threads) {
+    const Run& run = *static_cast<const Run*>(context);
+    Step step = run.step;  // a copy per thread: the team is the region's, and `run` stays read-only
+    step.team = &team;
+    (run.program->ticks != nullptr ? run_ops_timed : run_ops)(*run.program, step, thread, num_threads);
+  };
+  if (step->num_tokens <= program->alone_rows)
+    pool->run_alone(body, &run);
+  else
+    pool->run(body, &run);
   return 0;
 }
 

@@ -25,6 +25,9 @@ struct Program {
   int64_t ticks_per_thread;  // elements
   int64_t vocab_size;        // what token ids and positions must be below; 0: nothing reads them
   int64_t position_limit;
+  // Steps of up to this many tokens and rows of logits are run by the calling thread alone: they take less time than
+  // it costs, with other processes about, to get all threads together at every barrier.
+  int64_t alone_rows;
 };
 
 }  // namespace headrace

@@ -29,7 +29,7 @@ from .program_args import (
     RotaryArgs,
     SoftCapArgs,
 )
-from .program_parts import FEW_ROWS, Attention, Buffer, Norm, SamplingColumns
+from .program_parts import FEW_ROWS, PANEL_ROWS, Attention, Buffer, Norm, SamplingColumns, rows_within
 from .program_run import Program, Written
 
 NORM_KINDS = {"rms": 0, "layer": 1}
@@ -65,7 +65,8 @@ class Builder:
     They raise ValueError for what the kernels cannot do. Tensors are used where they lie and kept alive.
     """
 
-    def __init__(self, runtime: Runtime, *, max_tokens: int, max_logits: int) -> None:
+    def __init__(self, runtime: Runtime, *, max_tokens: int, max_logits: int, alone_s: float = 0.0) -> None:
+        """alone_s: steps that one thread computes in less are left to the one that calls."""
         if max_tokens < 1 or max_logits < 1:
             raise ValueError(f"a step has at least one row; max_tokens={max_tokens}, max_logits={max_logits}.")
         self._runtime = runtime
@@ -73,6 +74,7 @@ class Builder:
         self._few, self._many = _List(), _List()
         self._kept: list[Any] = []
         self._scratch = [0, 0]  # shared, per thread
+        self._alone_s, self._weight_bytes, self._multiply_adds = alone_s, 0, 0
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8)
         self._logits_start: tuple[int, int] | None = None
         self._vocab_size = 0
@@ -80,14 +82,25 @@ class Builder:
         runtime.library.dll.hr_attention_scratch_bytes.restype = ctypes.c_int64
 
     def buffer(
-        self, columns: int, dtype: torch.dtype, rows: Literal["tokens", "logits"] = "tokens", *, own: bool = False
+        self,
+        columns: int,
+        dtype: torch.dtype,
+        rows: Literal["tokens", "logits"] = "tokens",
+        *,
+        own: bool = False,
+        highest: bool = False,
     ) -> Buffer:
         """Room for one row per token or per row of logits. own: threads make their own copy in small steps, which
-        only a norm may write and only linear layers may read."""
-        copies = None
+        only a norm may write and only linear layers may read. highest: in steps that say so (`Step.only_highest`)
+        nothing but the highest of each row is kept; one plain linear layer writes all of it, and only `sample` reads
+        it."""
+        copies = kept = None
+        num_threads, num_rows = self._runtime.pool.num_threads, self._max_rows[rows]
         if own:
-            copies = torch.empty(self._runtime.pool.num_threads, FEW_ROWS, columns, dtype=dtype)
-        return Buffer(torch.empty(self._max_rows[rows], columns, dtype=dtype), rows, copies)
+            copies = torch.empty(num_threads, FEW_ROWS, columns, dtype=dtype)
+        if highest:
+            kept = torch.empty(num_threads, num_rows, 2 * PANEL_ROWS, dtype=torch.int32)
+        return Buffer(torch.empty(num_rows, columns, dtype=dtype), rows, copies, highest=kept)
 
     def embedding(
         self, table: PackedLinear | Tensor, out: Buffer, scale: float = 1.0, *, first_id: int = 0, vocab_size: int = 0
@@ -199,11 +212,18 @@ class Builder:
             rows=ROW_COUNTS[out.rows],
             from_logits=gathers,
         )
+        if out.highest is not None:
+            is_plain = bias is None and residual is None and activation == "none" and not weight.gated
+            if not is_plain or out.tensor.dtype != torch.float32:
+                raise ValueError("the highest of each row is kept of plain products in float32 alone.")
+            args.highest, args.highest_rows = out.highest.data_ptr(), out.highest.shape[1]
         few = None
         if x.copies is not None:
             few = LinearArgs.from_buffer_copy(args)
             few.x, few.x_thread_stride = x.copies.data_ptr(), x.copies.stride(0) * x.copies.itemsize
         self._need(*weight.scratch(self._max_rows[out.rows]))
+        self._weight_bytes += weight.nbytes
+        self._multiply_adds += weight.n * weight.k
         reads = (x,) if residual is None else (x, residual)
         self._add("linear", "hr_op_linear", args, reads, (out,), few=few, keep=(weight, bias))
 
@@ -332,7 +352,7 @@ class Builder:
     def sample(self, logits: Buffer) -> SamplingColumns:
         """Chooses a token for each row of logits; parameters go into, and tokens come out of, what this returns."""
         columns = SamplingColumns(self._runtime, len(logits.tensor), logits.columns)
-        args = columns.args(logits.tensor, ROW_COUNTS[logits.rows])
+        args = columns.args(logits.tensor, ROW_COUNTS[logits.rows], logits.highest)
         self._add("sample", "hr_op_sample", args, (logits,), (), keep=(columns,))
         return columns
 
@@ -347,6 +367,7 @@ class Builder:
             vocab_size=self._vocab_size,
             max_position=self._max_position,
             logits_start=self._logits_start,
+            alone_rows=rows_within(self._alone_s, self._weight_bytes, self._multiply_adds),
             kept=(self._kept, self._workspace),
         )
         return Program(self._runtime, written)

@@ -172,6 +172,8 @@ class SampleArgs(ctypes.Structure):
         ("best", ctypes.c_void_p),
         ("workspace", ctypes.c_void_p),
         ("rows", ctypes.c_int32),
+        ("highest", ctypes.c_void_p),
+        ("highest_rows", ctypes.c_int64),
     )
 
 
@@ -197,4 +199,5 @@ class ProgramC(ctypes.Structure):
         ("ticks_per_thread", ctypes.c_int64),
         ("vocab_size", ctypes.c_int64),
         ("position_limit", ctypes.c_int64),
+        ("alone_rows", ctypes.c_int64),
     )

@@ -18,6 +18,18 @@ FEW_ROWS = 16
 """Steps of at most this many tokens take the list in which each thread norms every row for itself."""
 
 
+PANEL_ROWS = 32
+"""`kPanelRows` in linear.h."""
+CORE_BYTES_PER_S, CORE_MULTIPLY_ADDS_PER_S = 40e9, 100e9
+"""What a core does at least, in bf16: enough to tell steps of microseconds from steps of milliseconds."""
+
+
+def rows_within(seconds: float, weight_bytes: int, multiply_adds: int) -> int:
+    """How many rows one thread computes in this time with weights of this size; multiply_adds: for one row."""
+    left_s = seconds - weight_bytes / CORE_BYTES_PER_S
+    return max(0, int(left_s * CORE_MULTIPLY_ADDS_PER_S / multiply_adds)) if multiply_adds else 0
+
+
 @dataclass(frozen=True, eq=False)
 class Buffer:
     """Activations of a step. `tensor` holds what the last step left."""
@@ -27,6 +39,8 @@ class Buffer:
     copies: Tensor | None = None  # [num_threads, FEW_ROWS, columns], where threads make their own in small steps
     whole: Buffer | None = None
     """What this is some columns of."""
+    highest: Tensor | None = None  # [num_threads, max rows, 2 * 32] 32-bit words
+    """Where a step that wants nothing else of these logits keeps the highest of each row: `LaneHighest` in linear.h."""
 
     def part(self, first: int, columns: int) -> Buffer:
         """Columns [first, first + columns), for a linear layer to write. Parts that share no column may be written
@@ -125,8 +139,11 @@ class SamplingColumns:
         size = dll.hr_sample_workspace_bytes(vocab_size, runtime.pool.num_threads)
         self._workspace = torch.empty(size + 64, dtype=torch.uint8)
 
-    def args(self, logits: Tensor, rows: int = ROWS_FIXED) -> SampleArgs:
-        """The arguments of `hr_op_sample` over logits [num_rows or fewer, vocab_size] float32."""
+    def args(self, logits: Tensor, rows: int = ROWS_FIXED, highest: Tensor | None = None) -> SampleArgs:
+        """The arguments of `hr_op_sample` over logits [num_rows or fewer, vocab_size] float32.
+
+        highest: of `Buffer.highest`, for steps in which that is all there is of the logits.
+        """
         if logits.dtype != torch.float32 or logits.shape[1] != self._vocab_size or logits.stride(1) != 1:
             raise ValueError(f"logits are float32 rows of {self._vocab_size}, not {logits.dtype} {list(logits.shape)}.")
         return SampleArgs(
@@ -145,6 +162,8 @@ class SamplingColumns:
             # 64-byte aligned
             workspace=-(-self._workspace.data_ptr() // 64) * 64,
             rows=rows,
+            highest=None if highest is None else highest.data_ptr(),
+            highest_rows=0 if highest is None else highest.shape[1],
         )
 
 

@@ -87,6 +87,8 @@ class Written:
     max_position: int | None
     logits_start: tuple[int, int] | None
     """In each list, the first op that works on rows of logits alone."""
+    alone_rows: int
+    """Up to how many tokens of a step are computed by the calling thread alone."""
     kept: object
     """Everything that the ops point to."""
 
@@ -105,6 +107,7 @@ class Program:
                 end=len(ops),
                 vocab_size=written.vocab_size,
                 position_limit=written.max_position or 0,
+                alone_rows=written.alone_rows,
             )
             for ops in self._ops
         ]
@@ -148,6 +151,7 @@ class Program:
             raise ValueError("a program without start_of_logits, or that has not run yet, has no logits to run again.")
         self._step = Step.from_buffer_copy(self._step)  # the buffers' own goes on pointing at their rows
         self._load_logits(logits_rows)
+        self._step.only_highest = 0
         tail = ProgramC.from_buffer_copy(self._programs[self._which])
         tail.first, tail.vocab_size, tail.position_limit = starts[self._which], 0, 0
         self._call(tail)

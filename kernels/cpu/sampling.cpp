@@ -276,11 +276,33 @@ void choose_together(const SampleArgs& args, const Step& step, int64_t row, int 
   step.team->barrier();  // the parts are free for the next row
 }
 
+// From what the projection kept. All rows are greedy, or they would want their logits.
+void choose_kept(const SampleArgs& args, int64_t row, int num_threads) {
+  Highest highest = {-__builtin_inff(), 0};
+  for (int thread = 0; thread < num_threads; ++thread) {
+    const LaneHighest& kept = args.highest[thread * args.highest_rows + row];
+    for (int lane = 0; lane < kPanelRows; ++lane) {
+      const Highest found = {kept.values[lane], kept.columns[lane]};
+      if (found.logit == highest.logit)  // lanes are in no order of tokens
+        highest.token = std::min(highest.token, found.token);
+      else
+        keep_higher(highest, found);
+    }
+  }
+  args.best[row] = highest.logit;
+  args.token_ids[row] = static_cast<int32_t>(highest.token);
+}
+
 }  // namespace
 
 void sample(const void* raw, const Step& step, int thread, int num_threads) {
   const SampleArgs& args = *static_cast<const SampleArgs*>(raw);
   const int64_t rows = step.rows(args.rows, args.num_rows);
+  if (step.only_highest && args.highest) {
+    const Range mine = split(rows, thread, num_threads);
+    for (int64_t row = mine.begin; row < mine.end; ++row) choose_kept(args, row, num_threads);
+    return;
+  }
   if (rows < num_threads) {
     for (int64_t row = 0; row < rows; ++row) choose_together(args, step, row, thread, num_threads);
     return;

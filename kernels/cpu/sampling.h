@@ -5,7 +5,7 @@
 // of (seed, position, token id).
 #pragma once
 
-#include "op.h"
+#include "linear.h"
 
 namespace headrace {
 
@@ -26,6 +26,9 @@ struct SampleArgs {
   // hr_sample_workspace_bytes gives.
   char* workspace;
   Rows rows;
+  // [num_threads, highest_rows] or null: where a step with only_highest has its rows of logits' highest.
+  const LaneHighest* highest;
+  int64_t highest_rows;
 };
 
 void sample(const void* args, const Step& step, int thread, int num_threads);

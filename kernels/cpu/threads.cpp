@@ -142,6 +142,13 @@ class ThreadPool final : public Pool {
     pthread_mutex_unlock(&mutex_);
   }
 
+  void run_alone(Body body, void* context) override {
+    Team alone(1, 0);
+    pthread_mutex_lock(&mutex_);
+    body(context, alone, 0, 1);
+    pthread_mutex_unlock(&mutex_);
+  }
+
   bool reserve(int64_t shared_bytes, int64_t per_thread_bytes) override {
     pthread_mutex_lock(&mutex_);
     bool ok = true;

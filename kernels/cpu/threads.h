@@ -58,6 +58,8 @@ class Pool {
   // cpus: [num_threads] where to pin each thread but the caller's own (index 0 is not used), or null: no pinning.
   static Pool* create(int num_threads, const int32_t* cpus, int spin_us);
   virtual void run(Body body, void* context) = 0;
+  // A region of one thread, the caller's; the others sleep on.
+  virtual void run_alone(Body body, void* context) = 0;
   // Scratch of at least these sizes, kept and grown; must not be called inside a region.
   virtual bool reserve(int64_t shared_bytes, int64_t per_thread_bytes) = 0;
   virtual void lend_scratch(Step& step) const = 0;

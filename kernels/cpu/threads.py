@@ -46,6 +46,7 @@ class Step(ctypes.Structure):
         ("block_table_stride", ctypes.c_int64),
         ("logits_rows", ctypes.c_void_p),
         ("single_tokens", ctypes.c_int64),
+        ("only_highest", ctypes.c_int64),
     )
 
 
