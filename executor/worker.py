@@ -68,7 +68,7 @@ class Worker:
     def __init__(self, channel: Channel, start: StartWorker) -> None:
         options = start.options
         self._channel, self._start, self._options = channel, start, options
-        self._place = Place.of(start.rank, options.tensor_parallel_size, options.pipeline_parallel_size)
+        self._place = Place.of_options(start.rank, options)
         self._orders: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: stop
         self._mailbox = Mailbox()
         self._executor: Executor | None = None
@@ -118,10 +118,10 @@ class Worker:
         assert isinstance(allocate, AllocateCache), f"AllocateCache is due, and {type(allocate).__name__} came"
         self.report("allocate")
         executor.allocate(allocate.num_blocks, allocate.max_model_len)
-        memory = self._start.memory
+        start, memory = self._start, self._start.memory
         if self._place.replies:
             self._results = RingWriter(memory.results, load.results, self._send_large)
-        self._steps = RingReader(memory.steps, load.steps, self._place.rank, self._mailbox)
+        self._steps = RingReader(memory.steps, load.steps, start.rank - start.first_rank, self._mailbox)
         self.report("idle")
         gc.freeze()  # what was made so far stays: a collection would walk through all of it in mid-stream
         self._channel.send(Allocated())
@@ -135,8 +135,14 @@ class Worker:
         if self._place.world_size == 1 or connect is None:
             return
         world = World.of(load.plan, self._place.tp_size, self._place.pp_size)
-        deadline_s = self._options.step_timeout + COLLECTIVES_GRACE_S
-        connect(open_collectives(self._start.memory.collectives, world, self._place.rank, deadline_s=deadline_s))
+        rank, deadline_s = self._place.rank, self._options.step_timeout + COLLECTIVES_GRACE_S
+        if load.store is None:
+            connect(open_collectives(self._start.memory.collectives, world, rank, deadline_s=deadline_s))
+            return
+        from headrace.executor.collectives_gloo import open_gloo  # brings torch
+
+        fd = self._start.store_fd if rank == 0 else None
+        connect(open_gloo(load.store, world, rank, host=load.host, listen_fd=fd, deadline_s=deadline_s))
 
     def _serve(self, executor: Executor, steps: RingReader) -> None:
         """Raises RingInterruptedError when it is told to stop."""
@@ -209,11 +215,15 @@ def main() -> None:
     worker: Worker | None = None
     try:
         start = channel.receive(Deadline(10.0))
-        if not isinstance(start, StartWorker) or start.schema_hash != WORKER_SCHEMA_HASH:
-            raise HeadraceError("the engine core that started this worker is of another version of Headrace")
+        assert isinstance(start, StartWorker), f"StartWorker is due, and {type(start).__name__} came"
+        if start.schema_hash != WORKER_SCHEMA_HASH:
+            raise HeadraceError(
+                f"the engine core speaks version {start.schema_hash} of the messages to its workers, and this worker "
+                f"{WORKER_SCHEMA_HASH}: Headrace was changed while it ran; start the engine again"
+            )
         rank = start.rank
         _set_up_logging(rank)
-        take_share(rank, start.options.tensor_parallel_size * start.options.pipeline_parallel_size)
+        take_share(rank - start.first_rank, start.num_ranks)
         worker = Worker(channel, start)
         threading.Thread(
             target=obey_parent,

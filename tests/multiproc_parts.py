@@ -1,0 +1,106 @@
+"""A multiproc executor without an engine around it: started, stepped by hand-written plans, and looked at."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+from null_rank import WORKER_CLS
+from plan_maker import PlanMaker
+
+from headrace.core.memory import fit_cache
+from headrace.core.options import Options
+from headrace.core.plan import Facts, Plan
+from headrace.core.resolve import resolve
+from headrace.executor.base import Executor
+from headrace.executor.multiproc import MultiprocExecutor
+from headrace.ipc.failure import Failure
+from headrace.ipc.step import StepResult
+
+HERE = str(Path(__file__).parent)
+
+
+def options(tp_size: int = 2, pp_size: int = 1, *, step_timeout: float = 30.0, **overrides: Any) -> Options:
+    """Of an engine whose ranks are NullRank; `overrides` tell them how to behave."""
+    return Options(
+        model="null",
+        skip_tokenizer_init=True,
+        distributed_executor_backend="mp",
+        worker_cls=WORKER_CLS,
+        tensor_parallel_size=tp_size,
+        pipeline_parallel_size=pp_size,
+        step_timeout=step_timeout,
+        hf_overrides=overrides,
+        max_num_seqs=8,
+    )
+
+
+def bring_up(
+    executor: Executor, asked: Options, report: Callable[[str], None] = lambda phase: None
+) -> tuple[Plan, Facts]:
+    """What an engine core does before its first step."""
+    plan = resolve(asked, executor.describe(report))
+    facts = fit_cache(plan, executor.load(plan, report))
+    executor.allocate(facts.num_blocks, facts.max_model_len)
+    return plan, facts
+
+
+class Ranks:
+    """A started executor. Leaves nothing behind, which the `with` checks where it is the only one."""
+
+    def __init__(self, asked: Options, *, is_alone: bool = True) -> None:
+        self.options = asked
+        self.failures: list[Failure] = []
+        self.maker = PlanMaker(block_size=16)
+        self._before = leftovers() if is_alone else None
+
+    def __enter__(self) -> Ranks:
+        self.executor = MultiprocExecutor(self.options)
+        self.executor.watch(self.failures.append)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.executor.stop()
+        self.executor.stop()  # twice is allowed
+        if error is None and self._before is not None:
+            wait_until(lambda: leftovers() == self._before, 5.0, f"{self._before} again, now {leftovers()}")
+
+    def bring_up(self, report: Callable[[str], None] = lambda phase: None) -> Ranks:
+        bring_up(self.executor, self.options, report)
+        return self
+
+    def pid(self, rank: int) -> int:
+        return self.executor._group.children[rank].pid
+
+    def submit(self) -> None:
+        """One more step, of one row."""
+        if not self.maker.tokens:
+            self.maker.enter(0, [5, 6, 7])
+        self.maker.compute(0)
+        self.executor.submit(self.maker.plan())
+        self.maker.tokens[0].append(0)  # which one it was, the null model does not ask
+
+    def step(self) -> StepResult:
+        self.submit()
+        return self.executor.collect()
+
+
+def leftovers() -> tuple[int, int, list[str]]:
+    """Open descriptors, child processes, files of ours in shared memory."""
+    children = [c for c in psutil.Process().children() if c.status() != psutil.STATUS_ZOMBIE]
+    shared = sorted(name for name in os.listdir("/dev/shm") if "headrace" in name)
+    return len(os.listdir("/proc/self/fd")), len(children), shared
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
+    """Seconds until the condition held."""
+    began_s = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began_s < timeout_s, f"{what} did not happen within {timeout_s} s"
+        time.sleep(0.01)
+    return time.monotonic() - began_s
