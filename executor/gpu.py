@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-import logging
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
@@ -14,9 +15,9 @@ from headrace.executor.base import Report
 from headrace.executor.decoder import Decoder
 from headrace.executor.device_state import Device
 from headrace.executor.dummy_shapes import weight_shapes
-from headrace.executor.gpu_cuda import CudaCapturer, CudaDevice
-from headrace.executor.gpu_device import GpuFacts, check_free_memory, check_gpu, gpu_facts
-from headrace.executor.gpu_memory import CudaMeter, measure
+from headrace.executor.gpu_cuda import CudaBackend
+from headrace.executor.gpu_device import GpuFacts, check_free_memory, check_gpu
+from headrace.executor.gpu_memory import Meter, measure
 from headrace.executor.gpu_runner import STEPS_IN_FLIGHT, GpuRunner, RunnerLimits
 from headrace.executor.gpu_weights import DeviceDummyWeights, StagedWeights
 from headrace.executor.graphs import Capturer, capture_sizes
@@ -26,7 +27,18 @@ from headrace.executor.weights import WeightSource
 from headrace.ipc.failure import OptionError
 from headrace.ipc.step import StepPlan, StepResult
 
-logger = logging.getLogger(__name__)
+
+class Backend(Protocol):
+    """What the executor needs of a device. `gpu_cuda.CudaBackend` is a GPU."""
+
+    device: torch.device
+
+    def facts(self) -> GpuFacts: ...
+    def here(self) -> AbstractContextManager[Any]: ...
+    def host_side(self) -> Device: ...
+    def capturer(self) -> Capturer: ...
+    def meter(self) -> Meter: ...
+    def memory(self) -> tuple[int, int]: ...
 
 
 class GpuExecutor(UniprocExecutor):
@@ -35,15 +47,16 @@ class GpuExecutor(UniprocExecutor):
     max_steps_in_flight = STEPS_IN_FLIGHT
     async_by_default = True
 
-    def __init__(self, options: Options, device: torch.device) -> None:
+    def __init__(self, options: Options, device: torch.device, backend: Backend | None = None) -> None:
         super().__init__(options)
+        self._backend = backend or CudaBackend(device)
         self._device = device
         self._facts: GpuFacts | None = None
         self._decoder: Decoder | None = None
         self._steps: GpuRunner | None = None
 
     def describe(self, report: Report) -> ModelDescription:
-        self._facts = gpu_facts(self._device)  # before anything is fetched for a GPU that cannot be used
+        self._facts = self._backend.facts()  # before anything is fetched for a GPU that cannot be used
         return self._find_model(report)
 
     def load(self, plan: Plan, report: Report) -> MemoryReading:
@@ -52,14 +65,14 @@ class GpuExecutor(UniprocExecutor):
         dtype, facts = DTYPES[plan.dtype], self._facts
         check_gpu(self._device, dtype, facts)
         check_plan(plan)
-        needed_bytes = weight_elements(self._spec) * dtype.itemsize
-        what = f"holding {weight_elements(self._spec) / 1e9:.2f} billion weights of {plan.model.name} as {plan.dtype}"
-        check_free_memory(self._device, facts, needed_bytes, what)
+        runner_limits(plan, plan.max_model_len)
+        elements = weight_elements(self._spec)
+        what = f"holding {elements / 1e9:.2f} billion weights of {plan.model.name} as {plan.dtype}"
+        check_free_memory(self._device, facts, elements * dtype.itemsize, what)
         self._plan = plan
-        with torch.cuda.device(self._device):
+        with self._backend.here():
             report("load weights")
             self._decoder = Decoder(self._spec, self._source(dtype), dtype, self._device)
-            torch.cuda.synchronize()
             report("measure memory")
             return self._measure(plan, self._decoder, facts)
 
@@ -67,54 +80,53 @@ class GpuExecutor(UniprocExecutor):
         assert self._plan is not None, "load comes before allocate"
         assert self._decoder is not None, "load comes before allocate"
         plan, decoder = self._plan, self._decoder
-        with torch.cuda.device(self._device):
+        with self._backend.here():
             cache = kv_cache.allocate(decoder.spec, num_blocks, plan.block_size, decoder.dtype, self._device)
             limits = runner_limits(plan, max_model_len)
-            self._steps = GpuRunner(decoder, cache, self._host_side(), limits, self._capturer(plan))
+            self._steps = GpuRunner(decoder, cache, self._backend.host_side(), limits, self._capturer(plan))
 
     def submit(self, plan: StepPlan) -> None:
         assert self._steps is not None, "allocate comes before submit"
-        with torch.cuda.device(self._device):
+        with self._backend.here():
             self._steps.submit(plan)
 
     def collect(self) -> StepResult:
         assert self._steps is not None, "allocate comes before collect"
-        with torch.cuda.device(self._device):
+        with self._backend.here():
             return self._steps.collect()
 
     def idle(self) -> bool:
         if self._steps is None:
             return False
-        with torch.cuda.device(self._device):
+        with self._backend.here():
             return self._steps.idle()
 
     def stop(self) -> None:
         super().stop()
         self._steps = self._decoder = None
 
+    @property
+    def steps(self) -> GpuRunner:
+        """For benchmarks and tests, once memory is allocated."""
+        assert self._steps is not None, "allocate comes first"
+        return self._steps
+
     def _source(self, dtype: torch.dtype) -> WeightSource:
         assert self._checkpoint is not None, "describe comes before load"
         assert self._spec is not None, "describe comes before load"
         if self._checkpoint.format == "dummy":
             return DeviceDummyWeights(weight_shapes(self._spec), dtype, self._device)
-        return StagedWeights(self._checkpoint.weights(), self._host_side())
+        return StagedWeights(self._checkpoint.weights(), self._backend.host_side())
 
     def _measure(self, plan: Plan, decoder: Decoder, facts: GpuFacts) -> MemoryReading:
-        cache = kv_cache.allocate(decoder.spec, 1, plan.block_size, decoder.dtype, self._device)
-        limits = runner_limits(plan, plan.max_model_len)
-        found = measure(
-            decoder,
-            cache,
-            self._host_side(),
-            limits,
-            plan.max_num_batched_tokens,
-            CudaMeter(self._device),
-            self._capturer(plan),
-        )
-        del cache
+        backend = self._backend
+        null_block = kv_cache.allocate(decoder.spec, 1, plan.block_size, decoder.dtype, self._device)
+        limits, capturer = runner_limits(plan, plan.max_model_len), self._capturer(plan)
+        tokens = plan.max_num_batched_tokens
+        found = measure(decoder, null_block, backend.host_side(), limits, tokens, backend.meter(), capturer)
+        del null_block, capturer
         gc.collect()
-        torch.cuda.empty_cache()
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        free_bytes, total_bytes = backend.memory()
         return MemoryReading(
             total_bytes=total_bytes,
             available_bytes=free_bytes,
@@ -125,11 +137,8 @@ class GpuExecutor(UniprocExecutor):
             device=facts.name,
         )
 
-    def _host_side(self) -> Device:
-        return CudaDevice(self._device)
-
     def _capturer(self, plan: Plan) -> Capturer | None:
-        return None if plan.options.enforce_eager else CudaCapturer(self._device)
+        return None if plan.options.enforce_eager else self._backend.capturer()
 
 
 def runner_limits(plan: Plan, max_model_len: int) -> RunnerLimits:

@@ -1,15 +1,21 @@
-"""CUDA as the runner sees it: pinned memory, events, and graphs. Needs a GPU; everything that decides is elsewhere."""
+"""CUDA as the executor sees it: pinned memory, events, graphs, and how much memory there is.
+
+Needs a GPU; everything that decides anything is elsewhere, and runs on a CPU with a stand-in for `CudaBackend`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headrace.executor.device_state import Event
-from headrace.executor.graphs import Replay
+from headrace.executor.device_state import Device, Event
+from headrace.executor.gpu_device import GpuFacts, gpu_facts
+from headrace.executor.gpu_memory import Meter
+from headrace.executor.graphs import Capturer, Replay
 
 
 class CudaDevice:
@@ -73,3 +79,48 @@ def _abandon(graph: torch.cuda.CUDAGraph) -> None:
         graph.capture_end()
     except RuntimeError:
         return
+
+
+class CudaMeter:
+    """What torch's allocator handed out at most."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def peak_bytes(self, run: Callable[[], Any]) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before_bytes = torch.cuda.memory_allocated(self._device)
+        run()
+        torch.cuda.synchronize(self._device)
+        return max(0, torch.cuda.max_memory_allocated(self._device) - before_bytes)
+
+
+class CudaBackend:
+    """One GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def facts(self) -> GpuFacts:
+        return gpu_facts(self.device)
+
+    def here(self) -> AbstractContextManager[Any]:
+        """Makes it the current device of the calling thread."""
+        return torch.cuda.device(self.device)
+
+    def host_side(self) -> Device:
+        return CudaDevice(self.device)
+
+    def capturer(self) -> Capturer:
+        return CudaCapturer(self.device)
+
+    def meter(self) -> Meter:
+        return CudaMeter(self.device)
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes, once what nobody uses has been given back."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)

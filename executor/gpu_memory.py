@@ -26,22 +26,6 @@ class Meter(Protocol):
         ...
 
 
-class CudaMeter:
-    """What torch's allocator handed out at most."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def peak_bytes(self, run: Callable[[], Any]) -> int:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self._device)
-        before_bytes = torch.cuda.memory_allocated(self._device)
-        run()
-        torch.cuda.synchronize(self._device)
-        return max(0, torch.cuda.max_memory_allocated(self._device) - before_bytes)
-
-
 @dataclass(frozen=True)
 class StepMemory:
     activation_bytes: int

@@ -24,7 +24,7 @@ from torch import Tensor
 from headrace.executor.batch import BatchState, Needs
 from headrace.executor.device_state import Deltas, Device, DeviceState, Staging, StateShape
 from headrace.executor.gpu_results import LogprobsInFlight, StepInFlight
-from headrace.executor.gpu_sampler import Choice, PenaltyCounts, choice_for
+from headrace.executor.gpu_sampler import Choice, PenaltyCounts, choice_for, chooser
 from headrace.executor.gpu_steps import NUM_RESULTS, RAW_BEST, DeviceSteps, MixedInputs
 from headrace.executor.graphs import Capturer, DecodeGraphs, GraphKey
 from headrace.executor.inputs import HiddenStateModel
@@ -38,7 +38,9 @@ STAGING_BUFFERS = 8 * (STEPS_IN_FLIGHT + 1)
 """A steady decode sends at most once a step; one whose logits are changed and reported, up to eight times."""
 PENDING = -1
 """In the place of a token that is sampled and not known to the host."""
-ON_THE_DEVICE = Needs.RANDOM | Needs.TRUNCATION | Needs.PENALTIES | Needs.MIN_TOKENS | Needs.LOGPROBS
+ON_THE_DEVICE = int(
+    Needs.RANDOM | Needs.TRUNCATION | Needs.PENALTIES | Needs.MIN_TOKENS | Needs.LOGPROBS | Needs.PROMPT_LOGPROBS
+)
 PROMPT_LOGITS_BYTES = 1 << 27
 """Logits of prompt positions are made for about this many bytes at a time."""
 
@@ -73,7 +75,9 @@ class GpuRunner:
         self._device, self._limits = device, limits
         self.state = DeviceState(limits.state_shape, device.device)
         self.penalties = PenaltyCounts(limits.max_num_seqs, limits.vocab_size, device.device)
-        self.steps = DeviceSteps(model, kv_cache, self.state, limits.block_size)
+        self.steps = DeviceSteps(
+            model, kv_cache, self.state, limits.block_size, chooser(device.device, limits.vocab_size)
+        )
         self.graphs = DecodeGraphs(limits.capture_sizes, capturer, self._decode_nothing)
         self.batch = BatchState(limits.max_num_seqs, limits.max_model_len, limits.block_size, limits.eos_token_ids)
         self.times = StepTimes()
@@ -171,7 +175,7 @@ class GpuRunner:
 
     def _start(self, plan: StepPlan, step: StepInFlight) -> None:
         needs = self.batch.needs(plan.rows)
-        on_the_host = bool(needs & ~(ON_THE_DEVICE | Needs.PROMPT_LOGPROBS))
+        on_the_host = bool(needs & ~ON_THE_DEVICE)
         is_decode = plan.total_tokens == len(plan.rows) and bool(plan.sampled.all())
         if is_decode and not needs & Needs.PROMPT_LOGPROBS:
             logits = self._decode(plan, Choice.LOGITS if on_the_host else choice_for(needs))

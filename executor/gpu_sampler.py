@@ -7,15 +7,19 @@ operations whose shapes the host knows beforehand, so that they can be captured 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from headrace import kernels
 from headrace.executor.batch import Needs
 from headrace.executor.device_state import SEEN_IN_PROMPT, DeviceState
 from headrace.executor.logprobs import likeliest
 from headrace.executor.random_numbers import gumbel_noise, words
+from headrace.kernels.reference_sampling import DeviceChosen, DeviceDraws
 
 TILE_ELEMENTS = 1 << 23
 """So many logits are sampled from at a time: their float64 noise and their keys take 64 MiB each."""
@@ -35,7 +39,7 @@ class Choice(enum.IntEnum):
 
 def choice_for(needs: int) -> Choice:
     """needs: bits of `Needs`, of all rows together."""
-    if needs & ~(Needs.RANDOM | Needs.TRUNCATION):
+    if needs & ~int(Needs.RANDOM | Needs.TRUNCATION):  # of a plain int: a flag's complement has known bits only
         return Choice.LOGITS
     if needs & Needs.TRUNCATION:
         return Choice.TRUNCATE
@@ -45,6 +49,39 @@ def choice_for(needs: int) -> Choice:
 class Chosen(NamedTuple):
     token_ids: Tensor  # [num_rows] int32
     best: Tensor  # [num_rows] float32: the highest logit, NaN where there is one
+
+
+Choose = Callable[[Tensor, DeviceState, Tensor, Tensor, Choice], Chosen]
+"""`choose`, or what does the same faster."""
+
+
+def chooser(device: torch.device, vocab_size: int) -> Choose:
+    """The kernel for this device where there is one."""
+    found = kernels.ops()["choose_tokens"].choose(device=device, dtype=torch.float32, vocab_size=vocab_size)
+    return choose if found.name == "reference" else partial(choose_with, found.function)
+
+
+def choose_with(
+    op: Callable[[Tensor, DeviceDraws], DeviceChosen],
+    logits: Tensor,
+    state: DeviceState,
+    rows: Tensor,
+    positions: Tensor,
+    choice: Choice,
+) -> Chosen:
+    """`choose` by a version of the op `choose_tokens`."""
+    draws = DeviceDraws(
+        temperature=state.temperature[rows],
+        top_k=state.top_k[rows],
+        top_p=state.top_p[rows],
+        min_p=state.min_p[rows],
+        seed=state.seed[rows],
+        position=positions,
+        may_draw=choice is not Choice.ARGMAX,
+        may_truncate=choice > Choice.DRAW,
+    )
+    chosen = op(logits, draws)
+    return Chosen(chosen.token_ids.int(), chosen.best)
 
 
 def choose(logits: Tensor, state: DeviceState, rows: Tensor, positions: Tensor, choice: Choice) -> Chosen:

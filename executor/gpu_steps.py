@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.executor.device_state import DeviceState
-from headrace.executor.gpu_sampler import Choice, choose
+from headrace.executor.gpu_sampler import Choice, Choose, choose
 from headrace.executor.inputs import HiddenStateModel, StepInputs
 
 TOKEN, BEST, RAW_BEST = 0, 1, 2
@@ -39,8 +39,11 @@ class MixedInputs:
 class DeviceSteps:
     """Borrows model, cache and state. Used from one thread."""
 
-    def __init__(self, model: HiddenStateModel, kv_cache: Any, state: DeviceState, block_size: int) -> None:
+    def __init__(
+        self, model: HiddenStateModel, kv_cache: Any, state: DeviceState, block_size: int, choose: Choose = choose
+    ) -> None:
         self._model, self._kv_cache, self._state, self._block_size = model, kv_cache, state, block_size
+        self._choose = choose
         rows, device = state.shape.num_rows + 1, state.words.device
         self._counting = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._indices = torch.arange(rows, device=device)
@@ -116,7 +119,7 @@ class DeviceSteps:
     def take(self, logits: Tensor, rows: Tensor, positions: Tensor, choice: Choice) -> Tensor:
         """Chooses and keeps a token for each of rows [n] int64: in the state for the next step, in `results` for the
         host. Returns the tokens, [n] int32. The rest as in `gpu_sampler.choose`."""
-        chosen = choose(logits, self._state, rows, positions, choice)
+        chosen = self._choose(logits, self._state, rows, positions, choice)
         self._state.last_token[rows] = chosen.token_ids
         self.results[: len(rows), TOKEN] = chosen.token_ids
         self.results[: len(rows), BEST] = chosen.best.view(torch.int32)

@@ -3,12 +3,18 @@ purpose."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from headrace.executor.device_state import Device, HostDevice
+from headrace.executor.device_state import HostDevice
+from headrace.executor.gpu_device import GpuFacts
 from headrace.executor.inputs import StepInputs
+from headrace.kernels.reference_attention import AttentionParams, PagedBatch
+from headrace.kernels.registry import choose_reference
 
 BLOCK_SIZE = 4
 NUM_ROWS = 6
@@ -85,8 +91,74 @@ class LateDevice(HostDevice):
         self.copies.append((into, source.clone()))
 
 
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
+class HostBackend:
+    """`executor.gpu.Backend` for the CPU: the awkward device, and memory figures that a test gives."""
+
+    def __init__(self, gpu: GpuFacts, capturer: Any = None) -> None:
+        self.device = torch.device("cpu")
+        self.side = LateDevice()
+        self._gpu, self._capturer = gpu, capturer
+        self.num_measured = 0
+
+    def facts(self) -> GpuFacts:
+        return self._gpu
+
+    def here(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def host_side(self) -> LateDevice:
+        return self.side
+
+    def capturer(self) -> Any:
+        return self._capturer
+
+    def meter(self) -> HostBackend:
+        return self
+
+    def peak_bytes(self, run: Callable[[], Any]) -> int:
+        run()
+        self.num_measured += 1
+        return 1000 * self.num_measured
+
+    def memory(self) -> tuple[int, int]:
+        return self._gpu.free_bytes, self._gpu.total_bytes
 
 
-__all__ = ["Device"]
+def choose_capturable(op: str, **facts: Any) -> Callable[..., Any]:
+    """The references, with versions of what in them looks at values on the host."""
+    return {"paged_attention": dense_attention, "write_cache": scatter_cache}.get(op) or choose_reference(op, **facts)
+
+
+def dense_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    params: AttentionParams,
+    scales: None = None,
+) -> Tensor:
+    """`reference_attention.paged_attention` with every token's whole block table gathered."""
+    tokens = torch.arange(len(query), dtype=torch.int32)
+    seqs = torch.searchsorted(batch.query_start[1:].contiguous(), tokens, right=True)
+    positions = batch.seq_lens[seqs] - (batch.query_start[1:][seqs] - tokens)
+    tables = batch.block_tables[seqs].long()
+    keys, values = (cache[tables].transpose(1, 2).flatten(2, 3).float() for cache in (key_cache, value_cache))
+    place = torch.arange(keys.shape[2])
+    seen = place <= positions[:, None]
+    if params.sliding_window is not None:
+        seen = seen & (place > positions[:, None] - params.sliding_window)
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (torch.where(seen[:, None, :, None], x, 0).repeat_interleave(group, 1) for x in (keys, values))
+    scores = torch.einsum("thd,thnd->thn", query.float(), keys) * params.scale
+    if params.soft_cap is not None:
+        scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
+    weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+    return torch.einsum("thn,thnd->thd", weights, values).to(query.dtype)
+
+
+def scatter_cache(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, _: Any = None
+) -> None:
+    blocks, offsets = batch.slot_mapping // batch.block_size, batch.slot_mapping % batch.block_size
+    key_cache[blocks, :, offsets] = key
+    value_cache[blocks, :, offsets] = value
