@@ -42,7 +42,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV) || { \
 	  echo "Python could not make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[engine,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[engine,bench,dev]'
 	@touch $@
 
 demo-model: install

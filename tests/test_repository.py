@@ -38,7 +38,10 @@ MAY_IMPORT = MappingProxyType(
 MAY_IMPORT_LAZILY = MappingProxyType(
     {
         "ipc": {"numpy"},  # a client that never touches an array never loads it
-        "frontend": {"headrace.core.engine", "headrace.core.memory_port"},  # a core on a thread of this process
+        "frontend": {
+            *("headrace.core.engine", "headrace.core.memory_port"),  # a core on a thread of this process
+            "matplotlib",  # headrace bench plot
+        },
     }
 )
 MAY_IMPORT_BY_FILE = MappingProxyType({"ipc/step.py": {"numpy"}})

@@ -172,12 +172,11 @@ async def http_costs(num_idle: int) -> dict[str, float]:
         try:
             bodies = [_post(target, number, HTTP_TOKENS) for number in range(HTTP_STREAMS)]
             await Load(pool, bodies, due_s=None, max_concurrency=None, keep_text=False).run()
-            process = psutil.Process(server.process.pid)
-            before_s = sum(process.cpu_times()[:2])
+            before_s = sum(thread_times_s(server.process.pid).values())
             for _ in range(3):
                 done = await Load(pool, bodies, due_s=None, max_concurrency=None, keep_text=False).run()
                 server.check(any(outcome.cause for outcome in done.outcomes), "failed a request")
-            spent_s = sum(process.cpu_times()[:2]) - before_s
+            spent_s = sum(thread_times_s(server.process.pid).values()) - before_s
         finally:
             await pool.close()
     # Steps of a second, and one request at a time: the others wait, and nobody hears anything meanwhile.

@@ -23,9 +23,9 @@ def main() -> None:
     from headrace.frontend.sampling_params import SamplingParams
 
     done("import headrace")
-    given: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
-    }
+    given: dict[str, Any] = {}
+    for name, value in options.items():
+        given[name] = tuple(value) if isinstance(value, list) else value
     with LLM(given.pop("model") or None, **given) as llm:
         done("start the engine")
         llm.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=1, temperature=0, ignore_eos=True), use_tqdm=False)
