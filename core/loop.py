@@ -1,26 +1,46 @@
-"""The busy loop: take messages, schedule, execute, advance, answer. Blocks when there is nothing to do."""
+"""The busy loop: take messages, schedule, execute, advance, answer. Blocks when there is nothing to do.
+
+    depth 1   plan N, submit N, collect N, answer N, plan N+1 ...          the model stands still in between
+    depth 2   plan N+1, submit N+1, collect N, answer N, plan N+2 ...      while N+1 runs, N is answered and N+2 planned
+
+Steps in flight wait in a queue, oldest first, each with the news of its planning.
+"""
 
 from __future__ import annotations
 
 import logging
 import queue
 import time
-from typing import Protocol
+from collections import deque
+from typing import Any, Protocol
 
+from headrace.core.commands import Commands
 from headrace.core.desk import ClientGone, ExecutorFailed, Inbox, StopOrder
+from headrace.core.in_flight import steps_in_flight
 from headrace.core.intake import Intake
-from headrace.core.outputs import Addressed, gather_prompt_logprobs, step_outputs
+from headrace.core.options import Options
+from headrace.core.outputs import (
+    Addressed,
+    drop_departed,
+    finish_of,
+    gather_prompt_logprobs,
+    only_finished,
+    step_outputs,
+)
+from headrace.core.pause import Pause, forget_computed
 from headrace.core.plan import Facts, Plan
 from headrace.core.requests import Request
 from headrace.core.scheduler import Scheduler, SchedulerConfig
+from headrace.core.step_gaps import StepGaps
 from headrace.core.throughput import Throughput
-from headrace.ipc.codec import Tensor
-from headrace.ipc.failure import EngineDeadError, Failure
+from headrace.ipc.control import PauseGeneration, ReloadWeights, ResumeGeneration, WorkerAnswer, WorkerCommand
+from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
 from headrace.ipc.messages import (
     Abort,
     AddRequest,
     Admitted,
     ClientMessage,
+    Control,
     CoreMessage,
     Draining,
     EngineFailed,
@@ -31,8 +51,8 @@ from headrace.ipc.messages import (
     Load,
     Reply,
     ResetPrefixCache,
-    StepOutputs,
 )
+from headrace.ipc.named_class import load_class
 from headrace.ipc.step import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -56,6 +76,13 @@ class Runs(Protocol):
 
     def submit(self, plan: StepPlan) -> None: ...
     def collect(self) -> StepResult: ...
+    def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]: ...
+    @property
+    def max_steps_in_flight(self) -> int: ...
+    @property
+    def num_stages(self) -> int: ...
+    @property
+    def async_by_default(self) -> bool: ...
 
 
 class Loop:
@@ -64,7 +91,8 @@ class Loop:
     def __init__(self, plan: Plan, facts: Facts, executor: Runs, port: Port, inbox: Inbox) -> None:
         options = plan.options
         self._executor, self._port, self._inbox = executor, port, inbox
-        self.scheduler = Scheduler(
+        in_flight = steps_in_flight(options, executor)
+        self.scheduler: Scheduler = scheduler_class(options)(
             SchedulerConfig(
                 num_blocks=facts.num_blocks,
                 block_size=plan.block_size,
@@ -77,11 +105,19 @@ class Loop:
                 chunked_prefill=options.enable_chunked_prefill,
                 prefix_caching=plan.enable_prefix_caching,
                 hash_algorithm=options.prefix_caching_hash_algo,
+                max_steps_in_flight=in_flight.depth,
+                rows_run_ahead=in_flight.rows_run_ahead,
             )
         )
+        logger.info("steps in flight = %d: %s", in_flight.depth, in_flight.reason)
+        self._depth = in_flight.depth
+        self._in_flight: deque[tuple[StepPlan, Addressed]] = deque()
         self._intake = Intake(plan, facts)
-        self._throughput = Throughput(log_stats=not options.disable_log_stats)
+        self._commands = Commands(plan, facts, executor)
+        self._gaps = StepGaps()
+        self._throughput = Throughput(self._gaps, log_stats=not options.disable_log_stats)
         self._requests: dict[int, dict[int, Request]] = {}  # client -> slot -> request that has not finished
+        self._pause = Pause(self.scheduler, port.send)
         self._steps = self._num_finished = 0
         self._stop_at_s: float | None = None
 
@@ -98,17 +134,27 @@ class Loop:
         self._end_what_is_left()
 
     def turn(self) -> None:
-        """Takes all messages that have come (waiting for one when there is no work), then runs one step if any."""
+        """Takes all messages that have come (waiting for one when there is no work), submits a step if there is room
+        for one, and takes the oldest step's result unless there is room for more."""
         self._take_messages()
-        if self.scheduler.has_work:
-            self._step()
+        submitted = len(self._in_flight) < self._depth and self._submit()
+        if self._in_flight and not (submitted and len(self._in_flight) < self._depth):
+            self._collect()
+        if self._pause.comes_about and not self.has_work:
+            self._pause.stand_still()
+
+    @property
+    def has_work(self) -> bool:
+        """A step is in flight, or can be planned."""
+        return bool(self._in_flight) or (not self._pause.stands_still and self.scheduler.has_work)
 
     # --- messages -----------------------------------------------------------------------------------------------
 
     def _take_messages(self) -> None:
         """All that have come; waits for one when there is no work."""
-        if not self.scheduler.has_work:
+        if not self.has_work:
             self._report_load()
+            self._gaps.idle()
             try:
                 first = self._inbox.get(timeout=IDLE_CHECK_AFTER_S)
             except queue.Empty:
@@ -132,6 +178,8 @@ class Loop:
             case ResetPrefixCache():
                 self.scheduler.pool.reset_cache()
                 self._port.send(client, Reply(call=message.call))
+            case Control():
+                self._control(client, message)
             case ExecutorFailed():
                 raise EngineDeadError(failure=message.failure)
             case StopOrder():
@@ -151,7 +199,7 @@ class Loop:
             failure = self._intake.check(message)
         if failure is not None:
             finish = Finish(slot=message.slot, reason=FinishReason.REJECTED, failure=failure)
-            self._port.send(client, self._only_finished([finish]))
+            self._port.send(client, only_finished(self._steps, [finish]))
             return
         request = self._intake.request(client, message)
         live[message.slot] = request
@@ -164,7 +212,33 @@ class Loop:
         for request in requests:
             self.scheduler.drop(request)
         if requests:
-            self._port.send(client, self._only_finished([self._finish(r, FinishReason.ABORT) for r in requests]))
+            finished = [finish_of(request, FinishReason.ABORT) for request in requests]
+            self._port.send(client, only_finished(self._steps, finished))
+
+    def _control(self, client: int, message: Control) -> None:
+        """Between steps, with none in flight. What cannot be done is told, and changes nothing."""
+        command = message.command
+        if isinstance(command, PauseGeneration):
+            if command.mode != "wait":
+                self._drain()
+            if command.mode == "abort":
+                for each, live in list(self._requests.items()):
+                    self._abort(each, tuple(live))
+            self._pause.ask(client, message.call, command)  # answered by `turn`, when it has come about
+            return
+        result, failure = None, None
+        if isinstance(command, ResumeGeneration):
+            self._pause.resume()
+        else:
+            self._drain()
+            try:
+                result = self._commands.carry_out(command)
+            except HeadraceError as error:
+                failure = Failure.of(error, process="engine-core", phase="control")
+            else:
+                if isinstance(command, ReloadWeights):
+                    forget_computed(self.scheduler)
+        self._port.send(client, Reply(call=message.call, result=result, failure=failure))
 
     def _begin_stop(self, deadline_s: float) -> None:
         num_left = self.scheduler.num_running + len(self.scheduler.waiting)
@@ -181,7 +255,7 @@ class Loop:
     def _stopped(self) -> bool:
         if self._stop_at_s is None:
             return False
-        return not self.scheduler.has_work or time.monotonic() >= self._stop_at_s
+        return not self.has_work or time.monotonic() >= self._stop_at_s
 
     def _end_what_is_left(self) -> None:
         """An answer cut short must not look like a whole one: it fails, and says why."""
@@ -189,16 +263,22 @@ class Loop:
         for client, live in self._requests.items():
             for request in live.values():
                 self.scheduler.drop(request)
-            finished = [self._finish(request, FinishReason.FAILED, failure=failure) for request in live.values()]
+            finished = [finish_of(request, FinishReason.FAILED, failure=failure) for request in live.values()]
             if finished:
-                self._port.send(client, self._only_finished(finished))
+                self._port.send(client, only_finished(self._steps, finished))
         self._requests.clear()
 
     # --- steps --------------------------------------------------------------------------------------------------
 
-    def _step(self) -> None:
-        plan = self.scheduler.schedule()
-        assert plan is not None, "requests are waiting and nothing can run"
+    def _submit(self) -> bool:
+        """Plans a step and submits it, if anything can be computed now."""
+        if self._pause.stands_still or not self.scheduler.has_work:
+            return False
+        with self._commands.span("schedule"):
+            plan = self.scheduler.schedule()
+        if plan is None:
+            assert self._in_flight, "requests are waiting and nothing can run"
+            return False
         now_s = time.monotonic()
         news = Addressed()
         for new in plan.new_rows:
@@ -208,12 +288,34 @@ class Loop:
                 request.first_scheduled_s = now_s
                 admitted = Admitted(slot=request.slot, num_cached_tokens=new.num_computed_tokens)
                 news.admitted.setdefault(request.client, []).append(admitted)
-        self._executor.submit(plan)
-        result = self._executor.collect()
-        self._deliver(plan, result, news)
+        with self._commands.span("submit"):
+            self._executor.submit(plan)
+        self._in_flight.append((plan, news))
+        return True
+
+    def _collect(self) -> None:
+        """Takes the oldest step's result, and tells clients of it."""
+        plan, news = self._in_flight.popleft()
+        with self._commands.span("collect"):
+            result = self._executor.collect()
+        self._gaps.step(result)
+        if self._commands.timeline is not None:
+            self._commands.timeline.step(plan, result)
+        num_sampled = len(result.rows)
+        if self._depth > 1:  # else nothing has changed since it was planned
+            result = drop_departed(result, self.scheduler.rows)
+            for client, told in news.admitted.items():
+                told[:] = [admitted for admitted in told if admitted.slot in self._requests.get(client, ())]
+        with self._commands.span("answer"):
+            self._deliver(plan, result, news)
         self._steps += 1
-        self._throughput.step(plan.total_tokens - len(result.rows), len(result.rows), self.scheduler)
+        self._throughput.step(plan.total_tokens - num_sampled, len(result.rows), self.scheduler)
         self._report_load()
+
+    def _drain(self) -> None:
+        """No step is in flight afterwards."""
+        while self._in_flight:
+            self._collect()
 
     def _deliver(self, plan: StepPlan, result: StepResult, news: Addressed) -> None:
         scheduler, now_s = self.scheduler, time.monotonic()
@@ -222,8 +324,8 @@ class Loop:
             request = table.requests[row_failure.row]
             assert request is not None, f"the executor failed row {row_failure.row}, which is empty"
             scheduler.drop(request, forget_blocks=True)
-            self._end(news, request, self._finish(request, FinishReason.FAILED, failure=row_failure.failure))
-        first = (table.num_tokens[result.rows] == table.num_prompt_tokens[result.rows]).nonzero()[0]
+            self._end(news, request, finish_of(request, FinishReason.FAILED, failure=row_failure.failure))
+        first = (table.num_known_tokens(result.rows) == table.num_prompt_tokens[result.rows]).nonzero()[0]
         for row in result.rows[first].tolist():
             request = table.requests[row]
             assert request is not None, f"the executor sampled for row {row}, which is empty"
@@ -231,7 +333,7 @@ class Loop:
         gather_prompt_logprobs(news, result, table)
         advance = scheduler.advance(result)
         for ended in advance.ended:
-            self._end(news, ended.request, self._finish(ended.request, ended.reason, stop_token=ended.stop_token))
+            self._end(news, ended.request, finish_of(ended.request, ended.reason, stop_token=ended.stop_token))
         for client, message in step_outputs(plan, result, advance, news, table):
             self._port.send(client, message)
 
@@ -241,33 +343,7 @@ class Loop:
         self._throughput.finished()
         news.finished.setdefault(request.client, []).append(finish)
 
-    def _finish(
-        self,
-        request: Request,
-        reason: FinishReason,
-        *,
-        stop_token: int | None = None,
-        failure: Failure | None = None,
-    ) -> Finish:
-        now_s = time.monotonic()
-        scheduled_s = request.first_scheduled_s or now_s
-        token_s = request.first_token_s or now_s
-        return Finish(
-            slot=request.slot,
-            reason=reason,
-            stop_token=stop_token,
-            failure=failure,
-            queued_s=scheduled_s - request.arrived_s,
-            prefill_s=token_s - scheduled_s,
-            decode_s=now_s - token_s,
-            num_preemptions=request.num_preemptions,
-        )
-
     # --- what others may know -----------------------------------------------------------------------------------
-
-    def _only_finished(self, finished: list[Finish]) -> StepOutputs:
-        none = Tensor.of("int32", [])
-        return StepOutputs(step=self._steps, slots=none, token_ids=none, finished=tuple(finished))
 
     def _report_load(self) -> None:
         load = Load(num_running=self.scheduler.num_running, num_waiting=len(self.scheduler.waiting))
@@ -288,4 +364,13 @@ class Loop:
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_prompt_tokens=scheduler.num_cached_prompt_tokens,
             num_generated_tokens=self._throughput.num_generated_tokens,
+            num_step_gaps=self._gaps.count,
+            step_gap_s=self._gaps.gap_s,
+            forward_s=self._gaps.forward_s,
+            paused=self._pause.is_asked,
         )
+
+
+def scheduler_class(options: Options) -> Any:
+    """Scheduler, or the class derived from it that the options name. Raises OptionError when that cannot be had."""
+    return load_class("scheduler_cls", options.scheduler_cls, Scheduler) if options.scheduler_cls else Scheduler

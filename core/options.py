@@ -228,6 +228,22 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"], Option(SCHEDULER, "Order of waiting requests: of arrival, or by priority first")
     ] = "fcfs"
+    async_scheduling: Annotated[
+        bool | None,
+        Option(
+            SCHEDULER,
+            "Plan the next step while one runs",
+            default_text="on where workers or a GPU run the model; off in the engine core's own process on a CPU",
+        ),
+    ] = None
+    scheduler_cls: Annotated[
+        str,
+        Option(
+            SCHEDULER,
+            "module:Class of a scheduler, derived from headrace.core.scheduler.Scheduler",
+            default_text="that one",
+        ),
+    ] = ""
 
     tensor_parallel_size: Annotated[
         int, Option(PARALLEL, "Worker processes that share every layer's weights among them", "ranks", minimum=1)
@@ -235,6 +251,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     pipeline_parallel_size: Annotated[
         int, Option(PARALLEL, "Groups of workers, each with a run of the layers", "stages", minimum=1)
     ] = 1
+    pipeline_layer_partition: Annotated[
+        tuple[int, ...],
+        Option(
+            PARALLEL,
+            "How many layers each pipeline stage has, first stage first, as in 14,16",
+            "layers",
+            minimum=1,
+            default_text="as even as can be",
+        ),
+    ] = ()
     distributed_executor_backend: Annotated[
         str,
         Option(
@@ -262,8 +288,40 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             minimum=0.1,
         ),
     ] = 300.0
+    nnodes: Annotated[
+        int,
+        Option(
+            PARALLEL,
+            "Hosts that share the ranks evenly. The one with node_rank 0 serves; start engine-core with the same "
+            "options on the others, in any order",
+            "nodes",
+            minimum=1,
+        ),
+    ] = 1
+    node_rank: Annotated[int, Option(PARALLEL, "Which of the hosts this is", minimum=0)] = 0
+    master_addr: Annotated[str, Option(PARALLEL, "Address of the host with node_rank 0, as the others reach it")] = (
+        "127.0.0.1"
+    )
+    master_port: Annotated[
+        int, Option(PARALLEL, "Port on which it waits for the others", minimum=0, maximum=65535)
+    ] = 29501
+    node_join_timeout: Annotated[
+        float, Option(PARALLEL, "How long the hosts wait for each other at the start", "seconds", minimum=0.1)
+    ] = 300.0
 
     shutdown_timeout: Annotated[
         float, Option(PROCESS, "How long running requests may take to finish at shutdown", "seconds", minimum=0)
     ] = 30.0
+    worker_extension_cls: Annotated[
+        str,
+        Option(
+            PROCESS,
+            "module:Class whose instances live in each worker and answer LLM.call_extension: made with the worker's "
+            "executor, with a method handle(payload: dict) -> dict",
+        ),
+    ] = ""
+    profiler_config: Annotated[
+        dict[str, Any],
+        Option(PROCESS, 'Where start_profile writes, such as {"torch_profiler_dir": "/tmp/profiles"}'),
+    ] = {}
     disable_log_stats: Annotated[bool, Option(PROCESS, "Do not log load and throughput every 10 s")] = False

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
+import msgspec
 import numpy as np
 
-from headrace.core.requests import RowTable
+from headrace.core.requests import Request, RowTable
 from headrace.core.scheduler import Advance
 from headrace.ipc.codec import Tensor
-from headrace.ipc.messages import Admitted, Finish, LogprobRows, PromptLogprobs, StepOutputs
+from headrace.ipc.failure import Failure
+from headrace.ipc.messages import Admitted, Finish, FinishReason, LogprobRows, PromptLogprobs, StepOutputs
 from headrace.ipc.step import StepPlan, StepResult
 
 
@@ -21,6 +25,56 @@ class Addressed:
 
     def clients(self) -> set[int]:
         return {*self.admitted, *self.finished, *self.prompt_logprobs}
+
+
+def drop_departed(result: StepResult, table: RowTable) -> StepResult:
+    """Without what it tells of rows whose request left after the step was planned: it ended, or nobody wants it."""
+    there = table.still_there(result.rows, result.step)
+    if not result.prompt_logprobs and not result.failures and there.all():
+        return result
+    logprobs, indices = result.logprobs, result.logprob_indices
+    if logprobs is not None and indices is not None:
+        kept = there[indices]
+        logprobs = select_rows(logprobs, kept) if kept.any() else None
+        indices = (np.cumsum(there, dtype=np.int32) - 1)[indices[kept]].astype(np.int32)
+
+    def is_there(row: int) -> bool:
+        return bool(table.still_there(np.array([row]), result.step)[0])
+
+    return msgspec.structs.replace(
+        result,
+        rows=result.rows[there],
+        token_ids=result.token_ids[there],
+        logprob_indices=indices,
+        logprobs=logprobs,
+        prompt_logprobs=tuple(run for run in result.prompt_logprobs if is_there(run.row)),
+        failures=tuple(failure for failure in result.failures if is_there(failure.row)),
+    )
+
+
+def finish_of(
+    request: Request, reason: FinishReason, *, stop_token: int | None = None, failure: Failure | None = None
+) -> Finish:
+    """The request's terminal answer, as of now."""
+    now_s = time.monotonic()
+    scheduled_s = request.first_scheduled_s or now_s
+    token_s = request.first_token_s or now_s
+    return Finish(
+        slot=request.slot,
+        reason=reason,
+        stop_token=stop_token,
+        failure=failure,
+        queued_s=scheduled_s - request.arrived_s,
+        prefill_s=token_s - scheduled_s,
+        decode_s=now_s - token_s,
+        num_preemptions=request.num_preemptions,
+    )
+
+
+def only_finished(step: int, finished: list[Finish]) -> StepOutputs:
+    """Ends of requests that no step brought."""
+    none = Tensor.of("int32", [])
+    return StepOutputs(step=step, slots=none, token_ids=none, finished=tuple(finished))
 
 
 def gather_prompt_logprobs(news: Addressed, result: StepResult, table: RowTable) -> None:

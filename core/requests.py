@@ -75,11 +75,16 @@ class Request:
 
 
 class WaitingQueue:
-    """Waiting requests in the order of `Request.order`. Removal is lazy: a request that left is skipped."""
+    """Waiting requests in the order of `Request.order`. Removal is lazy: a request that left is skipped.
+
+    An order begins with the number of `hold`s before the request's arrival (`era`), so that those that came later are
+    behind all others whatever else they are ordered by, and can be held back.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, ...], int, Request]] = []
         self._size = 0
+        self.era = self._open_era = 0
 
     def __len__(self) -> int:
         return self._size
@@ -93,10 +98,18 @@ class WaitingQueue:
         heapq.heappush(self._heap, (request.order, request.arrival, request))
         self._size += 1
 
+    def hold(self) -> None:
+        """Requests that arrive from now on are not served until `release`."""
+        self.era += 1
+
+    def release(self) -> None:
+        self._open_era = self.era
+
     def head(self) -> Request | None:
+        """The one to serve next; None when there is none, or it is held back."""
         while self._heap and self._heap[0][2].state is not State.WAITING:
             heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
+        return self._heap[0][2] if self._heap and self._heap[0][0][0] <= self._open_era else None
 
     def pop(self) -> Request:
         request = self.head()

@@ -105,7 +105,7 @@ class Scheduler:
         """Queues a request. The caller has checked that it can run alone: it fits max_model_len."""
         self._arrivals += 1
         request.arrival = self._arrivals
-        request.order = order_of(self.config.policy, priority, request.arrival)
+        request.order = (self.waiting.era, *order_of(self.config.policy, priority, request.arrival))
         self.waiting.push(request)
 
     def drop(self, request: Request, *, forget_blocks: bool = False) -> None:
@@ -127,7 +127,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return len(self.waiting) > 0 or self.num_running > 0
+        return self.num_running > 0 or self.waiting.head() is not None
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class Scheduler:
             self._top_up_prefills(draft)
             if not draft.is_empty or not self.num_running or self.num_in_flight:
                 break
-            self._preempt(self._last_served())  # partial prefills block each other: the last to be served yields
+            self.preempt(self._last_served())  # partial prefills block each other: the last to be served yields
         if draft.is_empty:
             return None
         return self._seal(draft)
@@ -171,7 +171,7 @@ class Scheduler:
                 break
             if self.num_in_flight:
                 return False
-            self._preempt(self._last_served())
+            self.preempt(self._last_served())
         blocks = self.pool.allocate(len(full))
         table.block_table[full, table.num_blocks[full]] = blocks
         table.num_blocks[full] += 1
@@ -337,8 +337,11 @@ class Scheduler:
         rows = np.flatnonzero(self.rows.active).tolist()
         return max(rows, key=lambda row: self.rows.requests[row].order)  # type: ignore[union-attr]
 
-    def _preempt(self, row: int) -> None:
-        """By recomputation: the request gives up row and blocks and waits in its old place in the order."""
+    def preempt(self, row: int) -> None:
+        """By recomputation: the request gives up row and blocks and waits in its old place in the order.
+
+        Not while a step is in flight.
+        """
         assert not self.num_in_flight, "a request was to give way while a step was in flight"
         request = self._leave(row)
         request.num_preemptions += 1

@@ -84,7 +84,7 @@ class SteppedCore:
 
     def run_until_idle(self, max_turns: int = 10_000) -> None:
         for _ in range(max_turns):
-            if self.inbox.empty() and not self.loop.scheduler.has_work:
+            if self.inbox.empty() and not self.loop.has_work:
                 self.loop.scheduler.check()
                 return
             self.loop.turn()

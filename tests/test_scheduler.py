@@ -78,7 +78,7 @@ def test_every_request_ends_exactly_once_and_no_block_is_lost(limits, events, eo
             clients[number].send(ResetPrefixCache(call=1))
         else:
             for _ in range(number):
-                if not core.inbox.empty() or core.loop.scheduler.has_work:
+                if not core.inbox.empty() or core.loop.has_work:
                     core.loop.turn()
                     core.loop.scheduler.check()
     core.run_until_idle()
