@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.reference_attention import AttentionParams, CacheScales, PagedBatch
+from headrace.kernels.triton import configs
 from headrace.kernels.triton.attention_kernels import attend_kernel, combine_kernel
 from headrace.kernels.triton.configs import (
     Device,
     Tiles,
     decode_tiles,
-    device_of,
     invariant_tiles,
     power_of_two,
     prefill_tiles,
@@ -97,13 +97,13 @@ class Launch:
         _, num_heads, self.head_dim = query.shape
         self.num_kv_heads, block_size = key_cache.shape[1:3]
         self.num_heads, self.group = num_heads, num_heads // self.num_kv_heads
-        self.device = device_of(query.device.index if query.is_cuda else None)
+        self.device = configs.device_of(query)
         self._window = params.sliding_window or 0
         scales = scales or CacheScales()
         kind = CACHE_KINDS.get(key_cache.dtype, 0)
         if key_cache.dtype == torch.float8_e4m3fn:
             key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-            kind = E4M3_IN_HARDWARE if self.device.has_fp8 and query.is_cuda else kind
+            kind = E4M3_IN_HARDWARE if self.device.has_fp8 else kind
         self._value_scale = scales.value if kind and scales.values is None else 1.0
         key_scale = scales.key if kind and scales.keys is None else 1.0
         unit = LOG2_E if params.soft_cap is None else 1.0 / params.soft_cap

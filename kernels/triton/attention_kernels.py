@@ -5,10 +5,15 @@ scale holds log2(e). Query heads that share a key/value head are packed into one
 head r % GROUP of it, so that keys are read once for all of them (Ainslie et al., 2023).
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
+# What triton.jit compiles has types of its own.
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from headrace.kernels.triton.common_kernels import dot
 
 
 @triton.jit
@@ -83,7 +88,7 @@ def attend_range(
             stored_keys = tl.load(key_cache + elements)
             stored_values = tl.load(value_cache + elements)
         keys = widen(stored_keys, q.dtype, KIND)
-        scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * score_scale
+        scores = dot(q, tl.trans(keys), tl.zeros([q.shape[0], BLOCK_N], tl.float32), PRECISION) * score_scale
         if ROW_SCALES:
             scale_rows = (rows - slots * HEAD_DIM) // HEAD_DIM + slots
             if MASKED:
@@ -114,7 +119,7 @@ def attend_range(
             else:
                 weights *= tl.load(value_scales + scale_rows)[None, :]
         values = widen(stored_values, q.dtype, KIND)
-        acc = tl.dot(weights.to(q.dtype), values, acc * decay[:, None], input_precision=PRECISION)
+        acc = dot(weights.to(q.dtype), values, acc * decay[:, None], PRECISION)
         running_max = new_max
     return running_max, running_sum, acc
 

@@ -10,6 +10,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 LARGE_SHARED_MEMORY = frozenset({(8, 0), (8, 7), (9, 0), (10, 0), (10, 3)})
 """Compute capabilities whose blocks may have 160 KiB of shared memory or more; others have about 99 KiB."""
@@ -46,11 +47,13 @@ class Device:
         return self.capability in LARGE_SHARED_MEMORY
 
 
+def device_of(tensor: Tensor) -> Device:
+    """Where a tensor is; for the interpreter's CPU tensors a small device."""
+    return _cuda_device(tensor.device.index) if tensor.is_cuda else Device(NO_GPU, 4)
+
+
 @functools.cache
-def device_of(index: int | None) -> Device:
-    """The CUDA device of this index; for None (the interpreter) a small one."""
-    if index is None:
-        return Device(NO_GPU, 4)
+def _cuda_device(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
     return Device((properties.major, properties.minor), properties.multi_processor_count)
 
@@ -61,31 +64,36 @@ def power_of_two(count: int) -> int:
 
 
 def decode_tiles(device: Device, head_dim: int, group: int, itemsize: int) -> Tiles:
-    """For sequences of one token. group: query heads per key/value head; itemsize: of the query's dtype."""
+    """For sequences of one token. group: query heads per key/value head; itemsize: of the query's dtype.
+
+    The pipeliner spends half of the stages on the block table, which the keys' addresses come from: 5 keep two tiles
+    of keys and values in shared memory.
+    """
     block_m = max(16, power_of_two(group))
-    if itemsize == 4:
-        return Tiles(block_m, 32 if head_dim <= 128 else 16, 4, 2)
-    if head_dim > 256:
-        return Tiles(block_m, 32, 4, 2)
-    if head_dim > 128:
-        return Tiles(block_m, 32, 4, 3 if device.has_large_shared_memory else 2)
-    return Tiles(block_m, 64, 4, 3 if device.has_large_shared_memory else 2)
+    stages = 5 if device.has_large_shared_memory else 3
+    if itemsize == 4 or head_dim > 256:
+        return Tiles(block_m, 16 if head_dim > 128 else 32, 4, 3)
+    return Tiles(block_m, 32 if head_dim > 128 else 64, 4, stages)
 
 
 def prefill_tiles(device: Device, head_dim: int, group: int, itemsize: int) -> Tiles:
     """For sequences of several tokens; a tile holds at least one token's group of heads."""
     least = power_of_two(group)
+    has_wgmma = device.capability[0] == 9
+    stages = 5 if device.has_large_shared_memory else 3
     if itemsize == 4:
-        return Tiles(max(32 if head_dim <= 128 else 16, least), 32 if head_dim <= 128 else 16, 4, 1)
+        return Tiles(max(32, least), 16, 8, 1)
     if head_dim > 256:
-        return Tiles(max(32, least), 32, 8, 1)
+        return Tiles(max(32, least), 16, 8, 3)
     if head_dim > 128:
-        return Tiles(max(64, least), 32, 8, 2)
-    stages = 3 if device.capability >= (9, 0) and device.has_large_shared_memory else 2
+        return Tiles(max(64, least), 32, 8, stages if has_wgmma else 3)
+    if head_dim > 64 and not has_wgmma:
+        return Tiles(max(128, least), 32, 8, stages)
     return Tiles(max(128, least), 64, 8, stages)
 
 
 def invariant_tiles(device: Device, head_dim: int, group: int, itemsize: int) -> Tiles:
     """For both, where a row's arithmetic must not depend on which of the two kernels runs."""
     prefill = prefill_tiles(device, head_dim, group, itemsize)
-    return Tiles(max(min(prefill.block_m, 64), power_of_two(group), 16), prefill.block_n, 4, 2 if itemsize < 4 else 1)
+    block_m = 32 if head_dim > 128 else min(prefill.block_m, 64)
+    return Tiles(max(block_m, power_of_two(group)), min(prefill.block_n, 32), 8, min(prefill.num_stages, 3))

@@ -1,0 +1,130 @@
+"""Compiles what the entry points of `headrace.kernels.triton` launch, for a GPU that need not be there.
+
+`record` runs an entry point on tensors of the meta device, which have shapes and no memory: whatever it launches is
+noted instead of run, and an entry point that read a value on the host would fail. `compile_launch` compiles one such
+launch ahead of time and asks cuobjdump what it takes.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from headrace.kernels.triton import configs
+
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+    torch.float8_e4m3fn: "*fp8e4nv",
+}
+DEVICES = {80: configs.Device((8, 0), 108), 90: configs.Device((9, 0), 132)}
+"""An A100 and an H200."""
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchRecord:
+    """One launch of a kernel."""
+
+    function: JITFunction
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel takes."""
+
+    num_registers: int
+    """Of each thread; at most 255."""
+    spilled_bytes: int
+    """Of each thread's stack, which is where registers go that do not fit."""
+    shared_bytes: int
+    num_threads: int
+    tensor_core_instructions: int
+
+
+@contextmanager
+def pretended(architecture: int) -> Iterator[None]:
+    """Every tensor seems to be on this GPU."""
+    with mock.patch.object(configs, "device_of", lambda tensor: DEVICES[architecture]):
+        yield
+
+
+def record(run: Callable[[], Any], architecture: int) -> list[LaunchRecord]:
+    """What `run` launches there."""
+    found: list[LaunchRecord] = []
+
+    def note(function: JITFunction, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        arguments = dict(zip(function.arg_names, args, strict=False))
+        options = {name: keywords.pop(name) for name in OPTIONS if name in keywords}
+        found.append(LaunchRecord(function, tuple(grid), {**arguments, **keywords}, options))
+
+    with pretended(architecture), mock.patch.object(JITFunction, "run", note):
+        run()
+    return found
+
+
+def compile_launch(launch: LaunchRecord, architecture: int) -> Resources:
+    """Compiles for `architecture`, with the specialisations that Triton's own launcher would choose."""
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(launch.function.params):
+        value = launch.arguments.get(parameter.name, parameter.default)
+        specialised = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (specialised and type(value) is int and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[(index,)] = value
+            continue
+        signature[parameter.name] = _type(value)
+        is_aligned = isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0)
+        if specialised and is_aligned:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(launch.function, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=launch.options)
+    num_threads = 32 * compiled.metadata.num_warps
+    return _resources(compiled.asm["cubin"], compiled.asm["ptx"], compiled.metadata.shared, num_threads)
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return TYPES[value.dtype]
+    if isinstance(value, bool):
+        return "i1"
+    if isinstance(value, int):
+        return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+    return "fp32"
+
+
+def _resources(cubin: bytes, ptx: str, shared_bytes: int, num_threads: int) -> Resources:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if usage is None:
+        raise ValueError(f"cuobjdump named no registers: {text}")
+    instructions = len(re.findall(r"^\s*(?:mma\.sync|wgmma\.mma_async)", ptx, re.M))
+    return Resources(int(usage[1]), int(usage[2]), shared_bytes, num_threads, instructions)

@@ -1,0 +1,57 @@
+"""What several kernels need, and what hides the interpreter's gaps from them."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
+# What triton.jit compiles has types of its own.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b in float32. The interpreter keeps bfloat16 as raw bits and would multiply those."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """x float32 as `dtype`, to the nearest, even among two. The interpreter alone would cut bfloat16 off."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        kept = tl.where(is_nan, 0x7FC0, nearest)
+        return kept.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def e4m3_of(x):
+    """x float32, at most 448 in magnitude, as the byte of the nearest e4m3 (even among two): as `Tensor.to` does."""
+    bits = x.to(tl.uint32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
+    # Below 2 ** -6 codes are multiples of 2 ** -9; adding 2 ** 23 rounds to a whole one.
+    small = (tl.abs(x) * 512.0 + 8388608.0).to(tl.uint32, bitcast=True) & 0xF
+    return (sign | tl.where(magnitude < 0x3C800000, small, normal)).to(tl.uint8)
+
+
+@triton.jit
+def int8_of(x):
+    """x float32, at most 127 in magnitude, to the nearest integer, even among two."""
+    # Adding 1.5 * 2 ** 23 leaves no room for a fraction.
+    return (x + 12582912.0 - 12582912.0).to(tl.int8)
+
+
+@triton.jit
+def tanh(x):
+    """1 - 2 / (1 + e^2x)."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))

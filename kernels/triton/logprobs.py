@@ -1,0 +1,60 @@
+"""Launching log-probabilities."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.kernels import reference_sampling
+from headrace.kernels.reference_sampling import TokenLogprobs
+from headrace.kernels.triton.configs import power_of_two
+from headrace.kernels.triton.logprobs_kernels import chunk_logprobs_kernel, row_logprobs_kernel
+
+CHUNK_TOKENS = 2048
+NUM_WARPS = 4
+MOST_TOP = 32
+"""Beyond this many, the likeliest are found by torch's own top-k, which does not wait for the device either."""
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int, out: TokenLogprobs | None = None) -> TokenLogprobs:
+    """As `reference_sampling.token_logprobs`; out takes the result of up to MOST_TOP likeliest. Two launches."""
+    num_rows, vocab_size = logits.shape
+    if num_top > min(MOST_TOP, vocab_size):
+        return reference_sampling.token_logprobs(logits, token_ids, num_top)
+    device = logits.device
+    if out is None:
+        out = TokenLogprobs(
+            torch.empty((num_rows, 1 + num_top), dtype=torch.int32, device=device),
+            torch.empty((num_rows, 1 + num_top), dtype=torch.float32, device=device),
+            torch.empty(num_rows, dtype=torch.int32, device=device),
+        )
+    if num_rows == 0:
+        return out
+    num_chunks = -(-vocab_size // CHUNK_TOKENS)
+    maxima, sums = torch.empty((2, num_rows, num_chunks), dtype=torch.float32, device=device)
+    above = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
+    top = torch.empty((num_rows, num_chunks, num_top), dtype=torch.int64, device=device)
+    parts = (maxima, sums, above, top)
+    chunk_logprobs_kernel[(num_rows, num_chunks)](
+        logits,
+        token_ids,
+        *parts,
+        vocab_size,
+        logits.stride(0),
+        NUM_TOP=num_top,
+        BLOCK=CHUNK_TOKENS,
+        num_warps=NUM_WARPS,
+    )
+    row_logprobs_kernel[(num_rows,)](
+        logits,
+        token_ids,
+        *parts,
+        *out,
+        num_chunks,
+        logits.stride(0),
+        NUM_TOP=num_top,
+        CHUNKS=power_of_two(num_chunks),
+        CANDIDATES=power_of_two(max(1, num_chunks * num_top)),
+        num_warps=NUM_WARPS,
+    )
+    return out

@@ -1,0 +1,104 @@
+"""What the Triton kernels offer. Importing this does not import triton: a CPU engine's start does not pay for it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from headrace.kernels.registry import Version
+
+LEAST_CAPABILITY = (8, 0)
+COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
+MOST_HEAD_DIM = 512
+MOST_GROUP = 64
+MOST_NORM_SIZE = 65536
+
+
+def why_no_triton(device: torch.device | None = None, **_: Any) -> str:
+    """Why no Triton kernel can run there, in a sentence; "" when one can."""
+    if device is None or (device.type != "cuda" and not (device.type == "cpu" and _is_interpreted())):
+        return f"the Triton kernels run on CUDA devices, not on {device}."
+    if reason := _why_not_importable():
+        return reason
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < LEAST_CAPABILITY:
+            found = ".".join(map(str, capability))
+            return f"the Triton kernels need compute capability 8.0 or above; {device} has {found}."
+    return ""
+
+
+def _is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _why_not_importable() -> str:
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        return f"triton cannot be imported here ({error}); it has no build for every platform."
+    return ""
+
+
+def _why_not(dtype: torch.dtype | None = None, **facts: Any) -> str:
+    if dtype not in COMPUTED:
+        return f"the Triton kernels compute in float32, bfloat16 and float16, not in {dtype}."
+    return why_no_triton(**facts)
+
+
+def _why_no_heads(head_dim: int | None = None, **facts: Any) -> str:
+    if head_dim is None or not 0 < head_dim <= MOST_HEAD_DIM:
+        return f"the Triton kernels take heads of up to {MOST_HEAD_DIM} values, not {head_dim}."
+    return _why_not(**facts)
+
+
+def _why_no_attention(num_heads: int | None = None, num_kv_heads: int | None = None, **facts: Any) -> str:
+    if not num_heads or not num_kv_heads or num_heads > MOST_GROUP * num_kv_heads:
+        return (
+            f"Triton attention packs up to {MOST_GROUP} query heads of each key/value head, "
+            f"not {num_heads} of {num_kv_heads}."
+        )
+    return _why_no_heads(**facts)
+
+
+def _why_no_norm(size: int | None = None, **facts: Any) -> str:
+    if size is not None and size > MOST_NORM_SIZE:
+        return f"the Triton norms hold a row of up to {MOST_NORM_SIZE} values, not {size}."
+    return _why_not(**facts)
+
+
+def _offer(op: str, module: str, why_not: Callable[..., str] = _why_not) -> Version:
+    @functools.cache
+    def loaded() -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(importlib.import_module(f"headrace.kernels.triton.{module}"), op)
+        return function
+
+    def serve(*args: Any, **options: Any) -> Any:
+        return loaded()(*args, **options)
+
+    return Version(op, "triton", serve, why_not)
+
+
+VERSIONS = (
+    _offer("paged_attention", "attention", _why_no_attention),
+    _offer("cascade_attention", "cascade", _why_no_attention),
+    _offer("rms_norm", "norms", _why_no_norm),
+    _offer("layer_norm", "norms", _why_no_norm),
+    _offer("rotary", "rotary_cache", _why_no_heads),
+    _offer("write_cache", "rotary_cache", _why_no_heads),
+    _offer("rotary_and_write", "rotary_cache", _why_no_heads),
+    _offer("activate", "activation"),
+    _offer("activate_and_multiply", "activation"),
+    _offer("embed", "embedding"),
+    _offer("adjust_logits", "logits", why_no_triton),
+    _offer("count_tokens", "logits", why_no_triton),
+    _offer("choose_tokens", "sampling", why_no_triton),
+    _offer("token_logprobs", "logprobs", why_no_triton),
+)

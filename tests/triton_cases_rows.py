@@ -1,0 +1,120 @@
+"""The Triton ops on rows (norms, activations, rotary, cache writes, embedding) against their references."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from paged import make_batch
+
+from headrace.kernels import ops
+from headrace.kernels.reference_attention import CacheScales
+from headrace.kernels.reference_rotary_cache import LayerCache, Rotation
+from headrace.kernels.triton import activation, embedding, norms, rotary_cache
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ULP = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+"""An output may differ by one rounding of its dtype, relative to its size."""
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    bound = ULP[expected.dtype]
+    torch.testing.assert_close(found.float(), expected.float(), rtol=bound, atol=bound / 2)
+
+
+def case_norms_add_the_residual_and_round_once() -> None:
+    for dtype, size, shape in itertools.product(DTYPES, (1, 20, 129), ((5,), (2, 3))):
+        x, residual = (torch.randn(2, *shape, size) * 3).to(dtype)
+        weight, bias = torch.randn(2, size)
+        for name, function, affine in (
+            ("rms_norm", norms.rms_norm, (weight,)),
+            ("layer_norm", norms.layer_norm, (weight, bias)),
+            ("layer_norm", norms.layer_norm, (None, None)),
+        ):
+            for second in (None, residual):
+                expected, total = ops()[name].reference(x, second, *affine, 1e-5)
+                found, found_total = function(x, second, *affine, 1e-5)
+                assert_close(found, expected)
+                assert torch.equal(found_total, total)
+
+
+def case_norm_adds_in_place_and_reads_strided_rows() -> None:
+    wide = torch.randn(4, 96).bfloat16()
+    x, residual, weight = wide[:, 32:64], torch.randn(4, 32).bfloat16(), torch.rand(32)
+    expected, total = ops()["rms_norm"].reference(x, residual, weight, 1e-6)
+    found, found_total = norms.rms_norm(x, residual, weight, 1e-6, total_out=residual)
+    assert found_total is residual
+    assert torch.equal(residual, total)
+    assert_close(found, expected)
+
+
+def case_activations() -> None:
+    for dtype, kind in itertools.product(DTYPES, ("silu", "gelu", "gelu_tanh", "relu")):
+        x = (torch.randn(3, 74) * 4).to(dtype)
+        assert_close(activation.activate(x, kind), ops()["activate"].reference(x, kind))
+        expected = ops()["activate_and_multiply"].reference(x, kind)
+        bound = ULP[dtype] * 8  # the reference's activation may round the other way, and is multiplied by up
+        torch.testing.assert_close(activation.activate_and_multiply(x, kind), expected, rtol=2 * ULP[dtype], atol=bound)
+
+
+def case_rotary_turns_whole_and_partial_heads() -> None:
+    for dtype, heads, (head_dim, half) in itertools.product(DTYPES, ((6, 2), (7, 1)), ((16, 8), (20, 6))):
+        joined = torch.randn(5, sum(heads), head_dim).to(dtype)
+        query, key = joined.split(heads, dim=1)
+        angles = torch.rand(5, half) * 6
+        expected = ops()["rotary"].reference(query, key, angles.cos(), angles.sin())
+        found = rotary_cache.rotary(query, key, angles.cos(), angles.sin())
+        assert_close(found[0], expected[0])
+        assert_close(found[1], expected[1])
+
+
+def case_rotary_and_write_equals_its_parts_and_leaves_padding_alone() -> None:
+    kinds = [(False, True, 10), (True, True, 6), (False, False, 6), (True, False, 10), (False, True, 0)]
+    for dtype, (interleaved, normed, half) in itertools.product((torch.float32, torch.bfloat16), kinds):
+        batch, keys, values = make_batch([(2, 20), (1, 0), (1, 5)], 4, 3, 20, dtype)
+        heads = (torch.randn(4, 9 + 3 + 3, 20) * 2).to(dtype).split((9, 3, 3), dim=1)
+        angles = torch.rand(4, max(1, half)) * 6
+        rotation = Rotation(
+            cos=angles.cos() if half else None,
+            sin=angles.sin() if half else None,
+            interleaved=interleaved,
+            query_norm=torch.rand(20) if normed else None,
+            key_norm=torch.rand(20) if normed else None,
+            eps=1e-6,
+        )
+        mine, theirs = LayerCache(keys.clone(), values.clone()), LayerCache(keys, values)
+        expected = ops()["rotary_and_write"].reference(*heads, rotation, theirs, batch)
+        assert_close(rotary_cache.rotary_and_write(*heads, rotation, mine, batch), expected)
+        for found, wanted in ((mine.keys, keys), (mine.values, values)):
+            assert torch.equal(found.isnan(), wanted.isnan()), "a slot that is nobody's was written"
+            assert_close(found.nan_to_num(), wanted.nan_to_num())
+
+
+def case_write_cache_stores_scaled_rows_as_the_reference_does() -> None:
+    for dtype, stored, dynamic in itertools.product(DTYPES, (torch.int8, torch.float8_e4m3fn), (False, True)):
+        batch, keys, _ = make_batch([(3, 20), (1, 5), (2, 0), (9, 9)], 4, 2, 24, torch.float32)
+        key, value = (torch.randn(2, 15, 2, 24) * 100).to(dtype)
+        key[0, 0] = 0
+        key[1, 1] *= 1e-3  # subnormal as e4m3
+        caches, scales = [], []
+        for _ in range(2):
+            caches.append(torch.zeros(2, *keys.shape).to(stored))
+            rows = torch.zeros(2, *keys.shape[:3])
+            scales.append(CacheScales(keys=rows[0], values=rows[1]) if dynamic else CacheScales(key=0.9, value=0.3))
+        ops()["write_cache"].reference(key, value, *caches[0], batch, scales[0])
+        rotary_cache.write_cache(key, value, *caches[1], batch, scales[1])
+        assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
+        if dynamic:
+            assert torch.equal(scales[0].keys, scales[1].keys)
+            assert torch.equal(scales[0].values, scales[1].values)
+
+
+def case_embedding_of_a_part_of_the_vocabulary() -> None:
+    for dtype, scale, ids_dtype in itertools.product(DTYPES, (1.0, 5.6568), (torch.int32, torch.int64)):
+        table = torch.randn(11, 40).to(dtype)
+        token_ids = torch.tensor([7, 8, 18, 19, -1, 0, 12], dtype=ids_dtype)
+        expected = ops()["embed"].reference(token_ids, table, 8, scale)
+        assert torch.equal(embedding.embed(token_ids, table, 8, scale), expected)
+        assert not expected[[0, 3, 4, 5]].any()

@@ -1,0 +1,198 @@
+"""The Triton ops on logits against their references, and those against the sampler of the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from headrace.executor import random_numbers
+from headrace.executor.batch import Draws
+from headrace.executor.sampler import choose_in_torch, truncate
+from headrace.kernels import ops
+from headrace.kernels.reference_sampling import (
+    DeviceDraws,
+    LogitChanges,
+    Penalties,
+    choose_tokens,
+    ordered_keys,
+    pack_bits,
+    unpack_bits,
+)
+from headrace.kernels.triton import logits as triton_logits
+from headrace.kernels.triton import logprobs, sampling
+from headrace.kernels.triton.sampling_kernels import exact_noise, rough_noise, row_key, words_of
+
+SETTINGS = [
+    # temperature, top_k, top_p, min_p
+    (0.0, 0, 1.0, 0.0),
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 5, 1.0, 0.0),
+    (1.3, 0, 0.9, 0.0),
+    (1.0, 0, 1.0, 0.05),
+    (2.0, 40, 0.8, 0.01),
+    (1.0, 1, 1.0, 0.0),
+    (5.0, 100000, 0.999, 0.0),
+    (1.0, 3, 0.5, 0.9),
+    (0.1, 0, 1e-12, 0.0),
+]
+
+
+def make_draws(num_rows: int, settings: list[tuple[float, int, float, float]]) -> DeviceDraws:
+    """Row i has settings[i % len(settings)] and a seed and place of its own."""
+    columns = list(zip(*(settings[i % len(settings)] for i in range(num_rows)), strict=True))
+    return DeviceDraws(
+        temperature=torch.tensor(columns[0]),
+        top_k=torch.tensor(columns[1], dtype=torch.int32),
+        top_p=torch.tensor(columns[2], dtype=torch.float64),
+        min_p=torch.tensor(columns[3], dtype=torch.float64),
+        seed=torch.randint(-(2**63), 2**63 - 1, (num_rows,)),
+        position=torch.randint(0, 100_000, (num_rows,), dtype=torch.int32),
+    )
+
+
+def make_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
+    """Rounded to bf16, so that many are equal; some masked; a few flat rows."""
+    logits = (torch.randn(num_rows, vocab_size) * 3).bfloat16().float()
+    logits[:, ::7] = -torch.inf
+    logits[-1] = 0.5
+    return logits
+
+
+def as_host_draws(draws: DeviceDraws) -> Draws:
+    return Draws(
+        temperature=draws.temperature.numpy(),
+        top_k=draws.top_k.numpy().astype(np.int64),
+        top_p=draws.top_p.numpy(),
+        min_p=draws.min_p.numpy(),
+        seed=draws.seed.numpy().view(np.uint64),
+        position=draws.position.numpy(),
+    )
+
+
+@triton.jit
+def _noise_kernel(seed, position, words, exact, rough, BLOCK: tl.constexpr):
+    ids = tl.arange(0, BLOCK)
+    drawn = words_of(row_key(tl.load(seed), tl.load(position)), ids)
+    tl.store(words + ids, drawn.to(tl.int64, bitcast=True))
+    tl.store(exact + ids, exact_noise(drawn))
+    tl.store(rough + ids, rough_noise(drawn))
+
+
+def case_random_words_are_those_of_the_executor_to_the_bit() -> None:
+    ids = torch.arange(4096)
+    for seed, position in ((0, 0), (-1, 7), (-(2**63), 2**31 - 1), (0x1234_5678_9ABC_DEF, 12345)):
+        words, exact, rough = ids.clone(), torch.empty(4096, dtype=torch.float64), torch.empty(4096)
+        _noise_kernel[(1,)](torch.tensor([seed]), torch.tensor([position]), words, exact, rough, BLOCK=4096)
+        keys = random_numbers.row_keys(np.array([seed]).view(np.uint64), np.array([position]))
+        signed = torch.from_numpy(keys.view(np.int64))[:, None]
+        assert torch.equal(words, random_numbers.words(signed, ids)[0])
+        noise = random_numbers.gumbel_noise(signed, ids)[0]
+        torch.testing.assert_close(exact, noise, rtol=1e-15, atol=1e-15)
+        assert (rough - noise).abs().max() < 1e-5
+
+
+def case_chosen_tokens_are_those_of_the_sampler() -> None:
+    num_rows = len(SETTINGS) + 1
+    draws, logits = make_draws(num_rows, SETTINGS), make_logits(num_rows, 2100)
+    host = choose_in_torch(logits.clone(), as_host_draws(draws))
+    reference = choose_tokens(logits, draws)
+    assert torch.equal(reference.token_ids, torch.from_numpy(host.token_ids).long())
+    found = sampling.choose_tokens(logits, draws)
+    assert torch.equal(found.token_ids, reference.token_ids)
+    assert torch.equal(found.best, reference.best)
+
+
+def case_truncation_keeps_exactly_what_the_sampler_keeps() -> None:
+    num_rows, vocab_size = 2 * len(SETTINGS) + 1, 300
+    draws, logits = make_draws(num_rows, SETTINGS), make_logits(num_rows, vocab_size)
+    keys, last_ids = sampling.find_kept(logits, draws, logits.max(1, keepdim=True).values)
+    host = as_host_draws(draws)
+    tempered = logits / torch.where(draws.temperature > 0, draws.temperature, 1.0)[:, None]
+    kept = truncate(tempered, vocab_size, top_k=host.top_k, top_p=host.top_p, min_p=host.min_p)
+    order = ordered_keys(tempered) >> 32
+    ids = torch.arange(vocab_size)
+    for row in range(num_rows):
+        passing = (order[row] > keys[row]) | ((order[row] == keys[row]) & (ids <= last_ids[row]))
+        count = int(kept.logits[row].isfinite().sum())
+        finite = logits[row].isfinite()
+        if host.temperature[row] > 0:
+            assert torch.equal(ids[passing & finite], kept.token_ids[row, :count].sort().values), SETTINGS[row % 10]
+        else:
+            assert passing.all()
+
+
+def case_a_row_without_finite_logits_is_told_by_its_best() -> None:
+    logits = torch.randn(4, 70)
+    logits[0, 5] = torch.nan
+    logits[1] = -torch.inf
+    logits[2, 3] = torch.inf
+    draws = make_draws(4, [(1.0, 5, 0.9, 0.0)])
+    found = sampling.choose_tokens(logits, draws)
+    assert found.best.isfinite().tolist() == [False, False, False, True]
+    assert found.best[0].isnan()
+    greedy = make_draws(4, SETTINGS[:1])
+    assert torch.equal(sampling.choose_tokens(logits, greedy).token_ids, choose_tokens(logits, greedy).token_ids)
+
+
+def case_a_row_chooses_the_same_alone() -> None:
+    draws, logits = make_draws(10, SETTINGS), make_logits(10, 500)
+    together = sampling.choose_tokens(logits, draws).token_ids
+    for row in range(10):
+        names = ("temperature", "top_k", "top_p", "min_p", "seed", "position")
+        alone = DeviceDraws(**{name: getattr(draws, name)[row : row + 1] for name in names})
+        assert sampling.choose_tokens(logits[row : row + 1], alone).token_ids[0] == together[row]
+
+
+def case_logits_are_adjusted_as_the_reference_does() -> None:
+    num_rows, vocab_size = 5, 2100
+    flags = torch.rand(3, vocab_size) < 0.3
+    assert torch.equal(unpack_bits(pack_bits(flags), vocab_size), flags)
+    penalties = Penalties(
+        state_rows=torch.tensor([2, -1, 0, 1, -1], dtype=torch.int32),
+        output_counts=torch.randint(0, 3, (3, vocab_size), dtype=torch.int32),
+        prompt_bits=pack_bits(flags),
+        repetition=torch.tensor([1.3, 9.0, 1.0, 0.7, 9.0]),
+        frequency=torch.tensor([0.5, 9.0, -0.3, 0.0, 9.0]),
+        presence=torch.tensor([0.1, 9.0, 0.0, 1.5, 9.0]),
+    )
+    allowed = torch.rand(num_rows, vocab_size) < 0.8
+    ids = torch.stack([torch.randperm(vocab_size)[:300] for _ in range(num_rows)]).int()
+    ids[:, 100:120] = -1
+    bias = torch.randn(num_rows, 300)
+    bias[:, ::9] = -torch.inf
+    for changes in (
+        LogitChanges(),
+        LogitChanges(allowed_bits=pack_bits(allowed)),
+        LogitChanges(penalties=penalties),
+        LogitChanges(pack_bits(allowed), penalties, ids, bias),
+    ):
+        logits = torch.randn(num_rows, vocab_size) * 4
+        expected = ops()["adjust_logits"].reference(logits.clone(), changes)
+        found = triton_logits.adjust_logits(logits, changes)
+        assert found is logits
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def case_sampled_tokens_are_counted_once() -> None:
+    counts = torch.randint(0, 3, (4, 30), dtype=torch.int32)
+    rows = torch.tensor([2, -1, 0, 1], dtype=torch.int32)
+    token_ids = torch.tensor([29, 5, -1, 0])
+    expected = counts.clone()
+    ops()["count_tokens"].reference(expected, rows, token_ids)
+    before = counts.sum()
+    triton_logits.count_tokens(counts, rows, token_ids)
+    assert torch.equal(counts, expected)
+    assert counts.sum() == before + 2
+
+
+def case_logprobs_ranks_and_likeliest() -> None:
+    for vocab_size, num_top in ((40, 0), (40, 5), (2100, 20), (2100, 33)):
+        logits = make_logits(4, vocab_size)
+        token_ids = torch.tensor([1, 3, vocab_size - 1, 8])
+        expected = ops()["token_logprobs"].reference(logits, token_ids, num_top)
+        found = logprobs.token_logprobs(logits, token_ids, num_top)
+        assert torch.equal(found.token_ids, expected.token_ids)
+        assert torch.equal(found.ranks, expected.ranks)
+        torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-6, atol=1e-5)
