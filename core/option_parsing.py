@@ -227,7 +227,9 @@ def type_text(spec: OptionSpec) -> str:
         return "{" + ",".join(spec.choices) + "}"
     if spec.option.unit:
         return spec.option.unit.upper()
-    return {"int": "N", "float": "NUMBER", "str": "TEXT", "list": "NAME", "dict": "JSON", "bool": ""}[spec.kind]
+    return {"int": "N", "float": "NUMBER", "str": "TEXT", "list": "NAME", "numbers": "N", "dict": "JSON", "bool": ""}[
+        spec.kind
+    ]
 
 
 class _MergeJson(argparse.Action):
@@ -261,7 +263,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def _argument(spec: OptionSpec) -> dict[str, Any]:
-    limits = range_text(spec.option) if spec.kind in ("int", "float") else ""
+    limits = range_text(spec.option) if spec.kind in ("int", "float", "numbers") else ""
     notes = "; ".join(filter(None, [limits, f"default: {default_text(spec)}"]))
     argument: dict[str, Any] = {
         "help": f"{spec.option.help} ({notes})".replace("%", "%%"),
@@ -270,7 +272,7 @@ def _argument(spec: OptionSpec) -> dict[str, Any]:
     if spec.kind == "bool":
         return {**argument, "action": argparse.BooleanOptionalAction}
     argument["metavar"] = type_text(spec)
-    if spec.kind == "list":
+    if spec.kind in ("list", "numbers"):
         argument.update({"action": "append"} if spec.option.repeated else {"nargs": "+", "action": "extend"})
     if spec.kind == "dict":
         argument["action"] = _MergeJson

@@ -25,7 +25,7 @@ from headrace.ipc.failure import OptionError
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-Kind = Literal["bool", "int", "float", "str", "choice", "list", "dict"]
+Kind = Literal["bool", "int", "float", "str", "choice", "list", "numbers", "dict"]
 KINDS: Mapping[Any, Kind] = types.MappingProxyType(
     {bool: "bool", int: "int", float: "float", str: "str", Literal: "choice", tuple: "list", dict: "dict"}
 )
@@ -56,7 +56,7 @@ def option_specs(struct: type[msgspec.Struct] = Options) -> Mapping[str, OptionS
         default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
         specs[field.name] = OptionSpec(
             name=field.name,
-            kind=KINDS[typing.get_origin(inner) or inner],
+            kind="numbers" if inner == tuple[int, ...] else KINDS[typing.get_origin(inner) or inner],
             option=option,
             default=default,
             nullable=type(None) in parts,
@@ -119,10 +119,11 @@ def convert(spec: OptionSpec, value: Any) -> Any:
     if spec.nullable and word in ("none", "null") and spec.kind != "str":
         return None
     converted = _CONVERTERS[spec.kind](spec, value)
-    if spec.kind in ("int", "float"):
+    if spec.kind in ("int", "float", "numbers"):
         low, high = option.minimum, option.maximum
+        numbers = converted if spec.kind == "numbers" else (converted,)
         # Written so that NaN fails.
-        if not ((low is None or converted >= low) and (high is None or converted <= high)):
+        if not all((low is None or number >= low) and (high is None or number <= high) for number in numbers):
             raise ValueError(f"out of range; it must be {range_text(option)}")
     return converted
 
@@ -238,6 +239,14 @@ def _to_list(spec: OptionSpec, value: Any) -> tuple[str, ...]:
     return tuple(items)
 
 
+def _to_numbers(spec: OptionSpec, value: Any) -> tuple[int, ...]:
+    items = [value] if isinstance(value, str | int) else value
+    if not isinstance(items, list | tuple):
+        raise ValueError("it must be a list of whole numbers, such as 1,2")
+    parts = [part for item in items for part in (item.split(",") if isinstance(item, str) else [item])]
+    return tuple(_to_int(spec, part) for part in parts)
+
+
 def _to_dict(spec: OptionSpec, value: Any) -> dict[str, Any]:
     if callable(value):
         raise ValueError("a function cannot travel to the engine's process; give a dict")
@@ -263,6 +272,7 @@ _CONVERTERS: Mapping[Kind, Callable[[OptionSpec, Any], Any]] = types.MappingProx
         "str": _to_str,
         "choice": _to_choice,
         "list": _to_list,
+        "numbers": _to_numbers,
         "dict": _to_dict,
     }
 )

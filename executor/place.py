@@ -21,6 +21,7 @@ Every rank is given every StepPlan; the answer is the StepResult of the rank who
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from headrace.core.options import Options
     from headrace.core.plan import Plan
 
 DEADLINE_S = 300.0
@@ -141,6 +143,12 @@ class Place:
         pp_rank, tp_rank = divmod(rank, tp_size)
         return cls(tp_rank, tp_size, pp_rank, pp_size, None, layer_partition)
 
+    @classmethod
+    def of_options(cls, rank: int, options: Options) -> Place:
+        """The place of a rank of the world that the options ask for. Raises OptionError for a wrong partition."""
+        sizes = options.tensor_parallel_size, options.pipeline_parallel_size
+        return cls.of(rank, *sizes, options.pipeline_layer_partition)
+
     def with_collectives(self, collectives: Collectives) -> Place:
         return replace(self, collectives=collectives)
 
@@ -240,5 +248,7 @@ def collectives_bytes(world: World) -> int:
 
 def mark_failed(fd: int, rank: int) -> None:
     """Tells every rank that waits for another that `rank` is gone; they raise PeerError within 100 ms."""
+    if os.fstat(fd).st_size < mmap.PAGESIZE:
+        return  # it has no size yet, and nobody has joined
     with mmap.mmap(fd, mmap.PAGESIZE) as memory:
         memory[FAILED_AT : FAILED_AT + 4] = struct.pack("=I", rank + 1)

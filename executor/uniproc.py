@@ -42,11 +42,11 @@ CACHE_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 class UniprocExecutor(Executor):
     """Owns the checkpoint until the weights are loaded, then the model, its cache and the runner.
 
-    With another place than `SINGLE` it is one rank of several, each of which is given every plan; see `place`.
+    With a place it is one rank of several, each of which is given every plan; see `executor.place`.
     """
 
-    def __init__(self, options: Options, place: Place = SINGLE) -> None:
-        self._options, self._place = options, place
+    def __init__(self, options: Options, place: Place | None = None) -> None:
+        self._options, self._place = options, place or Place.of_options(0, options)
         self._device = torch.device("cpu")
         self._checkpoint: Checkpoint | None = None
         self._spec: ArchSpec | None = None

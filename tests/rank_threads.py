@@ -52,7 +52,7 @@ class RankThreads(Executor):
 
     def __init__(self, options: Options) -> None:
         self._tp_size, self._pp_size = options.tensor_parallel_size, options.pipeline_parallel_size
-        places = [Place.of(rank, self._tp_size, self._pp_size) for rank in range(self._tp_size * self._pp_size)]
+        places = [Place.of_options(rank, options) for rank in range(self._tp_size * self._pp_size)]
         self._ranks = [UniprocExecutor(options, place=place) for place in places]
         self._replying = next(place.rank for place in places if place.replies)
         self._threads = [ThreadPoolExecutor(1, f"rank {place.rank}") for place in places]

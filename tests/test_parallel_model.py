@@ -13,6 +13,7 @@ from rank_threads import RankThreads
 
 from headrace import LLM, SamplingParams
 from headrace.executor import cpu_decoder, uniproc
+from headrace.ipc.failure import ModelError, OptionError
 from headrace.kernels.cpu.linear import runtime
 
 THREADS = f"{RankThreads.__module__}:{RankThreads.__name__}"
@@ -89,3 +90,39 @@ def test_ranks_together_answer_like_one(folder: Path, name: str, tp_size: int, p
     )
     assert tokens == alone(folder, name)
     assert num_cached > 0 or name == "llama_dynamic"
+
+
+def test_layers_can_be_given_out_by_hand(folder: Path) -> None:
+    options = {"distributed_executor_backend": THREADS, "pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    tokens, _ = generate(saved(folder, "gemma3"), pipeline_layer_partition=[1, 3], **options)
+    assert tokens == alone(folder, "gemma3")
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"tensor_parallel_size": 3}, "4 attention heads and 4 key/value heads cannot be divided among 3 ranks"),
+    ("llama_odd_mlp", {"tensor_parallel_size": 4}, "an MLP's inner size of 90 cannot be divided among 4 tensor-paral"),
+    ("llama", {"pipeline_parallel_size": 3}, "3 pipeline stages cannot share a model of 2 layers"),
+    (
+        "llama",
+        {"pipeline_parallel_size": 2, "pipeline_layer_partition": [1, 3]},
+        "pipeline_layer_partition 1,3 gives out 4 layers; the model has 2, and every stage needs at least one",
+    ),
+    (
+        "llama",
+        {"pipeline_layer_partition": [1, 1]},
+        "pipeline_layer_partition 1,1 names 2 stages, but pipeline_parallel_size is 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), REFUSED)
+def test_a_model_that_the_ranks_cannot_share_is_refused(
+    folder: Path, name: str, options: dict[str, Any], message: str
+) -> None:
+    if name == "llama_odd_mlp":
+        model = tiny_models.save("llama", folder / name, intermediate_size=90)
+    else:
+        model = saved(folder, name)
+    backend = THREADS if len(options) > 1 or "pipeline_layer_partition" not in options else "uni"
+    with pytest.raises((ModelError, OptionError), match=message):
+        LLM(str(model), in_process=True, distributed_executor_backend=backend, **(TIGHT | options))
