@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.ipc.failure import OptionError
 
-_COMMANDS = ("latency", "throughput", "serve", "startup", "overhead")
+_COMMANDS = ("latency", "throughput", "serve", "startup", "overhead", "compare", "plot")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
