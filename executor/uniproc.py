@@ -76,8 +76,8 @@ class UniprocExecutor(Executor):
             num_layers=spec.num_layers,
             hidden_size=spec.hidden_size,
             intermediate_size=spec.intermediate_size,
-            kv_elements_per_token=spec.kv_elements_per_token * kv_copies(spec, self._place),
-            kv_rows_per_token=spec.kv_rows_per_token * kv_copies(spec, self._place),
+            kv_elements_per_token=own_kv_rows(spec, self._place) * spec.head_dim,
+            kv_rows_per_token=own_kv_rows(spec, self._place),
             eos_token_ids=tuple(checkpoint.eos_token_ids),
             generation_defaults=dict(checkpoint.generation_config),
             why_no_prefix_caching=_why_no_prefix_caching(spec),
@@ -182,12 +182,12 @@ def check_shares(spec: ArchSpec, place: Place) -> None:
     place.layers(spec.num_layers)
 
 
-def kv_copies(spec: ArchSpec, place: Place) -> int:
-    """How often each key/value head is kept: more than once where there are fewer heads than ranks.
+def own_kv_rows(spec: ArchSpec, place: Place) -> int:
+    """Keys and values of one token that this rank keeps, each a row of head_dim elements.
 
-    The ranks share one host's memory, so what the core must know is all of them together.
+    The ranks' sum is more than `spec.kv_rows_per_token` where there are fewer key/value heads than ranks.
     """
-    return spec.local_kv_heads(place.tp_size) * place.tp_size // spec.num_kv_heads
+    return 2 * len(place.layers(spec.num_layers)) * spec.local_kv_heads(place.tp_size)
 
 
 def check_op_by_op(plan: Plan, reason: str) -> None:
