@@ -158,6 +158,7 @@ def _fill(buffers: StepBuffers, arrays: StepArrays) -> None:
     num_tokens, num_seqs, num_logits = len(arrays.token_ids), len(arrays.seq_lens), len(arrays.logits_indices)
     width = tables.shape[1]
     step.num_tokens, step.num_seqs, step.num_logits, step.block_table_stride = num_tokens, num_seqs, num_logits, width
+    step.only_highest = not arrays.reads_logits
     buffers.token_ids[:num_tokens] = arrays.token_ids
     buffers.positions[:num_tokens] = arrays.positions
     buffers.slot_mapping[:num_tokens] = arrays.slot_mapping

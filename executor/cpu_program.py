@@ -25,6 +25,10 @@ from headrace.kernels.cpu.program_parts import Attention, Buffer, LayerCache, No
 from headrace.kernels.cpu.program_ranks import rank_gather, rank_meet, rank_sum
 from headrace.kernels.cpu.program_run import Program, StepBuffers
 
+ALONE_S = 500e-6
+"""A step shorter than this takes one thread: beside other busy processes (the client, the HTTP server) two of them
+wait longer for each other than one takes."""
+
 
 @dataclass(frozen=True)
 class StepLimits:
@@ -62,7 +66,9 @@ class ProgramWriter:
         self._ranks = RankBuffers(place, limits.max_tokens) if place.tp_size > 1 else None
         self._positions = min(limits.max_positions, kv_cache.num_blocks * kv_cache.block_size)
         self._rotaries: dict[RopeSpec, Rotary] = {}
-        builder = self._builder = Builder(runtime, max_tokens=limits.max_tokens, max_logits=limits.max_seqs)
+        builder = self._builder = Builder(
+            runtime, max_tokens=limits.max_tokens, max_logits=limits.max_seqs, alone_s=ALONE_S
+        )
         inner = inner_dtype(model)
         self._num_heads = spec.num_heads // place.tp_size
         self._inner_size = spec.intermediate_size // place.tp_size
@@ -200,8 +206,10 @@ class ProgramWriter:
             projected = builder.buffer(spec.embedding_width, inner_dtype(model), rows="logits")
             self._linear(model.project_out, x, projected)
             x = projected
-        logits = builder.buffer(spec.vocab_size, torch.float32, rows="logits")
         assert model.head is not None, "the last stage has the head"
+        # What comes after a plain projection may be nothing but a choice.
+        is_plain = self._ranks is None and model.head.biases == (None,) and spec.final_soft_cap is None
+        logits = builder.buffer(spec.vocab_size, torch.float32, rows="logits", highest=is_plain)
         if self._ranks is None:
             self._linear(model.head, x, logits)
         else:
