@@ -113,11 +113,15 @@ class NullExecutor(Executor):
         plan = self._submitted.popleft()
         if self._check is not None:
             self._check.apply(plan)
+        began_s = time.monotonic()
         if self.model.step_delay_s:
             time.sleep(self.model.step_delay_s)
-        result = self._rows.step(plan)
+        result = self._rows.step(plan, began_s)
         if self._check is not None:
             self._check.append_sampled(result.rows, result.token_ids)
+            # Failed rows get some token too: a plan made before the failure was known may still compute them.
+            failed = np.array([failure.row for failure in result.failures], np.int32)
+            self._check.append_sampled(failed, np.zeros(len(failed), np.int32))
         return result
 
     def stop(self) -> None:
@@ -138,18 +142,18 @@ class _Rows:
         self._prompts: dict[int, np.ndarray] = {}  # of the rows that want prompt_logprobs
         self._num_prompt_logprobs: dict[int, int] = {}
 
-    def step(self, plan: StepPlan) -> StepResult:
+    def step(self, plan: StepPlan, began_s: float) -> StepResult:
         self._apply(plan)
         if plan.step == self._model.crash_step or self._crashes[plan.rows].any():
             raise RuntimeError(f"the null executor was told to crash in step {plan.step}")
         rows = plan.rows[plan.sampled]
+        token_ids = self._draw(rows)
+        self._num_tokens[rows] += 1
         failing = self._fails[rows]
         failures: tuple[RowFailure, ...] = ()
         if failing.any():
             failures = tuple(_failure(int(row)) for row in rows[failing])
-            rows = rows[~failing]
-        token_ids = self._draw(rows)
-        self._num_tokens[rows] += 1
+            rows, token_ids = rows[~failing], token_ids[~failing]
         indices = np.flatnonzero(self._num_logprobs[rows] != -2).astype(np.int32)
         return StepResult(
             step=plan.step,
@@ -159,6 +163,8 @@ class _Rows:
             logprobs=self._logprobs(token_ids[indices], self._num_logprobs[rows[indices]]) if indices.size else None,
             prompt_logprobs=self._prompt_logprobs(plan) if self._prompts else (),
             failures=failures,
+            began_s=began_s,
+            ended_s=time.monotonic(),
         )
 
     def _apply(self, plan: StepPlan) -> None:

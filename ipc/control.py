@@ -19,7 +19,7 @@ class Command(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=Tr
     """Base of all commands."""
 
 
-class PauseGeneration(Command):
+class PauseGeneration(Command, frozen=True):
     """No step is computed from now on, until ResumeGeneration. Requests may come meanwhile, and wait.
 
     Answered, with nothing, once no request is running (`abort`, `wait`) or all stand still (`keep`).
@@ -32,11 +32,11 @@ class PauseGeneration(Command):
     """Forget cached blocks; with `keep`, requests then compute theirs again when they go on."""
 
 
-class ResumeGeneration(Command):
+class ResumeGeneration(Command, frozen=True):
     """Ends a pause; answered with nothing. Without a pause it changes nothing."""
 
 
-class ReloadWeights(Command):
+class ReloadWeights(Command, frozen=True):
     """Reads the weights again, of a checkpoint with the same config. Answered with nothing.
 
     Requests that run go on with the new weights, and compute their keys and values again; the prefix cache is
@@ -47,22 +47,22 @@ class ReloadWeights(Command):
     """A folder or file as the option `model` takes it; empty for the model's own."""
 
 
-class StartProfile(Command):
+class StartProfile(Command, frozen=True):
     """Records what the core and its workers do, until StopProfile. Answered with nothing."""
 
     prefix: str = ""
     """What the files' names begin with: letters, digits, - and _."""
 
 
-class StopProfile(Command):
+class StopProfile(Command, frozen=True):
     """Writes what was recorded into the engine's profile folder. Answered with ProfileFiles."""
 
 
-class DescribeEngine(Command):
+class DescribeEngine(Command, frozen=True):
     """Answered with an EngineReport."""
 
 
-class CallExtension(Command):
+class CallExtension(Command, frozen=True):
     """For the worker extension (option worker_extension_cls). Answered with ExtensionAnswers."""
 
     payload: dict[str, Any]

@@ -68,10 +68,12 @@ def make_plan(**changes: Any) -> tuple[Plan, Facts]:
 class SteppedCore:
     """A loop over a checking null executor, turned by the test; clients in the same thread."""
 
-    def __init__(self, model: NullModel | None = None, **changes: Any) -> None:
+    def __init__(
+        self, model: NullModel | None = None, executor_class: type[NullExecutor] = NullExecutor, **changes: Any
+    ) -> None:
         self.plan, facts = make_plan(**changes)
         model = model or NullModel(vocab_size=VOCAB_SIZE, eos_token_id=EOS, check=True)
-        executor = NullExecutor(self.plan.options, model)
+        executor = self.executor = executor_class(self.plan.options, model)
         executor.load(self.plan, lambda phase: None)
         executor.allocate(facts.num_blocks, facts.max_model_len)
         self.inbox = Inbox()
