@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import logging
 import os
 import signal
@@ -21,7 +22,7 @@ from headrace.core.option_parsing import OptionParser, add_options, options_from
 from headrace.core.options import Options
 from headrace.core.zmq_port import ZmqPort
 from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
-from headrace.ipc.failure import Failure, HeadraceError, OptionError
+from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Progress, Ready, Start
 from headrace.ipc.wait import Deadline
 
@@ -65,6 +66,8 @@ def main() -> None:
 def run_alone(options: Options, address: str) -> int:
     """A daemon: prints its address once it is ready; SIGTERM or Ctrl-C drains it, a second one ends it at once."""
     _set_up_logging("INFO")
+    if options.node_rank:
+        return run_as_node(options)
     try:
         port = ZmqPort(address)
     except HeadraceError as error:
@@ -83,6 +86,22 @@ def run_alone(options: Options, address: str) -> int:
         return ended.code if isinstance(ended.code, int) else EXIT_START_FAILED
     finally:
         core.close()
+
+
+def run_as_node(options: Options) -> int:
+    """The workers of a host that computes for an engine core elsewhere; ends with that core."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        importlib.import_module("headrace.executor.node").run_node(options)  # by name: the core imports no executor
+    except EngineDeadError as error:
+        print(f"engine-core: {error}", file=sys.stderr)
+        return EXIT_ENGINE_FAILED
+    except HeadraceError as error:
+        print(f"engine-core: {error}", file=sys.stderr)
+        return EXIT_START_FAILED
+    except (SystemExit, KeyboardInterrupt) as ended:
+        return ended.code if isinstance(ended, SystemExit) and isinstance(ended.code, int) else 130
+    return 0
 
 
 def run_as_child(fd: int) -> int:

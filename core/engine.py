@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 EXECUTORS = {
     "uni": "headrace.executor.uniproc:make_executor",
     "mp": "headrace.executor.multiproc:MultiprocExecutor",
+    "mp on several nodes": "headrace.executor.multinode:MultiNodeExecutor",
 }
 
 
@@ -145,6 +146,9 @@ def load_executor(options: Options) -> Executor:
     backend = options.distributed_executor_backend
     if backend == "auto":
         backend = "mp" if world_size > 1 else "uni"
+    if options.nnodes > 1:
+        _check_nodes(options, backend)
+        backend = "mp on several nodes"
     if backend == "uni":
         _check_uni(options, world_size)
     if backend == "mp" and options.device.startswith("cuda"):
@@ -161,6 +165,16 @@ def load_executor(options: Options) -> Executor:
         hint = "pip install 'headrace[engine]' installs what runs models" if backend in EXECUTORS else ""
         raise OptionError(f"distributed_executor_backend {backend!r} cannot be loaded: {error}", hint=hint) from error
     return executor
+
+
+def _check_nodes(options: Options, backend: str) -> None:
+    if backend != "mp":
+        raise OptionError(f"nnodes={options.nnodes} needs distributed_executor_backend=mp, not {backend}")
+    if options.node_rank:
+        raise OptionError(
+            f"node_rank={options.node_rank} is a host that computes for another, and serves nobody: start it with "
+            "engine-core, and the server or LLM where node_rank is 0"
+        )
 
 
 def _check_uni(options: Options, world_size: int) -> None:

@@ -261,16 +261,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             default_text="as even as can be",
         ),
     ] = ()
-    pipeline_layer_partition: Annotated[
-        tuple[int, ...],
-        Option(
-            PARALLEL,
-            "How many layers each pipeline stage has, first stage first, as in 14,16",
-            "layers",
-            minimum=1,
-            default_text="as even as can be",
-        ),
-    ] = ()
     distributed_executor_backend: Annotated[
         str,
         Option(

@@ -22,16 +22,28 @@ MOST_UNSENT = 64
 
 
 def open_gloo(
-    master: tuple[str, int], world: World, rank: int, *, host: str = "", deadline_s: float = DEADLINE_S
+    master: tuple[str, int],
+    world: World,
+    rank: int,
+    *,
+    host: str = "",
+    listen_fd: int | None = None,
+    deadline_s: float = DEADLINE_S,
 ) -> GlooCollectives:
     """Joins the world whose store rank 0 opens at `master` (address, port), and waits until all came.
 
-    host: this machine's own address, as the others reach it; by default what its name stands for.
+    host: this machine's own address, as the others reach it; by default what its name stands for. listen_fd: of a
+    socket that listens at `master` already, for rank 0 to take over; else it binds one.
     Raises PeerError when not all came in time.
     """
     try:
         store = dist.TCPStore(
-            master[0], master[1], is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=deadline_s)
+            master[0],
+            master[1],
+            is_master=rank == 0,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=deadline_s),
+            master_listen_fd=listen_fd if rank == 0 else None,
         )
     except RuntimeError as error:
         raise PeerError(f"rank {rank} cannot reach rank 0 at {master[0]}:{master[1]}: {_first_line(error)}") from error

@@ -50,6 +50,8 @@ from headrace.ipc.wait import Deadline, WaitTimeoutError
 logger = logging.getLogger(__name__)
 STOP_S = 2.0
 """How long a worker may take to finish the step it is in and leave."""
+SHARES = ("kv_elements_per_token", "kv_rows_per_token")
+"""Of a ModelDescription, what is a rank's own part."""
 LOGPROBS_IN_SLOT = 21
 """Log-probabilities per token that a result's slot has room for; more of them take the side channel."""
 
@@ -59,11 +61,17 @@ class MultiprocExecutor(Executor):
 
     async_by_default = True
 
-    def __init__(self, options: Options) -> None:
-        """Starts all workers: they import, and find the model, while the core goes on. Raises EngineStartError."""
+    def __init__(self, options: Options, ranks: range | None = None, store_fd: int | None = None) -> None:
+        """Starts all workers: they import, and find the model, while the core goes on. Raises EngineStartError.
+
+        `ranks` are those of this host where there are several; of rank 0's, `store_fd` listens where all will meet.
+        """
         self._options = options
         tp_size, pp_size = options.tensor_parallel_size, options.pipeline_parallel_size
-        self._size = tp_size * pp_size
+        self._world_size = tp_size * pp_size
+        self._ranks = ranks or range(self._world_size)
+        self._store: tuple[str, int] | None = None
+        self._host = ""
         self.num_stages = pp_size
         self.max_steps_in_flight = pp_size + 1
         self._plan: Plan | None = None
@@ -73,18 +81,33 @@ class MultiprocExecutor(Executor):
         self._under_way: deque[int] = deque()
         self._on_failure: Callable[[Failure], None] = lambda failure: None
         self._plans, self._answers = StepCodec(StepPlan), StepCodec(StepResult)
-        self._replies_rank = next(rank for rank in range(self._size) if Place.of(rank, tp_size, pp_size).replies)
+        replying = [rank for rank in self._ranks if Place.of(rank, tp_size, pp_size).replies]
+        self.replies = bool(replying)
+        """Whether `collect` has anything to collect: the rank whose results count is here."""
+        self._replying_worker = replying[0] - self._ranks.start if replying else 0
         self._is_stopped = False
         self._memory = SharedMemory(*(os.memfd_create(f"headrace-{n}") for n in ("steps", "results", "collectives")))
         starts = [
-            StartWorker(schema_hash=WORKER_SCHEMA_HASH, options=options, rank=rank, memory=self._memory)
-            for rank in range(self._size)
+            StartWorker(
+                schema_hash=WORKER_SCHEMA_HASH,
+                options=options,
+                rank=rank,
+                memory=self._memory,
+                first_rank=self._ranks.start,
+                num_ranks=len(self._ranks),
+                store_fd=-1 if store_fd is None or rank else store_fd,
+            )
+            for rank in self._ranks
         ]
         try:
             self._group = WorkerGroup(starts, self._failed, self._take_large, self._unfinished)
         except BaseException:
             self._close_memory()
             raise
+
+    def meet(self, store: tuple[str, int], host: str) -> None:
+        """Before `load` where there are several hosts: the address at which rank 0 waits for all, and this host's."""
+        self._store, self._host = store, host
 
     def watch(self, on_failure: Callable[[Failure], None]) -> None:
         """Calls back once, from another thread, when a worker has failed; also when no step is under way."""
@@ -95,10 +118,9 @@ class MultiprocExecutor(Executor):
     def describe(self, report: Report) -> ModelDescription:
         report("start workers")
         found = [message.description for message in self._group.gather(Described, report=report)]
-        _check_equal(found)
-        # All ranks of one host share its memory, so what is counted is the world's.
-        kv_elements = sum(description.kv_elements_per_token for description in found)
-        return msgspec.structs.replace(found[0], kv_elements_per_token=kv_elements)
+        check_equal(found, "worker", self._ranks.start)
+        # All ranks of one host share its memory, so what is counted is the sum of theirs.
+        return msgspec.structs.replace(found[0], **{name: sum(getattr(d, name) for d in found) for name in SHARES})
 
     def tokenizer(self) -> TokenizerBundle | None:
         if self._options.skip_tokenizer_init:
@@ -109,22 +131,23 @@ class MultiprocExecutor(Executor):
 
     def load(self, plan: Plan, report: Report) -> MemoryReading:
         self._plan = plan
-        steps, results = ring_layouts(plan, self._size, self.max_steps_in_flight)
+        steps, results = ring_layouts(plan, len(self._ranks), self.max_steps_in_flight)
         world = World.of(plan, self._options.tensor_parallel_size, self._options.pipeline_parallel_size)
+        shared_bytes = collectives_bytes(world) if self._world_size > 1 and self._store is None else 0
         try:
             lay_out_ring(self._memory.steps, steps)
             lay_out_ring(self._memory.results, results)
-            os.ftruncate(self._memory.collectives, collectives_bytes(world) if self._size > 1 else 0)
+            os.ftruncate(self._memory.collectives, shared_bytes)
         except OSError as error:
-            needed = steps.total_bytes + results.total_bytes + collectives_bytes(world)
-            raise ModelError(f"the {needed:,} bytes that {self._size} workers share cannot be had: {error}") from error
-        self._group.send(LoadModel(plan=plan, steps=steps, results=results))
+            needed, count = steps.total_bytes + results.total_bytes + shared_bytes, len(self._ranks)
+            raise ModelError(f"the {needed:,} bytes that {count} workers share cannot be had: {error}") from error
+        self._group.send(LoadModel(plan=plan, steps=steps, results=results, store=self._store, host=self._host))
         readings = [message.reading for message in self._group.gather(Loaded, report=report)]
         return self._sum(readings)
 
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
         assert self._plan is not None, "load comes before allocate"
-        steps, results = ring_layouts(self._plan, self._size, self.max_steps_in_flight)
+        steps, results = ring_layouts(self._plan, len(self._ranks), self.max_steps_in_flight)
         self._results = RingReader(self._memory.results, results, 0, self._mailbox)
         self._steps = RingWriter(self._memory.steps, steps, self._send_large)
         self._group.send(AllocateCache(num_blocks=num_blocks, max_model_len=max_model_len))
@@ -144,7 +167,7 @@ class MultiprocExecutor(Executor):
             raise self._cause() from None
         except WaitTimeoutError:
             assert self._steps is not None, "a step was under way"
-            raise self._hung(self._steps.behind(number) or [self._replies_rank]) from None
+            raise self._hung(self._steps.behind(number) or [self._replying_worker]) from None
         return self._answers.decode(data)
 
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
@@ -186,7 +209,7 @@ class MultiprocExecutor(Executor):
         return self._group.error(self._group.fail(self._group.hung(ranks, what)))
 
     def _unfinished(self) -> list[int]:
-        return self._steps.behind(self._steps.last) if self._steps is not None else list(range(self._size))
+        return self._steps.behind(self._steps.last) if self._steps is not None else list(range(len(self._ranks)))
 
     def _failed(self, failure: Failure) -> None:
         """Ends every wait for the workers, theirs for each other included."""
@@ -235,10 +258,12 @@ def ring_layouts(plan: Plan, num_workers: int, steps_in_flight: int) -> tuple[Ri
     return RingLayout.holding(step_bytes, slots, num_workers), RingLayout.holding(result_bytes, slots, 1)
 
 
-def _check_equal(found: list[ModelDescription]) -> None:
-    """All workers must have read the same model. Raises ModelError with both values of the first difference."""
-    for rank, description in enumerate(found):
+def check_equal(found: list[ModelDescription], who: str, first_number: int = 0) -> None:
+    """All must have read the same model. Raises ModelError with both values of the first difference."""
+    for number, description in enumerate(found, first_number):
         for name in description.__struct_fields__:
             first, other = getattr(found[0], name), getattr(description, name)
-            if first != other and name != "kv_elements_per_token":
-                raise ModelError(f"worker 0 read {name} {first!r} from the model, and worker {rank} read {other!r}")
+            if first != other and name not in SHARES:
+                raise ModelError(
+                    f"{who} {first_number} read {name} {first!r} from the model, and {who} {number} read {other!r}"
+                )

@@ -42,8 +42,10 @@ class WorkerGroup:
     ) -> None:
         """Starts all programs; they begin at once. Raises EngineStartError when one cannot be started.
 
-        `unfinished` tells which ranks have a part of some step still to do.
+        `unfinished` tells which of them have a part of some step still to do. Workers are numbered from 0 here,
+        whatever the rank of the first.
         """
+        self._first_rank = starts[0].rank
         self.size = len(starts)
         self.failure: Failure | None = None
         self._on_failure, self._on_large_message, self._unfinished = on_failure, on_large_message, unfinished
@@ -100,8 +102,8 @@ class WorkerGroup:
             if found and report:
                 late_from_s = late_from_s or time.monotonic()
                 if time.monotonic() - late_from_s >= SLOW_AFTER_S:
-                    late = ", ".join(f"{rank} ({self.children[rank].phase})" for rank in ranks if rank not in found)
-                    report(f"wait for worker {late}")
+                    slow = [self.children[rank] for rank in ranks if rank not in found]
+                    report("wait for " + ", ".join(f"{child.name} ({child.phase})" for child in slow))
                     late_from_s = float("inf")  # said once
 
     def serve(self) -> None:
@@ -137,12 +139,12 @@ class WorkerGroup:
             time.sleep(0.02)
         first = self.children[culprits[0]]
         names = ", ".join(f"{self.children[rank].name} (pid {self.children[rank].pid})" for rank in culprits)
-        stopped = [str(rank) for rank in culprits if _is_stopped(self.children[rank].pid)]
+        stopped = [str(self._first_rank + rank) for rank in culprits if _is_stopped(self.children[rank].pid)]
         return Failure(
             message=f"{names} did not {what}",
             type="Timeout",
             process="worker",
-            rank=culprits[0],
+            rank=self._first_rank + culprits[0],
             pid=first.pid,
             phase="step",
             log_tail=first.log_tail,
@@ -164,16 +166,16 @@ class WorkerGroup:
             child.kill()
 
     def _start(self, start: StartWorker) -> Child:
-        rank = start.rank
-        memory = start.memory
+        rank, memory, index = start.rank, start.memory, start.rank - self._first_rank
+        store = (start.store_fd,) if start.store_fd >= 0 else ()
         return Child(
             f"worker {rank}",
             list(PROGRAM),
             start,
             Kind(
                 receives=FromWorker,
-                on_message=lambda message: self._hear(rank, message),
-                pass_fds=(memory.steps, memory.results, memory.collectives),
+                on_message=lambda message: self._hear(index, message),
+                pass_fds=(memory.steps, memory.results, memory.collectives, *store),
                 process="worker",
                 rank=rank,
             ),
@@ -200,7 +202,7 @@ class WorkerGroup:
 
     def _ended(self, child: Child, failure: Failure) -> None:
         """On the child's watching thread, once it has ended without being asked to."""
-        rank = child.kind.rank
+        rank = child.kind.rank - self._first_rank
         if failure.traceback:  # it told the cause itself; a sentence for the user needs no such evidence
             how = f"{child.name} of {self.size} (pid {child.pid}) ended with exit status {child.status}"
             failure = msgspec.structs.replace(failure, hint=failure.hint or how, log_tail=child.log_tail)

@@ -50,12 +50,22 @@ class StartWorker(Message, frozen=True):
     options: Options
     rank: int
     memory: SharedMemory
+    first_rank: int
+    """Of those on this host."""
+    num_ranks: int
+    """On this host."""
+    store_fd: int = -1
+    """A listening socket that rank 0 inherits: where the ranks of several hosts meet."""
 
 
 class LoadModel(Message, frozen=True):
     plan: Plan
     steps: RingLayout
     results: RingLayout
+    store: tuple[str, int] | None = None
+    """Where the ranks of several hosts meet; those of one share memory."""
+    host: str = ""
+    """This host's address as the others reach it."""
 
 
 class MakeTokenizer(Message, frozen=True):
