@@ -76,6 +76,7 @@ class Runs(Protocol):
 
     def submit(self, plan: StepPlan) -> None: ...
     def collect(self) -> StepResult: ...
+    def idle(self) -> bool: ...
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]: ...
     @property
     def max_steps_in_flight(self) -> int: ...
@@ -155,6 +156,8 @@ class Loop:
         if not self.has_work:
             self._report_load()
             self._gaps.idle()
+            while self._inbox.empty() and self._executor.idle():
+                pass
             try:
                 first = self._inbox.get(timeout=IDLE_CHECK_AFTER_S)
             except queue.Empty:

@@ -63,6 +63,13 @@ class Executor(ABC):
     def collect(self) -> StepResult:
         """The result of the oldest submitted step. Raises what ended the engine, if anything did."""
 
+    def idle(self) -> bool:
+        """A piece of work of at most some 100 ms that no request waits for; False when there is none (left).
+
+        Called while there is nothing to compute, again and again until it is false or something comes.
+        """
+        return False
+
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
         """Carries out a command on every worker, with no step in flight; their answers, by rank.
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from headrace import kernels
 from headrace.core.options import Options
 from headrace.core.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor import kv_cache
@@ -21,7 +22,9 @@ from headrace.executor.gpu_memory import Meter, measure
 from headrace.executor.gpu_runner import STEPS_IN_FLIGHT, GpuRunner, RunnerLimits
 from headrace.executor.gpu_weights import DeviceDummyWeights, StagedWeights
 from headrace.executor.graphs import Capturer, capture_sizes
+from headrace.executor.layers import ChooseKernel
 from headrace.executor.memory_estimate import weight_elements
+from headrace.executor.profiling import WorkerProfile
 from headrace.executor.uniproc import DTYPES, UniprocExecutor
 from headrace.executor.weights import WeightSource
 from headrace.ipc.failure import OptionError
@@ -36,7 +39,7 @@ class Backend(Protocol):
     def facts(self) -> GpuFacts: ...
     def here(self) -> AbstractContextManager[Any]: ...
     def host_side(self) -> Device: ...
-    def capturer(self) -> Capturer: ...
+    def capturer(self) -> Capturer | None: ...
     def meter(self) -> Meter: ...
     def memory(self) -> tuple[int, int]: ...
 
@@ -47,22 +50,24 @@ class GpuExecutor(UniprocExecutor):
     max_steps_in_flight = STEPS_IN_FLIGHT
     async_by_default = True
 
+    choose: ChooseKernel = staticmethod(kernels.choose)
+
     def __init__(self, options: Options, device: torch.device, backend: Backend | None = None) -> None:
         super().__init__(options)
         self._backend = backend or CudaBackend(device)
         self._device = device
-        self._facts: GpuFacts | None = None
+        self._gpu: GpuFacts | None = None
         self._decoder: Decoder | None = None
         self._steps: GpuRunner | None = None
 
     def describe(self, report: Report) -> ModelDescription:
-        self._facts = self._backend.facts()  # before anything is fetched for a GPU that cannot be used
+        self._gpu = self._backend.facts()  # before anything is fetched for a GPU that cannot be used
         return self._find_model(report)
 
     def load(self, plan: Plan, report: Report) -> MemoryReading:
         assert self._spec is not None, "describe comes before load"
-        assert self._facts is not None, "describe comes before load"
-        dtype, facts = DTYPES[plan.dtype], self._facts
+        assert self._gpu is not None, "describe comes before load"
+        dtype, facts = DTYPES[plan.dtype], self._gpu
         check_gpu(self._device, dtype, facts)
         check_plan(plan)
         runner_limits(plan, plan.max_model_len)
@@ -72,7 +77,7 @@ class GpuExecutor(UniprocExecutor):
         self._plan = plan
         with self._backend.here():
             report("load weights")
-            self._decoder = Decoder(self._spec, self._source(dtype), dtype, self._device)
+            self._decoder = Decoder(self._spec, self._source(dtype), dtype, self._device, choose=self.choose)
             report("measure memory")
             return self._measure(plan, self._decoder, facts)
 
@@ -84,6 +89,8 @@ class GpuExecutor(UniprocExecutor):
             cache = kv_cache.allocate(decoder.spec, num_blocks, plan.block_size, decoder.dtype, self._device)
             limits = runner_limits(plan, max_model_len)
             self._steps = GpuRunner(decoder, cache, self._backend.host_side(), limits, self._capturer(plan))
+        folder = self._options.profiler_config.get("torch_profiler_dir")
+        self._profile = WorkerProfile(folder, self._place.rank, self._steps.times)
 
     def submit(self, plan: StepPlan) -> None:
         assert self._steps is not None, "allocate comes before submit"
@@ -94,6 +101,19 @@ class GpuExecutor(UniprocExecutor):
         assert self._steps is not None, "allocate comes before collect"
         with self._backend.here():
             return self._steps.collect()
+
+    def facts(self) -> dict[str, Any]:
+        """Of the device too, what is captured, and where a step's time went of late (microseconds by phase)."""
+        graphs, gpu = self.steps.graphs, self._gpu
+        return {
+            **super().facts(),
+            "weight_bytes": self._decoder.weight_bytes if self._decoder is not None else 0,
+            "gpu": gpu.name if gpu is not None else "",
+            "graphs": len(graphs),
+            "graph_pool_bytes": graphs.pool_bytes,
+            "why_eager": graphs.why_eager,
+            "step_us": self.steps.times.summary(),
+        }
 
     def idle(self) -> bool:
         if self._steps is None:

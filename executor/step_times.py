@@ -9,11 +9,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+
+import torch
 
 from headrace.ipc.step import StepResult
 
 KEPT_STEPS = 4096
+_NO_RANGE = nullcontext()
+
+
+@contextmanager
+def _range(name: str) -> Iterator[None]:
+    with torch.profiler.record_function(name), torch.cuda.nvtx.range(name) if torch.version.cuda else _NO_RANGE:
+        yield
 
 
 class StepTimes:
@@ -22,6 +31,8 @@ class StepTimes:
     def __init__(self) -> None:
         self.steps: deque[dict[str, float]] = deque(maxlen=KEPT_STEPS)
         """Per step, oldest first: seconds by phase, with `total_s` and `num_sampled`."""
+        self.as_ranges = False
+        """While a profile is recorded: phases are ranges of torch's profiler, and of NVTX where there is CUDA."""
         self._phases: dict[str, float] = {}
         self._began_s = 0.0
 
@@ -29,7 +40,8 @@ class StepTimes:
     def phase(self, name: str) -> Iterator[None]:
         began_s = time.perf_counter()
         try:
-            yield
+            with _range(name) if self.as_ranges else _NO_RANGE:
+                yield
         finally:
             self._phases[name] = self._phases.get(name, 0.0) + time.perf_counter() - began_s
 

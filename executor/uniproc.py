@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections import deque
+from typing import Any
 
 import torch
 
@@ -24,9 +25,11 @@ from headrace.executor.gpu_device import check_no_gpu_options, choose_device
 from headrace.executor.host import HostMemory, host_memory, usable_cores
 from headrace.executor.memory_estimate import activation_bytes, weight_elements
 from headrace.executor.place import SINGLE, Collectives, Place
+from headrace.executor.profiling import WorkerProfile
 from headrace.executor.runner import ModelRunner
 from headrace.executor.stages import LastStageRunner, StageRunner, make_runner
 from headrace.executor.weights import WeightSource
+from headrace.ipc.control import DescribeEngine, StartProfile, StopProfile, WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
@@ -55,6 +58,7 @@ class UniprocExecutor(Executor):
         self._runner: ModelRunner | StageRunner | LastStageRunner | None = None
         self._submitted: deque[StepPlan] = deque()
         self._compiling = threading.Thread()
+        self._profile = WorkerProfile(options.profiler_config.get("torch_profiler_dir"), self._place.rank)
 
     def describe(self, report: Report) -> ModelDescription:
         # Where the kernels must be compiled first, that goes on while the model is found, fetched and described.
@@ -136,6 +140,28 @@ class UniprocExecutor(Executor):
     def collect(self) -> StepResult:
         assert self._runner is not None, "allocate comes before collect"
         return self._runner.step(self._submitted.popleft())
+
+    def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
+        rank = self._place.rank
+        match command:
+            case StartProfile():
+                self._profile.start(command.prefix)
+                return (WorkerAnswer(rank=rank),)
+            case StopProfile():
+                return (WorkerAnswer(rank=rank, files=(self._profile.stop(),)),)
+            case DescribeEngine():
+                return (WorkerAnswer(rank=rank, facts=self.facts()),)
+        return super().control(command)
+
+    def facts(self) -> dict[str, Any]:
+        """What this worker is, for DescribeEngine."""
+        weight_bytes = self._model.weight_bytes if self._model is not None else 0
+        return {
+            "pid": os.getpid(),
+            "device": str(self._device),
+            "threads": torch.get_num_threads(),
+            "weight_bytes": weight_bytes,
+        }
 
     def stop(self) -> None:
         self._submitted.clear()

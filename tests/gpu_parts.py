@@ -8,11 +8,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from graph_recorder import RecordingCapturer
 from torch import Tensor
 
+from headrace.core.options import Options
 from headrace.executor.device_state import HostDevice
+from headrace.executor.gpu import GpuExecutor
 from headrace.executor.gpu_device import GpuFacts
 from headrace.executor.inputs import StepInputs
+from headrace.ipc.step import StepPlan
 from headrace.kernels.reference_attention import AttentionParams, PagedBatch
 from headrace.kernels.registry import choose_reference
 
@@ -70,8 +74,9 @@ class LateEvent:
 
     def synchronize(self) -> None:
         self._device.num_waits += 1
-        for into, snapshot in self._waiting:
-            into.copy_(snapshot)
+        with torch.inference_mode():
+            for into, snapshot in self._waiting:
+                into.copy_(snapshot)
         self._waiting = []
 
 
@@ -162,3 +167,22 @@ def scatter_cache(
     blocks, offsets = batch.slot_mapping // batch.block_size, batch.slot_mapping % batch.block_size
     key_cache[blocks, :, offsets] = key
     value_cache[blocks, :, offsets] = value
+
+
+class GpuOnCpu(GpuExecutor):
+    """For the option distributed_executor_backend: a GPU's executor whose GPU is the CPU, with recorded graphs."""
+
+    choose = staticmethod(choose_capturable)
+
+    def __init__(self, options: Options) -> None:
+        gpu = GpuFacts("GPU on CPU", (9, 0), 4 << 30, 3 << 30)
+        self.recorder = RecordingCapturer()
+        super().__init__(options, torch.device("cpu"), HostBackend(gpu, self.recorder))
+        self.submitted_ahead = 0
+        GpuOnCpu.latest = self
+
+    latest: GpuOnCpu
+
+    def submit(self, plan: StepPlan) -> None:
+        super().submit(plan)
+        self.submitted_ahead += len(self.steps._in_flight) > 1

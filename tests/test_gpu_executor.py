@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from gpu_parts import HostBackend, LateDevice, choose_capturable
+from gpu_parts import GpuOnCpu, HostBackend, LateDevice, choose_capturable
 from graph_recorder import RecordingCapturer
 from model_driver import DictSource
 from plan_maker import PlanMaker
 
+from headrace import LLM, SamplingParams
 from headrace.core.memory import fit_cache, ledger
 from headrace.core.options import Options
 from headrace.core.plan import MemoryReading, Plan
@@ -26,7 +28,8 @@ from headrace.executor.gpu import GpuExecutor
 from headrace.executor.gpu_device import GpuFacts
 from headrace.executor.gpu_runner import GpuRunner, RunnerLimits
 from headrace.executor.gpu_weights import DeviceDummyWeights, StagedWeights
-from headrace.ipc.failure import OptionError
+from headrace.ipc.control import DescribeEngine, StartProfile, StopProfile
+from headrace.ipc.failure import HeadraceError, OptionError
 
 GIB = 1 << 30
 GPU = GpuFacts("NVIDIA H200", (9, 0), 8 * GIB, 7 * GIB)
@@ -113,6 +116,8 @@ def started(model: Path, gpu: GpuFacts = GPU, capturer: Any = None, **options: A
     asked = Options(model=str(model), skip_tokenizer_init=True, **settings)
     backend = HostBackend(gpu, capturer)
     executor, phases = GpuExecutor(asked, torch.device("cpu"), backend), list[str]()
+    if capturer is not None:
+        executor.choose = choose_capturable
     plan = resolve(asked, executor.describe(phases.append))
     return executor, plan, executor.load(plan, phases.append), backend, phases
 
@@ -154,6 +159,54 @@ def test_a_gpu_that_is_full_too_old_or_asked_for_too_much_is_refused(checkpoint:
         started(checkpoint, kv_cache_dtype="fp8")
     with pytest.raises(OptionError, match="quantization=int8 is computed on a CPU only"):
         started(checkpoint, quantization="int8")
+
+
+def test_a_profile_has_the_runners_phases_and_a_description_its_graphs(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "profiles"
+    options = {"load_format": "dummy", "profiler_config": {"torch_profiler_dir": str(folder)}}
+    executor, *_ = started(checkpoint, capturer=RecordingCapturer(), **options)
+    executor.allocate(num_blocks=64, max_model_len=64)
+    while executor.idle():
+        pass
+    assert executor.control(StartProfile(prefix="slow"))[0].files == ()
+    with pytest.raises(HeadraceError, match="is being recorded already"):
+        executor.control(StartProfile())
+    run(PlanMaker(block_size=4), executor.submit, executor.collect)
+    (answer,) = executor.control(StopProfile())
+    (file,) = answer.files
+    assert Path(file).name.startswith("slow-rank0-")
+    names = {event.get("name") for event in json.loads(Path(file).read_text())["traceEvents"]}
+    assert {"prepare", "ship", "replay", "mixed", "wait", "result"} <= names
+    (answer,) = executor.control(DescribeEngine())
+    facts = answer.facts
+    assert (facts["gpu"], facts["graphs"], facts["why_eager"]) == ("NVIDIA H200", 3, "")
+    parts = {name: value for name, value in facts["step_us"].items() if name not in ("total_us", "num_steps")}
+    assert sum(parts.values()) == pytest.approx(facts["step_us"]["total_us"])
+    assert min(parts.values()) >= 0
+    assert facts["step_us"]["num_steps"] >= NEW_TOKENS
+    with pytest.raises(HeadraceError, match="no profile is being recorded"):
+        executor.control(StopProfile())
+
+
+def test_an_engine_plans_ahead_captures_while_idle_and_answers_as_on_the_cpu(checkpoint: Path) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 64, "skip_tokenizer_init": True}
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0.9, top_p=0.8, seed=3, max_tokens=20, logprobs=2),
+        SamplingParams(temperature=1.0, seed=4, frequency_penalty=0.5, max_tokens=20, stop_token_ids=[77, 78, 79, 80]),
+    ] * 3
+    prompts = [{"prompt_token_ids": [*prompt, 3 + index]} for index, prompt in enumerate(PROMPTS * 3)][: len(params)]
+    answers = []
+    for backend in ("uni", "gpu_parts:GpuOnCpu"):
+        with LLM(
+            str(checkpoint), in_process=True, device="cpu", distributed_executor_backend=backend, **options
+        ) as llm:
+            outputs = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
+        answers.append([[(o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in each] for each in outputs])
+    assert answers[0] == answers[1]
+    executor = GpuOnCpu.latest
+    assert executor.submitted_ahead > 10
+    assert executor.recorder.num_replays > 10
 
 
 # --- memory -----------------------------------------------------------------------------------------------------
