@@ -69,19 +69,32 @@ inline Floats multiply_add(Floats sum, const Bf16* a, const Bf16* b) {
 #endif
 
 // A block of kRows x (kVectors * kLanes) results held in registers.
+// Never inlined, for its loop needs every register; and unrolled by hand, or the sums would lie in memory.
 template <class T, int kRows, int kVectors>
-inline void product_block(const T* a, int a_stride, const T* b, int b_stride, int steps, float* c, int c_stride,
-                          Fetch& fetch) {
-  Floats sums[kRows][kVectors] = {};
-  for (int step = 0; step < steps; ++step) {
-    fetch.take(2);
-    for (int row = 0; row < kRows; ++row)
-      for (int v = 0; v < kVectors; ++v)
-        sums[row][v] = multiply_add(sums[row][v], a + row * a_stride, b + v * kLanes * kPairs<T>);
-    a += kPairs<T>;
-    b += b_stride;
-  }
+__attribute__((noinline)) void product_block(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t steps,
+                                             float* c, int64_t c_stride, Fetch& fetch) {
+  Floats sums[kRows][kVectors];
+#pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) sums[row][v] = Floats{};
+  Fetch ahead = fetch;
+  // A base for each three rows: then every address is base + {0, 1, 2} * a_stride, which one instruction can form.
+  const T* const middle = a + (kRows > 3 ? 3 : 0) * a_stride;
+  const int64_t to_middle = middle - a;
+  for (const T* const end = a + steps * kPairs<T>; a != end; a += kPairs<T>, b += b_stride) {
+    ahead.take(2);
+    const T* const bases[2] = {a, a + to_middle};
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v)
+        sums[row][v] = multiply_add(sums[row][v], bases[row / 3] + row % 3 * a_stride, b + v * kLanes * kPairs<T>);
+  }
+  fetch = ahead;
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) store_floats(c + row * c_stride + v * kLanes, sums[row][v]);
 }
 
@@ -229,16 +242,24 @@ inline void pack_values(const Bf16* const* rows, int keys, int dim, int padded, 
 template <int kRows, int kVectors>
 inline void value_block(const float* weights, int stride, const float* const* rows, int keys, int column, float* c,
                         int c_stride, Fetch& fetch) {
-  Floats sums[kRows][kVectors] = {};
+  Floats sums[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) sums[row][v] = Floats{};
   for (int key = 0; key < keys; ++key) {
     fetch.take(1);
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       const Floats value = load_floats(rows[key] + column + v * kLanes);
+#pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row)
         sums[row][v] = fused(all_lanes(weights[row * stride + key]), value, sums[row][v]);
     }
   }
+#pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) store_floats(c + row * c_stride + column + v * kLanes, sums[row][v]);
 }
 
@@ -247,13 +268,19 @@ template <int kRows, int kVectors>
 inline void value_block(const Bf16* weights, int stride, const Bf16* const* rows, int keys, int column, float* c,
                         int c_stride, Fetch& fetch) {
   static_assert(kVectors % 2 == 0, "columns are interleaved by 32");
-  __m512 sums[kRows][kVectors] = {};
+  __m512 sums[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) sums[row][v] = _mm512_setzero_ps();
   for (int key = 0; key < keys; key += 2) {
     fetch.take(1 + (key >> 1 & 1));
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; v += 2) {
       const __m512i first = _mm512_loadu_si512(rows[key] + column + v * 16);
       const __m512i second = _mm512_loadu_si512(rows[key + 1] + column + v * 16);
       const __m512i low = _mm512_unpacklo_epi16(first, second), high = _mm512_unpackhi_epi16(first, second);
+#pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) {
         int32_t pair;
         std::memcpy(&pair, weights + row * stride + key, 4);
@@ -262,7 +289,9 @@ inline void value_block(const Bf16* weights, int stride, const Bf16* const* rows
       }
     }
   }
+#pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(c + row * c_stride + column + v * 16, sums[row][v]);
 }
 
@@ -328,73 +357,5 @@ inline void store_weights(float* to, Floats value) { store_floats(to, value); }
 inline void store_weights(Bf16* to, Floats value) { store_bf16(to, value); }
 inline Floats load_weights(const float* from) { return load_floats(from); }
 inline Floats load_weights(const Bf16* from) { return load_bf16(from); }
-
-// What of a tile one row may see, and how its scores are made.
-struct ScoreRule {
-  float scale;
-  float soft_cap;             // 0: none
-  const float* key_scales;    // [keys], or null
-  const float* value_scales;  // [keys], or null
-};
-
-// The running softmax of one row: its largest score, and the sum of e^(score - largest). No key seen yet: -inf, 0.
-struct RowState {
-  float largest;
-  float sum;
-};
-
-// scores[keys] (products of query and key) -> weights[keys] = e^(score - largest), 0 outside [first, end).
-template <class T>
-inline RowState weigh_row(float* scores, int keys, int first, int end, const ScoreRule& rule, T* weights) {
-  const float infinity = __builtin_inff();
-  Floats most = all_lanes(-infinity);
-  for (int key = 0; key < keys; key += kLanes) {
-    Floats score = load_floats(scores + key) * rule.scale;
-    if (rule.key_scales != nullptr) score *= load_floats(rule.key_scales + key);
-    if (rule.soft_cap != 0.0f) score = hyperbolic_tangent(score / rule.soft_cap) * rule.soft_cap;
-    if (key < first || key + kLanes > end) {
-      const Ints number = lane_numbers() + key;
-      score = choose((number >= first) & (number < end), score, all_lanes(-infinity));
-    }
-    store_floats(scores + key, score);
-    most = larger(most, score);
-  }
-  RowState state = {largest_lane(most), 0.0f};
-  if (state.largest == -infinity) {
-    for (int key = 0; key < keys; key += kLanes) store_weights(weights + key, Floats{});
-    return state;
-  }
-  Floats sum = {};
-  for (int key = 0; key < keys; key += kLanes) {
-    Floats weight = exponential<sizeof(T) == 4>(load_floats(scores + key) - state.largest);
-    if (rule.value_scales != nullptr) {
-      sum += weight;
-      store_weights(weights + key, weight * load_floats(rule.value_scales + key));
-    } else {
-      // The weights are summed as rounded, so that they add up to one and rounding does not shrink the output.
-      store_weights(weights + key, weight);
-      sum += load_weights(weights + key);
-    }
-  }
-  state.sum = sum_of_lanes(sum);
-  return state;
-}
-
-// Adds a tile's outcome to a row's running one. Always called tile by tile in the order of the context.
-inline void merge_row(RowState& state, float* output, const RowState& tile, const float* tile_output, int padded) {
-  if (tile.largest == -__builtin_inff()) return;
-  if (state.largest == -__builtin_inff()) {
-    // What the sums below come to when one of them is nothing.
-    std::memcpy(output, tile_output, sizeof(float) * static_cast<size_t>(padded));
-    state = tile;
-    return;
-  }
-  const float largest = state.largest > tile.largest ? state.largest : tile.largest;
-  const Floats keep = exponential<true>(all_lanes(state.largest - largest));
-  const Floats take = exponential<true>(all_lanes(tile.largest - largest));
-  for (int i = 0; i < padded; i += kLanes)
-    store_floats(output + i, fused(load_floats(output + i), keep, load_floats(tile_output + i) * take));
-  state = {largest, std::fma(state.sum, keep[0], tile.sum * take[0])};
-}
 
 }  // namespace headrace

@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "attention.h"
-#include "attention_tile.h"
+#include "attention_softmax.h"
 
 namespace headrace {
 
@@ -80,8 +80,8 @@ struct Scratch {
   float* row;             // [padded]
   float* key_scales;      // [kTileKeys]
   float* value_scales;    // [kTileKeys]
-  RowState* tile_states;  // [rows]
-  RowState* states;       // [rows]
+  RowStates tile_states;  // [rows in whole vectors]
+  RowStates states;       // the same
   const T** staged;       // [kTileKeys]
   Places* places;         // [2]: of the unit that is computed, and of the next
 };
@@ -108,8 +108,10 @@ char* lay_out(const Shape& shape, char* from, Scratch<T>& scratch) {
   take(from, padded, scratch.row);
   take(from, int64_t{kTileKeys}, scratch.key_scales);
   take(from, int64_t{kTileKeys}, scratch.value_scales);
-  take(from, rows, scratch.tile_states);
-  take(from, rows, scratch.states);
+  for (RowStates* states : {&scratch.tile_states, &scratch.states}) {
+    take(from, round_up_to(shape.rows, kLanes), states->largest);
+    take(from, round_up_to(shape.rows, kLanes), states->sums);
+  }
   take(from, int64_t{kTileKeys}, scratch.staged);
   take(from, int64_t{2}, scratch.places);
   return from;
@@ -130,6 +132,8 @@ class Worker {
       : args_(args), cache_(args.source.cache), step_(step), shape_(shape_of(args)) {
     lay_out(shape_, step.thread_scratch(thread), scratch_);
     std::fill_n(scratch_.zeros, 4 * shape_.padded, 0);
+    // Rows that fill the last vector up are merged with the others; nothing reads them.
+    reset(scratch_.tile_states);
     row_bytes_ = cache_.head_dim * bytes_of(cache_.type);
     places_ = scratch_.places;
     next_places_ = scratch_.places + 1;
@@ -167,9 +171,7 @@ class Worker {
     if (split) {
       if (!leave_partial(unit, rows)) return;
     } else {
-      for (int row = 0; row < rows; ++row)
-        merge_row(scratch_.states[row], scratch_.output + row * padded, scratch_.tile_states[row],
-                  scratch_.tile_output + row * padded, padded);
+      merge_tile(scratch_.states, scratch_.output, scratch_.tile_states, scratch_.tile_output, padded, rows, padded);
       if (unit.tile != item.end_tile - 1) return;
     }
     write_output(item);
@@ -198,7 +200,13 @@ class Worker {
 
   void reset(int rows) {
     std::fill_n(scratch_.output, rows * shape_.padded, 0.0f);
-    std::fill_n(scratch_.states, rows, RowState{-__builtin_inff(), 0.0f});
+    reset(scratch_.states);
+  }
+
+  void reset(const RowStates& states) {
+    const int rows = round_up_to(shape_.rows, kLanes);
+    std::fill_n(states.largest, rows, -kInfinity);
+    std::fill_n(states.sums, rows, 0.0f);
   }
 
   // Every row's softmax over the tile at places_, into tile_states and tile_output.
@@ -211,13 +219,17 @@ class Worker {
             fetch);
 
     const ScoreRule rule = rule_for(item);
-    for (int row = 0; row < rows; ++row) {
-      const int position = item.first_position + row / shape_.group;
-      const int first = std::max(0, first_visible(position, args_.window) - places_->base);
-      const int end = std::min(keys, position + 1 - places_->base);
-      fetch.take(8);
-      scratch_.tile_states[row] = weigh_row(scratch_.scores + row * kTileKeys, keys, first, end, rule,
-                                            scratch_.weights + row * kTileKeys);
+    for (int token = 0, row = 0; token < item.tokens; ++token) {
+      const int position = item.first_position + token;
+      const Sight sight(std::max(0, first_visible(position, args_.window) - places_->base),
+                        std::min(keys, position + 1 - places_->base), keys);
+      for (int g = 0; g < shape_.group; ++g, ++row) {
+        fetch.take(8);
+        float* const scores = scratch_.scores + row * kTileKeys;
+        const float largest = scratch_.tile_states.largest[row] = score_row(scores, sight, rule);
+        scratch_.tile_states.sums[row] =
+            weigh_row(scores, keys, sight, rule, largest, scratch_.weights + row * kTileKeys);
+      }
     }
 
     const T* const* value_rows = typed(places_->value_rows());
@@ -237,15 +249,19 @@ class Worker {
     float* to = unit.partials + (unit.tile - unit.item.first_tile) * rows * stride;
     for (int row = 0; row < rows; ++row, to += stride) {
       std::copy_n(scratch_.tile_output + row * padded, padded, to);
-      to[padded] = scratch_.tile_states[row].largest;
-      to[padded + 1] = scratch_.tile_states[row].sum;
+      to[padded] = scratch_.tile_states.largest[row];
+      to[padded + 1] = scratch_.tile_states.sums[row];
     }
     if (__atomic_add_fetch(unit.finished, 1, __ATOMIC_ACQ_REL) != static_cast<uint32_t>(tiles)) return false;
     __atomic_store_n(unit.finished, 0u, __ATOMIC_RELAXED);  // ready for the next op, which a barrier parts from this
     const float* from = unit.partials;
-    for (int tile = 0; tile < tiles; ++tile)
-      for (int row = 0; row < rows; ++row, from += stride)
-        merge_row(scratch_.states[row], scratch_.output + row * padded, {from[padded], from[padded + 1]}, from, padded);
+    for (int tile = 0; tile < tiles; ++tile, from += rows * stride) {
+      for (int row = 0; row < rows; ++row) {
+        scratch_.tile_states.largest[row] = from[row * stride + padded];
+        scratch_.tile_states.sums[row] = from[row * stride + padded + 1];
+      }
+      merge_tile(scratch_.states, scratch_.output, scratch_.tile_states, from, static_cast<int>(stride), rows, padded);
+    }
     return true;
   }
 
@@ -317,7 +333,7 @@ class Worker {
     const float value_scale = scaled ? cache_.value_scale : 1.0f;
     for (int row = 0; row < item.tokens * shape_.group; ++row) {
       float* from = scratch_.output + row * shape_.padded;
-      const float factor = value_scale / scratch_.states[row].sum;
+      const float factor = value_scale / scratch_.states.sums[row];
       for (int i = 0; i < shape_.padded; i += kLanes) store_floats(from + i, load_floats(from + i) * factor);
       restore_columns(scratch_.queries, head_dim, from);
       const int head = item.kv_head * shape_.group + row % shape_.group;

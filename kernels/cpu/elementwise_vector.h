@@ -47,8 +47,26 @@ inline Ints lane_numbers() {
 }
 
 inline Floats choose(Ints mask, Floats if_set, Floats if_clear) { return mask ? if_set : if_clear; }
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
-inline Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
+// The second where either is NaN or they are equal, as the instructions have it.
+inline Floats larger(Floats a, Floats b) {
+#if defined(HEADRACE_AVX512)
+  return reinterpret_cast<Floats>(_mm512_max_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Floats>(_mm256_max_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b)));
+#else
+  return a > b ? a : b;
+#endif
+}
+
+inline Floats smaller(Floats a, Floats b) {
+#if defined(HEADRACE_AVX512)
+  return reinterpret_cast<Floats>(_mm512_min_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Floats>(_mm256_min_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b)));
+#else
+  return a < b ? a : b;
+#endif
+}
 
 inline float largest_lane(Floats value) {
 #if defined(HEADRACE_AVX512)
@@ -166,10 +184,10 @@ inline PowerOfTwo split_power(Floats x) {
   return {n, fused(x, log2_e_rest, fused(x, log2_e, -n))};
 }
 
-// (2^f - 1), by interpolating (2^f - 1) / f at Chebyshev nodes of [-1/2, 1/2]: relative error of 2^f under 6e-9, or
-// under 8e-6 for results that are rounded to bf16 (2^-8) anyway.
+// (2^f - 1) / f, interpolated at Chebyshev nodes of [-1/2, 1/2]: relative error of 2^f under 6e-9, or under 8e-6 for
+// results that are rounded to bf16 (2^-8) anyway.
 template <bool kPrecise>
-inline Floats power_less_one(Floats f) {
+inline Floats power_slope(Floats f) {
   Floats p;
   if (kPrecise) {
     p = fused(f, all_lanes(0.0001545316295f), all_lanes(0.001339086336f));
@@ -182,7 +200,27 @@ inline Floats power_less_one(Floats f) {
     p = fused(p, f, all_lanes(0.240225301f));
     p = fused(p, f, all_lanes(0.6931367339f));
   }
-  return p * f;
+  return p;
+}
+
+template <bool kPrecise>
+inline Floats power_less_one(Floats f) {
+  return power_slope<kPrecise>(f) * f;
+}
+
+// 2^x for x up to 127, or -infinity (0).
+template <bool kPrecise>
+inline Floats power_of_two(Floats x) {
+#if defined(HEADRACE_AVX512)
+  // What is left of an infinity is 0.
+  const Floats f = reinterpret_cast<Floats>(
+      _mm512_reduce_ps(reinterpret_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  const Floats n = x - f;
+#else
+  x = larger(x, all_lanes(-250.0f));
+  const Floats n = round_to_integer(x), f = x - n;
+#endif
+  return times_power_of_two(fused(power_slope<kPrecise>(f), f, all_lanes(1.0f)), n);
 }
 
 // e^x. Below -110 the result is exactly 0 (so a masked score of minus infinity weighs nothing); above 88.7 infinity.
