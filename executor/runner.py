@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,6 +39,7 @@ class ModelRunner:
     def __init__(self, model: Model, kv_cache: Any, batch: BatchState, *, vocab_size: int) -> None:
         self._model, self._kv_cache, self._batch = model, kv_cache, batch
         self._prompt_rows_at_once = max(1, PROMPT_LOGITS_BYTES // (4 * vocab_size))
+        self._began_s = self._ended_s = 0.0  # of the forward pass at hand
 
     def step(self, plan: StepPlan) -> StepResult:
         """Runs one step. Plans must come in the core's order, as each changes the state the next builds on.
@@ -50,7 +52,10 @@ class ModelRunner:
             return StepResult(step=plan.step, rows=np.zeros(0, np.int32), token_ids=np.zeros(0, np.int32))
         needs = batch.needs(plan.rows)
         arrays, rows = batch.arrays(plan, reads_logits=needs != 0), plan.rows[plan.sampled]
-        computed = self._model.step(arrays, self._kv_cache, batch.draws(rows) if needs & Needs.RANDOM else None)
+        draws = batch.draws(rows) if needs & Needs.RANDOM else None
+        self._began_s = time.monotonic()
+        computed = self._model.step(arrays, self._kv_cache, draws)
+        self._ended_s = time.monotonic()
         if computed.chosen is None or needs & ~(Needs.RANDOM | Needs.TRUNCATION):
             return self._sample(plan, arrays, rows, computed)
         sampled = Sampled(computed.chosen.token_ids, find_problems(computed.chosen.best))
@@ -120,6 +125,8 @@ class ModelRunner:
             logprobs=sampled.logprobs,
             prompt_logprobs=prompt_logprobs,
             failures=tuple(_failure(row, why) for row, why in problems.items()),
+            began_s=self._began_s,
+            ended_s=self._ended_s,
         )
 
 
