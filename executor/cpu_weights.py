@@ -99,7 +99,9 @@ class CpuWeights(CheckedWeights):
         """
         bits = self._blocks.bits if self._blocks else None
         stored = [self._stored(part, in_features, columns, bits) for part in parts]
-        biases = [self._bias(part) for part in parts] if bias else None
+        biases = None
+        if bias:
+            biases = [self.vector(f"{part.name}.bias", part.num_rows, take=part.rows) for part in parts]
         weights: list[PackedLinear] = []
         joined_biases: list[Tensor | None] = []
         first = 0
@@ -140,10 +142,6 @@ class CpuWeights(CheckedWeights):
             logger.warning(
                 "weights of type %s cannot be computed as they are stored; they are kept in %s", types, dtype
             )
-
-    def _bias(self, part: Part) -> Tensor:
-        whole = self.vector(f"{part.name}.bias", part.num_rows)
-        return whole if part.rows is None else whole[part.rows].clone()
 
     def _stored(self, part: Part, in_features: int, columns: slice | None, bits: int | None) -> Stored:
         name = f"{part.name}.weight"

@@ -58,10 +58,10 @@ class CheckedWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
-    def vector(self, name: str, size: int, offset: float = 0.0) -> Tensor:
-        """[size] float32 plus `offset`: norm weights stay wide, they cost nothing."""
+    def vector(self, name: str, size: int, offset: float = 0.0, take: slice | None = None) -> Tensor:
+        """Elements `take` of [size], float32, plus `offset`: norm weights stay wide, they cost nothing."""
         self._check(name, (size,))
-        tensor = self._source.get(name).to(self.device, torch.float32) + offset
+        tensor = self._source.get(name, rows=take).to(self.device, torch.float32) + offset
         self.nbytes += tensor.nbytes
         return tensor
 

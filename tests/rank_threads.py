@@ -85,8 +85,10 @@ class RankThreads(Executor):
         self._steps.append([self._start(number, lambda rank: _step(rank, plan)) for number in range(len(self._ranks))])
 
     def collect(self) -> StepResult:
-        futures = self._steps.popleft()
-        return futures[self._replying].result(DEADLINE_S)
+        results = [future.result(DEADLINE_S) for future in self._steps.popleft()]
+        for result in results[self._replying + 1 :]:  # of the same stage
+            assert result.token_ids.tolist() == results[self._replying].token_ids.tolist()
+        return results[self._replying]
 
     def stop(self) -> None:
         for thread in self._threads:

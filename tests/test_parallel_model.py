@@ -9,11 +9,20 @@ from typing import Any
 
 import pytest
 import tiny_models
-from rank_threads import RankThreads
+import torch
+from gguf.constants import GGMLQuantizationType as Kind
+from model_driver import DictSource
+from rank_threads import RankThreads, run_ranks
+from tiny_gguf import save_gguf
 
 from headrace import LLM, SamplingParams
 from headrace.executor import cpu_decoder, uniproc
+from headrace.executor.cpu_program import StepLimits
+from headrace.executor.decoder import Decoder
+from headrace.executor.families import spec_from_config
+from headrace.executor.place import Place, World
 from headrace.ipc.failure import ModelError, OptionError
+from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear import runtime
 
 THREADS = f"{RankThreads.__module__}:{RankThreads.__name__}"
@@ -90,6 +99,99 @@ def test_ranks_together_answer_like_one(folder: Path, name: str, tp_size: int, p
     )
     assert tokens == alone(folder, name)
     assert num_cached > 0 or name == "llama_dynamic"
+
+
+FOUR: dict[str, Any] = {
+    "distributed_executor_backend": THREADS,
+    "tensor_parallel_size": 2,
+    "pipeline_parallel_size": 2,
+}
+
+
+def test_sampling_and_its_reports_are_those_of_one(folder: Path, computed_as: str) -> None:
+    params = [
+        SamplingParams(max_tokens=20, temperature=1.5, seed=3, top_p=0.9, ignore_eos=True),
+        SamplingParams(max_tokens=20, temperature=0.8, seed=4, top_k=5, repetition_penalty=1.3, ignore_eos=True),
+        SamplingParams(max_tokens=20, temperature=0, logprobs=3, ignore_eos=True),
+        SamplingParams(max_tokens=9, temperature=0, prompt_logprobs=2, min_tokens=5),
+        SamplingParams(max_tokens=20, temperature=0, presence_penalty=1.0),
+    ]
+    answers = []
+    for options in ({}, FOUR):
+        with LLM(str(saved(folder, "qwen3")), in_process=True, **(TIGHT | options)) as llm:
+            answers.append(llm.generate(prompts_of(), params, use_tqdm=False))
+    for one, many in zip(*answers, strict=True):
+        assert many.outputs[0].token_ids == one.outputs[0].token_ids
+    assert numbers(answers[1][2].outputs[0].logprobs) == pytest.approx(
+        numbers(answers[0][2].outputs[0].logprobs), abs=1e-4
+    )
+    assert numbers(answers[1][3].prompt_logprobs) == pytest.approx(numbers(answers[0][3].prompt_logprobs), abs=1e-4)
+
+
+def numbers(positions: Any) -> list[float]:
+    """Every logprob of every position, in order of token id."""
+    return [row[token].logprob for row in positions if row for token in sorted(row)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["llama_gqa_tied", "opt_projected_post_norm", "gemma2"])
+def test_half_precision_is_near_that_of_one(folder: Path, name: str, dtype: str, computed_as: str) -> None:
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    found = []
+    for options in ({}, FOUR):
+        with LLM(str(saved(folder, name)), in_process=True, **(TIGHT | options | {"dtype": dtype})) as llm:
+            found.append(numbers(llm.generate(prompts_of(), params, use_tqdm=False)[0].prompt_logprobs))
+    assert found[1] == pytest.approx(found[0], abs=0.25 if dtype == "bfloat16" else 0.05)
+    assert len(found[0]) == 60
+
+
+@pytest.mark.parametrize(("inner", "kept"), [(128, True), (96, False)])
+def test_packed_weights_are_divided_between_blocks_or_turned_into_floats(
+    folder: Path, inner: int, kept: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    if build.why_not():
+        pytest.skip(str(build.why_not()))
+    path = folder / f"q8-{inner}.gguf"
+    model = tiny_models.build("llama", intermediate_size=inner)
+    save_gguf(model, path, Kind.Q8_0)
+    options = TIGHT | {"dtype": "auto", "kv_cache_dtype": "auto"}
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    found = []
+    for place in ({}, FOUR):
+        with LLM(str(path), in_process=True, **(options | place)) as llm:
+            found.append(numbers(llm.generate(prompts_of(), params, use_tqdm=False)[0].prompt_logprobs))
+    assert found[1] == pytest.approx(found[0], abs=0.1)
+    sentence = (
+        "a rank's share of the rows of weights of type Q8_0 is no whole number of blocks; they are kept in bfloat16"
+    )
+    assert (sentence in caplog.text) != kept
+
+
+@pytest.mark.parametrize("name", ["llama_biases", "opt_projected_post_norm", "gemma3"])
+@pytest.mark.parametrize("kind", ["program", "op by op"])
+def test_each_rank_reads_its_share_and_together_all(name: str, kind: str) -> None:
+    model = tiny_models.build(name)
+    state = {key: tensor.detach() for key, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        state.pop("lm_head.weight")
+    spec = spec_from_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
+    world = World(2, 2, 8, 8, spec.hidden_size, spec.vocab_size)
+
+    def count(place: Place) -> int:
+        source = DictSource(state)
+        if kind == "program":
+            cpu_decoder.CpuRank(spec, source, torch.float32, StepLimits(8, 8, 8), place=place)
+        else:
+            Decoder(spec, source, torch.float32, place=place)
+        return source.elements_read
+
+    read = run_ranks(world, count)
+    whole = sum(tensor.numel() for tensor in state.values())
+    tied = sum(t.numel() for n, t in state.items() if spec.tied_head and "embed_tokens" in n)
+    repeated = sum(t.numel() for n, t in state.items() if "norm" in n or "positions" in n or "project_" in n)
+    keys = sum(t.numel() for n, t in state.items() if "k_proj" in n or "v_proj" in n)
+    assert whole <= sum(read) <= whole + tied + repeated + (keys if spec.num_kv_heads == 1 else 0)
+    assert max(read) - repeated < 0.5 * (whole - repeated)
 
 
 def test_layers_can_be_given_out_by_hand(folder: Path) -> None:
