@@ -23,6 +23,16 @@ _SYS_FUTEX = {"x86_64": 202, "ppc64le": 221, "s390x": 238}.get(platform.machine(
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # not the private kind: the word is shared between processes
 _EVERYBODY = (1 << 31) - 1
 _syscall = ctypes.CDLL(None, use_errno=True).syscall  # releases the interpreter lock meanwhile
+_syscall.restype = ctypes.c_long
+_syscall.argtypes = [
+    ctypes.c_long,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_uint32,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_int,
+]
 
 
 class _Timespec(ctypes.Structure):
@@ -38,7 +48,7 @@ def futex_wait(address: int, seen: int, timeout_s: float | None) -> None:
     if timeout_s is not None:
         seconds = int(timeout_s)
         timeout = ctypes.byref(_Timespec(seconds, int((timeout_s - seconds) * 1e9)))
-    if _syscall(_SYS_FUTEX, ctypes.c_void_p(address), _FUTEX_WAIT, ctypes.c_uint32(seen), timeout, None, 0) != 0:
+    if _syscall(_SYS_FUTEX, address, _FUTEX_WAIT, seen, timeout, None, 0) != 0:
         code = ctypes.get_errno()
         if code not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
             raise OSError(code, os.strerror(code))
@@ -46,7 +56,7 @@ def futex_wait(address: int, seen: int, timeout_s: float | None) -> None:
 
 def futex_wake(address: int) -> None:
     """Wakes every thread and process that sleeps on the word at `address`."""
-    _syscall(_SYS_FUTEX, ctypes.c_void_p(address), _FUTEX_WAKE, _EVERYBODY, None, None, 0)
+    _syscall(_SYS_FUTEX, address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
 
 
 class Fence:

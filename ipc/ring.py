@@ -136,6 +136,9 @@ class _End:
         self._address = ctypes.addressof(anchor)
         del anchor  # else the memory could not be unmapped
         self._fence = Fence()
+        # Worked out once: a message's way is a few microseconds.
+        self._num_slots, self._slot_bytes = layout.num_slots, layout.slot_bytes
+        self._slots_at, self._message_bytes = layout.header_bytes, layout.message_bytes
         self._spin_s = MAX_SPIN_S
         self._interrupted = False
         self._sleeps_on = 0
@@ -196,14 +199,14 @@ class RingWriter(_End):
 
         Raises WaitTimeoutError, or RingInterruptedError.
         """
-        words, number, layout = self._words, self._number, self.layout
+        words, number, num_slots = self._words, self._number, self._num_slots
         for reader in self._readers:
-            while (number - (taken := words[reader + _TAKEN])) & _MASK >= layout.num_slots:
+            while (number - (taken := words[reader + _TAKEN])) & _MASK >= num_slots:
                 self._await_change(reader + _TAKEN, taken, _WRITER, deadline, "taking a message from the full ring")
-        at = layout.header_bytes + number % layout.num_slots * layout.slot_bytes
-        is_aside = len(data) > layout.message_bytes
+        at = self._slots_at + number % num_slots * self._slot_bytes
+        is_aside = len(data) > self._message_bytes
         if is_aside:
-            assert self._aside is not None, f"a message of {len(data)} bytes; slots take {layout.message_bytes}"
+            assert self._aside is not None, f"a message of {len(data)} bytes; slots take {self._message_bytes}"
             self._aside(number, data)
         else:
             self._view[at + _SLOT.size : at + _SLOT.size + len(data)] = data
@@ -249,11 +252,11 @@ class RingReader(_End):
 
     def take(self, deadline: Deadline) -> tuple[int, bytearray | bytes]:
         """The next message's kind and content. Raises WaitTimeoutError, or RingInterruptedError."""
-        words, number, layout = self._words, self._number, self.layout
+        words, number = self._words, self._number
         while words[_HEAD] == number:
             self._await_change(_HEAD, number, self._line + _SLEEPING, deadline, "the next message")
         self._fence()
-        at = layout.header_bytes + number % layout.num_slots * layout.slot_bytes
+        at = self._slots_at + number % self._num_slots * self._slot_bytes
         length, kind, is_aside = _SLOT.unpack_from(self._view, at)
         data = None if is_aside else bytearray(self._view[at + _SLOT.size : at + _SLOT.size + length])
         self._fence()

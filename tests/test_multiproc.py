@@ -15,7 +15,7 @@ from null_rank import NullRank
 from headrace.core.engine import load_executor
 from headrace.core.options import Options
 from headrace.executor.cpu_share import share
-from headrace.executor.multiproc import MultiprocExecutor
+from headrace.executor.multiproc import MultiprocExecutor, check_equal
 from headrace.ipc.control import DescribeEngine, ReloadWeights
 from headrace.ipc.failure import EngineStartError, HeadraceError, ModelError, OptionError
 from headrace.ipc.step import StepPlan, StepResult
@@ -247,10 +247,8 @@ def test_a_class_named_as_vllm_does_is_found() -> None:
 def test_workers_that_read_different_models_are_refused() -> None:
     with Ranks(options(2)) as ranks:
         found = ranks.executor.describe(lambda phase: None)
-        from headrace.executor.multiproc import _check_equal
-
         with pytest.raises(ModelError, match="worker 0 read num_layers 1 from the model, and worker 1 read 2"):
-            _check_equal([found, type(found)(**{**_fields(found), "num_layers": 2})])
+            check_equal([found, type(found)(**{**_fields(found), "num_layers": 2})], "worker")
 
 
 def _fields(struct: object) -> dict[str, object]:
