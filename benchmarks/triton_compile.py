@@ -68,7 +68,7 @@ class Resources:
 @contextmanager
 def pretended(architecture: int) -> Iterator[None]:
     """Every tensor seems to be on this GPU."""
-    with mock.patch.object(configs, "device_of", lambda tensor: DEVICES[architecture]):
+    with mock.patch.object(configs, "device_of", return_value=DEVICES[architecture]):
         yield
 
 

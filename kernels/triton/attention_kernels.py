@@ -310,8 +310,7 @@ def attend_kernel(
         if PARTS:
             part = token_rows if SHARED else token_rows * 0 + seq
             part = (part * (NUM_KV_HEADS * GROUP) + heads) * num_parts + part_offset + share
-            in_part = in_row & (share_low < share_high)
-            tl.store(parts + part[:, None] * HEAD_DIM + dims[None, :], share_acc, mask=in_tile & in_part[:, None])
+            tl.store(parts + part[:, None] * HEAD_DIM + dims[None, :], share_acc, mask=in_tile)
             tl.store(part_stats + part * 2, share_max, mask=in_row)
             tl.store(part_stats + part * 2 + 1, share_sum, mask=in_row)
         elif SPLIT_TILES:
@@ -365,8 +364,7 @@ def combine_kernel(
     for part in range(first, end):
         part_max = tl.load(part_stats + (base + part) * 2 + tl.arange(0, 1))
         part_sum = tl.load(part_stats + (base + part) * 2 + 1 + tl.arange(0, 1))
-        used = in_head & (part_sum > 0)
-        part_acc = tl.load(parts + (base + part) * HEAD_DIM + dims, mask=used, other=0.0)[None, :]
+        part_acc = tl.load(parts + (base + part) * HEAD_DIM + dims, mask=in_head, other=0.0)[None, :]
         running_max, running_sum, acc = merge(running_max, running_sum, acc, part_max, part_sum, part_acc)
     total = tl.where(running_sum > 0, running_sum, 1.0)
     result = acc * (value_scale / total)[:, None]

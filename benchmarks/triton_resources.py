@@ -1,0 +1,190 @@
+"""Registers, spills and shared memory of every Triton kernel on sm_80 and sm_90, without a GPU.
+
+`python benchmarks/triton_resources.py` compiles what the entry points launch for the shapes of real models and writes
+`results/triton_resources.json`. `--only WORD` prints those whose case holds the word, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from report import write_report
+from torch import Tensor
+from triton_compile import compile_launch, record
+
+from headrace.kernels.reference_attention import AttentionParams, CacheScales, PagedBatch
+from headrace.kernels.reference_rotary_cache import LayerCache, Rotation
+from headrace.kernels.reference_sampling import DeviceDraws, LogitChanges, Penalties
+from headrace.kernels.triton import (
+    activation,
+    attention,
+    cascade,
+    embedding,
+    logits,
+    logprobs,
+    norms,
+    rotary_cache,
+    sampling,
+)
+
+RESULTS = Path(__file__).parent / "results" / "triton_resources.json"
+ARCHITECTURES = (80, 90)
+VOCABULARY = 128_256
+BF16, FP32, INT32, INT64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+Run = Callable[[], Any]
+
+
+def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """A tensor of this shape and no memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def batch_of(num_tokens: int, num_seqs: int) -> PagedBatch:
+    """Decodes where there are as many tokens as sequences."""
+    return PagedBatch(
+        query_start=meta(num_seqs + 1, dtype=INT32),
+        seq_lens=meta(num_seqs, dtype=INT32),
+        block_tables=meta(num_seqs, 512, dtype=INT32),
+        slot_mapping=meta(num_tokens, dtype=INT64),
+        block_size=16,
+        max_query_len=1 if num_tokens == num_seqs else None,
+    )
+
+
+def attend(
+    heads: tuple[int, int, int],
+    num_tokens: int,
+    num_seqs: int,
+    stored: torch.dtype = BF16,
+    dtype: torch.dtype = BF16,
+    **options: Any,
+) -> Run:
+    """heads: query heads, key/value heads, values of each."""
+    num_heads, num_kv_heads, head_dim = heads
+    cache = meta(1000, num_kv_heads, 16, head_dim, dtype=stored)
+    rows = options.pop("row_scales", False)
+    scale_rows = meta(1000, num_kv_heads, 16, dtype=FP32) if rows else None
+    scales = CacheScales(keys=scale_rows, values=scale_rows)
+    params = AttentionParams(head_dim**-0.5, **options)
+    query = meta(num_tokens, num_heads, head_dim, dtype=dtype)
+    return lambda: attention.paged_attention(query, cache, cache, batch_of(num_tokens, num_seqs), params, scales)
+
+
+LLAMA, GEMMA, QWEN = (32, 8, 128), (16, 8, 256), (14, 2, 64)
+"""Heads of Llama-3.1-8B, Gemma-2-9B and Qwen2.5-0.5B."""
+
+
+def attention_cases() -> dict[str, Run]:
+    return {
+        "attention Llama decode": attend(LLAMA, 256, 256),
+        "attention Llama decode of one": attend(LLAMA, 1, 1),
+        "attention Llama mixed": attend(LLAMA, 8192, 64),
+        "attention Llama fp8 cache": attend(LLAMA, 8192, 64, torch.float8_e4m3fn),
+        "attention Llama int8 cache, a scale per row": attend(LLAMA, 8192, 64, torch.int8, row_scales=True),
+        "attention Llama float16": attend(LLAMA, 8192, 64, torch.float16, torch.float16),
+        "attention Llama float32": attend(LLAMA, 8192, 64, FP32, FP32),
+        "attention Llama invariant": attend(LLAMA, 8192, 64, batch_invariant=True),
+        "attention Gemma window and cap": attend(GEMMA, 8192, 64, sliding_window=4096, soft_cap=50.0),
+        "attention Gemma invariant": attend(GEMMA, 8192, 64, batch_invariant=True),
+        "attention Qwen mixed": attend(QWEN, 8192, 64),
+        "attention 512 wide heads": attend((8, 4, 512), 8192, 64),
+        "cascade Llama": lambda: cascade.cascade_attention(
+            meta(256, 32, 128), meta(1000, 8, 16, 128), meta(1000, 8, 16, 128), batch_of(256, 256),
+            AttentionParams(0.1), 4096,
+        ),
+    }  # fmt: skip
+
+
+def row_cases() -> dict[str, Run]:
+    heads = meta(64, 48, 128).split((32, 8, 8), dim=1)
+    rotation = Rotation(meta(64, 64, dtype=FP32), meta(64, 64, dtype=FP32))
+    normed = Rotation(
+        rotation.cos, rotation.sin, query_norm=meta(128, dtype=FP32), key_norm=meta(128, dtype=FP32), eps=1e-6
+    )
+    cache, fp8 = meta(1000, 8, 16, 128), meta(1000, 8, 16, 128, dtype=torch.float8_e4m3fn)
+    batch = batch_of(64, 64)
+    return {
+        "rms_norm 4096": lambda: norms.rms_norm(meta(64, 4096), meta(64, 4096), meta(4096, dtype=FP32), 1e-5),
+        "layer_norm 8192": lambda: norms.layer_norm(
+            meta(64, 8192), None, meta(8192, dtype=FP32), meta(8192, dtype=FP32), 1e-5
+        ),
+        "rotary": lambda: rotary_cache.rotary(heads[0], heads[1], meta(64, 64, dtype=FP32), meta(64, 64, dtype=FP32)),
+        "rotary_and_write": lambda: rotary_cache.rotary_and_write(*heads, rotation, LayerCache(cache, cache), batch),
+        "rotary_and_write with q/k norm, fp8": lambda: rotary_cache.rotary_and_write(
+            *heads, normed, LayerCache(fp8, fp8), batch
+        ),
+        "activate_and_multiply silu": lambda: activation.activate_and_multiply(meta(64, 2 * 14336), "silu"),
+        "activate_and_multiply gelu_tanh": lambda: activation.activate_and_multiply(meta(64, 2 * 14336), "gelu_tanh"),
+        "activate gelu": lambda: activation.activate(meta(64, 4096), "gelu"),
+        "activate relu": lambda: activation.activate(meta(64, 4096), "relu"),
+        "embed": lambda: embedding.embed(meta(64, dtype=INT64), meta(VOCABULARY // 2, 4096), VOCABULARY // 2, 1.5),
+    }
+
+
+def sampling_cases() -> dict[str, Run]:
+    rows = meta(64, VOCABULARY, dtype=FP32)
+    one, whole = meta(64, dtype=FP32), meta(64, dtype=INT32)
+    wide = meta(64, dtype=torch.float64)
+    bits = meta(64, -(-VOCABULARY // 32), dtype=INT32)
+    penalties = Penalties(whole, meta(64, VOCABULARY, dtype=INT32), bits, one, one, one)
+    changes = LogitChanges(bits, penalties, meta(64, 300, dtype=INT32), meta(64, 300, dtype=FP32))
+    seeds = meta(64, dtype=INT64)
+    return {
+        "choose_tokens greedy": lambda: sampling.choose_tokens(
+            rows, DeviceDraws(one, whole, wide, wide, seeds, whole, may_draw=False)
+        ),
+        "choose_tokens random": lambda: sampling.choose_tokens(
+            rows, DeviceDraws(one, whole, wide, wide, seeds, whole, may_truncate=False)
+        ),
+        "choose_tokens truncated": lambda: sampling.choose_tokens(
+            rows, DeviceDraws(one, whole, wide, wide, seeds, whole)
+        ),
+        "adjust_logits": lambda: logits.adjust_logits(rows, changes),
+        "count_tokens": lambda: logits.count_tokens(meta(64, VOCABULARY, dtype=INT32), whole, seeds),
+        "token_logprobs of 20": lambda: logprobs.token_logprobs(rows, seeds, 20),
+        "token_logprobs alone": lambda: logprobs.token_logprobs(rows, seeds, 0),
+    }
+
+
+def all_cases() -> Mapping[str, Run]:
+    return MappingProxyType({**attention_cases(), **row_cases(), **sampling_cases()})
+
+
+def sources_hash() -> str:
+    """Of everything that the figures depend on: they are out of date when it differs from the recorded one."""
+    digest = hashlib.sha256()
+    folder = Path(attention.__file__).parent
+    for path in [*sorted(folder.glob("*.py")), Path(__file__), Path(__file__).with_name("triton_compile.py")]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="print the cases that hold this word, and write nothing")
+    only = parser.parse_args().only
+    warnings.simplefilter("ignore", UserWarning)  # triton's notice of a default that will change
+    results = []
+    for name, run in all_cases().items():
+        if only not in name:
+            continue
+        for architecture in ARCHITECTURES:
+            for launch in record(run, architecture):
+                resources = compile_launch(launch, architecture)
+                entry = {"case": name, "architecture": architecture, "kernel": launch.function.__name__}
+                results.append({**entry, **launch.options, **asdict(resources)})
+                print(*results[-1].values(), flush=True)
+    if not only:
+        write_report(RESULTS, "triton_resources", {"sources": sources_hash(), "kernels": results})
+
+
+if __name__ == "__main__":
+    main()

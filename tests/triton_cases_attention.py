@@ -1,0 +1,178 @@
+"""Triton's paged attention against the reference over the batches that an engine meets."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from paged import make_batch
+
+from headrace.kernels import ops
+from headrace.kernels.reference_attention import AttentionParams, CacheScales, PagedBatch, paged_attention
+from headrace.kernels.triton import attention, cascade
+
+BOUND = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+"""Largest error of an output near 1. The interpreter cuts softmax weights off to bfloat16, where a GPU rounds."""
+MIXED = [(1, 1), (5, 5), (1, 40), (40, 90), (1, 0), (1, 33), (17, 150), (2, 0), (1, 151), (2, 32)]
+DECODES = [(1, 1), (1, 40), (1, 0), (1, 33), (1, 151), (1, 16)]
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.dtype == expected.dtype
+    assert found.isfinite().all()
+    bound = BOUND[expected.dtype] * max(1.0, float(expected.abs().max()))
+    error = float((found.double() - expected.double()).abs().max())
+    assert error < bound, f"{error} is not below {bound}"
+
+
+def compare(
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    params: AttentionParams,
+    block_size: int = 16,
+) -> None:
+    """heads: query heads, key/value heads, values of each."""
+    num_heads, num_kv_heads, head_dim = heads
+    batch, keys, values = make_batch(lengths, block_size, num_kv_heads, head_dim, dtype)
+    # As a model has it: a part of the rows of a wider matrix.
+    joined = torch.randn(sum(new for new, _ in lengths), num_heads + 2, head_dim).to(dtype)
+    query = joined[:, :num_heads]
+    expected = paged_attention(query, keys, values, batch, params)
+    assert_close(attention.paged_attention(query, keys, values, batch, params), expected)
+
+
+def case_prompts_and_decodes_together() -> None:
+    scale = 20**-0.5
+    compare(MIXED, (6, 2, 20), torch.float32, AttentionParams(scale))
+    compare(MIXED, (7, 1, 20), torch.float32, AttentionParams(scale, 19))
+    compare(MIXED, (3, 3, 20), torch.float32, AttentionParams(scale, 120, 1.5))
+    compare(MIXED, (7, 1, 20), torch.bfloat16, AttentionParams(scale, None, 1.5))
+    compare(MIXED, (6, 2, 20), torch.float16, AttentionParams(scale, 1))
+
+
+def case_decodes_alone() -> None:
+    scale = 24**-0.5
+    compare(DECODES, (5, 1, 24), torch.float32, AttentionParams(scale))
+    compare(DECODES, (4, 4, 24), torch.bfloat16, AttentionParams(scale, 33))
+    compare(DECODES, (6, 2, 24), torch.float16, AttentionParams(scale, None, 2.0))
+    compare([(1, 700)], (34, 2, 24), torch.float32, AttentionParams(scale))
+    compare([(1, 700)], (4, 2, 24), torch.float32, AttentionParams(scale, 300))
+
+
+def case_random_batches() -> None:
+    numbers = random.Random(11)
+    for dtype in (torch.float32, torch.bfloat16):
+        for _ in range(4):
+            lengths = [(new := numbers.choice((1, 1, 1, numbers.randint(2, 30))), new + numbers.choice((0, 3, 70)))
+                       for _ in range(numbers.randint(1, 5))]  # fmt: skip
+            group, num_kv_heads = numbers.randint(1, 9), numbers.randint(1, 2)
+            head_dim, block_size = numbers.choice((8, 36, 64)), numbers.choice((1, 8, 16, 20, 64))
+            params = AttentionParams(
+                head_dim**-0.5, numbers.choice((None, 1, 16, 50)), numbers.choice((None, 0.7)), numbers.random() < 0.3
+            )
+            compare(lengths, (group * num_kv_heads, num_kv_heads, head_dim), dtype, params, block_size)
+
+
+def case_scaled_caches() -> None:
+    batch, keys, values = make_batch([(1, 40), (9, 50), (1, 0), (1, 5)], 16, 2, 20, torch.float32)
+    query = torch.randn(12, 6, 20)
+    params = AttentionParams(20**-0.5)
+    for stored, largest in ((torch.int8, 127.0), (torch.float8_e4m3fn, 448.0)):
+        for dynamic in (False, True):
+            caches, rows = [], []
+            for x in (keys, values):
+                row = x.nan_to_num().abs().amax(-1).clamp(min=1e-3) / largest if dynamic else None
+                scaled = x.nan_to_num() / (0.04 if row is None else row[..., None])
+                caches.append(scaled.round().to(stored) if stored == torch.int8 else scaled.to(stored))
+                rows.append(row)
+            scales = CacheScales(0.04, 0.04, *rows)
+            expected = paged_attention(query, *caches, batch, params, scales)
+            assert_close(attention.paged_attention(query, *caches, batch, params, scales), expected)
+
+
+def case_a_shared_beginning_is_read_once_to_the_same_end() -> None:
+    for heads, soft_cap in (((6, 2), None), ((3, 3), 1.5)):
+        lengths = [(1, 64 + n) for n in (1, 80, 33, 5, 16)]
+        batch, keys, values = make_batch(lengths, 16, heads[1], 24, torch.float32, shared_blocks=4)
+        query, params = torch.randn(5, heads[0], 24), AttentionParams(24**-0.5, None, soft_cap)
+        expected = paged_attention(query, keys, values, batch, params)
+        for num_shared in (0, 16, 64):
+            found = cascade.cascade_attention(query, keys, values, batch, params, num_shared)
+            assert_close(found, expected)
+    # Whatever is told, each sequence's own blocks are wrong for the shared part of the others.
+    batch.block_tables[1:, :2] = batch.block_tables[1:, -1:]
+    assert_close(cascade.cascade_attention(query, keys, values, batch, params, 64), expected)
+    with pytest.raises(ValueError, match="whole number of blocks"):
+        cascade.cascade_attention(query, keys, values, batch, params, 17)
+
+
+def case_padding_changes_nothing() -> None:
+    """A graph's spare rows: sequences of one token and no context, whose table is anything."""
+    batch, keys, values = make_batch(DECODES, 16, 2, 24, torch.float32)
+    query, params = torch.randn(6, 4, 24), AttentionParams(24**-0.5)
+    found = attention.paged_attention(query, keys, values, batch, params)
+    padded = PagedBatch(
+        torch.cat([batch.query_start, torch.tensor([7, 8], dtype=torch.int32)]),
+        torch.cat([batch.seq_lens, torch.zeros(2, dtype=torch.int32)]),
+        torch.cat([batch.block_tables, torch.full_like(batch.block_tables[:2], -1)]),
+        torch.cat([batch.slot_mapping, torch.tensor([-1, -1])]),
+        16,
+        max_query_len=1,
+    )
+    out = torch.full((8, 4, 24), torch.nan)
+    given = attention.paged_attention(torch.cat([query, query[:2]]), keys, values, padded, params, out=out)
+    assert given is out
+    assert torch.equal(out[:6], found)
+    assert not out[6:].any()
+
+
+def case_invariant_results_depend_on_neither_batch_nor_chunks() -> None:
+    lengths = [(70, 70), (1, 130), (1, 40)]
+    original = attention.FIXED_SPLIT_TOKENS
+    attention.FIXED_SPLIT_TOKENS = 32  # so that these contexts have several parts
+    try:
+        for window, soft_cap in ((None, None), (45, 2.0)):
+            params = AttentionParams(24**-0.5, window, soft_cap, batch_invariant=True)
+            batch, keys, values = make_batch(lengths, 16, 2, 24, torch.float32)
+            query = torch.randn(72, 6, 24)
+            whole = attention.paged_attention(query, keys, values, batch, params)
+            assert_close(whole, paged_attention(query, keys, values, batch, params))
+            # The first sequence's prompt in chunks, alone: 37, 1 and 32 tokens.
+            for first, last in ((0, 37), (37, 38), (38, 70)):
+                part = dataclasses.replace(
+                    batch,
+                    query_start=torch.tensor([0, last - first], dtype=torch.int32),
+                    seq_lens=torch.tensor([last], dtype=torch.int32),
+                    block_tables=batch.block_tables[:1],
+                    slot_mapping=batch.slot_mapping[first:last],
+                    memo={},
+                )
+                found = attention.paged_attention(query[first:last], keys, values, part, params)
+                assert torch.equal(found, whole[first:last])
+            alone = dataclasses.replace(
+                batch,
+                query_start=torch.tensor([0, 1], dtype=torch.int32),
+                seq_lens=batch.seq_lens[1:2],
+                block_tables=batch.block_tables[1:2],
+                max_query_len=1,
+                memo={},
+            )
+            assert torch.equal(attention.paged_attention(query[70:71], keys, values, alone, params), whole[70:71])
+    finally:
+        attention.FIXED_SPLIT_TOKENS = original
+
+
+def case_the_registry_offers_it_and_says_why_not() -> None:
+    facts = {"device": torch.device("cpu"), "dtype": torch.bfloat16, "head_dim": 128, "num_heads": 32}
+    version = next(v for v in ops()["paged_attention"].versions if v.name == "triton")
+    assert version.why_not(**facts, num_kv_heads=8) == ""
+    assert "64 query heads" in version.why_not(**facts, num_kv_heads=0)
+    assert "512 values, not 1024" in version.why_not(**{**facts, "head_dim": 1024}, num_kv_heads=8)
+    assert "not in torch.int32" in version.why_not(**{**facts, "dtype": torch.int32}, num_kv_heads=8)
+    batch, keys, values = make_batch(DECODES, 16, 2, 24, torch.float32)
+    query, params = torch.randn(6, 4, 24), AttentionParams(24**-0.5)
+    found = version.function(query, keys, values, batch, params)
+    assert torch.equal(found, attention.paged_attention(query, keys, values, batch, params))
