@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.ipc.failure import OptionError
 
-_COMMANDS = ("latency", "throughput", "serve", "startup", "overhead", "compare", "plot")
+_COMMANDS = ("latency", "throughput", "serve", "startup", "overhead", "sweep", "compare", "plot")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

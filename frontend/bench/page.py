@@ -19,7 +19,8 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #111827; margin: 2rem auto; max-width: 70rem; padding: 0 1.5rem; }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 p.about { color: #6b7280; margin: .2rem 0 1.5rem; }
-table { border-collapse: collapse; } th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #e5e7eb; }
+table { border-collapse: collapse; }
+th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #e5e7eb; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; } th { color: #6b7280; font-weight: 600; }
 .cards { display: flex; flex-wrap: wrap; gap: 1rem; } .card { border: 1px solid #e5e7eb; border-radius: 8px;
 padding: .7rem 1.1rem; min-width: 9rem; } .card b { display: block; font-size: 1.5rem; } .card span { color: #6b7280; }

@@ -124,6 +124,7 @@ def _as_cdf(axis: Any, title: str, unit: str = "ms") -> None:
     low, high = axis.dataLim.intervalx if axis.has_data() else (1, 1)
     if low > 0 and high / low > 30:
         axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:g}")
     _legend(axis, "lower right")
 
 
@@ -145,8 +146,8 @@ def _paint_serve(axes: Any, results: Sequence[Named]) -> None:
             times = token_times_s(request)
             for time_s in times:
                 counts[_bin(time_s, duration_s)] += request.get("num_output_tokens", 0) / len(times)
-            for index in range(_bin(request["sent_s"], duration_s), _bin(request["end_s"], duration_s) + 1):
-                busy[index] += 1
+            for index, begin_s in enumerate(edges[:-1]):  # at the middle of each bin
+                busy[index] += request["sent_s"] <= begin_s + duration_s / NUM_BINS / 2 < request["end_s"]
         axes[2].stairs([count * NUM_BINS / duration_s for count in counts], edges, color=colour, label=name)
         axes[3].stairs(busy, edges, color=colour, label=name)
         failed = [request["end_s"] for request in requests if "cause" in request]
@@ -247,7 +248,8 @@ def _paint_sweep(axes: Any, results: Sequence[Named]) -> None:
         axis.set_ylabel("output tokens per second")
         axis.set_ylim(bottom=0)
         axis.margins(x=0.2)
-        _legend(axis)
+        axis.set_xlim(left=max(0.0, axis.get_xlim()[0]))
+        _legend(axis, "lower right")
 
 
 def pareto(points: Sequence[tuple[float, float, str]]) -> list[tuple[float, float, str]]:

@@ -1,0 +1,271 @@
+"""`headrace bench sweep`: a grid over a server's options and the load's, resumable, with a Pareto plot at its end.
+
+Each combination of `--serve-params` and `--bench-params` is run `--num-runs` times; every run is a file of its own, so
+that a sweep that was interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headrace.frontend.bench import record as records
+from headrace.frontend.bench.child_server import ChildServer, running
+from headrace.frontend.bench.http_client import ExchangeError, Pool, Whole
+from headrace.frontend.bench.options import ResultOptions, TargetOptions
+from headrace.frontend.bench.serve import run_loop, target_of
+from headrace.frontend.bench.tables import columns, number
+from headrace.ipc.failure import HeadraceError, OptionError
+
+SUMMARY = "summary.json"
+FIGURES = (
+    "request_throughput",
+    "output_throughput",
+    "median_ttft_ms",
+    "median_tpot_ms",
+    "median_itl_ms",
+    "p99_ttft_ms",
+)
+_READY_PERIOD_S = 0.2
+
+
+class Combination(NamedTuple):
+    """One point of the grid."""
+
+    name: str
+    serve: dict[str, Any]
+    bench: dict[str, Any]
+
+
+def bench_sweep(arguments: argparse.Namespace) -> int:
+    """The exit status: 1 when a run failed and `--continue-on-error` went on. Raises OptionError."""
+    points = combinations(
+        read_params(arguments.serve_params, "serve-params"), read_params(arguments.bench_params, "bench-params")
+    )
+    if arguments.num_runs < 1:
+        raise OptionError(f"--num-runs={arguments.num_runs}: it must be at least 1")
+    if arguments.serve_params and not arguments.serve_cmd:
+        raise OptionError("--serve-params needs a server to give them to: name it with --serve-cmd")
+    folder = Path(arguments.output_dir) / (arguments.experiment_name or time.strftime("%Y%m%d-%H%M%S", time.gmtime()))
+    if any(folder.glob("*-run*.json")) and not arguments.resume:
+        raise OptionError(f"{folder} has results already: go on with --resume, or name another --experiment-name")
+    serve, bench = shlex.split(arguments.serve_cmd or ""), own_program(shlex.split(arguments.bench_cmd))
+    if arguments.dry_run:
+        for serve_params, same in itertools.groupby(points, key=lambda point: point.serve):
+            print(*([shlex.join([*serve, *flags(serve_params)])] if serve else []), sep="\n")
+            for point in same:
+                print("  " + shlex.join([*bench, *flags(point.bench)]))
+        return 0
+    failed = run_grid(points, serve, bench, folder, arguments)
+    summary = summarise(points, folder, arguments)
+    if summary is not None:
+        print(sweep_table(summary))
+        print(f"\nwrote {folder / SUMMARY}")
+        _plot(folder)
+    return 1 if failed else 0
+
+
+def run_grid(
+    points: Sequence[Combination], serve: list[str], bench: list[str], folder: Path, arguments: argparse.Namespace
+) -> int:
+    """Runs what has no result yet, one server for each group of points that share it. Returns how many runs failed."""
+    failed = 0
+    for serve_params, group in itertools.groupby(points, key=lambda point: point.serve):
+        todo = [
+            (point, path)
+            for point in group
+            for path in run_paths(point, folder, arguments.num_runs)
+            if not path.exists()
+        ]
+        if not todo:
+            continue
+        try:
+            with _server(serve, serve_params, bench, arguments) as server:
+                for point, path in todo:
+                    print(f"{path.stem} ...", file=sys.stderr, flush=True)
+                    _one_run(bench, point, path, server, arguments)
+        except HeadraceError as error:
+            if not arguments.continue_on_error:
+                raise
+            failed += 1
+            print(f"headrace: {error}", file=sys.stderr)
+    return failed
+
+
+def _one_run(
+    bench: list[str], point: Combination, path: Path, server: ChildServer | None, arguments: argparse.Namespace
+) -> None:
+    """Raises ResultError with the end of what the command said."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = [*bench, *flags(point.bench), "--output-json", str(path), "--label", point.name, "--no-machine-probe"]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=not arguments.show_stdout, text=True, check=False
+    )
+    if server is not None:
+        server.check()
+    if done.returncode or not path.exists():
+        path.unlink(missing_ok=True)  # a run in which every request failed is to be tried again
+        said = f"{done.stdout or ''}{done.stderr or ''}".strip()
+        raise records.ResultError(f"{shlex.join(command)} ended with exit status {done.returncode}:\n{said[-1500:]}")
+    if arguments.after_bench_cmd:
+        subprocess.run(shlex.split(arguments.after_bench_cmd), check=False, capture_output=not arguments.show_stdout)
+
+
+@contextlib.contextmanager
+def _server(
+    serve: list[str], params: dict[str, Any], bench: list[str], arguments: argparse.Namespace
+) -> Iterator[ChildServer | None]:
+    """The server of a group, ready; None where one runs already that is not ours."""
+    if not serve:
+        yield None
+        return
+    with running([*own_program(serve), *flags(params)]) as server:
+        run_loop(_until_ready(server, bench, arguments.server_ready_timeout))
+        yield server
+
+
+async def _until_ready(server: ChildServer, bench: list[str], timeout_s: float) -> None:
+    """Until it lists its models where the load will go. Raises EngineStartError with the server's words."""
+    import asyncio
+
+    target = target_of(_where(bench))
+    pool = Pool(target, connect_timeout_s=5, stall_timeout_s=10, request_timeout_s=10)
+    end_s = time.monotonic() + timeout_s
+    try:
+        while True:
+            server.check(time.monotonic() > end_s, f"did not answer at {target.url} within {timeout_s:g} s")
+            reader = Whole()
+            with contextlib.suppress(ExchangeError):
+                await pool.send(target.get("/v1/models"), reader)
+            health = Whole()
+            with contextlib.suppress(ExchangeError):
+                await pool.send(target.get("/health"), health)
+            if reader.status == 200 and health.status in (200, 404):
+                return
+            await asyncio.sleep(_READY_PERIOD_S)
+    finally:
+        await pool.close()
+
+
+def _where(bench: Sequence[str]) -> TargetOptions:
+    """Where `bench serve` with these arguments would send its requests."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name, kind in (("--base-url", str), ("--host", str), ("--port", int)):
+        parser.add_argument(name, type=kind, default=argparse.SUPPRESS)
+    found, _ = parser.parse_known_args(list(bench))
+    return TargetOptions(**vars(found))
+
+
+def own_program(command: list[str]) -> list[str]:
+    """`headrace ...` by the Python that runs this, whatever the PATH says."""
+    if command and command[0] == "headrace":
+        return [sys.executable, "-m", "headrace.frontend.cli", *command[1:]]
+    return command
+
+
+def read_params(path: str | None, option: str) -> list[tuple[str, dict[str, Any]]]:
+    """Named combinations from a JSON file: a list of objects, or an object of them by name. Raises OptionError."""
+    if path is None:
+        return [("", {})]
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--{option}={path}: {error}") from None
+    if isinstance(content, list) and all(isinstance(each, dict) for each in content):
+        found = [(str(each.pop("_benchmark_name", "")) or _name_of(each), each) for each in content]
+    elif isinstance(content, dict) and all(isinstance(each, dict) for each in content.values()):
+        found = list(content.items())
+    else:
+        raise OptionError(f"--{option}={path}: it must be a list of objects of options, or an object of such by name")
+    names = [name for name, _ in found]
+    if not found or len(set(names)) < len(names):
+        raise OptionError(f"--{option}={path}: it must name at least one combination, and none twice")
+    return found
+
+
+def combinations(
+    serve: Sequence[tuple[str, dict[str, Any]]], bench: Sequence[tuple[str, dict[str, Any]]]
+) -> list[Combination]:
+    """Every server with every load, a server's together."""
+    return [
+        Combination(_safe("-".join(filter(None, (serve_name, bench_name))) or "default"), serve_params, bench_params)
+        for serve_name, serve_params in serve
+        for bench_name, bench_params in bench
+    ]
+
+
+def _name_of(params: dict[str, Any]) -> str:
+    return "_".join(f"{name.replace('_', '-')}={value}" for name, value in params.items())
+
+
+def _safe(name: str) -> str:
+    return "".join(character if character.isalnum() or character in "-_=.," else "_" for character in name)
+
+
+def run_paths(point: Combination, folder: Path, num_runs: int) -> list[Path]:
+    return [folder / f"{point.name}-run{number}.json" for number in range(num_runs)]
+
+
+def flags(params: dict[str, Any]) -> list[str]:
+    """Options as a command takes them; true and false are flags, lists several values."""
+    found: list[str] = []
+    for name, value in params.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(flag if value else "--no-" + flag.removeprefix("--"))
+        elif isinstance(value, list):
+            found += [flag, *map(str, value)]
+        else:
+            found += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return found
+
+
+def summarise(points: Sequence[Combination], folder: Path, arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """Writes and returns the medians over each point's runs; None when no run has a result."""
+    rows = []
+    for point in points:
+        runs = [records.read(path) for path in run_paths(point, folder, arguments.num_runs) if path.exists()]
+        if not runs:
+            continue
+        row: dict[str, Any] = {"name": point.name, "serve": point.serve, "bench": point.bench, "num_runs": len(runs)}
+        for figure in FIGURES:
+            values = [run["results"][figure] for run in runs if run["results"].get(figure) is not None]
+            row[figure] = statistics.median(values) if values else None
+        row["failed"] = sum(run["results"].get("failed", 0) for run in runs)
+        rows.append(row)
+    if not rows:
+        return None
+    asked = {name: getattr(arguments, name) for name in ("serve_cmd", "bench_cmd", "num_runs")}
+    record = records.new_record("sweep", ResultOptions(label=folder.name), asked, 0)
+    record["results"] = {"points": rows}
+    record["samples"] = {row["name"]: [path.name for path in folder.glob(f"{row['name']}-run*.json")] for row in rows}
+    records.write(folder / SUMMARY, record)
+    return record
+
+
+def sweep_table(record: dict[str, Any]) -> str:
+    rows = [["", "runs", "out tok/s", "req/s", "TTFT ms", "TPOT ms", "TTFT p99 ms", "failed"]]
+    keys = ("output_throughput", "request_throughput", "median_ttft_ms", "median_tpot_ms", "p99_ttft_ms", "failed")
+    for point in record["results"]["points"]:
+        rows.append([point["name"], str(point["num_runs"]), *(number(point[key]) for key in keys)])
+    return columns(rows, indent=0)
+
+
+def _plot(folder: Path) -> None:
+    """The Pareto plot beside the results, where plots can be made."""
+    from headrace.frontend.bench.plot import bench_plot
+
+    try:
+        bench_plot([str(folder / SUMMARY)], str(folder / "pareto"), ("png", "svg", "html"))
+    except OptionError as error:
+        print(f"no plot: {error}", file=sys.stderr)
