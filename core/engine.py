@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from headrace.core.commands import profile_folder
 from headrace.core.desk import Desk, ExecutorFailed, Inbox, StopOrder
-from headrace.core.loop import Loop
+from headrace.core.in_flight import steps_in_flight
+from headrace.core.loop import Loop, scheduler_class
 from headrace.core.memory import fit_cache, ledger
 from headrace.core.memory_port import MemoryPort
 from headrace.core.options import Options
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 EXECUTORS = {
     "uni": "headrace.executor.uniproc:make_executor",
     "mp": "headrace.executor.multiproc:MultiprocExecutor",
+    "ray": "headrace.executor.ray_cluster:RayExecutor",
     "mp on several nodes": "headrace.executor.multinode:MultiNodeExecutor",
 }
 
@@ -75,7 +78,10 @@ class EngineCore:
         """Loads everything and begins to answer clients. Raises OptionError or ModelError with the cause."""
         phases = Phases(on_phase)
         phases("import")
+        for check in (scheduler_class, profile_folder):  # what is wrong is told before a model is loaded
+            check(self._options)
         executor = self._executor = self._executor or load_executor(self._options)
+        steps_in_flight(self._options, executor)
         description = executor.describe(phases)
         plan = self.plan = resolve(self._options, description)
         with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:
@@ -158,7 +164,7 @@ def load_executor(options: Options) -> Executor:
         )
     module, colon, name = EXECUTORS.get(backend, backend).partition(":")
     if not colon:
-        raise OptionError(f"distributed_executor_backend is {backend!r}; it must be uni, mp, or module:Class")
+        raise OptionError(f"distributed_executor_backend is {backend!r}; it must be uni, mp, ray, or module:Class")
     try:
         executor: Executor = getattr(importlib.import_module(module), name)(options)
     except (ImportError, AttributeError) as error:

@@ -265,8 +265,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str,
         Option(
             PARALLEL,
-            "What runs the model: uni (the engine core's own process), mp (a worker process for each rank), or "
-            "module:Class of an Executor",
+            "What runs the model: uni (the engine core's own process), mp (a worker process for each rank), "
+            "ray (the same, placed by Ray), or module:Class of an Executor",
             default_text="auto: mp where there is more than one rank, else uni",
         ),
     ] = "auto"

@@ -140,10 +140,13 @@ class MultiNodeExecutor(Executor):
 
     def __init__(self, options: Options) -> None:
         """Listens for the other hosts, and starts nothing yet. Raises OptionError, with the numbers."""
-        self._options, self._num_nodes = options, options.nnodes
-        world_size = options.tensor_parallel_size * options.pipeline_parallel_size
-        check_cluster(options, world_size)
-        self._ranks_per_node = world_size // self._num_nodes
+        check_cluster(options)
+        self._open(options, options.nnodes, cluster_key())
+
+    def _open(self, options: Options, num_nodes: int, key: str) -> None:
+        """Listens for nodes that know the key."""
+        self._options, self._num_nodes, self._key = options, num_nodes, key
+        self._ranks_per_node = options.tensor_parallel_size * options.pipeline_parallel_size // num_nodes
         self.num_stages = options.pipeline_parallel_size
         self.max_steps_in_flight = options.pipeline_parallel_size + 1
         self._plans, self._answers = StepCodec(StepPlan), StepCodec(StepResult)
@@ -151,6 +154,7 @@ class MultiNodeExecutor(Executor):
         self._changed = threading.Condition()
         self._heard: list[list[Message]] = [[] for _ in range(self._num_nodes)]
         self._nodes: dict[int, Node] = {}
+        self._awaited = range(1, num_nodes)
         self._failure: Failure | None = None
         self._on_failure: Callable[[Failure], None] = lambda failure: None
         self._is_serving = self._is_stopping = False
@@ -168,7 +172,7 @@ class MultiNodeExecutor(Executor):
 
     def describe(self, report: Report) -> ModelDescription:
         report("wait for nodes")
-        self._start_local()
+        self._start_nodes()
         self._wait_for_nodes()
         report("find model")
         for number, node in self._nodes.items():
@@ -299,7 +303,7 @@ class MultiNodeExecutor(Executor):
                 f"the engine core runs headrace {__version__} with message schema {WORKER_SCHEMA_HASH}, and the node "
                 f"{join.version} with {join.schema_hash}: install the same version on all nodes"
             )
-        if not hmac.compare_digest(join.proof, prove(cluster_key(), nonce)):
+        if not hmac.compare_digest(join.proof, prove(self._key, nonce)):
             raise OptionError(f"the node's {KEY_VARIABLE} is not the engine core's; set the same one on all nodes")
         return self._check_fits(join)
 
@@ -310,14 +314,16 @@ class MultiNodeExecutor(Executor):
                 raise OptionError(
                     f"{name} is {ours!r} at the engine core and {theirs!r} at the node; give all nodes the same options"
                 )
-        if not 0 < join.node_rank < self._num_nodes or join.node_rank in self._nodes:
-            why = "is here already" if join.node_rank in self._nodes else f"is not one of 1 to {self._num_nodes - 1}"
+        if join.node_rank not in self._awaited or join.node_rank in self._nodes:
+            numbers = f"{self._awaited.start} to {self._num_nodes - 1}"
+            why = "is here already" if join.node_rank in self._nodes else f"is not one of {numbers}"
             raise OptionError(f"node_rank {join.node_rank} {why}; give each node its own")
         return join.node_rank
 
     # --- waiting ------------------------------------------------------------------------------------------------
 
-    def _start_local(self) -> None:
+    def _start_nodes(self) -> None:
+        """Those that do not come by themselves: here, this very host."""
         with self._changed:
             self._nodes[0] = LocalNode(self._options.master_addr, lambda message: self.hear(0, message))
 
@@ -374,8 +380,9 @@ class MultiNodeExecutor(Executor):
             node.send(message)
 
 
-def check_cluster(options: Options, world_size: int) -> None:
+def check_cluster(options: Options) -> None:
     """Raises OptionError, with the numbers, for a cluster that cannot be."""
+    world_size = options.tensor_parallel_size * options.pipeline_parallel_size
     if world_size % options.nnodes:
         raise OptionError(
             f"tensor_parallel_size={options.tensor_parallel_size} times pipeline_parallel_size="

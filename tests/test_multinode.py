@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ from headrace.core.engine import load_executor
 from headrace.core.options import Options
 from headrace.executor.multinode import MultiNodeExecutor
 from headrace.executor.node import KEY_VARIABLE
+from headrace.executor.ray_cluster import RayExecutor
 from headrace.ipc.control import DescribeEngine
 from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, OptionError
 
@@ -226,6 +228,43 @@ def test_a_node_without_a_core_gives_up_with_a_sentence() -> None:
 def test_a_cluster_that_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said):
         load_executor(msgspec.structs.replace(options(), **changes))
+
+
+def test_ranks_that_ray_places_answer_as_one_process_does(tmp_path: Path) -> None:
+    tiny_models.save("llama3", tmp_path)
+    common: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 128}
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    prompt = [5, 6, 7, 8, 9] * 6
+    with LLM(str(tmp_path), **common) as llm:
+        expected = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+    before = {process.pid for process in psutil.process_iter()}
+    with LLM(str(tmp_path), **common, tensor_parallel_size=2, distributed_executor_backend="ray") as llm:
+        assert llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids == expected
+        workers = [process for process in psutil.process_iter() if _is_worker(process) and process.pid not in before]
+        assert len(workers) == 2
+        workers[1].kill()
+        with pytest.raises(EngineDeadError, match=r"worker . .*killed by signal 9"):
+            llm.generate(prompt, params, use_tqdm=False)
+    _, alive = psutil.wait_procs(workers, timeout=FAILS_WITHIN_S)
+    assert not alive
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return "headrace.executor.worker" in process.cmdline()
+    return False
+
+
+def test_ray_without_room_says_how_much_there_is() -> None:
+    asked = msgspec.structs.replace(options(64), distributed_executor_backend="ray", node_join_timeout=1.0)
+    executor = RayExecutor(asked)
+    try:
+        with pytest.raises(
+            EngineStartError, match=r"did not place 64 ranks of one CPU each within 1 s .* has [0-9]+ in all"
+        ):
+            executor.describe(lambda phase: None)
+    finally:
+        executor.stop()
 
 
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp", "pp"])
