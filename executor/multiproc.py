@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -86,6 +87,8 @@ class MultiprocExecutor(Executor):
         """Whether `collect` has anything to collect: the rank whose results count is here."""
         self._replying_worker = replying[0] - self._ranks.start if replying else 0
         self._is_stopped = False
+        self._ending = threading.Lock()
+        """Held while a worker's watching thread uses what `stop` closes."""
         self._memory = SharedMemory(*(os.memfd_create(f"headrace-{n}") for n in ("steps", "results", "collectives")))
         starts = [
             StartWorker(
@@ -179,9 +182,10 @@ class MultiprocExecutor(Executor):
         return tuple(answered.answer for answered in answers if answered.answer is not None)
 
     def stop(self) -> None:
-        if self._is_stopped:
-            return
-        self._is_stopped = True
+        with self._ending:
+            if self._is_stopped:
+                return
+            self._is_stopped = True
         self._group.stop(STOP_S)
         for end in (self._steps, self._results):
             if end is not None:
@@ -209,18 +213,22 @@ class MultiprocExecutor(Executor):
         return self._group.error(self._group.fail(self._group.hung(ranks, what)))
 
     def _unfinished(self) -> list[int]:
-        return self._steps.behind(self._steps.last) if self._steps is not None else list(range(len(self._ranks)))
+        with self._ending:
+            if self._is_stopped:
+                return []
+            return self._steps.behind(self._steps.last) if self._steps is not None else list(range(len(self._ranks)))
 
     def _failed(self, failure: Failure) -> None:
         """Ends every wait for the workers, theirs for each other included."""
-        if self._is_stopped:
-            return
-        logger.error("%s", failure.message)
-        if os.fstat(self._memory.collectives).st_size:
-            mark_failed(self._memory.collectives, failure.rank)
-        for end in (self._steps, self._results):
-            if end is not None:
-                end.interrupt()
+        with self._ending:
+            if self._is_stopped:
+                return
+            logger.error("%s", failure.message)
+            if os.fstat(self._memory.collectives).st_size:
+                mark_failed(self._memory.collectives, failure.rank)
+            for end in (self._steps, self._results):
+                if end is not None:
+                    end.interrupt()
         self._on_failure(failure)
 
     def _send_large(self, number: int, data: bytes) -> None:
