@@ -176,7 +176,12 @@ class Decoder:
         checked = CheckedWeights(weights, dtype, torch.device(device), choose)
         prefix = spec.names.prefix_in(checked)
         self.spec, self.dtype, self.device, self._place = spec, dtype, torch.device(device), place
-        self._embedding = self._positions = self._project_in = self._project_out = self._norm = self._head = None
+        self._embedding: VocabParallelEmbedding | None = None
+        self._positions: Tensor | None = None
+        self._project_in: ColumnParallel | None = None
+        self._project_out: ColumnParallel | None = None
+        self._norm: Norm | None = None
+        self._head: VocabParallelHead | None = None
         if place.is_first_stage or (place.is_last_stage and spec.tied_head):
             self._embedding = VocabParallelEmbedding(
                 checked,

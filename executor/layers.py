@@ -55,7 +55,7 @@ class CheckedWeights:
         self._names = source.names()
         self._used: set[str] = set()
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._names
 
     def vector(self, name: str, size: int, offset: float = 0.0, take: slice | None = None) -> Tensor:

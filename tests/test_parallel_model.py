@@ -194,6 +194,15 @@ def test_each_rank_reads_its_share_and_together_all(name: str, kind: str) -> Non
     assert max(read) - repeated < 0.5 * (whole - repeated)
 
 
+@pytest.mark.parametrize(
+    "options", [{"tensor_parallel_size": 4}, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}]
+)
+def test_worker_processes_answer_like_one(folder: Path, options: dict[str, Any]) -> None:
+    tokens, num_cached = generate(saved(folder, "smollm3"), **options)
+    assert tokens == alone(folder, "smollm3")
+    assert num_cached > 0
+
+
 def test_layers_can_be_given_out_by_hand(folder: Path) -> None:
     options = {"distributed_executor_backend": THREADS, "pipeline_parallel_size": 2, "tensor_parallel_size": 2}
     tokens, _ = generate(saved(folder, "gemma3"), pipeline_layer_partition=[1, 3], **options)
