@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 EXECUTORS = {
     "uni": "headrace.executor.uniproc:make_executor",
     "mp": "headrace.executor.multiproc:MultiprocExecutor",
+    "external_launcher": "headrace.executor.external:ExternalExecutor",
     "ray": "headrace.executor.ray_cluster:RayExecutor",
     "mp on several nodes": "headrace.executor.multinode:MultiNodeExecutor",
 }
@@ -164,7 +165,9 @@ def load_executor(options: Options) -> Executor:
         )
     module, colon, name = EXECUTORS.get(backend, backend).partition(":")
     if not colon:
-        raise OptionError(f"distributed_executor_backend is {backend!r}; it must be uni, mp, ray, or module:Class")
+        raise OptionError(
+            f"distributed_executor_backend is {backend!r}; it must be uni, mp, ray, external_launcher, or module:Class"
+        )
     try:
         executor: Executor = getattr(importlib.import_module(module), name)(options)
     except (ImportError, AttributeError) as error:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.frontend.batch import params_for
 from headrace.frontend.chat_prompts import chat_options, chat_prompt, refuse_adapter
 from headrace.frontend.client import CONNECT_TIMEOUT_S, CoreClient
+from headrace.frontend.control import AsyncControls
 from headrace.frontend.outputs import RequestOutput
 from headrace.frontend.own_engine import CAUSE_GRACE_S, START_TIMEOUT_S, STOP_DEADLINE_S, start_own_engine
 from headrace.frontend.prompts import Prompt, parse_single_prompt, tokenize
@@ -30,7 +31,7 @@ _TOKENIZE_INLINE_CHARACTERS = 16384
 """Longer texts are tokenised in a thread, so that other requests' streams do not wait for it."""
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncControls):
     """A language model for one asyncio loop.
 
         async with AsyncLLM() as llm:

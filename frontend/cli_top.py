@@ -15,7 +15,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from headrace.frontend.engine_watch import EngineWatch, Sight
 
-HEADER = ("PID", "MODEL", "RUNNING", "WAITING", "KV", "IN tok/s", "OUT tok/s", "DONE/s", "HITS", "UPTIME", "ADDRESS")
+HEADER = (
+    "PID",
+    "MODEL",
+    "RUNNING",
+    "WAITING",
+    "KV",
+    "IN tok/s",
+    "OUT tok/s",
+    "DONE/s",
+    "GAP us",
+    "HITS",
+    "UPTIME",
+    "ADDRESS",
+)
 _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 """The terminal's other screen without a cursor, so that what stood there before comes back."""
@@ -95,6 +108,7 @@ def row(sight: Sight, before: Sight | None) -> tuple[str, ...]:
         "-" if stats is None else str(stats.num_waiting),
         "-" if stats is None else f"{kv_use(stats):.0%}",
         *("-" if rate is None else f"{rate:.1f}" for rate in rates),
+        _gap(sight, before),
         "-" if hits is None else f"{hits:.0%}",
         duration(sight.uptime_s),
         sight.address + (f"  ({sight.problem})" if sight.problem else ""),
@@ -108,6 +122,14 @@ def _rates(sight: Sight, before: Sight | None) -> tuple[float | None, ...]:
         return (None, None, None)
     names = ("num_prompt_tokens", "num_generated_tokens", "num_finished")
     return tuple((getattr(new, name) - getattr(old, name)) / (sight.at_s - before.at_s) for name in names)
+
+
+def _gap(sight: Sight, before: Sight | None) -> str:
+    """Mean time between two forward passes that follow each other, in microseconds."""
+    new, old = sight.stats, None if before is None else before.stats
+    if new is None or old is None or new.num_step_gaps <= old.num_step_gaps:
+        return "-"
+    return f"{1e6 * (new.step_gap_s - old.step_gap_s) / (new.num_step_gaps - old.num_step_gaps):.0f}"
 
 
 async def _watch(addresses: Sequence[str] | None, interval_s: float, *, once: bool) -> int:

@@ -18,6 +18,7 @@ from headrace.frontend.sampling_params import SamplingParams
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.frontend.tokenizer_cache import load_bundle, store_bundle
 from headrace.frontend.transport import Transport, ZmqTransport
+from headrace.ipc.control import Commands
 from headrace.ipc.failure import (
     EngineDeadError,
     Failure,
@@ -26,6 +27,7 @@ from headrace.ipc.failure import (
 )
 from headrace.ipc.messages import (
     SCHEMA_HASH,
+    Control,
     CoreMessage,
     Draining,
     EngineFailed,
@@ -139,6 +141,13 @@ class CoreClient:
         """Forgets every cached block that no request is using."""
         await self._call(ResetPrefixCache, COMMAND_TIMEOUT_S)
 
+    async def control(self, command: Commands, timeout_s: float | None = COMMAND_TIMEOUT_S) -> Any:
+        """Carries out a command of ipc/control.py, and gives the result that its page names.
+
+        Without a timeout it waits for as long as the core lives. Raises HeadraceError with the core's reason.
+        """
+        return await self._call(Control, timeout_s, command=command)
+
     def check_alive(self) -> None:
         """Raises EngineDeadError when the session has ended or is about to."""
         if self._failure is not None:
@@ -173,18 +182,23 @@ class CoreClient:
         self._transport.close()
         self.fail(Failure(message="this client is closed", type="Closed", process="client", phase="close"))
 
-    async def _call(self, kind: type[FetchTokenizer | GetStats | ResetPrefixCache], timeout_s: float) -> Any:
+    async def _call(
+        self,
+        kind: type[FetchTokenizer | GetStats | ResetPrefixCache | Control],
+        timeout_s: float | None,
+        **fields: Any,
+    ) -> Any:
         if self._failure is not None:
             raise EngineDeadError.from_failure(self._failure)
         call, self._next_call = self._next_call, self._next_call + 1
         future = self._calls[call] = self._loop.create_future()
         try:
-            self._transport.send(kind(call=call))
+            self._transport.send(kind(call=call, **fields))
             return await self._within(timeout_s, future, f"answer {kind.__name__}")
         finally:
             del self._calls[call]
 
-    async def _within(self, timeout_s: float, waiting: Awaitable[Any], what: str) -> Any:
+    async def _within(self, timeout_s: float | None, waiting: Awaitable[Any], what: str) -> Any:
         try:
             return await asyncio.wait_for(waiting, timeout_s)
         except TimeoutError:

@@ -14,6 +14,7 @@ from headrace.frontend.background import BackgroundLoop
 from headrace.frontend.batch import OnDone, check_batch, params_for, priorities_for, run_batch
 from headrace.frontend.chat_prompts import chat_options, chat_prompt, refuse_adapter
 from headrace.frontend.client import CONNECT_TIMEOUT_S, CoreClient
+from headrace.frontend.control import Controls
 from headrace.frontend.outputs import RequestOutput
 from headrace.frontend.own_engine import (
     CAUSE_GRACE_S,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from headrace.ipc.messages import EngineStats, Welcome
 
 
-class LLM:
+class LLM(Controls):
     """A language model to call. Thread-safe; a context manager; closes itself when it is forgotten or Python exits.
 
         with LLM("HuggingFaceTB/SmolLM2-135M-Instruct") as llm:

@@ -236,7 +236,7 @@ class FakeCore:
         return None
 
     def _stats(self) -> EngineStats:
-        counts = dict.fromkeys((each.name for each in msgspec.structs.fields(EngineStats)), 0)
+        counts: dict[str, Any] = {each.name: each.type(0) for each in msgspec.structs.fields(EngineStats)}
         return EngineStats(**{**counts, "num_running": len(self.running), "steps": self.steps})
 
 

@@ -24,8 +24,8 @@ def listed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
     return rows
 
 
-def stats_of(**counts: int) -> EngineStats:
-    return EngineStats(**{**dict.fromkeys((each.name for each in msgspec.structs.fields(EngineStats)), 0), **counts})
+def stats_of(**counts: float) -> EngineStats:
+    return EngineStats(**{**{each.name: each.type(0) for each in msgspec.structs.fields(EngineStats)}, **counts})
 
 
 def test_an_engine_is_listed_with_what_it_says_of_itself(

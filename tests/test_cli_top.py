@@ -30,10 +30,13 @@ def test_rates_are_counter_differences_over_the_time_between() -> None:
             num_waiting=7,
             num_blocks=4,
             num_free_blocks=1,
+            num_step_gaps=10,
+            step_gap_s=0.002,
         ),
     )
     told = dict(zip(HEADER, row(now, before), strict=True))
     assert (told["IN tok/s"], told["OUT tok/s"], told["DONE/s"]) == ("100.0", "25.0", "1.5")
+    assert told["GAP us"] == "200"
     assert (told["RUNNING"], told["WAITING"], told["KV"], told["HITS"]) == ("2", "7", "75%", "10%")
     first = dict(zip(HEADER, row(now, None), strict=True))
     assert (first["IN tok/s"], first["DONE/s"]) == ("-", "-")

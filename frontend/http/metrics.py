@@ -300,6 +300,10 @@ _OF_ENGINES: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = 
     ("counter", "prompt_tokens", "Prompt tokens of all clients.", lambda s: s.num_prompt_tokens),
     ("counter", "generation_tokens", "Tokens generated for all clients.", lambda s: s.num_generated_tokens),
     ("counter", "engine_steps", "Steps.", lambda s: s.steps),
+    ("counter", "engine_forward_seconds", "Time of forward passes.", lambda s: s.forward_s),
+    ("counter", "engine_step_gap_seconds", "Time between passes that follow each other.", lambda s: s.step_gap_s),
+    ("counter", "engine_step_gaps", "Passes that follow another without a wait for work.", lambda s: s.num_step_gaps),
+    ("gauge", "engine_paused", "Whether generation is paused.", lambda s: s.paused),
 )
 
 

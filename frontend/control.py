@@ -1,0 +1,177 @@
+"""The control channel as methods: what a running engine can be told and asked besides requests (ipc/control.py).
+
+`Controls` for LLM and `AsyncControls` for AsyncLLM have the same methods under vLLM's names where it has them; an
+engine in this process, one of our own and one we attached to obey alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from headrace.ipc.control import (
+    CallExtension,
+    DescribeEngine,
+    EngineReport,
+    PauseGeneration,
+    ReloadWeights,
+    ResumeGeneration,
+    StartProfile,
+    StopProfile,
+)
+from headrace.ipc.failure import HeadraceError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from headrace.frontend.background import BackgroundLoop
+    from headrace.frontend.client import CoreClient
+
+PauseMode = Literal["abort", "wait", "keep"]
+QUICK_S = 30.0
+"""For what an engine answers at once, even when it has a long step to finish first."""
+
+
+def pause_command(mode: PauseMode, clear_cache: bool) -> PauseGeneration:
+    """Raises InvalidRequestError."""
+    if mode not in ("abort", "wait", "keep"):
+        raise InvalidRequestError(f"mode is {mode!r}; it must be abort, wait or keep")
+    if not isinstance(clear_cache, bool):
+        raise InvalidRequestError(f"clear_cache must be True or False, not {clear_cache!r}")
+    return PauseGeneration(mode=mode, clear_cache=clear_cache)
+
+
+def extension_command(payload: Mapping[str, Any]) -> CallExtension:
+    """Raises InvalidRequestError."""
+    if not isinstance(payload, Mapping) or not all(isinstance(key, str) for key in payload):
+        raise InvalidRequestError(f"the payload must be a dict with texts as keys, not {payload!r:.100}")
+    return CallExtension(payload=dict(payload))
+
+
+def refuse_rpc() -> NoReturn:
+    raise HeadraceError(
+        "collective_rpc is refused: an engine calls no method by name. Use reload_weights, start_profile, "
+        "describe_engine and the like, or call_extension with a class of your own (option worker_extension_cls)"
+    )
+
+
+def refuse_sleep() -> NoReturn:
+    raise HeadraceError(
+        "sleep is not supported yet: the engine keeps its weights and its cache. pause_generation stops it from "
+        "computing, and closing it frees the memory"
+    )
+
+
+class Controls:
+    """Mixed into LLM."""
+
+    _background: BackgroundLoop
+    _client: CoreClient
+
+    def _check_usable(self) -> None:
+        raise NotImplementedError
+
+    def _control(self, command: Any, timeout_s: float | None = QUICK_S) -> Any:
+        self._check_usable()
+        return self._background.run(self._client.control(command, timeout_s))
+
+    def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
+        """Stops computing until `resume_generation`; new requests wait meanwhile. Returns once nothing runs.
+
+        mode: requests that are here `abort`, are finished first (`wait`), or are kept as they are (`keep`).
+        clear_cache: forget the prefix cache, and what kept requests have computed. The pause outlives this client.
+        """
+        self._control(pause_command(mode, clear_cache), None)
+
+    def resume_generation(self) -> None:
+        """Ends a pause."""
+        self._control(ResumeGeneration())
+
+    def is_paused(self) -> bool:
+        self._check_usable()
+        return self._background.run(self._client.get_stats()).paused
+
+    def reload_weights(self, weights_path: str | None = None) -> None:
+        """Reads the weights again: the model's own, or those of another checkpoint with the same config.
+
+        Requests that run go on with the new ones; the prefix cache is forgotten. Raises HeadraceError, and leaves
+        the old weights, when the checkpoint is missing, of another shape, or does not fit beside the old weights.
+        """
+        self._control(ReloadWeights(path=weights_path or ""), None)
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Records what core and workers do, until `stop_profile`. Needs the option profiler_config."""
+        self._control(StartProfile(prefix=profile_prefix or ""))
+
+    def stop_profile(self) -> list[str]:
+        """The files that were written, on the engine's host: for ui.perfetto.dev."""
+        return list(self._control(StopProfile(), None).paths)
+
+    def describe_engine(self) -> EngineReport:
+        """What was asked, decided and found, and what each worker says of itself."""
+        report: EngineReport = self._control(DescribeEngine())
+        return report
+
+    def call_extension(self, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What the worker extension (option worker_extension_cls) answers to `payload`, one answer of each worker."""
+        return list(self._control(extension_command(payload), None).payloads)
+
+    def collective_rpc(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, with what to use instead."""
+        refuse_rpc()
+
+    def sleep(self, level: int = 1, **options: Any) -> NoReturn:
+        """Refused, with what to use instead."""
+        refuse_sleep()
+
+    wake_up = sleep
+
+
+class AsyncControls:
+    """Mixed into AsyncLLM: the same, to be awaited."""
+
+    async def _ready(self) -> CoreClient:
+        raise NotImplementedError
+
+    async def _control(self, command: Any, timeout_s: float | None = QUICK_S) -> Any:
+        return await (await self._ready()).control(command, timeout_s)
+
+    async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """As LLM.pause_generation."""
+        await self._control(pause_command(mode, clear_cache), None)
+
+    async def resume_generation(self) -> None:
+        """Ends a pause."""
+        await self._control(ResumeGeneration())
+
+    async def is_paused(self) -> bool:
+        return (await (await self._ready()).get_stats()).paused
+
+    async def reload_weights(self, weights_path: str | None = None) -> None:
+        """As LLM.reload_weights."""
+        await self._control(ReloadWeights(path=weights_path or ""), None)
+
+    async def start_profile(self, profile_prefix: str | None = None) -> None:
+        """As LLM.start_profile."""
+        await self._control(StartProfile(prefix=profile_prefix or ""))
+
+    async def stop_profile(self) -> list[str]:
+        """As LLM.stop_profile."""
+        return list((await self._control(StopProfile(), None)).paths)
+
+    async def describe_engine(self) -> EngineReport:
+        """As LLM.describe_engine."""
+        report: EngineReport = await self._control(DescribeEngine())
+        return report
+
+    async def call_extension(self, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """As LLM.call_extension."""
+        return list((await self._control(extension_command(payload), None)).payloads)
+
+    async def collective_rpc(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, with what to use instead."""
+        refuse_rpc()
+
+    async def sleep(self, level: int = 1, **options: Any) -> NoReturn:
+        """Refused, with what to use instead."""
+        refuse_sleep()
+
+    wake_up = sleep

@@ -1,0 +1,317 @@
+"""The control channel and the classes that users bring: the same in this process and in one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_parts import EOS, VOCAB_SIZE, SteppedCore, make_plan
+
+from headrace import LLM, AsyncLLM, SamplingParams
+from headrace.core.commands import profile_folder
+from headrace.core.loop import scheduler_class
+from headrace.core.options import Options
+from headrace.core.scheduler import Scheduler
+from headrace.executor.null import NullExecutor, NullModel
+from headrace.ipc.control import (
+    CallExtension,
+    Commands,
+    DescribeEngine,
+    EngineReport,
+    PauseGeneration,
+    ReloadWeights,
+    ResumeGeneration,
+    WorkerAnswer,
+    WorkerCommand,
+)
+from headrace.ipc.failure import HeadraceError, InvalidRequestError, OptionError
+from headrace.ipc.messages import Control, FinishReason, Reply
+
+
+class ObedientNull(NullExecutor):
+    """Notes commands, in a pipeline of two steps."""
+
+    max_steps_in_flight = 2
+    async_by_default = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.commands: list[WorkerCommand] = []
+
+    def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
+        assert not self._submitted, "a command came while a step was in flight"
+        self.commands.append(command)
+        if isinstance(command, ReloadWeights) and command.path == "missing":
+            raise HeadraceError("there is no checkpoint at missing")
+        return (WorkerAnswer(facts={"device": "null"}, payload={"echo": 1}),)
+
+
+class NewestFirst(Scheduler):
+    """A scheduler of somebody's own."""
+
+    def add(self, request: Any, priority: int = 0) -> None:
+        super().add(request, priority)
+        self.waiting.remove(request)
+        request.order = (self.waiting.era, -request.arrival)
+        self.waiting.push(request)
+
+
+def new_core(**changes: Any) -> SteppedCore:
+    return SteppedCore(
+        NullModel(vocab_size=VOCAB_SIZE, eos_token_id=EOS, check=True), executor_class=ObedientNull, **changes
+    )
+
+
+class Driver:
+    """A client of a stepped core that sends commands."""
+
+    def __init__(self, core: SteppedCore) -> None:
+        self.core, self.client = core, core.open()
+        self._calls = 0
+
+    def send(self, command: Commands) -> int:
+        self._calls += 1
+        self.client.send(Control(call=self._calls, command=command))
+        return self._calls
+
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            if not self.core.inbox.empty() or self.core.loop.has_work:
+                self.core.loop.turn()
+
+    def reply(self, call: int) -> Reply | None:
+        return next((m for m in self.client.heard if isinstance(m, Reply) and m.call == call), None)
+
+    def num_tokens(self, slot: int) -> int:
+        return len(self.client.tokens().get(slot, ()))
+
+
+def test_a_pause_that_keeps_requests_stops_them_where_they_are_and_resuming_goes_on():
+    alone = Driver(new_core())
+    alone.client.add(0, [5, 6, 7], max_tokens=20)
+    alone.core.run_until_idle()
+    driver = Driver(new_core())
+    driver.client.add(0, [5, 6, 7], max_tokens=20)
+    driver.turns(5)
+    call = driver.send(PauseGeneration(mode="keep"))
+    driver.turns(10)
+    assert driver.reply(call) == Reply(call=call)
+    assert driver.core.loop.stats().paused
+    standing = driver.num_tokens(0)
+    assert 0 < standing < 20
+    driver.client.add(1, [5, 6, 7], max_tokens=3)
+    driver.turns(10)
+    assert (driver.num_tokens(0), driver.num_tokens(1)) == (standing, 0)
+    driver.send(ResumeGeneration())
+    driver.core.run_until_idle()
+    assert driver.client.tokens()[0] == alone.client.tokens()[0]
+    assert driver.num_tokens(1) == 3
+    assert not driver.core.loop.stats().paused
+
+
+def test_a_pause_that_aborts_ends_requests_with_what_they_have():
+    driver = Driver(new_core())
+    for slot in range(3):
+        driver.client.add(slot, [5, 6, 7], max_tokens=20)
+    driver.turns(5)
+    call = driver.send(PauseGeneration())
+    driver.turns(3)
+    assert driver.reply(call) is not None
+    assert [finish.reason for finish in driver.client.finishes()] == [FinishReason.ABORT] * 3
+    assert driver.core.loop.stats().num_cached_blocks == 0
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_pause_that_waits_finishes_who_is_here_and_holds_who_comes(policy):
+    driver = Driver(new_core(max_num_seqs=1, scheduling_policy=policy))
+    driver.client.add(0, [5, 6, 7], max_tokens=6)
+    driver.client.add(1, [5, 6, 8], max_tokens=6)  # waits for the row when the pause comes
+    driver.turns(2)
+    call = driver.send(PauseGeneration(mode="wait"))
+    driver.turns(1)
+    driver.client.add(2, [5, 6, 9], max_tokens=6, priority=-1)  # sooner than those that are here, but for the pause
+    assert driver.reply(call) is None
+    driver.turns(40)
+    assert driver.reply(call) is not None
+    assert [driver.num_tokens(slot) for slot in range(3)] == [6, 6, 0]
+    driver.send(ResumeGeneration())
+    driver.core.run_until_idle()
+    assert driver.num_tokens(2) == 6
+
+
+def test_a_pause_is_answered_when_it_is_called_off():
+    driver = Driver(new_core())
+    driver.client.add(0, [5, 6, 7], max_tokens=20)
+    call = driver.send(PauseGeneration(mode="wait"))
+    driver.turns(2)
+    assert driver.reply(call) is None
+    driver.send(ResumeGeneration())
+    driver.turns(1)
+    assert driver.reply(call) is not None
+
+
+def test_reloading_weights_comes_between_steps_and_what_was_computed_counts_no_more():
+    driver = Driver(new_core())
+    driver.client.add(0, [5, 6, 7] * 3, max_tokens=20)
+    driver.turns(6)
+    call = driver.send(ReloadWeights(path="elsewhere"))
+    driver.turns(1)
+    assert driver.reply(call) == Reply(call=call)
+    assert driver.core.loop.scheduler.num_preemptions == 1
+    driver.core.run_until_idle()
+    assert driver.num_tokens(0) == 20
+    executor = driver.core.executor
+    assert isinstance(executor, ObedientNull)
+    assert executor.commands == [ReloadWeights(path="elsewhere")]
+
+
+def test_a_command_that_fails_tells_why_and_disturbs_nobody():
+    driver = Driver(new_core())
+    driver.client.add(0, [5, 6, 7], max_tokens=20)
+    driver.turns(6)
+    call = driver.send(ReloadWeights(path="missing"))
+    driver.core.run_until_idle()
+    reply = driver.reply(call)
+    assert reply is not None
+    assert reply.failure is not None
+    assert reply.failure.message == "there is no checkpoint at missing"
+    assert driver.core.loop.scheduler.num_preemptions == 0
+    assert driver.num_tokens(0) == 20
+
+
+def test_an_engine_tells_what_was_asked_decided_and_found():
+    driver = Driver(new_core())
+    call = driver.send(DescribeEngine())
+    driver.turns(1)
+    reply = driver.reply(call)
+    assert reply is not None
+    report = reply.result
+    assert isinstance(report, EngineReport)
+    assert report.options["max_num_seqs"] == 8
+    assert "seed" not in report.options  # as by default
+    assert report.facts["num_blocks"] == 64
+    assert report.workers == ({"rank": 0, "device": "null"},)
+
+
+def test_an_executor_without_a_command_says_so():
+    plan, _ = make_plan()
+    with pytest.raises(HeadraceError, match="NullExecutor does not carry out CallExtension"):
+        NullExecutor(plan.options, NullModel()).control(CallExtension(payload={}))
+
+
+def test_a_scheduler_of_ones_own_decides():
+    core = SteppedCore(max_num_seqs=1, scheduler_cls=f"{__name__}:NewestFirst")
+    client = core.open()
+    for slot in range(3):
+        client.add(slot, [5, 6, 7 + slot], max_tokens=2)
+    core.run_until_idle()
+    assert [finish.slot for finish in client.finishes()] == [2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nothing", "scheduler_cls is 'nothing'; it must name a class, as module:Class or module.Class"),
+        ("no_such_module:Thing", "scheduler_cls=no_such_module:Thing cannot be loaded: ModuleNotFoundError: No module"),
+        ("json:Nothing", "scheduler_cls=json:Nothing cannot be loaded: AttributeError: module 'json' has no"),
+        ("json.dumps", "scheduler_cls=json.dumps is a function; it must be a class"),
+        ("json:JSONDecoder", "must be derived from headrace.core.scheduler.Scheduler"),
+    ],
+)
+def test_a_scheduler_class_that_cannot_be_is_refused_in_a_sentence(name, words):
+    with pytest.raises(OptionError) as caught:
+        scheduler_class(Options(scheduler_cls=name))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"dir": "x"}, "profiler_config has no dir; it has profiler and torch_profiler_dir"),
+        ({"profiler": "cuda"}, "profiler_config.profiler is 'cuda'; it must be torch"),
+        ({"torch_profiler_dir": 3}, "profiler_config.torch_profiler_dir is 3; it must be a folder's path"),
+    ],
+)
+def test_profiler_settings_that_mean_nothing_are_refused(config, words):
+    with pytest.raises(OptionError) as caught:
+        profile_folder(Options(profiler_config=config))
+    assert words in str(caught.value)
+
+
+NULL = {"distributed_executor_backend": f"{__name__}:ObedientNull", "skip_tokenizer_init": True, "max_model_len": 512}
+
+
+@pytest.fixture(params=["in process", "child"])
+def llm(request, tmp_path, monkeypatch) -> Iterator[LLM]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    sys.modules.setdefault("test_control", sys.modules[__name__])
+    profiler = {"torch_profiler_dir": str(tmp_path)}
+    with LLM(in_process=request.param == "in process", profiler_config=profiler, **NULL) as it:
+        yield it
+
+
+def test_the_same_commands_in_this_process_and_in_another(llm, tmp_path):
+    assert llm.is_paused() is False
+    llm.pause_generation()
+    assert llm.is_paused() is True
+    answers: list[Any] = []
+    waiting = threading.Thread(
+        target=lambda: answers.extend(llm.generate([[5, 6]], SamplingParams(max_tokens=4), use_tqdm=False))
+    )
+    llm.start_profile("try")
+    waiting.start()
+    while llm.get_stats().num_waiting == 0:
+        assert waiting.is_alive()
+    assert not answers
+    llm.resume_generation()
+    waiting.join(20)
+    assert len(answers[0].outputs[0].token_ids) == 4
+    paths = llm.stop_profile()
+    assert Path(paths[0]).name.startswith("try-core-")
+    events = json.loads(Path(paths[0]).read_bytes())["traceEvents"]
+    assert {"schedule", "submit", "collect", "answer", "forward"} <= {event["name"] for event in events}
+    llm.reload_weights()
+    with pytest.raises(HeadraceError, match="there is no checkpoint at missing"):
+        llm.reload_weights("missing")
+    assert llm.call_extension({"a": 1}) == [{"echo": 1}]
+    assert llm.describe_engine().workers[0]["device"] == "null"
+    stats = llm.get_stats()
+    assert stats.num_step_gaps > 0
+    assert stats.forward_s > 0
+
+
+def test_what_cannot_be_done_says_what_can(llm):
+    with pytest.raises(HeadraceError, match="calls no method by name"):
+        llm.collective_rpc("anything")
+    with pytest.raises(HeadraceError, match="sleep is not supported yet"):
+        llm.sleep(level=1)
+    with pytest.raises(InvalidRequestError, match="mode is 'stop'; it must be abort, wait or keep"):
+        llm.pause_generation("stop")
+    with pytest.raises(HeadraceError, match="no profile is being recorded; start one first"):
+        llm.stop_profile()
+    with pytest.raises(HeadraceError, match="begins file names"):
+        llm.start_profile("../../x")
+
+
+def test_the_asynchronous_face_has_the_same_commands(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+
+    async def main() -> None:
+        async with AsyncLLM(**NULL) as llm:
+            await llm.pause_generation(mode="keep")
+            assert await llm.is_paused()
+            await llm.resume_generation()
+            assert not await llm.is_paused()
+            with pytest.raises(HeadraceError, match="has no folder for profiles"):
+                await llm.start_profile()
+            await llm.reload_weights()
+            assert await llm.call_extension({}) == [{"echo": 1}]
+            assert (await llm.describe_engine()).workers[0]["device"] == "null"
+
+    asyncio.run(main())
