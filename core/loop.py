@@ -77,6 +77,7 @@ class Runs(Protocol):
     def submit(self, plan: StepPlan) -> None: ...
     def collect(self) -> StepResult: ...
     def idle(self) -> bool: ...
+    def agree(self, count: int) -> int: ...
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]: ...
     @property
     def max_steps_in_flight(self) -> int: ...
@@ -113,6 +114,7 @@ class Loop:
         logger.info("steps in flight = %d: %s", in_flight.depth, in_flight.reason)
         self._depth = in_flight.depth
         self._in_flight: deque[tuple[StepPlan, Addressed]] = deque()
+        self._held: deque[tuple[int, AddRequest | Abort]] = deque()  # that other cores do not have yet; see `agree`
         self._intake = Intake(plan, facts)
         self._commands = Commands(plan, facts, executor)
         self._gaps = StepGaps()
@@ -156,16 +158,27 @@ class Loop:
         if not self.has_work:
             self._report_load()
             self._gaps.idle()
-            while self._inbox.empty() and self._executor.idle():
-                pass
-            try:
-                first = self._inbox.get(timeout=IDLE_CHECK_AFTER_S)
-            except queue.Empty:
-                self.scheduler.check()
-                first = self._inbox.get()
-            self._handle(*first)
+            self._handle(*(self._held.popleft() if self._held else self._next_message()))
+            if not self.has_work:
+                return
         while not self._inbox.empty():
-            self._handle(*self._inbox.get())
+            client, message = self._inbox.get()
+            if isinstance(message, AddRequest | Abort):
+                self._held.append((client, message))
+            else:
+                self._handle(client, message)
+        for _ in range(self._executor.agree(len(self._held))):
+            self._handle(*self._held.popleft())
+
+    def _next_message(self) -> tuple[int, ClientMessage | ClientGone | StopOrder | ExecutorFailed]:
+        """Waits for it, with what is to be done while nothing is."""
+        while self._inbox.empty() and self._executor.idle():
+            pass
+        try:
+            return self._inbox.get(timeout=IDLE_CHECK_AFTER_S)
+        except queue.Empty:
+            self.scheduler.check()
+            return self._inbox.get()
 
     def _handle(self, client: int, message: ClientMessage | ClientGone | StopOrder | ExecutorFailed) -> None:
         match message:

@@ -266,7 +266,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Option(
             PARALLEL,
             "What runs the model: uni (the engine core's own process), mp (a worker process for each rank), "
-            "ray (the same, placed by Ray), or module:Class of an Executor",
+            "ray (the same, placed by Ray), external_launcher (the caller is one of several ranks that torchrun "
+            "started, all with the same requests), or module:Class of an Executor",
             default_text="auto: mp where there is more than one rank, else uni",
         ),
     ] = "auto"

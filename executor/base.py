@@ -70,6 +70,13 @@ class Executor(ABC):
         """
         return False
 
+    def agree(self, count: int) -> int:
+        """How many of the `count` requests that have come may be taken before the next step.
+
+        Fewer only where other cores plan the same steps, and not all of them have as many yet.
+        """
+        return count
+
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
         """Carries out a command on every worker, with no step in flight; their answers, by rank.
 

@@ -28,19 +28,21 @@ def open_gloo(
     *,
     host: str = "",
     listen_fd: int | None = None,
+    opens_store: bool | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> GlooCollectives:
     """Joins the world whose store rank 0 opens at `master` (address, port), and waits until all came.
 
     host: this machine's own address, as the others reach it; by default what its name stands for. listen_fd: of a
-    socket that listens at `master` already, for rank 0 to take over; else it binds one.
+    socket that listens at `master` already, for rank 0 to take over; else it binds one. opens_store: whether this
+    rank opens the store, where that is not simply rank 0.
     Raises PeerError when not all came in time.
     """
     try:
         store = dist.TCPStore(
             master[0],
             master[1],
-            is_master=rank == 0,
+            is_master=rank == 0 if opens_store is None else opens_store,
             wait_for_workers=False,
             timeout=timedelta(seconds=deadline_s),
             master_listen_fd=listen_fd if rank == 0 else None,
@@ -58,9 +60,9 @@ class GlooCollectives:
         self._pp_rank, self._tp_rank = divmod(rank, world.tp_size)
         self._deadline = timedelta(seconds=deadline_s)
         self._unsent: deque[tuple[dist.Work, Tensor]] = deque()
-        stage = f"stage {self._pp_rank}"
+        stage = f"headrace/stage {self._pp_rank}"
         try:
-            self._all = self._group(dist.PrefixStore("world", store), rank, world.size, host)
+            self._all = self._group(dist.PrefixStore("headrace/world", store), rank, world.size, host)
             self._stage = self._group(dist.PrefixStore(stage, store), self._tp_rank, world.tp_size, host)
         except RuntimeError as error:
             raise PeerError(f"rank {rank} of {world.size} cannot go on: {_first_line(error)}") from error

@@ -1,0 +1,72 @@
+"""`distributed_executor_backend="external_launcher"`: every rank that torchrun starts runs the same script."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+
+from headrace import LLM, OptionError, SamplingParams
+from headrace.core.engine import load_executor
+from headrace.core.options import Options
+
+SCRIPT = """
+import json, os, sys, time
+from headrace import LLM, SamplingParams
+model, out = sys.argv[1:]
+rank = int(os.environ["RANK"])
+prompts = json.loads(open(out + ".prompts").read())
+with LLM(model, tensor_parallel_size=2, distributed_executor_backend="external_launcher", dtype="float32",
+         skip_tokenizer_init=True, max_model_len=128, max_num_seqs=3, seed=7) as llm:
+    answers = []
+    for temperature in (0.0, 1.0):
+        time.sleep(0.3 * rank)  # ranks need not call at the same moment
+        params = SamplingParams(temperature=temperature, max_tokens=12, ignore_eos=True, detokenize=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        answers += [list(output.outputs[0].token_ids) for output in outputs]
+open(f"{out}.{rank}", "w").write(json.dumps(answers))
+"""
+
+
+def test_every_rank_gets_the_tokens_of_a_single_process(tmp_path: Path) -> None:
+    model, out, script = tmp_path / "model", tmp_path / "out", tmp_path / "script.py"
+    tiny_models.save("qwen3", model)
+    script.write_text(SCRIPT)
+    prompts = [[5 + index, 6, 7, 8] * (1 + 3 * index) for index in range(6)]
+    Path(f"{out}.prompts").write_text(json.dumps(prompts))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run([*command, str(model), str(out)], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    by_rank = [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(2)]
+    expected = []
+    common: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 3}
+    with LLM(str(model), **common, seed=7) as llm:
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(temperature=temperature, max_tokens=12, ignore_eos=True, detokenize=False)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            expected += [list(output.outputs[0].token_ids) for output in outputs]
+    assert by_rank[0] == by_rank[1] == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "changes", "said"),
+    [
+        ({}, {}, "needs RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment"),
+        ({"WORLD_SIZE": "4"}, {"tensor_parallel_size": 2}, "tensor_parallel_size=2, and the launcher started 4 ranks"),
+        ({"WORLD_SIZE": "2"}, {"pipeline_parallel_size": 2}, "runs one pipeline stage, not 2"),
+    ],
+)
+def test_a_launch_that_cannot_be_is_refused(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], changes: dict[str, int], said: str
+) -> None:
+    if environment:
+        environment = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **environment}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OptionError, match=said):
+        load_executor(Options(distributed_executor_backend="external_launcher", **changes))  # type: ignore[arg-type]
