@@ -28,6 +28,7 @@ from headrace.executor.place import SINGLE, Place
 from headrace.executor.rotary import Rotary
 from headrace.executor.weights import WeightSource
 from headrace.kernels.reference_attention import AttentionParams, PagedBatch
+from headrace.kernels.reference_rotary_cache import LayerCache, Rotation
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +45,7 @@ class Norm:
 
     def __init__(self, weights: CheckedWeights, name: str, size: int, spec: NormSpec) -> None:
         weight = weights.vector(f"{name}.weight", size, spec.weight_offset) if spec.affine else None
-        self._eps = spec.eps
+        self.eps = spec.eps
         self._weights: tuple[Tensor | None, ...]
         if spec.kind == "rms":
             ones = torch.ones(size, device=weights.device)
@@ -55,8 +56,13 @@ class Norm:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x and residual [..., size] -> (norm of their sum, their sum)"""
-        normed, total = self._op(x, residual, *self._weights, self._eps)
+        normed, total = self._op(x, residual, *self._weights, self.eps)
         return normed, total
+
+    @property
+    def weight(self) -> Tensor | None:
+        """[size] float32, the offset added."""
+        return self._weights[0]
 
 
 class Attention:
@@ -76,6 +82,9 @@ class Attention:
         self._params = AttentionParams(spec.attention_scale, layer.sliding_window, spec.attention_soft_cap)
         self._rotate = weights.kernel("rotary", head_dim=spec.head_dim)
         self._write = weights.kernel("write_cache", head_dim=spec.head_dim)
+        # The three before attention as one kernel, where the device has it: they are small, and each costs a launch.
+        fusable = self.query_norm is None or spec.norm.kind == "rms"
+        self._prepare = weights.fused_kernel("rotary_and_write", head_dim=spec.head_dim) if fusable else None
         self._attend = weights.kernel(
             "paged_attention",
             head_dim=spec.head_dim,
@@ -86,13 +95,24 @@ class Attention:
     def __call__(self, x: Tensor, step: Step, key_cache: Tensor, value_cache: Tensor) -> Tensor:
         """x [num_tokens, hidden] -> [num_tokens, hidden]; writes the tokens' keys and values into the caches."""
         query, key, value = self.qkv(x)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query)[0], self.key_norm(key)[0]
-        if self._rope_index is not None:
-            query, key = self._rotate(query, key, *step.cos_sin[self._rope_index])
-        self._write(key, value, key_cache, value_cache, step.batch)
+        if self._prepare is not None:
+            rotation, cache = self._rotation(step), LayerCache(key_cache, value_cache)
+            query = self._prepare(query, key, value, rotation, cache, step.batch)
+        else:
+            if self.query_norm is not None and self.key_norm is not None:
+                query, key = self.query_norm(query)[0], self.key_norm(key)[0]
+            if self._rope_index is not None:
+                query, key = self._rotate(query, key, *step.cos_sin[self._rope_index])
+            self._write(key, value, key_cache, value_cache, step.batch)
         attended = self._attend(query, key_cache, value_cache, step.batch, self._params)
         return self.output(attended.view(len(x), -1))
+
+    def _rotation(self, step: Step) -> Rotation:
+        cos, sin = (None, None) if self._rope_index is None else step.cos_sin[self._rope_index]
+        if self.query_norm is None or self.key_norm is None:
+            return Rotation(cos, sin)
+        query_norm, key_norm = self.query_norm, self.key_norm
+        return Rotation(cos, sin, query_norm=query_norm.weight, key_norm=key_norm.weight, eps=query_norm.eps)
 
 
 class Mlp:

@@ -82,6 +82,11 @@ class CheckedWeights:
         """The version of `op` that serves this model's device and dtype, and these facts."""
         return self._choose(op, device=self.device, dtype=self.dtype, **facts)
 
+    def fused_kernel(self, op: str, **facts: Any) -> Callable[..., Any] | None:
+        """As `kernel`; None where only the reference serves, which gains nothing over the ops that it is made of."""
+        found = self.kernel(op, **facts)
+        return None if found is kernels.choose_reference(op) else found
+
     def pack(self, weight: Tensor, bias: Tensor | None) -> LinearWeight:
         """weight [out, in] and bias [out] in the layout of the kernel that serves them."""
         packed: LinearWeight = self.kernel("linear", shape=tuple(weight.shape))(weight, bias)

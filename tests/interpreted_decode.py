@@ -1,0 +1,83 @@
+"""Tiny models through the GPU runner with every Triton kernel interpreted on the CPU: `python FILE NAME ...`.
+
+Prints one line of JSON a model: its name, the ops that a Triton kernel served, and the tokens of each request.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+NUM_TOKENS = 4
+REQUESTS: tuple[tuple[list[int], dict[str, Any]], ...] = (
+    ([7, 8, 9, 10, 11, 12, 13], {"temperature": 0.0}),
+    ([5], {"temperature": 0.9, "top_p": 0.8, "seed": 4}),
+)
+
+
+def tokens_of(step: Callable[[Any], Any]) -> list[list[int]]:
+    """Runs the requests through `step`, from a plan to its result."""
+    from plan_maker import PlanMaker
+
+    maker = PlanMaker(block_size=16)
+    for row, (prompt, sampling) in enumerate(REQUESTS):
+        maker.enter(row, list(prompt), **sampling)
+    for _ in range(NUM_TOKENS):
+        for row in range(len(REQUESTS)):
+            maker.compute(row)
+        result = step(maker.plan())
+        maker.sampled(result.rows, result.token_ids)
+    return [maker.tokens[row] for row in range(len(REQUESTS))]
+
+
+def model_and_spec(name: str) -> tuple[Any, Any]:
+    import tiny_models
+
+    from headrace.executor.families import spec_from_config
+
+    model = tiny_models.build(name)
+    return model, spec_from_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
+
+
+def main() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+    from model_driver import DictSource
+
+    from headrace import kernels
+    from headrace.executor import kv_cache
+    from headrace.executor.decoder import Decoder
+    from headrace.executor.device_state import HostDevice
+    from headrace.executor.gpu_runner import GpuRunner, RunnerLimits
+
+    warnings.simplefilter("ignore", RuntimeWarning)
+    torch.set_num_threads(1)
+    for name in sys.argv[1:]:
+        served: set[str] = set()
+
+        def choose(op: str, served: set[str] = served, **facts: Any) -> Callable[..., Any]:
+            """As on a GPU, where no CPU version stands before Triton's."""
+            for version in kernels.ops()[op].versions:
+                if version.name == "triton" and not version.why_not(**facts):
+                    served.add(op)
+                    return version.function
+            return kernels.choose_reference(op)
+
+        model, spec = model_and_spec(name)
+        decoder = Decoder(spec, DictSource(model.state_dict()), torch.float32, choose=choose)
+        cache = kv_cache.allocate(spec, 32, 16, torch.float32)
+        runner = GpuRunner(decoder, cache, HostDevice(), RunnerLimits(2, 32, 16, spec.vocab_size))
+
+        def step(plan: Any, runner: GpuRunner = runner) -> Any:
+            runner.submit(plan)
+            return runner.collect()
+
+        print(json.dumps({"name": name, "served": sorted(served), "tokens": tokens_of(step)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The whole of a GPU's step, with its Triton kernels interpreted on the CPU, gives the tokens of the CPU's path.
+
+The interpreter is chosen by an environment variable before triton is imported, hence the process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from interpreted_decode import model_and_spec, tokens_of
+from model_driver import DictSource
+
+from headrace.executor import kv_cache
+from headrace.executor.batch import BatchState
+from headrace.executor.decoder import Decoder
+from headrace.executor.runner import ModelRunner
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton has no build for this platform", allow_module_level=True)
+
+RUNNER = Path(__file__).with_name("interpreted_decode.py")
+NAMES = ("llama_gqa_tied", "qwen3", "gemma2")
+FUSED = {"activate_and_multiply", "paged_attention", "rms_norm", "rotary_and_write"}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, dict[str, list[list[int]]]]:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, str(RUNNER), *NAMES], capture_output=True, text=True, timeout=280, check=False, env=environment
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    return {line["name"]: line for line in lines}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_through_interpreted_kernels_are_the_cpu_paths(name: str, outcomes: dict[str, dict[str, list]]) -> None:
+    model, spec = model_and_spec(name)
+    decoder = Decoder(spec, DictSource(model.state_dict()), torch.float32)
+    cache = kv_cache.allocate(spec, 32, 16, torch.float32)
+    reference = ModelRunner(decoder, cache, BatchState(2, 32, 16), vocab_size=spec.vocab_size)
+    assert outcomes[name]["tokens"] == tokens_of(reference.step)
+    assert set(outcomes[name]["served"]) >= FUSED, "what is not served by Triton is not tested here"
