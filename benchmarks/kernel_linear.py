@@ -94,7 +94,7 @@ class Pass:
         self.ops = (ProgramOp * len(weights))(
             *(ProgramOp(function, ctypes.addressof(args), barrier_before=1) for args in self.args)
         )
-        self.program = ProgramC(ops=ctypes.addressof(self.ops), first=0, end=len(weights))
+        self.program = ProgramC(ops=ctypes.addressof(self.ops), first=0, end=len(weights), alone_rows=-1)
         self.step = (ctypes.c_char * used.library.dll.hr_sizeof_step())()
         self.kept = (x, out)
 
