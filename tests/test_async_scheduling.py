@@ -45,7 +45,11 @@ class StagedNull(PipelinedNull):
     max_steps_in_flight = 4
 
     def submit(self, plan: StepPlan) -> None:
-        sampling = {int(row) for waiting in self._submitted for row in waiting.rows[waiting.sampled]}
+        sampling: set[int] = set()
+        for waiting in (*self._submitted, plan):
+            sampling.difference_update(waiting.released_rows.tolist())  # such a row may be another request's by now
+            if waiting is not plan:
+                sampling.update(waiting.rows[waiting.sampled].tolist())
         assert not sampling & set(plan.rows.tolist()), "a row is planned before its last token is known"
         super().submit(plan)
 
