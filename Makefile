@@ -10,7 +10,7 @@ RELAXED := --cache-dir .mypy_cache/tests --allow-untyped-defs --no-warn-unused-i
   --disable-error-code arg-type --disable-error-code union-attr --disable-error-code misc
 FOLDERS := core executor frontend ipc kernels
 
-.PHONY: demo test lint fmt docs install demo-model clean distclean
+.PHONY: demo test lint fmt docs install demo-model bench-check clean distclean
 .DELETE_ON_ERROR:
 
 # PROMPT="..." is what to ask.
@@ -29,6 +29,10 @@ lint: install $(TYPES)
 fmt: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# What hot paths cost beside the commit before, by instructions; BASE=REV compares with another.
+bench-check: install
+	$(BIN)/python benchmarks/check.py $(if $(BASE),--base $(BASE))
 
 docs: install
 	$(BIN)/python -m headrace.core.options_doc
