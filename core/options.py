@@ -105,8 +105,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ),
     ] = None
     load_format: Annotated[
-        Literal["auto", "safetensors", "pt", "gguf", "dummy"],
-        Option(MODEL, "How to read the weights; dummy makes random ones of the right shape"),
+        Literal["auto", "safetensors", "pt", "gguf", "sharded_state", "dummy"],
+        Option(
+            MODEL,
+            "How to read the weights; sharded_state is what save-sharded-state wrote for these ranks, dummy makes "
+            "random ones of the right shape",
+        ),
     ] = "auto"
     revision: Annotated[str | None, Option(MODEL, "Branch, tag or commit of a hub model", default_text="main")] = None
     download_dir: Annotated[

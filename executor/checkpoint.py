@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from headrace.core.options import Options
 from headrace.executor import demo_model
 from headrace.executor.hub import HubChoice, locate
+from headrace.executor.place import SINGLE, Place
 from headrace.ipc.failure import ModelError, OptionError
 
 if TYPE_CHECKING:
     from headrace.executor.gguf_file import GGUFFile
     from headrace.executor.weights import WeightSource
 
-Format = Literal["safetensors", "pt", "gguf", "dummy"]
+Format = Literal["safetensors", "pt", "gguf", "sharded_state", "dummy"]
 
 SAFETENSORS_INDEX, TORCH_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
+SHARDED_STATE = "model-rank-*-part-0.safetensors"
 # What lies beside weights and holds none of the model's.
 NOT_WEIGHTS = ("adapter_model", "consolidated", "optimizer", "scheduler", "scaler", "training_args", "rng_state")
 # generation_config.json's names -> SamplingParams'.
@@ -57,8 +59,9 @@ class Checkpoint:
         """Memory of a GGUF file's tensors as they are stored; None for other formats."""
         return None if self.gguf is None else sum(record.nbytes for record in self.gguf.tensors.values())
 
-    def weights(self, shapes: Mapping[str, tuple[int, ...]] | None = None) -> WeightSource:
-        """Where the weights come from. `shapes`: of dummy weights; by default what the config calls for.
+    def weights(self, shapes: Mapping[str, tuple[int, ...]] | None = None, place: Place = SINGLE) -> WeightSource:
+        """Where the weights come from. `shapes`: of dummy weights; by default what the config calls for. `place`: of
+        the rank that reads them, which is all that a sharded state has for it.
 
         Raises ModelError, naming the file, when one is missing, foreign or truncated.
         """
@@ -66,6 +69,11 @@ class Checkpoint:
             return _dummy(self.config, shapes)
         if self.gguf is not None:
             return self.gguf.weights()
+        if self.format == "sharded_state":
+            from headrace.executor.families import spec_from_config
+            from headrace.executor.sharded_state import ShardedWeights
+
+            return ShardedWeights(self.path, place, spec_from_config(self.config).num_layers)
         return _folder_weights(self.path, self.format)
 
 
@@ -104,6 +112,13 @@ def _folder_format(folder: Path, load_format: str) -> tuple[Path, Format]:
             if held
             else f"{folder} holds no GGUF file"
         )
+    if load_format == "sharded_state" or (load_format == "auto" and any(folder.glob(SHARDED_STATE))):
+        if not any(folder.glob(SHARDED_STATE)):
+            raise ModelError(
+                f"{folder} holds no sharded state, whose files are named {SHARDED_STATE}",
+                hint="headrace save-sharded-state makes one of a model",
+            )
+        return folder, "sharded_state"
     if load_format == "pt" and _torch_files(folder):
         return folder, "pt"
     if load_format == "safetensors" or _safetensors_files(folder) or not _torch_files(folder):
@@ -224,6 +239,10 @@ def _dtype_name(config: Mapping[str, Any], folder: Path, found: Format) -> str:
             return named.removeprefix("torch.")
     if found == "dummy":
         return "float32"
+    if found == "sharded_state":
+        from headrace.executor.weights import SafetensorsWeights
+
+        return SafetensorsWeights(sorted(folder.glob(SHARDED_STATE))[:1]).dtype_name()
     name: str = _folder_weights(folder, found).dtype_name()
     return name
 

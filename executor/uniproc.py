@@ -111,7 +111,7 @@ class UniprocExecutor(Executor):
             check_op_by_op(plan, reason)
         stays_packed = plan.weights_stay_packed and not reason
         check_weights_fit(self._spec, plan, host_memory(), self._checkpoint.stored_bytes if stays_packed else None)
-        self._model = load_model(self._spec, self._checkpoint.weights(), plan, reason, self._place)
+        self._model = load_model(self._spec, self._checkpoint.weights(place=self._place), plan, reason, self._place)
         self._plan = plan
         memory = host_memory()
         return MemoryReading(

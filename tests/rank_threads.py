@@ -8,15 +8,29 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import pytest
+
 from headrace.core.options import Options
 from headrace.core.plan import MemoryReading, ModelDescription, Plan
+from headrace.executor import cpu_decoder
 from headrace.executor.base import Executor, Report
 from headrace.executor.place import Place, World, collectives_bytes, mark_failed, open_collectives
 from headrace.executor.uniproc import UniprocExecutor
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
+from headrace.kernels.cpu.linear import runtime
 
 DEADLINE_S = 60
+
+
+@pytest.fixture(autouse=True)
+def pool_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ranks in processes have: in one process they would wait for each other within a common pool's regions.
+
+    For modules that import it.
+    """
+    monkeypatch.setattr(cpu_decoder, "runtime", runtime.__wrapped__)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
 
 
 def run_ranks(world: World, body: Callable[[Place], Any], layer_partition: tuple[int, ...] = ()) -> list[Any]:

@@ -12,7 +12,7 @@ import tiny_models
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
 from model_driver import DictSource
-from rank_threads import RankThreads, run_ranks
+from rank_threads import RankThreads, pool_for_each_rank, run_ranks
 from tiny_gguf import save_gguf
 
 from headrace import LLM, SamplingParams
@@ -23,7 +23,8 @@ from headrace.executor.families import spec_from_config
 from headrace.executor.place import Place, World
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.kernels.cpu import build
-from headrace.kernels.cpu.linear import runtime
+
+__all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 
 THREADS = f"{RankThreads.__module__}:{RankThreads.__name__}"
 WORLDS = [(2, 1), (4, 1), (1, 2), (2, 2)]
@@ -72,13 +73,6 @@ def generate(model: Path, **options: Any) -> tuple[list[list[int]], int]:
 @cache
 def alone(folder: Path, name: str) -> list[list[int]]:
     return generate(saved(folder, name))[0]
-
-
-@pytest.fixture(autouse=True)
-def pool_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ranks in processes have: in one process they would wait for each other within a common pool's regions."""
-    monkeypatch.setattr(cpu_decoder, "runtime", runtime.__wrapped__)
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
 
 
 @pytest.fixture(params=["program", "op by op"])
