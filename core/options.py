@@ -70,6 +70,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             default_text="1, 2, 4, then every 8 up to 256 and every 16 beyond",
         ),
     ] = ()
+    batch_invariant: Annotated[
+        bool,
+        Option(
+            MODEL,
+            "On a GPU, compute a request's numbers in the same order whatever shares its batch and however its prompt "
+            "is cut up, so that its tokens are the same; slower",
+        ),
+    ] = False
     max_cudagraph_capture_size: Annotated[
         int | None,
         Option(
@@ -81,10 +89,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ),
     ] = None
     quantization: Annotated[
-        Literal["gguf", "int8", "int4"] | None,
+        Literal["gguf", "int8", "int4", "fp8"] | None,
         Option(
             MODEL,
-            "Quantise float weights as they are loaded, to blocks of 8 or 4 bits (embedding and head always to 8); "
+            "Quantise float weights as they are loaded: on a CPU to blocks of 8 or 4 bits (embedding and head always "
+            "to 8), on a GPU to fp8 with a scale for each row (embedding and head stay as they are); "
             "gguf: insist on a GGUF file, which is computed as it is stored anyway",
             default_text="as the checkpoint stores them",
         ),
@@ -307,9 +316,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     master_addr: Annotated[str, Option(PARALLEL, "Address of the host with node_rank 0, as the others reach it")] = (
         "127.0.0.1"
     )
-    master_port: Annotated[
-        int, Option(PARALLEL, "Port on which it waits for the others", minimum=0, maximum=65535)
-    ] = 29501
+    master_port: Annotated[int, Option(PARALLEL, "Port on which it waits for the others", minimum=0, maximum=65535)] = (
+        29501
+    )
     node_join_timeout: Annotated[
         float, Option(PARALLEL, "How long the hosts wait for each other at the start", "seconds", minimum=0.1)
     ] = 300.0

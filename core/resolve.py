@@ -115,7 +115,7 @@ def _weight_bits(options: Options, model: ModelDescription) -> tuple[int | None,
     asked, stored, group = options.quantization, model.checkpoint_dtype, options.quantization_group_size
     if group not in _GROUP_SIZES:
         raise OptionError(f"quantization_group_size={group} is not to be had; there are 32, 64 and 128")
-    if asked in (None, "gguf"):
+    if asked in (None, "gguf", "fp8"):
         if group != Options().quantization_group_size:
             raise OptionError(
                 f"quantization_group_size={group} says how int8 and int4 quantise; ask for quantization=int8 or int4, "
@@ -126,12 +126,15 @@ def _weight_bits(options: Options, model: ModelDescription) -> tuple[int | None,
                 f"quantization=gguf asks for a quantised GGUF file, and the weights of {model.name} are {stored}; "
                 "leave it out, or quantise them as they are loaded with quantization=int8 or int4"
             )
-        return None, "the checkpoint is computed as it is stored"
+        if asked != "fp8":
+            return None, "the checkpoint is computed as it is stored"
     if stored not in _FLOAT_DTYPES:
         raise OptionError(
             f"quantization={asked} quantises float weights as they are loaded, and those of {model.name} are "
             f"quantised already ({stored}); leave it out"
         )
+    if asked == "fp8":
+        return None, f"asked for; the {stored} weights of the layers' matrices, with a scale for each row"
     return (8 if asked == "int8" else 4), f"asked for; the {stored} weights in groups of {group}"
 
 

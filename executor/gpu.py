@@ -18,6 +18,7 @@ from headrace.executor.device_state import Device
 from headrace.executor.dummy_shapes import weight_shapes
 from headrace.executor.gpu_cuda import CudaBackend
 from headrace.executor.gpu_device import GpuFacts, check_free_memory, check_gpu
+from headrace.executor.gpu_kernels import batch_invariant, quantising
 from headrace.executor.gpu_memory import Meter, measure
 from headrace.executor.gpu_runner import STEPS_IN_FLIGHT, GpuRunner, RunnerLimits
 from headrace.executor.gpu_weights import DeviceDummyWeights, StagedWeights
@@ -73,11 +74,13 @@ class GpuExecutor(UniprocExecutor):
         runner_limits(plan, plan.max_model_len)
         elements = weight_elements(self._spec)
         what = f"holding {elements / 1e9:.2f} billion weights of {plan.model.name} as {plan.dtype}"
-        check_free_memory(self._device, facts, elements * dtype.itemsize, what)
+        # Quantised matrices take less in the end, and each of them its whole size for a moment.
+        itemsize = 1 if plan.options.quantization == "fp8" else dtype.itemsize
+        check_free_memory(self._device, facts, elements * itemsize, what)
         self._plan = plan
         with self._backend.here():
             report("load weights")
-            self._decoder = Decoder(self._spec, self._source(dtype), dtype, self._device, choose=self.choose)
+            self._decoder = Decoder(self._spec, self._source(dtype), dtype, self._device, choose=self._chooser(plan))
             report("measure memory")
             return self._measure(plan, self._decoder, facts)
 
@@ -138,6 +141,12 @@ class GpuExecutor(UniprocExecutor):
             return DeviceDummyWeights(weight_shapes(self._spec), dtype, self._device)
         return StagedWeights(self._checkpoint.weights(), self._backend.host_side())
 
+    def _chooser(self, plan: Plan) -> ChooseKernel:
+        choose = self.choose
+        if plan.options.batch_invariant:
+            choose = batch_invariant(choose)
+        return quantising(choose, plan.model.vocab_size) if plan.options.quantization == "fp8" else choose
+
     def _measure(self, plan: Plan, decoder: Decoder, facts: GpuFacts) -> MemoryReading:
         backend = self._backend
         null_block = kv_cache.allocate(decoder.spec, 1, plan.block_size, decoder.dtype, self._device)
@@ -178,7 +187,9 @@ def runner_limits(plan: Plan, max_model_len: int) -> RunnerLimits:
 def check_plan(plan: Plan) -> None:
     """Raises OptionError for what is computed on a CPU only."""
     if plan.weight_bits:
-        raise OptionError(f"quantization={plan.options.quantization} is computed on a CPU only; leave it out on a GPU")
+        raise OptionError(
+            f"quantization={plan.options.quantization} is computed on a CPU only; on a GPU there is quantization=fp8"
+        )
     if plan.kv_cache_dtype != plan.dtype:
         raise OptionError(
             f"kv_cache_dtype={plan.options.kv_cache_dtype} beside dtype={plan.dtype} is computed on a CPU only; on a "

@@ -67,33 +67,38 @@ def new_cache(num_blocks: int = 1000) -> Tensor:
 class LateEvent:
     def __init__(self, device: LateDevice) -> None:
         self._device = device
-        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._before = 0
 
     def record(self) -> None:
-        self._waiting, self._device.copies = self._device.copies, []
+        self._before = self._device.num_copies
 
     def synchronize(self) -> None:
         self._device.num_waits += 1
-        with torch.inference_mode():
-            for into, snapshot in self._waiting:
-                into.copy_(snapshot)
-        self._waiting = []
+        self._device.arrive(self._before)
 
 
 class LateDevice(HostDevice):
-    """Copies to the host arrive only when an event is waited for; until then their place holds nonsense."""
+    """Copies to the host arrive only when an event after them is waited for; until then their place holds nonsense."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.copies: list[tuple[Tensor, Tensor]] = []
-        self.num_waits = 0
+        self.num_copies = self.num_waits = 0
+        self._under_way: list[tuple[int, Tensor, Tensor]] = []
 
     def event(self) -> LateEvent:
         return LateEvent(self)
 
     def to_host(self, into: Tensor, source: Tensor) -> None:
         into.fill_(-77)
-        self.copies.append((into, source.clone()))
+        self.num_copies += 1
+        self._under_way.append((self.num_copies, into, source.clone()))
+
+    def arrive(self, last: int) -> None:
+        """The copies up to number `last`."""
+        with torch.inference_mode():
+            while self._under_way and self._under_way[0][0] <= last:
+                _, into, snapshot = self._under_way.pop(0)
+                into.copy_(snapshot)
 
 
 class HostBackend:

@@ -14,6 +14,7 @@ from gpu_parts import (
     NUM_ROWS,
     POISON,
     VOCAB_SIZE,
+    LateDevice,
     TensorHashModel,
     new_cache,
 )
@@ -136,7 +137,7 @@ def test_every_result_is_the_cpu_runners_with_two_steps_in_flight(seed: int) -> 
 
 @pytest.mark.parametrize("seed", range(15))
 def test_results_are_the_same_through_graphs_that_are_captured_meanwhile(seed: int) -> None:
-    twins = Twins(capturer=RecordingCapturer())
+    twins = Twins(capturer=RecordingCapturer(), device=LateDevice())
     before = twins.cache.clone()
     play(seed, twins, steps=40)
     used = twins.maker.next_block
