@@ -28,6 +28,7 @@ from headrace.kernels.triton import (
     attention,
     cascade,
     embedding,
+    linear,
     logits,
     logprobs,
     norms,
@@ -104,7 +105,7 @@ def attention_cases() -> dict[str, Run]:
 
 
 def row_cases() -> dict[str, Run]:
-    heads = meta(64, 48, 128).split((32, 8, 8), dim=1)
+    query, key, value = meta(64, 48, 128).split((32, 8, 8), dim=1)
     rotation = Rotation(meta(64, 64, dtype=FP32), meta(64, 64, dtype=FP32))
     normed = Rotation(
         rotation.cos, rotation.sin, query_norm=meta(128, dtype=FP32), key_norm=meta(128, dtype=FP32), eps=1e-6
@@ -116,10 +117,12 @@ def row_cases() -> dict[str, Run]:
         "layer_norm 8192": lambda: norms.layer_norm(
             meta(64, 8192), None, meta(8192, dtype=FP32), meta(8192, dtype=FP32), 1e-5
         ),
-        "rotary": lambda: rotary_cache.rotary(heads[0], heads[1], meta(64, 64, dtype=FP32), meta(64, 64, dtype=FP32)),
-        "rotary_and_write": lambda: rotary_cache.rotary_and_write(*heads, rotation, LayerCache(cache, cache), batch),
+        "rotary": lambda: rotary_cache.rotary(query, key, meta(64, 64, dtype=FP32), meta(64, 64, dtype=FP32)),
+        "rotary_and_write": lambda: rotary_cache.rotary_and_write(
+            query, key, value, rotation, LayerCache(cache, cache), batch
+        ),
         "rotary_and_write with q/k norm, fp8": lambda: rotary_cache.rotary_and_write(
-            *heads, normed, LayerCache(fp8, fp8), batch
+            query, key, value, normed, LayerCache(fp8, fp8), batch
         ),
         "activate_and_multiply silu": lambda: activation.activate_and_multiply(meta(64, 2 * 14336), "silu"),
         "activate_and_multiply gelu_tanh": lambda: activation.activate_and_multiply(meta(64, 2 * 14336), "gelu_tanh"),
@@ -154,15 +157,35 @@ def sampling_cases() -> dict[str, Run]:
     }
 
 
+def multiply(pack: Callable[[], Any], num_rows: int) -> Run:
+    """The packing is done within the run, where the device is known."""
+    return lambda: pack().apply(meta(num_rows, 4096))
+
+
+def linear_cases() -> dict[str, Run]:
+    shape, int8, byte, one = (6144, 4096), torch.int8, torch.uint8, (6144, 1)
+    kinds = {
+        "linear_int8": lambda: linear.linear_int8(meta(*shape, dtype=int8), meta(*one, dtype=FP32), None),
+        "linear_int8 in groups": lambda: linear.linear_int8(meta(*shape, dtype=int8), meta(6144, 32, dtype=FP32), None),
+        "linear_int4": lambda: linear.linear_int4(meta(6144, 2048, dtype=byte), meta(6144, 32, dtype=FP32), None, None),
+        "linear_fp8": lambda: linear.linear_fp8(
+            meta(*shape, dtype=torch.float8_e4m3fn), meta(*one, dtype=FP32), meta(6144)
+        ),
+    }
+    cases = {f"{name}, {rows} tokens": multiply(pack, rows) for name, pack in kinds.items() for rows in (1, 64, 4096)}
+    invariant = multiply(lambda: linear.linear(meta(*shape), None), 64)
+    return {**cases, "linear, invariant": invariant, "round_tokens": lambda: linear.round_tokens(meta(64, 4096))}
+
+
 def all_cases() -> Mapping[str, Run]:
-    return MappingProxyType({**attention_cases(), **row_cases(), **sampling_cases()})
+    return MappingProxyType({**attention_cases(), **row_cases(), **sampling_cases(), **linear_cases()})
 
 
 def sources_hash() -> str:
-    """Of everything that the figures depend on: they are out of date when it differs from the recorded one."""
+    """Of the kernels and their block sizes: the figures are out of date when it differs from the recorded one."""
     digest = hashlib.sha256()
     folder = Path(attention.__file__).parent
-    for path in [*sorted(folder.glob("*.py")), Path(__file__), Path(__file__).with_name("triton_compile.py")]:
+    for path in [*sorted(folder.glob("*_kernels.py")), folder / "configs.py"]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -97,3 +97,35 @@ def invariant_tiles(device: Device, head_dim: int, group: int, itemsize: int) ->
     prefill = prefill_tiles(device, head_dim, group, itemsize)
     block_m = 32 if head_dim > 128 else min(prefill.block_m, 64)
     return Tiles(max(block_m, power_of_two(group)), min(prefill.block_n, 32), 8, min(prefill.num_stages, 3))
+
+
+@dataclass(frozen=True)
+class MatrixTiles:
+    """Of x @ weight^T."""
+
+    block_m: int
+    """Rows of x."""
+    block_n: int
+    """Rows of the weight."""
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def matrix_tiles(device: Device, num_rows: int, itemsize: int, is_int4: bool = False) -> MatrixTiles:
+    """Narrow tiles for few tokens, so that all multiprocessors read weights; wide ones for many."""
+    if itemsize == 4:
+        return MatrixTiles(32, 32, 32, 4, 2)
+    stages = 4 if device.has_large_shared_memory else 3
+    if num_rows <= 16:
+        return MatrixTiles(16, 32, 128, 4, stages)
+    if num_rows <= 64:
+        return MatrixTiles(64, 64, 64, 4, stages)
+    if is_int4 and device.capability[0] != 9:
+        return MatrixTiles(64, 64, 64, 8, 3)  # two halves of the inputs are held, and larger tiles spill
+    return MatrixTiles(128, 128, 64, 8, 3)
+
+
+def invariant_matrix_tiles(device: Device, itemsize: int) -> MatrixTiles:
+    """One size for every number of tokens."""
+    return MatrixTiles(32, 32, 32, 4, 2) if itemsize == 4 else MatrixTiles(64, 64, 64, 4, 3)

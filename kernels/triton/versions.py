@@ -14,6 +14,7 @@ import torch
 from headrace.kernels.registry import Version
 
 LEAST_CAPABILITY = (8, 0)
+LEAST_SCALED_MM = (9, 0)
 COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
 MOST_HEAD_DIM = 512
 MOST_GROUP = 64
@@ -74,6 +75,25 @@ def _why_no_norm(size: int | None = None, **facts: Any) -> str:
     return _why_not(**facts)
 
 
+def _why_no_invariant_linear(batch_invariant: bool = False, **facts: Any) -> str:
+    if not batch_invariant:
+        return "torch's own matrix product is faster; this one is for batch-invariant results."
+    return _why_not(**facts)
+
+
+def _why_no_scaled_mm(shape: tuple[int, int] | None = None, batch_invariant: bool = False, **facts: Any) -> str:
+    device = facts.get("device")
+    if shape is None or shape[0] % 16 or shape[1] % 16:
+        return f"torch's fp8 product takes weights whose sides are multiples of 16, not {shape}."
+    if batch_invariant:
+        return "torch chooses how its fp8 product is divided by the number of tokens, so it is not batch-invariant."
+    if device is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_SCALED_MM:
+        return f"torch's fp8 product with a scale for each row needs compute capability 9.0; {device} has less."
+    if facts.get("dtype") == torch.float32:
+        return "torch's fp8 product gives bfloat16 or float16, not float32."
+    return _why_not(**facts)
+
+
 def _offer(op: str, module: str, why_not: Callable[..., str] = _why_not) -> Version:
     @functools.cache
     def loaded() -> Callable[..., Any]:
@@ -101,4 +121,9 @@ VERSIONS = (
     _offer("count_tokens", "logits", why_no_triton),
     _offer("choose_tokens", "sampling", why_no_triton),
     _offer("token_logprobs", "logprobs", why_no_triton),
+    _offer("linear", "linear", _why_no_invariant_linear),
+    _offer("linear_int8", "linear"),
+    _offer("linear_int4", "linear"),
+    _offer("linear_fp8", "linear"),
+    _offer("linear_fp8_dynamic", "linear", _why_no_scaled_mm),
 )
