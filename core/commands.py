@@ -19,12 +19,17 @@ from headrace.ipc.control import (
     DescribeEngine,
     EngineReport,
     ExtensionAnswers,
+    PrepareWeights,
     ProfileFiles,
     ReloadWeights,
     StartProfile,
     StopProfile,
+    UseWeights,
     WorkerAnswer,
     WorkerCommand,
+)
+from headrace.ipc.control import (
+    Commands as Command,
 )
 from headrace.ipc.failure import HeadraceError, OptionError
 
@@ -53,7 +58,7 @@ class Commands:
         """Around what the loop does, for the profile if there is one."""
         return _NO_SPAN if self.timeline is None else self.timeline.span(name)
 
-    def carry_out(self, command: WorkerCommand) -> ControlResult | None:
+    def carry_out(self, command: Command) -> ControlResult | None:
         """The Reply's result. Raises HeadraceError, with everything as it was before, when it cannot be done."""
         match command:
             case StartProfile():
@@ -65,8 +70,16 @@ class Commands:
             case CallExtension():
                 return ExtensionAnswers(payloads=tuple(a.payload for a in self._executor.control(command)))
             case ReloadWeights():
-                self._executor.control(command)
+                self._reload_weights(command)
         return None
+
+    def _reload_weights(self, command: ReloadWeights) -> None:
+        try:
+            self._executor.control(PrepareWeights(path=command.path))
+        except HeadraceError:
+            self._executor.control(UseWeights(prepared=False))
+            raise
+        self._executor.control(UseWeights(prepared=True))
 
     def _start_profile(self, command: StartProfile) -> None:
         if self._folder is None:

@@ -41,6 +41,10 @@ class ModelRunner:
         self._prompt_rows_at_once = max(1, PROMPT_LOGITS_BYTES // (4 * vocab_size))
         self._began_s = self._ended_s = 0.0  # of the forward pass at hand
 
+    def use(self, model: Model) -> None:
+        """From the next step on. The rows stay as they are."""
+        self._model = model
+
     def step(self, plan: StepPlan) -> StepResult:
         """Runs one step. Plans must come in the core's order, as each changes the state the next builds on.
 

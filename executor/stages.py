@@ -37,6 +37,10 @@ class StageRunner:
         self._model, self._kv_cache, self._batch, self._link = model, kv_cache, batch, link
         self._unknown: deque[_Unknown] = deque()
 
+    def use(self, model: Model) -> None:
+        """From the next step on."""
+        self._model = model
+
     def step(self, plan: StepPlan) -> StepResult:
         """Runs this stage's part of a step. Plans must come in the core's order."""
         for unknown in self._unknown:
@@ -84,6 +88,10 @@ class LastStageRunner:
 
     def __init__(self, runner: ModelRunner, batch: NotedBatch, link: Collectives) -> None:
         self._runner, self._batch, self._link = runner, batch, link
+
+    def use(self, model: Model) -> None:
+        """From the next step on."""
+        self._runner.use(model)
 
     def step(self, plan: StepPlan) -> StepResult:
         appended = self._batch.appended

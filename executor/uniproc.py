@@ -20,16 +20,28 @@ from headrace.executor.cpu_decoder import CpuDecoder, CpuRank, why_not
 from headrace.executor.cpu_program import StepLimits
 from headrace.executor.cpu_weights import Blocks
 from headrace.executor.decoder import Decoder
+from headrace.executor.extension import Extension
 from headrace.executor.families import spec_from_config
 from headrace.executor.gpu_device import check_no_gpu_options, choose_device
 from headrace.executor.host import HostMemory, host_memory, usable_cores
 from headrace.executor.memory_estimate import activation_bytes, weight_elements
+from headrace.executor.new_weights import open_again
 from headrace.executor.place import SINGLE, Collectives, Place
 from headrace.executor.profiling import WorkerProfile
 from headrace.executor.runner import ModelRunner
 from headrace.executor.stages import LastStageRunner, StageRunner, make_runner
+from headrace.executor.step_thread import StepThread
 from headrace.executor.weights import WeightSource
-from headrace.ipc.control import DescribeEngine, StartProfile, StopProfile, WorkerAnswer, WorkerCommand
+from headrace.ipc.control import (
+    CallExtension,
+    DescribeEngine,
+    PrepareWeights,
+    StartProfile,
+    StopProfile,
+    UseWeights,
+    WorkerAnswer,
+    WorkerCommand,
+)
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
@@ -45,8 +57,13 @@ CACHE_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 class UniprocExecutor(Executor):
     """Owns the checkpoint until the weights are loaded, then the model, its cache and the runner.
 
+    Steps run in `collect`, as there is no one else to run them meanwhile; with async_scheduling, on a thread. That is
+    off by default: the kernels keep all cores busy, and what is planned meanwhile slows them by as much as it saves.
+
     With a place it is one rank of several, each of which is given every plan; see `executor.place`.
     """
+
+    max_steps_in_flight = 2
 
     def __init__(self, options: Options, place: Place | None = None) -> None:
         self._options, self._place = options, place or Place.of_options(0, options)
@@ -57,8 +74,12 @@ class UniprocExecutor(Executor):
         self._model: Decoder | CpuDecoder | None = None
         self._runner: ModelRunner | StageRunner | LastStageRunner | None = None
         self._submitted: deque[StepPlan] = deque()
+        self._thread: StepThread | None = None
+        self._cache: Any = None
+        self._prepared: Decoder | CpuDecoder | None = None  # weights to take the old ones' place
         self._compiling = threading.Thread()
         self._profile = WorkerProfile(options.profiler_config.get("torch_profiler_dir"), self._place.rank)
+        self._extension = Extension(options.worker_extension_cls, self)
 
     def describe(self, report: Report) -> ModelDescription:
         # Where the kernels must be compiled first, that goes on while the model is found, fetched and described.
@@ -100,6 +121,7 @@ class UniprocExecutor(Executor):
         return load_bundle(self._checkpoint, self._options)
 
     def load(self, plan: Plan, report: Report) -> MemoryReading:
+        check_no_gpu_options(plan.options)
         assert self._checkpoint is not None, "describe comes before load"
         assert self._spec is not None, "describe comes before load"
         report("compile kernels")
@@ -128,17 +150,24 @@ class UniprocExecutor(Executor):
         assert model is not None, "load comes before allocate"
         cache_dtype = CACHE_DTYPES[plan.kv_cache_dtype]
         cache = kv_cache.allocate(model.spec, num_blocks, plan.block_size, cache_dtype, self._device, self._place)
+        self._cache = cache
         batch_args = (plan.max_num_seqs, max_model_len, plan.block_size, plan.model.eos_token_ids)
         self._runner = make_runner(model, cache, batch_args, self._place, vocab_size=model.spec.vocab_size)
         if isinstance(model, CpuDecoder):
             model.bind(cache)  # before the first request waits for it
+        if self._options.async_scheduling and self._place.world_size == 1:
+            self._thread = StepThread(self._runner.step)
 
     def submit(self, plan: StepPlan) -> None:
-        """Keeps the plan; the step runs in `collect`, as there is no one else to run it meanwhile."""
-        self._submitted.append(plan)
+        if self._thread is not None:
+            self._thread.submit(plan)
+        else:
+            self._submitted.append(plan)
 
     def collect(self) -> StepResult:
         assert self._runner is not None, "allocate comes before collect"
+        if self._thread is not None:
+            return self._thread.collect()
         return self._runner.step(self._submitted.popleft())
 
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
@@ -151,7 +180,33 @@ class UniprocExecutor(Executor):
                 return (WorkerAnswer(rank=rank, files=(self._profile.stop(),)),)
             case DescribeEngine():
                 return (WorkerAnswer(rank=rank, facts=self.facts()),)
+            case CallExtension():
+                return (WorkerAnswer(rank=rank, payload=self._extension.call(command.payload)),)
+            case PrepareWeights() if self._runner is not None:
+                self._prepared = self._read_again(command.path)
+                return (WorkerAnswer(rank=rank),)
+            case UseWeights() if self._runner is not None:
+                self._use_prepared(command.prepared)
+                return (WorkerAnswer(rank=rank),)
         return super().control(command)
+
+    def _read_again(self, path: str) -> Decoder | CpuDecoder:
+        assert self._spec is not None, "describe comes before control"
+        assert self._plan is not None, "load comes before control"
+        checkpoint = open_again(path, self._options, self._plan, self._spec)
+        reason = why_not(self._spec, DTYPES[self._plan.dtype], self._place)
+        stored_bytes = checkpoint.stored_bytes if self._plan.weights_stay_packed and not reason else None
+        check_weights_fit(self._spec, self._plan, host_memory(), stored_bytes)
+        model = load_model(self._spec, checkpoint.weights(), self._plan, reason, self._place)
+        if isinstance(model, CpuDecoder):
+            model.bind(self._cache)
+        return model
+
+    def _use_prepared(self, is_wanted: bool) -> None:
+        model, self._prepared = self._prepared, None
+        if is_wanted and model is not None and self._runner is not None:
+            self._model = model
+            self._runner.use(model)
 
     def facts(self) -> dict[str, Any]:
         """What this worker is, for DescribeEngine."""
@@ -164,6 +219,9 @@ class UniprocExecutor(Executor):
         }
 
     def stop(self) -> None:
+        if self._thread is not None:
+            self._thread.stop()
+            self._thread = None
         self._submitted.clear()
         if self._place.collectives is not None:
             self._place.collectives.close()

@@ -71,7 +71,21 @@ class CallExtension(Command, frozen=True):
 Commands = (
     PauseGeneration | ResumeGeneration | ReloadWeights | StartProfile | StopProfile | DescribeEngine | CallExtension
 )
-WorkerCommand = ReloadWeights | StartProfile | StopProfile | DescribeEngine | CallExtension
+
+
+class PrepareWeights(Command, frozen=True):
+    """The first half of ReloadWeights: every worker reads the new weights beside those that serve."""
+
+    path: str = ""
+
+
+class UseWeights(Command, frozen=True):
+    """The second: what was prepared takes the old weights' place, or is dropped as some worker could not."""
+
+    prepared: bool
+
+
+WorkerCommand = PrepareWeights | UseWeights | StartProfile | StopProfile | DescribeEngine | CallExtension
 """What an executor passes on to each of its workers."""
 
 

@@ -10,6 +10,7 @@ from engine_parts import EOS, VOCAB_SIZE, SteppedCore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace import LLM, SamplingParams
 from headrace.core.desk import ClientGone
 from headrace.core.in_flight import steps_in_flight
 from headrace.core.options import Options
@@ -276,3 +277,58 @@ def test_the_gap_between_forward_passes_is_counted_where_work_follows_on_work():
     assert (gaps.count, gaps.gap_s) == (2, 0.5)
     gaps.step(StepResult(step=4, rows=none, token_ids=none))  # from an executor that does not tell
     assert (gaps.count, gaps.gap_s) == (2, 0.5)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    import tiny_models
+
+    return str(tiny_models.save("llama", tmp_path_factory.mktemp("models") / "llama"))
+
+
+def answers(checkpoint: str, **options: Any) -> tuple[list[Any], int]:
+    """Tokens and log-probabilities of greedy, sampled and penalised requests with few blocks, and all preemptions."""
+    prompts = [[5 + number % 3] * (3 + 4 * number) for number in range(6)]
+    params = [
+        SamplingParams(
+            max_tokens=24,
+            temperature=0.0 if number % 2 else 0.9,
+            seed=number,
+            repetition_penalty=1.2 if number == 3 else 1.0,
+            logprobs=1 if number == 4 else None,
+            stop_token_ids=[number * 7],
+        )
+        for number in range(6)
+    ]
+    small = {"block_size": 4, "num_gpu_blocks_override": 18, "max_model_len": 64, "max_num_batched_tokens": 16}
+    common = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 4}
+    with LLM(checkpoint, **small, **common, **options) as llm:
+        outputs = [each.outputs[0] for each in llm.generate(prompts, params, use_tqdm=False)]
+        stats = llm.get_stats()
+        assert stats.num_step_gaps > 0
+    return [(each.token_ids, each.finish_reason, each.stop_reason, each.logprobs is None) for each in outputs], (
+        stats.num_preemptions
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint) -> tuple[list[Any], int]:
+    return answers(checkpoint, in_process=True)
+
+
+def test_a_model_gives_the_same_tokens_with_and_without_planning_ahead(checkpoint, expected):
+    assert expected[1] > 0, "no request gave way to another"
+    assert answers(checkpoint, in_process=True, async_scheduling=True)[0] == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ahead"),
+    [
+        ({"tensor_parallel_size": 2}, True),
+        ({"pipeline_parallel_size": 2}, True),
+        ({"pipeline_parallel_size": 2}, False),
+    ],
+)
+def test_worker_processes_give_the_same_tokens_with_steps_in_flight(checkpoint, expected, monkeypatch, ranks, ahead):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert answers(checkpoint, async_scheduling=ahead, **ranks)[0] == expected[0]

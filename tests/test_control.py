@@ -25,8 +25,10 @@ from headrace.ipc.control import (
     DescribeEngine,
     EngineReport,
     PauseGeneration,
+    PrepareWeights,
     ReloadWeights,
     ResumeGeneration,
+    UseWeights,
     WorkerAnswer,
     WorkerCommand,
 )
@@ -47,7 +49,7 @@ class ObedientNull(NullExecutor):
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
         assert not self._submitted, "a command came while a step was in flight"
         self.commands.append(command)
-        if isinstance(command, ReloadWeights) and command.path == "missing":
+        if isinstance(command, PrepareWeights) and command.path == "missing":
             raise HeadraceError("there is no checkpoint at missing")
         return (WorkerAnswer(facts={"device": "null"}, payload={"echo": 1}),)
 
@@ -168,7 +170,7 @@ def test_reloading_weights_comes_between_steps_and_what_was_computed_counts_no_m
     assert driver.num_tokens(0) == 20
     executor = driver.core.executor
     assert isinstance(executor, ObedientNull)
-    assert executor.commands == [ReloadWeights(path="elsewhere")]
+    assert executor.commands == [PrepareWeights(path="elsewhere"), UseWeights(prepared=True)]
 
 
 def test_a_command_that_fails_tells_why_and_disturbs_nobody():
@@ -181,6 +183,9 @@ def test_a_command_that_fails_tells_why_and_disturbs_nobody():
     assert reply is not None
     assert reply.failure is not None
     assert reply.failure.message == "there is no checkpoint at missing"
+    executor = driver.core.executor
+    assert isinstance(executor, ObedientNull)
+    assert executor.commands[-1] == UseWeights(prepared=False)
     assert driver.core.loop.scheduler.num_preemptions == 0
     assert driver.num_tokens(0) == 20
 
@@ -315,3 +320,71 @@ def test_the_asynchronous_face_has_the_same_commands(monkeypatch):
             assert (await llm.describe_engine()).workers[0]["device"] == "null"
 
     asyncio.run(main())
+
+
+class Extension:
+    """Lives in the worker, and knows its executor."""
+
+    def __init__(self, executor: Any) -> None:
+        self._executor, self._calls = executor, 0
+
+    def handle(self, payload: dict[str, Any]) -> dict[str, Any]:
+        if payload.get("fail"):
+            raise ValueError("told to fail")
+        self._calls += 1
+        return {"calls": self._calls, "executor": type(self._executor).__name__, **payload}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> dict[str, str]:
+    import tiny_models
+
+    folder = tmp_path_factory.mktemp("models")
+    kinds = {"one": ("llama", 0), "other": ("llama", 1), "foreign": ("qwen3", 0)}
+    return {name: str(tiny_models.save(kind, folder / name, seed)) for name, (kind, seed) in kinds.items()}
+
+
+MODEL = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 64}
+PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+
+
+def tokens_of(llm: LLM) -> list[int]:
+    return llm.generate([[5, 6, 7] * 6], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("ranks", [{"in_process": True}, {"tensor_parallel_size": 2}])
+def test_weights_are_replaced_whole_or_not_at_all(checkpoints, monkeypatch, ranks):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    with LLM(checkpoints["other"], in_process=True, **MODEL) as llm:
+        expected = tokens_of(llm)
+    with LLM(checkpoints["one"], worker_extension_cls="test_control:Extension", **ranks, **MODEL) as llm:
+        before = tokens_of(llm)
+        assert before != expected
+        with pytest.raises(HeadraceError, match=r"cannot replace those of .*: their configs differ in"):
+            llm.reload_weights(checkpoints["foreign"])
+        with pytest.raises(HeadraceError):
+            llm.reload_weights("/no/such/folder")
+        assert tokens_of(llm) == before
+        llm.reload_weights(checkpoints["other"])
+        assert tokens_of(llm) == expected  # and nothing of it from the cache of the old ones
+        llm.reload_weights()
+        assert tokens_of(llm) == before
+        answer = {"calls": 1, "executor": "UniprocExecutor", "a": 2}
+        assert llm.call_extension({"a": 2}) == [answer] * ranks.get("tensor_parallel_size", 1)
+        with pytest.raises(HeadraceError, match=r"the worker extension .* failed: ValueError: told to fail"):
+            llm.call_extension({"fail": True})
+        assert tokens_of(llm) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("json:JSONDecoder", "worker_extension_cls=json:JSONDecoder has no method handle(payload: dict) -> dict"),
+        ("nowhere:Thing", "worker_extension_cls=nowhere:Thing cannot be loaded: ModuleNotFoundError"),
+    ],
+)
+def test_a_worker_extension_that_cannot_be_is_refused_in_a_sentence(checkpoints, name, words):
+    with pytest.raises(OptionError) as caught:
+        LLM(checkpoints["one"], in_process=True, worker_extension_cls=name, **MODEL)
+    assert words in str(caught.value)

@@ -16,7 +16,7 @@ from headrace.core.engine import load_executor
 from headrace.core.options import Options
 from headrace.executor.cpu_share import share
 from headrace.executor.multiproc import MultiprocExecutor, check_equal
-from headrace.ipc.control import DescribeEngine, ReloadWeights
+from headrace.ipc.control import DescribeEngine, PrepareWeights
 from headrace.ipc.failure import EngineStartError, HeadraceError, ModelError, OptionError
 from headrace.ipc.step import StepPlan, StepResult
 
@@ -102,8 +102,8 @@ def test_commands_are_carried_out_by_each_rank_between_steps() -> None:
         assert [answer.rank for answer in answers] == [0, 1]
         assert [answer.facts["pid"] for answer in answers] == [ranks.pid(0), ranks.pid(1)]
         assert not any(answer.facts["has_torch"] for answer in answers)  # which takes 200 MB and a second or two
-        with pytest.raises(HeadraceError, match="rank 0 does not know ReloadWeights"):
-            ranks.executor.control(ReloadWeights())
+        with pytest.raises(HeadraceError, match="rank 0 does not know PrepareWeights"):
+            ranks.executor.control(PrepareWeights())
         assert ranks.step().step == 1
 
 
