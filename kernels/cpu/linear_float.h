@@ -175,7 +175,7 @@ struct FloatKernel {
     const int64_t advance = ahead.advance(kBytes);
     for (int64_t i = 0; i < steps; ++i, panel += kBytes, next += advance) {
 #pragma GCC unroll 4
-      for (int64_t line = 0; line < kBytes; line += 64) prefetch(next + line);
+      for (int64_t line = 0; line < kBytes; line += 64) prefetch<(4 * kRows <= kMaxRows)>(next + line);
       step<kRows>(total, panel, bases, x_bytes, i * kStepK * kXBytes);
     }
 #pragma GCC unroll 16

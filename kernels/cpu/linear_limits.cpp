@@ -55,7 +55,7 @@ HR_EXPORT void hr_op_read(const void* raw, const Step&, int thread, int num_thre
   for (int64_t at = mine.begin; at + 256 <= mine.end; at += 256) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      prefetch(data + at + 4096 + 64 * i);
+      prefetch<true>(data + at + kAheadBytes + 64 * i);
       sum[i] += *reinterpret_cast<const Words*>(data + at + 64 * i);
     }
   }

@@ -191,7 +191,7 @@ struct QuantKernel {
       }
       constexpr int kLines = kLayout.block_bytes() / 64;
 #pragma GCC unroll 18
-      for (int line = 0; line < kLines; ++line) prefetch(ahead.at(block - panel) + 64 * line);
+      for (int line = 0; line < kLines; ++line) prefetch<(4 * kRows <= kMaxRows)>(ahead.at(block - panel) + 64 * line);
 #pragma GCC unroll 8
       for (int group = 0; group < kGroups; ++group) {
         Bytes codes[kQuads];
