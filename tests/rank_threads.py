@@ -64,8 +64,11 @@ def run_ranks(world: World, body: Callable[[Place], Any], layer_partition: tuple
 class RankThreads(Executor):
     """A world of ranks, each a `UniprocExecutor` on a thread of its own: what `mp` does with processes."""
 
+    async_by_default = True
+
     def __init__(self, options: Options) -> None:
         self._tp_size, self._pp_size = options.tensor_parallel_size, options.pipeline_parallel_size
+        self.num_stages, self.max_steps_in_flight = self._pp_size, self._pp_size + 1
         places = [Place.of_options(rank, options) for rank in range(self._tp_size * self._pp_size)]
         self._ranks = [UniprocExecutor(options, place=place) for place in places]
         self._replying = next(place.rank for place in places if place.replies)

@@ -22,6 +22,7 @@ from headrace.executor.decoder import Decoder
 from headrace.executor.families import spec_from_config
 from headrace.executor.place import Place, World
 from headrace.ipc.failure import ModelError, OptionError
+from headrace.ipc.step import StepPlan
 from headrace.kernels.cpu import build
 
 __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
@@ -82,9 +83,14 @@ def computed_as(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return str(request.param)
 
 
-@pytest.mark.parametrize("name", sorted(tiny_models.TINY_MODELS))
-@pytest.mark.parametrize(("tp_size", "pp_size"), WORLDS)
-def test_ranks_together_answer_like_one(folder: Path, name: str, tp_size: int, pp_size: int, computed_as: str) -> None:
+# What is computed op by op differs from the program in how ranks meet, not in which worlds there are.
+CASES = [(name, "program", *world) for name in sorted(tiny_models.TINY_MODELS) for world in WORLDS]
+CASES += [(name, "op by op", 2, 2) for name in sorted(tiny_models.TINY_MODELS)]
+CASES += [(name, "op by op", 4, 1) for name in ("llama_biases", "opt_projected_post_norm", "gemma3")]
+
+
+@pytest.mark.parametrize(("name", "computed_as", "tp_size", "pp_size"), CASES, indirect=["computed_as"])
+def test_ranks_together_answer_like_one(folder: Path, name: str, computed_as: str, tp_size: int, pp_size: int) -> None:
     tokens, num_cached = generate(
         saved(folder, name),
         distributed_executor_backend=THREADS,
@@ -125,6 +131,19 @@ def test_sampling_and_its_reports_are_those_of_one(folder: Path, computed_as: st
 def numbers(positions: Any) -> list[float]:
     """Every logprob of every position, in order of token id."""
     return [row[token].logprob for row in positions if row for token in sorted(row)]
+
+
+def test_steps_fill_the_stages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_flight, submit = [], RankThreads.submit
+
+    def counted(self: RankThreads, plan: StepPlan) -> None:
+        submit(self, plan)
+        in_flight.append(len(self._steps))
+
+    monkeypatch.setattr(RankThreads, "submit", counted)
+    tokens, _ = generate(saved(folder, "smollm3"), distributed_executor_backend=THREADS, pipeline_parallel_size=4)
+    assert tokens == alone(folder, "smollm3")
+    assert max(in_flight) >= 3
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
