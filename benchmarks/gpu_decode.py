@@ -1,15 +1,17 @@
 """Decoding on a GPU: dummy weights in the shape of Llama-3.1-8B, batches 1, 32 and 256 at a context of 1024 tokens.
 
-    python benchmarks/gpu_decode.py --out results/gpu_decode.json [--batch 1 --batch 64] [--model qwen3-0.6b] [--dry]
+    python benchmarks/gpu_decode.py --out results/gpu_decode.json [--batch 1] [--weights fp8] [--model NAME] [--dry]
 
 A step's limit is the larger of two times: what it must read (weights once, every request's keys and values) at the
 rate that copying reaches in this run, and what it must multiply at the rate that bf16 products reach. To reach: 85% of
-it at batch 1, 80% at 32 and 256; and under 50 us between consecutive graphs at batch 64 (`gap_us`: the time of a step
+it at batch 1, 80% at 32 and 256, and 1.6 times bf16's tokens per second with fp8 weights at batch 1 (whose compute
+limit is left at bf16's rate); and under 50 us between consecutive graphs at batch 64 (`gap_us`: the time of a step
 less the time that the device needs for the graph alone, replayed back to back).
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from pathlib import Path
@@ -27,9 +29,10 @@ REPLAYS = 50
 
 
 def measure(
-    folder: Path, arguments: Any, batch: int, steps: int, context: int, found: dict[str, Any]
+    folder: Path, arguments: Any, weights: str, batch: int, steps: int, context: int, found: dict[str, Any]
 ) -> dict[str, Any]:
     config = gpu_common.MODELS[arguments.model]
+    quantization = {} if weights == "bf16" or arguments.dry else {"quantization": "fp8"}
     feeder = Feeder(
         folder,
         dry=arguments.dry,
@@ -38,7 +41,7 @@ def measure(
         context=context + 2 * steps + 64,
         max_num_batched_tokens=max(2048, batch),
         cudagraph_capture_sizes=() if arguments.dry else (batch,),
-        **({} if arguments.dtype == "auto" else {"dtype": arguments.dtype}),
+        **quantization,
     )
     capture_s = feeder.capture()
     feeder.enter(batch, context)
@@ -47,8 +50,7 @@ def measure(
     breakdown_us = feeder.executor.steps.times.summary()
     layers, head = weight_flops(config)
     middle = context + steps
-    itemsize = 4 if arguments.dtype == "float32" else 2
-    read_bytes = (layers + head) * itemsize + batch * cache_bytes(config, middle, itemsize)
+    read_bytes = layers * (1 if quantization else 2) + 2 * head + batch * cache_bytes(config, middle)
     head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
     attention_flop = 4 * config["num_hidden_layers"] * config["num_attention_heads"] * head_dim * middle
     flop = batch * (2 * (layers + head) + attention_flop)
@@ -56,6 +58,7 @@ def measure(
     median_s = statistics.median(samples_s)
     feeder.close()
     return {
+        "weights": weights,
         "batch": batch,
         "context": context,
         "step_us": 1e6 * median_s,
@@ -118,7 +121,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, action="append", help="repeatable; default 1, 32, 64 and 256")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--weights", choices=["bf16", "fp8"], action="append", help="repeatable; default both")
     arguments = parser.parse_args()
     batches, steps, context = arguments.batch or BATCHES, arguments.steps, arguments.context
     if arguments.dry:
@@ -126,12 +129,12 @@ def main() -> None:
     found = limits(gpu_common.device_of(arguments.dry, arguments.device), arguments.dry)
     rows = []
     with gpu_common.model_folder(arguments.model) as folder:
-        for batch in batches:
-            row = measure(folder, arguments, batch, steps, context, found)
+        for weights, batch in itertools.product(arguments.weights or ("bf16", "fp8"), batches):
+            row = measure(folder, arguments, weights, batch, steps, context, found)
             rows.append(row)
             gap = "" if row["gap_us"] is None else f", {row['gap_us']:.0f} us between graphs"
             print(
-                f"batch {batch:>4}: {row['step_us']:>8.0f} us a step, {row['tokens_s']:>8.0f} tok/s, "
+                f"{weights}, batch {batch:>4}: {row['step_us']:>8.0f} us a step, {row['tokens_s']:>8.0f} tok/s, "
                 f"{row['share_of_limit']:.1%} of the {row['bound_by']} limit{gap}"
             )
     if arguments.out:

@@ -129,10 +129,6 @@ class GpuRunner:
         """Captures a graph while nothing runs; False when there is none left."""
         return not self._in_flight and self._capture()
 
-    def forget_graphs(self) -> None:
-        """To be called before what the graphs read or write moves."""
-        self.graphs.drop()
-
     # --- the state ----------------------------------------------------------------------------------------------
 
     def _apply(self, plan: StepPlan) -> None:

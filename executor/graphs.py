@@ -142,12 +142,6 @@ class DecodeGraphs:
             logger.info("captured %d decode graphs, which take %d bytes", len(self._graphs), self.pool_bytes)
         return True
 
-    def drop(self) -> None:
-        """Forgets all graphs: what they read or wrote is about to move. They are captured anew as before."""
-        self._graphs.clear()
-        self._lacked.clear()
-        self._steps_lacking = 0
-
     def _next_key(self) -> GraphKey | None:
         if self.why_eager:
             return None
