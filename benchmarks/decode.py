@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from report import write_report
-from workload import CASES, run_cases
+from workload import CASES, generator, run_cases
 
 from headrace import LLM, SamplingParams
 from headrace.executor.demo_model import fetch_demo_model
+from headrace.frontend.bench.startup import empty_cache
 
 KINDS: dict[str, dict[str, Any]] = {"bf16": {"dtype": "bfloat16"}, "gguf": {}}
 
@@ -33,23 +33,15 @@ def measure(path: Path, options: dict[str, Any], only: list[str] | None) -> dict
         llm.generate("The river", SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         first_token_s = time.perf_counter() - began - startup_s
 
-        def generate(prompts: list[list[int]], output_tokens: int) -> float:
-            params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
-            began = time.perf_counter()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            seconds = time.perf_counter() - began
-            assert all(len(output.outputs[0].token_ids) == output_tokens for output in outputs)
-            return seconds
-
-        cases = run_cases(generate, only)
+        cases = run_cases(generator(llm), only)
     return {"startup_s": startup_s, "first_token_s": first_token_s, "cases": cases}
 
 
 @contextmanager
-def empty_cache() -> Iterator[None]:
-    """A cache folder without compiled kernels, for the engines started meanwhile."""
+def cold_cache() -> Iterator[None]:
+    """An empty cache folder for the engines started meanwhile."""
     before = os.environ.get("HEADRACE_CACHE")
-    with tempfile.TemporaryDirectory(prefix="headrace-cold-") as folder:
+    with empty_cache() as folder:
         os.environ["HEADRACE_CACHE"] = folder
         try:
             yield
@@ -70,10 +62,7 @@ def main() -> None:
     path = fetch_demo_model()
     results: dict[str, Any] = {}
     for kind in [arguments.only] if arguments.only else KINDS:
-        if arguments.cold:
-            with empty_cache():
-                found = measure(path, KINDS[kind], arguments.case)
-        else:
+        with cold_cache() if arguments.cold else nullcontext():
             found = measure(path, KINDS[kind], arguments.case)
         results[kind] = {"options": KINDS[kind], "cold": arguments.cold, **found}
         print(f"{kind}: ready in {found['startup_s']:.2f} s, first token {found['first_token_s']:.2f} s later")

@@ -14,7 +14,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from headrace import LLM
 
 Generate = Callable[[list[list[int]], int], float]
 """(prompts, tokens to generate for each) -> seconds"""
@@ -60,13 +63,28 @@ def run_cases(generate: Generate, only: list[str] | None = None) -> dict[str, An
     return rows
 
 
+def generator(llm: LLM) -> Generate:
+    """Our engine, as `run_cases` wants one."""
+    from headrace import SamplingParams
+
+    def generate(batch: list[list[int]], output_tokens: int) -> float:
+        params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
+        began = time.perf_counter()
+        outputs = llm.generate(batch, params, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        assert all(len(output.outputs[0].token_ids) == output_tokens for output in outputs)
+        return seconds
+
+    return generate
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--case", action="append", help="run only this case; repeatable")
     arguments = parser.parse_args()
-    from headrace import LLM, SamplingParams
+    from headrace import LLM
 
     began = time.perf_counter()
     with LLM(
@@ -79,15 +97,7 @@ def main() -> None:
     ) as llm:
         ready_s = time.perf_counter() - began
 
-        def generate(batch: list[list[int]], output_tokens: int) -> float:
-            params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
-            began = time.perf_counter()
-            outputs = llm.generate(batch, params, use_tqdm=False)
-            seconds = time.perf_counter() - began
-            assert all(len(output.outputs[0].token_ids) == output_tokens for output in outputs)
-            return seconds
-
-        rows = run_cases(generate, arguments.case)
+        rows = run_cases(generator(llm), arguments.case)
     print("startup_s", round(ready_s, 2), file=sys.stderr)
     print(json.dumps({"headrace": rows}))
 
