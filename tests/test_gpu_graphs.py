@@ -178,16 +178,18 @@ def test_graphs_read_only_what_stays_where_it_is() -> None:
         assert not foreign, "a replay would read memory that nobody keeps"
 
 
-def test_padding_reads_and_writes_the_null_block_alone() -> None:
-    bench = captured([1, 2, 3], [4, 5], [6])
-    before, live = bench.cache.clone(), {block for blocks in bench.maker.blocks.values() for block in blocks}
-    bench.submit(0, 1, 2)  # in the graph for 4
+def test_padding_touches_no_request_whether_it_is_in_the_batch_or_not() -> None:
+    bench = captured([9, 8], [1, 2, 3], [4, 5], [6])
+    state = bench.runner.state
+    cache, idle = bench.cache.clone(), (int(state.num_computed[0]), int(state.last_token[0]))
+    bench.submit(1, 2, 3)  # in the graph for 4; row 0 has a request too, which is not computed in this step
     bench.collect()
     assert bench.capturer.num_replays == 1
-    written = (bench.cache != before).nonzero()[:, 0] // BLOCK_SIZE
-    assert set(written.tolist()) - {0} <= live | {block for blocks in bench.maker.blocks.values() for block in blocks}
-    assert int((bench.cache != before)[BLOCK_SIZE:].sum()) == 3, "one slot for each request"
-    state = bench.runner.state
+    assert (int(state.num_computed[0]), int(state.last_token[0])) == idle
+    written = (bench.cache != cache).nonzero()[:, 0]
+    blocks = {block for row in (1, 2, 3) for block in bench.maker.blocks[row]}
+    assert set((written // BLOCK_SIZE).tolist()) <= {0} | blocks
+    assert int((written >= BLOCK_SIZE).sum()) == 3, "one slot for each request"
     assert int(state.num_computed[state.padding_row]) == 0
     assert not state.block_table[state.padding_row].any()
 
