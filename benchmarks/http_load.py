@@ -1,0 +1,95 @@
+"""A closed loop of streaming requests to an OpenAI-compatible /v1/completions: the client of `http_overhead.py`.
+
+    python benchmarks/http_load.py URL MODEL STREAMS REQUESTS PROMPT_TOKENS OUTPUT_TOKENS
+
+Each of STREAMS connections sends one request after another until REQUESTS are done, of random token ids, greedy, to
+the last of OUTPUT_TOKENS. Prints one JSON line: rates, percentiles of the time to the first event and between events.
+Needs aiohttp. Its own time per event counts on a machine that it shares with the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+
+
+class Load:
+    def __init__(self, url: str, model: str, prompts: Iterator[list[int]], output_tokens: int) -> None:
+        self._url = f"{url}/v1/completions"
+        self._fixed = {
+            "model": model,
+            "max_tokens": output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        self._prompts = prompts
+        self.first_s: list[float] = []
+        self.between_s: list[float] = []
+        self.done = self.errors = 0
+
+    async def connection(self, session: aiohttp.ClientSession) -> None:
+        for prompt in self._prompts:
+            try:
+                ended = await self._request(session, prompt)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                print(repr(error), file=sys.stderr)
+                ended = False
+            self.done += ended
+            self.errors += not ended
+
+    async def _request(self, session: aiohttp.ClientSession, prompt: list[int]) -> bool:
+        """Whether it ended as it should."""
+        last_s, times = time.perf_counter(), self.first_s
+        async with session.post(self._url, json={**self._fixed, "prompt": prompt}) as response:
+            if response.status != 200:
+                print(await response.text(), file=sys.stderr)
+                return False
+            async for line in response.content:
+                if line.startswith(b"data: [DONE]"):
+                    return True
+                if line.startswith(b"data:"):
+                    now_s = time.perf_counter()
+                    times.append(now_s - last_s)
+                    last_s, times = now_s, self.between_s
+        return False
+
+
+def percentiles_ms(values: list[float]) -> dict[str, float | None]:
+    ordered = sorted(values)
+    return {
+        name: round(1e3 * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 3) if ordered else None
+        for name, share in (("p50", 0.5), ("p99", 0.99))
+    }
+
+
+async def run(url: str, model: str, streams: int, requests: int, prompt_tokens: int, output_tokens: int) -> Any:
+    numbers = random.Random(0)
+    prompts = [[numbers.randrange(1000, 40000) for _ in range(prompt_tokens)] for _ in range(requests)]
+    load = Load(url, model, iter(prompts), output_tokens)
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=600)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        began_s = time.perf_counter()
+        await asyncio.gather(*(load.connection(session) for _ in range(streams)))
+        seconds = time.perf_counter() - began_s
+    return {
+        "conc": streams,
+        "done": load.done,
+        "errors": load.errors,
+        "req_s": round(load.done / seconds, 2),
+        "out_tok_s": round(load.done * output_tokens / seconds, 1),
+        "ttft_ms": percentiles_ms(load.first_s),
+        "itl_ms": percentiles_ms(load.between_s),
+    }
+
+
+if __name__ == "__main__":
+    url, model, *numbers = sys.argv[1:7]
+    print(json.dumps(asyncio.run(run(url, model, *map(int, numbers)))))

@@ -1,0 +1,228 @@
+"""Serving a model that costs next to nothing, ours and vLLM's side by side: what is left is the servers' own time.
+
+    python benchmarks/http_overhead.py [--peers PEERS] [--load http_load.py] [--rounds 3]
+
+The model is a random Llama of one layer, 128 wide, in bf16, with the demo model's tokeniser. 64 streams and then one
+ask for 128 tokens each after 32 random ones. Both servers run at once and are asked in turns, so the machine's moods
+meet both; nothing else may run meanwhile. PEERS is where the peers' setup.sh installed vLLM, whose start takes a
+minute: `--peer-url` names a server of the same model (`--model FOLDER`, made by `--keep-model FOLDER`) that runs
+already. `--load` takes another client of the same arguments and output in place of `http_load.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from report import write_report
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "http_overhead.json"
+LOADS = ((64, 256), (1, 12))  # concurrent streams, requests
+PROMPT_TOKENS, OUTPUT_TOKENS, MAX_MODEL_LEN = 32, 128, 2048
+START_S = 240.0
+
+
+def make_model(folder: Path) -> None:
+    """A random checkpoint as transformers saves it, with the demo model's tokeniser."""
+    import torch
+    import transformers
+
+    from headrace.executor.demo_model import fetch_demo_model
+
+    gguf = fetch_demo_model()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=49152,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_MODEL_LEN,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=None,
+        tie_word_embeddings=True,
+    )
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+@contextmanager
+def program(
+    command: list[str], log: Path, environment: dict[str, str], folder: Path
+) -> Iterator[subprocess.Popen[Any]]:
+    """A server in a session of its own, which ends with the block."""
+    with log.open("w") as written:
+        process = subprocess.Popen(
+            command,
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            cwd=folder,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def wait_ready(process: subprocess.Popen[Any], url: str, log: Path) -> None:
+    end_s = time.monotonic() + START_S
+    while time.monotonic() < end_s and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+                if response.status == 200:
+                    return
+        except OSError:
+            time.sleep(0.25)
+    raise SystemExit(f"the server at {url} did not start:\n{log.read_text()[-3000:]}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def servers(arguments: argparse.Namespace, model: Path, work: Path, stack: ExitStack) -> dict[str, str]:
+    """Their names and addresses, once all answer. vLLM runs at its best here: both cores, Intel's OpenMP."""
+    common = [str(model), "--host", "127.0.0.1", "--max-model-len", str(MAX_MODEL_LEN)]
+    starting: dict[str, tuple[list[str], dict[str, str]]] = {
+        "headrace": ([sys.executable, "-m", "headrace.frontend.cli", "serve", *common], {})
+    }
+    if arguments.peers is not None and arguments.peer_url is None:
+        preload = next(iter(sorted(arguments.peers.glob("vllm/**/libiomp5.so"))), None)
+        environment = {
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            **({} if preload is None else {"LD_PRELOAD": str(preload)}),
+        }
+        starting["vllm"] = ([str(arguments.peers / "vllm/bin/vllm"), "serve", *common], environment)
+    urls, running = {}, []
+    for name, (command, environment) in starting.items():
+        port, log = free_port(), work / f"{name}.log"
+        urls[name] = f"http://127.0.0.1:{port}"
+        # From elsewhere: a peer that looks for the package `kernels` would find our folder of that name here.
+        process = stack.enter_context(program([*command, "--port", str(port)], log, environment, work))
+        running.append((process, urls[name], log))
+    for each in running:
+        wait_ready(*each)
+    if arguments.peer_url is not None:
+        urls["vllm"] = arguments.peer_url
+    return urls
+
+
+def run_load(client: Path, url: str, model: Path, streams: int, requests: int) -> dict[str, Any]:
+    numbers = map(str, (streams, requests, PROMPT_TOKENS, OUTPUT_TOKENS))
+    command = [sys.executable, str(client), url, str(model), *numbers]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        raise SystemExit(f"the load on {url} failed:\n{done.stderr[-3000:]}")
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def processor_seconds(url: str) -> dict[str, float]:
+    """What the processes behind a port have computed so far, by what they are."""
+    import psutil
+
+    port = int(re.findall(r":(\d+)", url)[-1])
+    owners = {each.pid for each in psutil.net_connections("tcp") if each.laddr and each.laddr.port == port}
+    found: dict[str, float] = {}
+    for pid in owners - {None}:
+        server = psutil.Process(pid)
+        for process in (server, *server.children(recursive=True)):
+            times = process.cpu_times()
+            found[f"{process.pid} {process.name()}"] = times.user + times.system
+    return found
+
+
+def measure(urls: dict[str, str], arguments: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
+    samples = []
+    for number in range(arguments.rounds):
+        for streams, requests in LOADS:
+            for name, url in urls.items():
+                before = processor_seconds(url)
+                row = run_load(arguments.load, url, model, streams, requests)
+                after = processor_seconds(url)
+                tokens = row["done"] * OUTPUT_TOKENS
+                spent = {key: 1e6 * (after[key] - before.get(key, 0.0)) / max(tokens, 1) for key in after}
+                samples.append({"server": name, "round": number, **row, "cpu_us_per_token": spent})
+                print(f"round {number + 1} {name}: {row}", flush=True)
+    return samples
+
+
+def ratios(samples: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Of medians: how many times vLLM's rate at many streams, and which share of its inter-token time at one."""
+    many, one = LOADS[0][0], LOADS[1][0]
+
+    def median(server: str, streams: int, of: Any) -> float:
+        return statistics.median(of(row) for row in samples if (row["server"], row["conc"]) == (server, streams))
+
+    rate = [median(server, many, lambda row: row["out_tok_s"]) for server in ("headrace", "vllm")]
+    gap_ms = [median(server, one, lambda row: row["itl_ms"]["p50"]) for server in ("headrace", "vllm")]
+    each = [median(server, one, lambda row: row["out_tok_s"]) for server in ("headrace", "vllm")]
+    return {
+        "output_tokens_per_s": rate[0] / rate[1],
+        # Tokens that a server holds back until the next are no time apart, at the client.
+        "inter_token_p50": gap_ms[0] / gap_ms[1] if gap_ms[1] else None,
+        "inter_token_mean": each[1] / each[0],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=Path, help="where the peers are installed; without it only ours is measured")
+    parser.add_argument("--peer-url", help="a vLLM that serves --model already")
+    parser.add_argument("--model", type=Path, help="a folder that --keep-model wrote")
+    parser.add_argument("--keep-model", type=Path, help="write the model there and end")
+    parser.add_argument("--load", type=Path, default=ROOT / "benchmarks" / "http_load.py")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    if arguments.keep_model is not None:
+        make_model(arguments.keep_model)
+        return
+    for name in ("peers", "model", "load"):
+        if (path := getattr(arguments, name)) is not None:
+            setattr(arguments, name, path.resolve())
+    with tempfile.TemporaryDirectory(prefix="headrace-overhead-") as folder, ExitStack() as stack:
+        work = Path(folder)
+        model = arguments.model or work / "model"
+        if arguments.model is None:
+            make_model(model)
+        samples = measure(servers(arguments, model, work, stack), arguments, model)
+    results: dict[str, Any] = {"client": arguments.load.name, "loads": LOADS, "samples": samples}
+    if any(row["server"] == "vllm" for row in samples):
+        results["ratios"] = ratios(samples)
+        print(results["ratios"])
+    write_report(arguments.out, "http_overhead", results)
+
+
+if __name__ == "__main__":
+    main()
