@@ -15,7 +15,7 @@ from headrace.kernels.triton import attention, cascade
 
 BOUND = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 """Largest error of an output near 1. The interpreter cuts softmax weights off to bfloat16, where a GPU rounds."""
-MIXED = [(1, 1), (5, 5), (1, 40), (40, 90), (1, 0), (1, 33), (17, 150), (2, 0), (1, 151), (2, 32)]
+MIXED = [(1, 1), (5, 5), (1, 40), (36, 70), (1, 0), (1, 33), (9, 100), (2, 0), (1, 101), (2, 32)]
 DECODES = [(1, 1), (1, 40), (1, 0), (1, 33), (1, 151), (1, 16)]
 
 
@@ -48,7 +48,7 @@ def case_prompts_and_decodes_together() -> None:
     scale = 20**-0.5
     compare(MIXED, (6, 2, 20), torch.float32, AttentionParams(scale))
     compare(MIXED, (7, 1, 20), torch.float32, AttentionParams(scale, 19))
-    compare(MIXED, (3, 3, 20), torch.float32, AttentionParams(scale, 120, 1.5))
+    compare(MIXED, (2, 2, 20), torch.float32, AttentionParams(scale, 80, 1.5))
     compare(MIXED, (7, 1, 20), torch.bfloat16, AttentionParams(scale, None, 1.5))
     compare(MIXED, (6, 2, 20), torch.float16, AttentionParams(scale, 1))
 
@@ -58,8 +58,8 @@ def case_decodes_alone() -> None:
     compare(DECODES, (5, 1, 24), torch.float32, AttentionParams(scale))
     compare(DECODES, (4, 4, 24), torch.bfloat16, AttentionParams(scale, 33))
     compare(DECODES, (6, 2, 24), torch.float16, AttentionParams(scale, None, 2.0))
-    compare([(1, 700)], (34, 2, 24), torch.float32, AttentionParams(scale))
-    compare([(1, 700)], (4, 2, 24), torch.float32, AttentionParams(scale, 300))
+    compare([(1, 300)], (34, 2, 24), torch.float32, AttentionParams(scale))
+    compare([(1, 300)], (4, 2, 24), torch.float32, AttentionParams(scale, 130))
 
 
 def case_random_batches() -> None:

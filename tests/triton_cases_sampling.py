@@ -123,6 +123,13 @@ def case_truncation_keeps_exactly_what_the_sampler_keeps() -> None:
             assert passing.all()
 
 
+def case_among_equal_logits_the_lowest_tokens_are_kept() -> None:
+    draws, logits = make_draws(12, [(1.0, 3, 1.0, 0.0), (0.5, 0, 0.01, 0.0)]), torch.full((12, 300), 2.5)
+    found = sampling.choose_tokens(logits, draws)
+    assert torch.equal(found.token_ids, choose_tokens(logits, draws).token_ids)
+    assert set(found.token_ids.tolist()) == {0, 1, 2}
+
+
 def case_a_row_without_finite_logits_is_told_by_its_best() -> None:
     logits = torch.randn(4, 70)
     logits[0, 5] = torch.nan

@@ -99,6 +99,8 @@ class Launch:
         self.num_heads, self.group = num_heads, num_heads // self.num_kv_heads
         self.device = configs.device_of(query)
         self._window = params.sliding_window or 0
+        if not key_cache.is_contiguous() or not value_cache.is_contiguous():
+            raise ValueError("the key and value caches of a layer must each be contiguous")
         scales = scales or CacheScales()
         kind = CACHE_KINDS.get(key_cache.dtype, 0)
         if key_cache.dtype == torch.float8_e4m3fn:

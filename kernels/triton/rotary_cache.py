@@ -71,6 +71,8 @@ def _launch(
     if cache is not None:
         key_cache, value_cache, scales = cache.keys, cache.values, cache.scales or scales
         kind, block_size = CACHE_KINDS.get(key_cache.dtype, 0), key_cache.shape[2]
+        if not key_cache.is_contiguous() or not value_cache.is_contiguous():
+            raise ValueError("the key and value caches of a layer must each be contiguous")
         if kind == CACHE_KINDS[torch.float8_e4m3fn]:
             key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     block_d = power_of_two(head_dim)
