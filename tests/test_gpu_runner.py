@@ -21,7 +21,7 @@ from gpu_parts import (
 from graph_recorder import RecordingCapturer
 from plan_maker import PlanMaker
 
-from headrace.executor.batch import BatchState, Draws, StepArrays
+from headrace.executor.batch import BatchState, Draws, Needs, StepArrays
 from headrace.executor.device_state import HostDevice
 from headrace.executor.gpu_runner import GpuRunner, RunnerLimits
 from headrace.executor.inputs import StepInputs, StepLogits, step_in_two
@@ -142,3 +142,13 @@ def test_results_are_the_same_through_graphs_that_are_captured_meanwhile(seed: i
     play(seed, twins, steps=40)
     used = twins.maker.next_block
     assert twins.cache[used * BLOCK_SIZE :].equal(before[used * BLOCK_SIZE :]), "a block that nobody holds was written"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_the_device_cannot_choose_the_host_does_with_every_token_known(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_the_device = int(Needs.RANDOM | Needs.TRUNCATION | Needs.PROMPT_LOGPROBS)
+    monkeypatch.setattr("headrace.executor.gpu_runner.ON_THE_DEVICE", on_the_device)
+    twins = Twins(capturer=RecordingCapturer(), device=LateDevice())
+    play(seed, twins)
