@@ -197,7 +197,7 @@ class UniprocExecutor(Executor):
         reason = why_not(self._spec, DTYPES[self._plan.dtype], self._place)
         stored_bytes = checkpoint.stored_bytes if self._plan.weights_stay_packed and not reason else None
         check_weights_fit(self._spec, self._plan, host_memory(), stored_bytes)
-        model = load_model(self._spec, checkpoint.weights(), self._plan, reason, self._place)
+        model = load_model(self._spec, checkpoint.weights(place=self._place), self._plan, reason, self._place)
         if isinstance(model, CpuDecoder):
             model.bind(self._cache)
         return model
