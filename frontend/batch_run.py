@@ -50,7 +50,7 @@ def engine_source(arguments: argparse.Namespace) -> Source:
     options = options_from_arguments(arguments)
     if arguments.engine is None:
         child = start_engine(options)
-        return Owned(lambda: start_engine(options), child, restarts=False, timeout_s=START_TIMEOUT_S)
+        return Owned(lambda: start_engine(options), child, restarts=0, timeout_s=START_TIMEOUT_S)
     given = [flag(name) for name in option_specs(Options) if name in vars(arguments)]
     if given or arguments.config:
         raise OptionError(

@@ -64,7 +64,9 @@ class CoreClient:
         """
         self._transport = transport
         self._cause_grace_s = cause_grace_s
-        self.requests = RequestTable(transport.send)
+        self.send = transport.send
+        self.requests = RequestTable(self.send)
+        """May be replaced, before the first request, by that of a client whose core died; see RequestTable.replay."""
         self._next_call = 0
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._welcome: asyncio.Future[Welcome] | None = None
@@ -76,6 +78,8 @@ class CoreClient:
         self.load: Load | None = None
         """The core's load as it last told, while requests of ours run there."""
         self.tokenizer: Tokenizer | None = None
+        self.is_replaced: Callable[[], bool] = lambda: False
+        """Asked when the core has died: whether another client takes over the requests that brought nothing yet."""
         self.on_dead: Callable[[Failure], None] | None = None
 
     @classmethod
@@ -160,7 +164,8 @@ class CoreClient:
         if self._failure is not None:
             return
         self._failure = failure
-        self.requests.fail_all(failure, EngineDeadError)
+        replaced = not self._closed and self.is_replaced()
+        self.requests.fail_all(failure, EngineDeadError, keep_untouched=replaced)
         for waiting in (*self._calls.values(), self._welcome):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(EngineDeadError.from_failure(failure))
@@ -177,7 +182,8 @@ class CoreClient:
         if self._closed:
             return
         self._closed = True
-        self.requests.abort_all()
+        if self._failure is None:
+            self.requests.abort_all()
         self._transport.send(Goodbye())
         self._transport.close()
         self.fail(Failure(message="this client is closed", type="Closed", process="client", phase="close"))

@@ -153,6 +153,9 @@ class RequestStream:
         a reader that must not wait for a task to wake. It reads from `sequences`, and must not raise."""
         self.touched = False
         """Whether the step at hand brought news."""
+        self.max_tokens = self.priority = 0  # as they were sent
+        self.num_replays = 0
+        """How often it was sent again, to an engine that took the place of one that died."""
         self._submitted_s = time.monotonic()
         self._error: HeadraceError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -167,6 +170,12 @@ class RequestStream:
                 skip_special_tokens=self.params.skip_special_tokens, prompt_token_ids=self.prompt.token_ids or ()
             )
         return SequenceState(self, slot, index, detokenizer)
+
+    @property
+    def is_untouched(self) -> bool:
+        """It has brought nothing yet, so that another engine may begin it anew."""
+        told = any(each.token_ids or each.finish_reason is not None for each in self.sequences)
+        return not self._ended and not told and len(self.prompt_logprobs or ()) < 2
 
     @property
     def done(self) -> bool:

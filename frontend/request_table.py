@@ -52,22 +52,28 @@ class RequestTable:
     ) -> RequestStream:
         """Sends the request, one slot for each of its `n` outputs. Everything is checked already."""
         stream = RequestStream(request_id, prompt, params, tokenizer, self._next_slot)
+        stream.max_tokens, stream.priority = max_tokens, priority
         self._next_slot += params.n
         self._streams[request_id] = stream
-        token_ids = Tensor.of("int32", prompt.token_ids or ())
         for sequence in stream.sequences:
             self._sequences[sequence.slot] = sequence
+        self._send_all_of(stream)
+        return stream
+
+    def _send_all_of(self, stream: RequestStream) -> None:
+        prompt, params, request_id = stream.prompt, stream.params, stream.request_id
+        token_ids = Tensor.of("int32", prompt.token_ids or ())
+        for sequence in stream.sequences:
             self._send(
                 AddRequest(
                     slot=sequence.slot,
                     request_id=request_id if params.n == 1 else f"{request_id}#{sequence.index}",
                     prompt_token_ids=token_ids,
-                    sampling=params.to_wire(max_tokens, sequence.index),
-                    priority=priority,
+                    sampling=params.to_wire(stream.max_tokens, sequence.index),
+                    priority=stream.priority,
                     cache_salt=prompt.cache_salt,
                 )
             )
-        return stream
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends these requests; ids that are not running are ignored."""
@@ -89,14 +95,29 @@ class RequestTable:
         stream.num_unfinished = 0
         stream.notify(time.monotonic())
 
-    def fail_all(self, failure: Failure, error: type[HeadraceError]) -> None:
-        """Ends every request with this error; the core is not told."""
+    def fail_all(self, failure: Failure, error: type[HeadraceError], *, keep_untouched: bool = False) -> None:
+        """Ends every request with this error; the core is not told.
+
+        With `keep_untouched`, those stay that have brought nothing, until `replay` sends them to another core. Once
+        only: a request that two cores died with may be what kills them.
+        """
         streams = list(self._streams.values())
-        self._streams.clear()
-        self._sequences.clear()
+        kept = [s for s in streams if s.is_untouched and s.num_replays == 0] if keep_untouched else []
+        self._streams = {stream.request_id: stream for stream in kept}
+        self._sequences = {sequence.slot: sequence for stream in kept for sequence in stream.sequences}
         self._aborted.clear()
         for stream in streams:
-            stream.fail(error.from_failure(failure))
+            if stream.request_id not in self._streams:
+                stream.fail(error.from_failure(failure))
+
+    def replay(self, send: Callable[[ClientMessage], None]) -> int:
+        """From now on messages go by `send` to a new core, which is sent what was kept; how many that are."""
+        self._send = send
+        self.num_tokens_after_abort = 0
+        for stream in self._streams.values():
+            stream.num_replays += 1
+            self._send_all_of(stream)
+        return len(self._streams)
 
     def on_step(self, step: StepOutputs) -> None:
         """One step's news for all requests. The loop over tokens is the hot path of a frontend."""

@@ -208,27 +208,6 @@ def test_a_killed_engine_is_named_by_its_signal():
         assert server.wait_exit() == 70
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_an_engine_is_started_again_when_that_was_asked_for(processes):
-    with (
-        serving("--restart-engine", "--api-server-count", processes, null_model=SLOW) as server,
-        server.client() as client,
-    ):
-        with streaming(client) as lines:
-            engine_of(server).kill()
-            assert '"code":"engine_dead"' in [line for line in lines if line][-2]
-        answers = []
-
-        def served() -> bool:
-            answers.append(client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 2}))
-            return answers[-1].status_code == 200
-
-        wait_until(served, 20, "the engine's return")
-        assert {answer.status_code for answer in answers[:-1]} <= {503}
-        server.signal()
-        assert server.wait_exit() == 0
-
-
 def test_several_processes_share_a_port_an_engine_and_metrics():
     with serving("--api-server-count", "2", null_model=SLOW) as server:
         for _ in range(40):  # each a connection of its own: the kernel deals them out

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from headrace.frontend.client import CoreClient
 from headrace.frontend.http.errors import ApiError, unavailable
+from headrace.frontend.request_table import RequestTable
 from headrace.frontend.transport import ZmqTransport
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
 from headrace.ipc.messages import EngineStats
@@ -32,8 +34,11 @@ class Source(Protocol):
     """Where an engine comes from."""
 
     address: str
-    comes_back: bool
-    """Whether `open` may be called again after a death."""
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether `open` may be called again after a death."""
+        ...
 
     async def open(self) -> CoreClient:
         """Waits until the engine is ready. Raises HeadraceError when it will not be."""
@@ -67,15 +72,27 @@ class Attached:
 class Owned:
     """An engine-core child of this process."""
 
-    def __init__(self, start: Callable[[], Child], first: Child, *, restarts: bool, timeout_s: float) -> None:
-        """`first` runs already; `start` starts another at the same address."""
+    def __init__(self, start: Callable[[], Child], first: Child, *, restarts: int, timeout_s: float) -> None:
+        """`first` runs already; `start` starts another at the same address, up to `restarts` times in a row."""
         self._start, self._child, self._timeout_s = start, first, timeout_s
         self._used = False
-        self.address, self.comes_back = "", restarts
+        self._restarts = self._restarts_left = restarts
+        self._ready_s = math.inf
+        self.address = ""
         self.on_progress: Callable[[str], None] | None = None
+
+    @property
+    def comes_back(self) -> bool:
+        return self._restarts_left > 0 or (self._restarts > 0 and self._was_stable)
+
+    @property
+    def _was_stable(self) -> bool:
+        return time.monotonic() - self._ready_s > _STABLE_AFTER_S
 
     async def open(self) -> CoreClient:
         if self._used:
+            self._restarts_left = (self._restarts if self._was_stable else self._restarts_left) - 1
+            self._ready_s = math.inf
             self._child = await asyncio.to_thread(self._start)
         self._used = True
         report = self.on_progress
@@ -87,6 +104,7 @@ class Owned:
         self.address = ready.address
         client = CoreClient(ZmqTransport(ready.address), cause_grace_s=_CAUSE_GRACE_S)
         await client.start()
+        self._ready_s = time.monotonic()
         self._child.on_exit(client.fail_threadsafe)
         return client
 
@@ -102,6 +120,8 @@ class Engine:
     def __init__(self, index: int, source: Source) -> None:
         self.index, self.source = index, source
         self.client: CoreClient | None = None
+        self.requests: RequestTable | None = None
+        """Of the client it had last: what brought nothing before a death goes to the next."""
         self.names: tuple[str, ...] = ()
         self.failure: Failure | None = None
         """Why it is not there; None before its first start."""
@@ -230,6 +250,8 @@ class EnginePool:
             stable = time.monotonic() - began_s > _STABLE_AFTER_S
             delay_s = 0.0 if stable else min(max(1.0, 2 * delay_s), _RETRY_LONGEST_S) if delay_s else 0.1
             await asyncio.sleep(delay_s)
+        if engine.requests is not None:
+            engine.requests.fail_all(failure, EngineDeadError)
         # One engine that does not come up fails the start; later, the last one that dies ends the server.
         if not self.started.is_set() or not any(each.client is not None for each in self.engines):
             self.failure = failure
@@ -240,6 +262,12 @@ class EnginePool:
         client = await engine.source.open()
         death: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
         client.on_dead = lambda failure: None if death.done() else death.set_result(failure)
+        client.is_replaced = lambda: engine.source.comes_back
+        if engine.requests is not None:
+            client.requests = engine.requests
+            if count := engine.requests.replay(client.send):
+                logger.warning("%d requests that had brought nothing are sent to the new engine", count)
+        engine.requests = client.requests
         engine.client, engine.failure = client, None
         engine.names = client.welcome.served_model_names or (client.welcome.model,)
         if all(each.client is not None for each in self.engines):

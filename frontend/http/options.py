@@ -35,8 +35,15 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Option(ENGINES, "Addresses of running engine-cores to attach to, instead of starting one; repeatable"),
     ] = ()
     restart_engine: Annotated[
-        bool, Option(ENGINES, "Start the engine again when it has died, instead of exiting with its cause")
-    ] = False
+        int,
+        Option(
+            ENGINES,
+            "How often to start the engine again when it has died, instead of exiting with its cause; an engine that "
+            "served for a minute counts anew. Requests that had brought nothing are sent to the new one",
+            "times",
+            minimum=0,
+        ),
+    ] = 0
     progress_timeout: Annotated[
         float,
         Option(

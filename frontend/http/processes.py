@@ -30,8 +30,9 @@ from headrace.ipc.messages import SCHEMA_HASH, Start
 
 _HTTP_START_TIMEOUT_S = 60.0
 _ENGINE_STOP_S = 5.0
-_LONG_LIFE_S, _PAUSE_S = 60.0, 1.0
-"""An engine that dies sooner than that is started again after a pause."""
+_LONG_LIFE_S = 60.0
+"""An engine that served for so long and then died is started again as if it were the first time."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 30.0
 
 
 class EngineEnded(msgspec.Struct, frozen=True):
@@ -42,11 +43,15 @@ class WorkerEnded(msgspec.Struct, frozen=True):
     failure: Failure
 
 
+class RestartDue(msgspec.Struct, frozen=True):
+    """The pause before the engine's next start is over."""
+
+
 class Signal(msgspec.Struct, frozen=True):
     number: int
 
 
-Event = EngineEnded | WorkerEnded | Signal
+Event = EngineEnded | WorkerEnded | RestartDue | Signal
 
 
 def serve_with_processes(engine_options: Options, options: ServeOptions, engine: Child | None, phases: PhaseLog) -> int:
@@ -69,7 +74,7 @@ def serve_with_processes(engine_options: Options, options: ServeOptions, engine:
             addresses = (ready.address,)
             engine.on_exit(lambda failure: events.put(EngineEnded(failure)))
         phases.enter(f"start {options.api_server_count} HTTP processes")
-        workers = _start_workers(options, addresses, Path(folder), comes_back=options.restart_engine)
+        workers = _start_workers(options, addresses, Path(folder), comes_back=options.restart_engine > 0)
         try:
             for worker in workers:
                 worker.wait_ready(_HTTP_START_TIMEOUT_S)
@@ -94,22 +99,30 @@ class _EngineKeeper:
         events: queue.SimpleQueue[Event],
     ) -> None:
         self._engine_options, self._address, self._events = engine_options, address, events
-        self._restarts = options.restart_engine
+        self._restarts = self._restarts_left = options.restart_engine
         self._began_s = time.monotonic()
         self.child = child
 
     def on_end(self, failure: Failure) -> bool:
-        """Whether it was started again."""
+        """Whether it will be started again, which RestartDue announces. The pause doubles each time."""
         say(f"the engine has ended: {failure.message}")
-        if not self._restarts:
+        if time.monotonic() - self._began_s > _LONG_LIFE_S:
+            self._restarts_left = self._restarts
+        if not self._restarts_left:
             return False
-        if time.monotonic() - self._began_s < _LONG_LIFE_S:
-            time.sleep(_PAUSE_S)
+        num_before = self._restarts - self._restarts_left
+        pause_s = min(_FIRST_PAUSE_S * 2**num_before, _LONGEST_PAUSE_S)
+        self._restarts_left -= 1
+        timer = threading.Timer(pause_s, self._events.put, (RestartDue(),))
+        timer.daemon = True
+        timer.start()
+        return True
+
+    def restart(self) -> None:
         say("starting the engine again")
         self._began_s = time.monotonic()
         self.child = start_engine(self._engine_options, self._address)
         self.child.on_exit(lambda failure: self._events.put(EngineEnded(failure)))
-        return True
 
 
 def _supervise(
@@ -122,6 +135,9 @@ def _supervise(
         if isinstance(event, Signal):
             say("stopping; a second signal does not wait")
             break
+        if isinstance(event, RestartDue):
+            keeper.restart()
+            continue
         if isinstance(event, EngineEnded):
             if keeper.on_end(event.failure):
                 continue
