@@ -127,7 +127,7 @@ class GpuRunner:
 
     def idle(self) -> bool:
         """Captures a graph while nothing runs; False when there is none left."""
-        return not self._in_flight and self._capture()
+        return not self._in_flight and self.graphs.is_one_left and self._capture()
 
     # --- the state ----------------------------------------------------------------------------------------------
 

@@ -120,6 +120,11 @@ class DecodeGraphs:
             self._steps_lacking += 1
         return graph
 
+    @property
+    def is_one_left(self) -> bool:
+        """There is something to capture."""
+        return self._next_key() is not None
+
     def due(self) -> bool:
         """Whether steps have lacked graphs for long enough that the next one should wait for a capture."""
         return self._steps_lacking >= STEPS_BETWEEN_CAPTURES
