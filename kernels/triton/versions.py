@@ -19,6 +19,7 @@ COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
 MOST_HEAD_DIM = 512
 MOST_GROUP = 64
 MOST_NORM_SIZE = 65536
+PACKED = ("linear_int8", "linear_int4", "linear_fp8")
 
 
 def why_no_triton(device: torch.device | None = None, **_: Any) -> str:
@@ -94,16 +95,24 @@ def _why_no_scaled_mm(shape: tuple[int, int] | None = None, batch_invariant: boo
     return _why_not(**facts)
 
 
-def _offer(op: str, module: str, why_not: Callable[..., str] = _why_not) -> Version:
+def _why_no_packed_linear(batch_invariant: bool = False, **facts: Any) -> str:
+    if batch_invariant:
+        return "its tiles depend on the number of tokens, so it is not batch-invariant."
+    return _why_not(**facts)
+
+
+def _offer(op: str, module: str, why_not: Callable[..., str] = _why_not, **always: Any) -> Version:
+    """always: what the function is given besides the reference's arguments."""
+
     @functools.cache
     def loaded() -> Callable[..., Any]:
         function: Callable[..., Any] = getattr(importlib.import_module(f"headrace.kernels.triton.{module}"), op)
         return function
 
     def serve(*args: Any, **options: Any) -> Any:
-        return loaded()(*args, **options)
+        return loaded()(*args, **options, **always)
 
-    return Version(op, "triton", serve, why_not)
+    return Version(op, "triton_invariant" if always else "triton", serve, why_not)
 
 
 VERSIONS = (
@@ -122,8 +131,7 @@ VERSIONS = (
     _offer("choose_tokens", "sampling", why_no_triton),
     _offer("token_logprobs", "logprobs", why_no_triton),
     _offer("linear", "linear", _why_no_invariant_linear),
-    _offer("linear_int8", "linear"),
-    _offer("linear_int4", "linear"),
-    _offer("linear_fp8", "linear"),
+    *(_offer(op, "linear", _why_no_packed_linear) for op in PACKED),
+    *(_offer(op, "linear", batch_invariant=True) for op in PACKED),
     _offer("linear_fp8_dynamic", "linear", _why_no_scaled_mm),
 )
