@@ -4,7 +4,8 @@
 
 The engine computes nothing (`tests/null_with_tokenizer.py`), so most of the time goes into coming and leaving. Half of
 the clients leave: before the answer, within it, or near its end, streaming or not. Afterwards nothing may run or hold
-blocks, and descriptors and resident memory are compared with those at half time.
+blocks, and descriptors and resident memory are compared with those at half time. The prefix cache is small, so that it
+is full by then: a larger one goes on growing, by the names of its blocks.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def main() -> None:
     sys.path.insert(0, str(ROOT / "tests"))
     from http_server import serving
 
-    with serving(null_model=MODEL) as server:
+    with serving("--num-gpu-blocks-override", "2048", null_model=MODEL) as server:
         results = asyncio.run(run(server.url, server.process.pid, arguments.requests, arguments.streams))
     for name in ("counts", "seconds", "left_over", "growth_of_last_half"):
         print(name, results[name])
