@@ -30,7 +30,10 @@ MODEL = {"step_delay_s": 0.0005}
 async def one_request(session: aiohttp.ClientSession, url: str, numbers: random.Random, counts: dict[str, int]) -> None:
     leaves = numbers.random() < 0.5
     streams = numbers.random() < 0.7
-    body = {"model": "null", "prompt": [numbers.randrange(10, 200) for _ in range(numbers.randrange(4, 200))]}
+    body: dict[str, Any] = {
+        "model": "null",
+        "prompt": [numbers.randrange(10, 200) for _ in range(numbers.randrange(4, 200))],
+    }
     body |= {"max_tokens": numbers.randrange(2, 64), "ignore_eos": True, "stream": streams, "temperature": 0}
     patience_s = numbers.expovariate(1 / 0.04) if leaves else 60.0
     try:
@@ -67,7 +70,7 @@ async def run(url: str, server_pid: int, requests: int, streams: int) -> dict[st
     processes = [server, *server.children()]
     numbers, counts = random.Random(0), {"whole": 0, "left": 0, "broken": 0}
     left = iter(range(requests))
-    samples = []
+    samples: list[dict[str, Any]] = []
 
     async def connection(session: aiohttp.ClientSession) -> None:
         for number in left:

@@ -59,7 +59,8 @@ def make_model(folder: Path) -> None:
         pad_token_id=None,
         tie_word_embeddings=True,
     )
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    model: Any = transformers.LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
 
 
