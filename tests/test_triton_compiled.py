@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,11 +33,11 @@ print(json.dumps({"sources": recorded.sources_hash(), "compiled": found}))
 
 
 @pytest.fixture(scope="module")
-def record() -> dict[str, object]:
+def record() -> dict[str, Any]:
     return json.loads((ROOT / "benchmarks" / "results" / "triton_resources.json").read_text())["results"]
 
 
-def test_compiling_anew_gives_kernels_without_spills(record: dict[str, object]) -> None:
+def test_compiling_anew_gives_kernels_without_spills(record: dict[str, Any]) -> None:
     """In a process of its own, which triton has not been told to interpret in."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT / "benchmarks")
@@ -55,7 +56,7 @@ def test_compiling_anew_gives_kernels_without_spills(record: dict[str, object]) 
             assert entry["tensor_core_instructions"] > 0, entry
 
 
-def test_every_kernel_is_on_record_for_both_architectures_and_fits(record: dict[str, object]) -> None:
+def test_every_kernel_is_on_record_for_both_architectures_and_fits(record: dict[str, Any]) -> None:
     launched = set()
     for path in (ROOT / "kernels" / "triton").glob("*_kernels.py"):
         launched |= set(re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.M))

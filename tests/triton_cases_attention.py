@@ -89,8 +89,10 @@ def case_scaled_caches() -> None:
                 caches.append(scaled.round().to(stored) if stored == torch.int8 else scaled.to(stored))
                 rows.append(row)
             scales = CacheScales(0.04, 0.04, *rows)
-            expected = paged_attention(query, *caches, batch, params, scales)
-            assert_close(attention.paged_attention(query, *caches, batch, params, scales), expected)
+            stored_keys, stored_values = caches
+            expected = paged_attention(query, stored_keys, stored_values, batch, params, scales)
+            found = attention.paged_attention(query, stored_keys, stored_values, batch, params, scales)
+            assert_close(found, expected)
 
 
 def case_a_shared_beginning_is_read_once_to_the_same_end() -> None:

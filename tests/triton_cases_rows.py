@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from paged import make_batch
@@ -28,11 +30,12 @@ def case_norms_add_the_residual_and_round_once() -> None:
     for dtype, size, shape in itertools.product(DTYPES, (1, 20, 129), ((5,), (2, 3))):
         x, residual = (torch.randn(2, *shape, size) * 3).to(dtype)
         weight, bias = torch.randn(2, size)
-        for name, function, affine in (
+        norm_cases: tuple[tuple[str, Callable[..., Any], tuple[torch.Tensor | None, ...]], ...] = (
             ("rms_norm", norms.rms_norm, (weight,)),
             ("layer_norm", norms.layer_norm, (weight, bias)),
             ("layer_norm", norms.layer_norm, (None, None)),
-        ):
+        )
+        for name, function, affine in norm_cases:
             for second in (None, residual):
                 expected, total = ops()[name].reference(x, second, *affine, 1e-5)
                 found, found_total = function(x, second, *affine, 1e-5)
@@ -74,7 +77,7 @@ def case_rotary_and_write_equals_its_parts_and_leaves_padding_alone() -> None:
     kinds = [(False, True, 10), (True, True, 6), (False, False, 6), (True, False, 10), (False, True, 0)]
     for dtype, (interleaved, normed, half) in itertools.product((torch.float32, torch.bfloat16), kinds):
         batch, keys, values = make_batch([(2, 20), (1, 0), (1, 5)], 4, 3, 20, dtype)
-        heads = (torch.randn(4, 9 + 3 + 3, 20) * 2).to(dtype).split((9, 3, 3), dim=1)
+        query, key, value = (torch.randn(4, 9 + 3 + 3, 20) * 2).to(dtype).split((9, 3, 3), dim=1)
         angles = torch.rand(4, max(1, half)) * 6
         rotation = Rotation(
             cos=angles.cos() if half else None,
@@ -85,8 +88,8 @@ def case_rotary_and_write_equals_its_parts_and_leaves_padding_alone() -> None:
             eps=1e-6,
         )
         mine, theirs = LayerCache(keys.clone(), values.clone()), LayerCache(keys, values)
-        expected = ops()["rotary_and_write"].reference(*heads, rotation, theirs, batch)
-        assert_close(rotary_cache.rotary_and_write(*heads, rotation, mine, batch), expected)
+        expected = ops()["rotary_and_write"].reference(query, key, value, rotation, theirs, batch)
+        assert_close(rotary_cache.rotary_and_write(query, key, value, rotation, mine, batch), expected)
         for found, wanted in ((mine.keys, keys), (mine.values, values)):
             assert torch.equal(found.isnan(), wanted.isnan()), "a slot that is nobody's was written"
             assert_close(found.nan_to_num(), wanted.nan_to_num())
@@ -104,7 +107,7 @@ def case_write_cache_stores_scaled_rows_as_the_reference_does() -> None:
             rows = torch.zeros(2, *keys.shape[:3])
             scales.append(CacheScales(keys=rows[0], values=rows[1]) if dynamic else CacheScales(key=0.9, value=0.3))
         ops()["write_cache"].reference(key, value, *caches[0], batch, scales[0])
-        rotary_cache.write_cache(key, value, *caches[1], batch, scales[1])
+        rotary_cache.write_cache(key, value, caches[1][0], caches[1][1], batch, scales[1])
         assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
         if dynamic:
             assert torch.equal(scales[0].keys, scales[1].keys)
