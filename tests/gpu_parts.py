@@ -136,7 +136,8 @@ class HostBackend:
 
 def choose_capturable(op: str, **facts: Any) -> Callable[..., Any]:
     """The references, with versions of what in them looks at values on the host."""
-    return {"paged_attention": dense_attention, "write_cache": scatter_cache}.get(op) or choose_reference(op, **facts)
+    own: dict[str, Callable[..., Any]] = {"paged_attention": dense_attention, "write_cache": scatter_cache}
+    return own.get(op) or choose_reference(op, **facts)
 
 
 def dense_attention(
