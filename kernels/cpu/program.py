@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -29,34 +28,12 @@ from .program_args import (
     RotaryArgs,
     SoftCapArgs,
 )
+from .program_list import OpList, shared_spans
 from .program_parts import FEW_ROWS, PANEL_ROWS, Attention, Buffer, Norm, SamplingColumns, rows_within
 from .program_run import Program, Written
 
 NORM_KINDS = {"rms": 0, "layer": 1}
 ROW_COUNTS = {"tokens": ROWS_TOKENS, "logits": ROWS_LOGITS}
-Span = tuple[int, int, int]
-"""(address, first byte, end): what an op touches of a buffer's rows, or of a thing that has no columns."""
-
-
-@dataclass
-class _List:
-    """Ops in order, and what was touched since the last barrier."""
-
-    ops: list[ProgramOp] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    written: set[Span] = field(default_factory=set)
-    read: set[Span] = field(default_factory=set)
-
-    def append(self, name: str, op: ProgramOp, reads: set[Span], writes: set[Span]) -> None:
-        barrier = _overlap(reads, self.written) or _overlap(writes, self.written | self.read)
-        if barrier:
-            self.written.clear()
-            self.read.clear()
-        self.written |= writes
-        self.read |= reads
-        op.barrier_before = barrier
-        self.ops.append(op)
-        self.names.append(name)
 
 
 class Builder:
@@ -71,7 +48,7 @@ class Builder:
             raise ValueError(f"a step has at least one row; max_tokens={max_tokens}, max_logits={max_logits}.")
         self._runtime = runtime
         self._max_rows = {"tokens": max_tokens, "logits": max_logits}
-        self._few, self._many = _List(), _List()
+        self._few, self._many = OpList(), OpList()
         self._kept: list[Any] = []
         self._scratch = [0, 0]  # shared, per thread
         self._alone_s, self._weight_bytes, self._multiply_adds = alone_s, 0, 0
@@ -395,20 +372,7 @@ class Builder:
         function = ctypes.cast(getattr(self._runtime.library.dll, symbol), ctypes.c_void_p).value
         for ops, used, own in ((self._few, few or args, True), (self._many, args, False)):
             op = ProgramOp(run=function, args=ctypes.addressof(used), skipped_when_single=skipped_when_single)
-            ops.append(name, op, _shared(reads, own), _shared(writes, own))
-
-
-def _overlap(some: set[Span], others: set[Span]) -> bool:
-    return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in some for b in others)
-
-
-def _shared(touched: tuple[Buffer | int, ...], own: bool) -> set[Span]:
-    """What other threads could touch too: a buffer that each thread has for itself is none of theirs."""
-    return {
-        (part, 0, 1) if isinstance(part, int) else part.span
-        for part in touched
-        if not (own and isinstance(part, Buffer) and part.copies is not None)
-    }
+            ops.append(name, op, shared_spans(reads, own), shared_spans(writes, own))
 
 
 def _same(found: object, wanted: object, what: str, against: str) -> None:

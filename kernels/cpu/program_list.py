@@ -1,0 +1,45 @@
+"""A program's ops in order, and where barriers stand between them: see `program`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .program_args import ProgramOp
+from .program_parts import Buffer
+
+Span = tuple[int, int, int]
+"""(address, first byte, end): what an op touches of a buffer's rows, or of a thing that has no columns."""
+
+
+@dataclass
+class OpList:
+    """Ops in order, and what was touched since the last barrier."""
+
+    ops: list[ProgramOp] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    written: set[Span] = field(default_factory=set)
+    read: set[Span] = field(default_factory=set)
+
+    def append(self, name: str, op: ProgramOp, reads: set[Span], writes: set[Span]) -> None:
+        barrier = _overlap(reads, self.written) or _overlap(writes, self.written | self.read)
+        if barrier:
+            self.written.clear()
+            self.read.clear()
+        self.written |= writes
+        self.read |= reads
+        op.barrier_before = barrier
+        self.ops.append(op)
+        self.names.append(name)
+
+
+def _overlap(some: set[Span], others: set[Span]) -> bool:
+    return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in some for b in others)
+
+
+def shared_spans(touched: tuple[Buffer | int, ...], own: bool) -> set[Span]:
+    """What other threads could touch too: a buffer that each thread has for itself is none of theirs."""
+    return {
+        (part, 0, 1) if isinstance(part, int) else part.span
+        for part in touched
+        if not (own and isinstance(part, Buffer) and part.copies is not None)
+    }
