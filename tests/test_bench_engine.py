@@ -86,6 +86,7 @@ def test_a_start_that_fails_says_why(capsys: pytest.CaptureFixture[str]) -> None
 def test_overhead_has_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = bench(tmp_path, "overhead", "--running", "4", "--num-steps", "100", "--num-idle-streams", "20")
     figures = record["results"]
+    assert record["samples"]["core"]["4"]["steps"] >= 100
     assert figures["core_us_per_step"]["4"] >= figures["core_busiest_thread_us_per_step"]["4"] > 0
     for name in ("socket_round_trip_us", "ring_round_trip_us"):
         assert 0 < figures[name]["p50"] <= figures[name]["p99"]

@@ -26,7 +26,8 @@ th:first-child, td:first-child { text-align: left; padding-left: 0; } th { color
 padding: .7rem 1.1rem; min-width: 9rem; } .card b { display: block; font-size: 1.5rem; } .card span { color: #6b7280; }
 .warn { background: #fef3c7; border-left: 4px solid #d97706; padding: .5rem 1rem; margin: 1rem 0; }
 .worse { color: #b91c1c; font-weight: 600; } .better { color: #15803d; font-weight: 600; } .noise { color: #6b7280; }
-svg { max-width: 100%; height: auto; } pre { background: #f9fafb; padding: 1rem; overflow-x: auto; font-size: 12px; }
+svg { max-width: 100%; height: auto; margin-top: 1.2rem; }
+pre { background: #f9fafb; padding: 1rem; overflow-x: auto; font-size: 12px; }
 """
 _COMPARABLE = 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,10 @@ from headrace.frontend.bench import record as records
 from headrace.frontend.bench.measures import token_times_s
 from headrace.ipc.failure import OptionError
 
-COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#be123c", "#65a30d", "#475569")
+COLOURS = (
+    *("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#be123c", "#65a30d", "#475569"),
+    *("#ca8a04", "#db2777", "#0f766e", "#78350f"),
+)
 """Told apart on a screen and in print; a result keeps its colour in every panel."""
 NUM_BINS = 60
 _MISSING = "plots need matplotlib, which is not installed: pip install 'headrace[bench]'"
@@ -195,8 +199,8 @@ def _paint_startup(axes: Any, results: Sequence[Named]) -> None:
     rows: list[tuple[str, dict[str, float]]] = []
     for name, record in results:
         for kind in ("cold", "warm"):
-            if phases := record["results"].get(f"{kind}_phases_s"):
-                rows.append((f"{name}, {kind}" if len(results) > 1 else kind, phases))
+            if samples := record.get("samples", {}).get(kind):
+                rows.append((f"{name}, {kind}" if len(results) > 1 else kind, _startup_phases(samples)))
     phases = list(dict.fromkeys(phase for _, each in rows for phase in each))
     labels, left = [label for label, _ in rows], [0.0] * len(rows)
     for index, phase in enumerate(phases):
@@ -205,11 +209,28 @@ def _paint_startup(axes: Any, results: Sequence[Named]) -> None:
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
     for index, total in enumerate(left):
         axis.text(total, index, f"  {total:.2f} s", va="center", fontsize=9)
-    axis.margins(x=0.15)
-    axis.invert_yaxis()
+    axis.margins(x=0.22)
+    axis.set_ylim(len(rows) - 0.4, -0.6)
     axis.set_title("From the program's start to the first token", loc="left", fontsize=11)
     axis.set_xlabel("seconds (median of each phase)")
-    _legend(axis, "lower right")
+    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
+
+
+def _startup_phases(samples: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The median of each phase; that of the engine in its own phases and the rest of it."""
+    inner = list(dict.fromkeys(phase for sample in samples for phase in sample["engine"]))
+    found: dict[str, float] = {}
+    for phase in dict.fromkeys(phase for sample in samples for phase in sample["phases"]):
+        if phase == "start the engine":
+            found |= {
+                f"engine: {each}": statistics.median(sample["engine"].get(each, 0.0) for sample in samples)
+                for each in inner
+            }
+            rests = [sample["phases"].get(phase, 0.0) - sum(sample["engine"].values()) for sample in samples]
+            found["engine: process, connection"] = max(0.0, statistics.median(rests))
+        else:
+            found[phase] = statistics.median(sample["phases"].get(phase, 0.0) for sample in samples)
+    return found
 
 
 def _paint_overhead(axes: Any, results: Sequence[Named]) -> None:
