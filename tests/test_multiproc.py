@@ -9,7 +9,7 @@ import time
 import numpy as np
 import psutil
 import pytest
-from multiproc_parts import HERE, Ranks, bring_up, leftovers, options, wait_until
+from multiproc_parts import HERE, Ranks, bring_up, leftovers, options, wait_until, wait_until_nothing_is_left
 from null_rank import NullRank
 
 from headrace.core.engine import load_executor
@@ -161,7 +161,7 @@ def test_two_executors_started_at_the_same_moment_do_not_collide() -> None:
         for expected in tokens_of_one_process(4):
             for ranks in (first, second):
                 assert ranks.step().token_ids.tolist() == expected
-    wait_until(lambda: leftovers() == before, 5, "nothing left")
+    wait_until_nothing_is_left(before)
 
 
 def test_starting_and_stopping_again_and_again_leaves_nothing() -> None:
@@ -176,7 +176,7 @@ def test_starting_and_stopping_again_and_again_leaves_nothing() -> None:
                 ranks.step()
             elif how_far == "in flight":
                 ranks.submit()
-    assert leftovers() == before
+    wait_until_nothing_is_left(before)
 
 
 def test_lagging_workers_are_named_in_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
