@@ -120,6 +120,7 @@ PARAMS = {
     "window of one": AttentionParams(0.2, sliding_window=1),
     "soft cap": AttentionParams(0.3, soft_cap=2.0),
     "window and cap": AttentionParams(0.2, sliding_window=140, soft_cap=5.0),
+    "negative scale": AttentionParams(-0.125),
 }
 
 
@@ -143,6 +144,15 @@ def test_bf16_attention_is_within_its_roundings(ops: CpuOps, dtype: torch.dtype,
     error = (found - case.expected(params, case.keys, case.values)).abs()
     assert error.max() < 0.03
     assert error.mean() < 0.002
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scores_far_apart_leave_the_highest_key_alone(ops: CpuOps, dtype: torch.dtype) -> None:
+    case = make_case([(1, 300), (40, 131)], (6, 2, 64), 16, dtype, dtype)
+    # Scores of tens of thousands: the weight of every key but one is zero, and none of a power overflows.
+    found = ops.paged_attention(case.query * 1e4, case.keys, case.values, case.batch(), PARAMS["plain"])
+    wanted = replace(case, query=case.query * 1e4).expected(PARAMS["plain"], case.keys, case.values)
+    assert (found - wanted).abs().max() < (2.0**-7 if dtype == torch.bfloat16 else 1e-5) * wanted.abs().max()
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16, 17, 128])

@@ -25,8 +25,9 @@ constexpr int64_t kAheadBytes = 8192;
 
 // What a tile asks memory for while it computes.
 //
-// A panel that one tile goes through once is asked for ahead of its use, by a distance found by measurement. Where several tiles go through a panel, the first two bring one half each of what comes next, so that
-// memory and arithmetic overlap all the time; the rest bring nothing.
+// A panel that one tile goes through once is asked for ahead of its use, by a distance found by measurement. Where
+// several tiles go through a panel, the first two bring one half each of what comes next, so that memory and arithmetic
+// overlap all the time; the rest bring nothing.
 struct Ahead {
   const char* from;
   int64_t halves;  // of a byte for each byte of panel passed; 0 asks for one line again and again, which is cheap

@@ -156,8 +156,8 @@ struct FloatKernel {
 
   // Never inlined: its loop needs every register, of both kinds.
   template <int kRows>
-  static __attribute__((noinline)) void tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums, int64_t sums_stride,
-                   bool add, Ahead ahead) {
+  static __attribute__((noinline)) void tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* sums,
+                                             int64_t sums_stride, bool add, Ahead ahead) {
     Floats total[kRows][kPanelVectors];
 #pragma GCC unroll 16
     for (int row = 0; row < kRows; ++row)
