@@ -157,9 +157,9 @@ def compare(llm: LLM, choices: list[Any], answers: list[Any], replies: list[Any]
     chatted = llm.chat(chats, greedy, use_tqdm=False)
     for name, rows, outputs in (("completions", answers, completed), ("chat", replies, chatted)):
         for row, output in zip(rows, outputs, strict=True):
-            ours, theirs = output.outputs[0].text, row["resps"][0][0]
-            if first_line(theirs) != first_line(ours):
-                sys.exit(f"{name}: lm-eval read {theirs!r} where LLM answers {ours!r}")
+            answer, read = output.outputs[0].text, row["resps"][0][0]
+            if first_line(read) != first_line(answer):
+                sys.exit(f"{name}: lm-eval read {read!r} where LLM answers {answer!r}")
     return {
         "documents": len(questions),
         "largest_loglikelihood_difference": worst,

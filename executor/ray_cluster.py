@@ -7,6 +7,7 @@ TCP like a node that was started by hand; steps and results never pass through R
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 from typing import Any
@@ -35,20 +36,20 @@ class RayExecutor(MultiNodeExecutor):
             ) from error
         self._ray: Any = ray
         self._owns_ray = not ray.is_initialized()
+        self._key = secrets.token_hex(16)
         self._actors: list[Any] = []
         self._group: Any = None
         if self._owns_ray:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, configure_logging=False)
+            ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
         address = ray.util.get_node_ip_address()
         here = msgspec.structs.replace(options, master_addr=address, master_port=0)
         size = options.tensor_parallel_size * options.pipeline_parallel_size
         try:
-            self._open(here, size, secrets.token_hex(16))
+            self._open(here, size, range(size), self._key)
         except OptionError:
             self._leave_ray()
             raise
-        self._awaited = range(size)
 
     def stop(self) -> None:
         super().stop()
