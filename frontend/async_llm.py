@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import os
 import weakref
@@ -122,7 +123,9 @@ class AsyncLLM(AsyncControls):
         """Answers one conversation. `template_options` are those of `LLM.chat`; all else is as in `generate`."""
         refuse_adapter(lora_request)
         options = chat_options(template_options)
-        prompt = chat_prompt(await self.get_tokenizer(), messages, options)
+        render = functools.partial(chat_prompt, await self.get_tokenizer(), messages, options)
+        is_long = sum(len(str(message)) for message in messages) > _TOKENIZE_INLINE_CHARACTERS
+        prompt = await asyncio.to_thread(render) if is_long else render()
         given = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
         outputs = self.generate(given, sampling_params, request_id, priority=priority)
         async with contextlib.aclosing(outputs):

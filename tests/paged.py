@@ -36,7 +36,9 @@ def make_batch(
         tables[i, : counts[i]] = torch.tensor(blocks, dtype=torch.int32)
         for number, block in enumerate(blocks):
             filled = min(block_size, context - number * block_size)
-            keys[block, :, :filled], values[block, :, :filled] = torch.randn(2, num_kv_heads, filled, head_dim).to(dtype)
+            keys[block, :, :filled], values[block, :, :filled] = torch.randn(2, num_kv_heads, filled, head_dim).to(
+                dtype
+            )
         slots += [
             blocks[p // block_size] * block_size + p % block_size if context else -1
             for p in range(context - new, context)

@@ -55,6 +55,12 @@ def exact(demo_model_path: Path) -> Any:
     return model
 
 
+def test_ranks_and_stages_answer_as_one_process_does(in_float32: list[RequestOutput]) -> None:
+    """Nine heads, three for keys and values, are shared by three ranks."""
+    outputs = answers(dtype="float32", tensor_parallel_size=3, pipeline_parallel_size=2)
+    assert [tokens_of(output) for output in outputs] == [tokens_of(output) for output in in_float32]
+
+
 @pytest.fixture(scope="module")
 def in_float32(demo_model_path: Path) -> list[RequestOutput]:
     return answers(dtype="float32")
