@@ -100,7 +100,12 @@ def leftovers() -> tuple[int, int, list[str]]:
 def wait_until_nothing_is_left(before: tuple[int, int, list[str]]) -> None:
     """There may be fewer than before: what earlier tests let go of is closed when it is collected."""
     what = f"no more than {before}; there is {leftovers()}"
-    wait_until(lambda: all(now <= then for now, then in zip(leftovers(), before, strict=True)), 5.0, what)
+
+    def nothing_more() -> bool:
+        descriptors, children, shared = leftovers()
+        return descriptors <= before[0] and children <= before[1] and set(shared) <= set(before[2])
+
+    wait_until(nothing_more, 5.0, what)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:

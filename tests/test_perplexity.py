@@ -30,6 +30,7 @@ def perplexity(**options: Any) -> float:
     for output in outputs:
         assert output.prompt_logprobs is not None
         for token_id, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
+            assert entry is not None, "only a text's first token has none"
             logprobs.append(entry[token_id].logprob)
     assert len(logprobs) == PASSAGES * (PASSAGE_TOKENS - 1)
     return math.exp(-sum(logprobs) / len(logprobs))
