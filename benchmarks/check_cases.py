@@ -17,6 +17,7 @@ from typing import Any
 
 RUNNING = 32
 KERNEL_ROUNDS = 40
+VOCAB_SIZE = 49152
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, CONTEXT = 576, 1536, 9, 3, 64, 16, 256
 
 
@@ -83,7 +84,11 @@ def kernels(_: int) -> None:
     import torch
 
     torch.manual_seed(0)
-    print(json.dumps({name: _median_us(run) for name, run in {**_linear_runs(), **_op_runs()}.items()}))
+    print(
+        json.dumps(
+            {name: _median_us(run) for name, run in {**_linear_runs(), **_op_runs(), **_sampling_runs()}.items()}
+        )
+    )
 
 
 def _median_us(run: Callable[[], object]) -> float:
@@ -101,14 +106,38 @@ def _linear_runs() -> dict[str, Callable[[], object]]:
     """The gate and up projection in each weight type, for one row and for 64."""
     import torch
 
-    from headrace.kernels.cpu.linear import pack, quantise
+    from headrace.kernels.cpu.linear import FLOAT_TYPES, WEIGHT_TYPES, pack
 
-    weight = torch.randn(2 * INTERMEDIATE, HIDDEN)
-    packed = {"bf16": pack(weight.bfloat16()), "Q8_0": pack(quantise(weight, 8)), "Q4_1": pack(quantise(weight, 4))}
+    floats = {name: dtype for dtype, name in FLOAT_TYPES.items()}
+    packed = {}
+    for name, kind in WEIGHT_TYPES.items():
+        columns = HIDDEN // kind.block_size * kind.block_size  # a little less where blocks are of 256
+        if kind.quantised:
+            # Any bytes are weights; below 60 the halves among them are finite and small.
+            row_bytes = columns // kind.block_size * kind.block_bytes
+            packed[name] = pack((name, torch.randint(0, 60, (2 * INTERMEDIATE, row_bytes), dtype=torch.uint8)))
+        else:
+            packed[name] = pack(torch.randn(2 * INTERMEDIATE, columns).to(floats[name]))
     return {
-        f"linear {name}, {rows} rows": functools.partial(each.apply, torch.randn(rows, HIDDEN).bfloat16())
+        f"linear {name}, {rows} rows": functools.partial(each.apply, torch.randn(rows, each.k).bfloat16())
         for name, each in packed.items()
         for rows in (1, 64)
+    }
+
+
+def _sampling_runs() -> dict[str, Callable[[], object]]:
+    """Eight rows of a vocabulary: the highest logit, and a draw from the likeliest."""
+    import torch
+
+    from headrace.kernels.cpu.linear import runtime
+    from headrace.kernels.cpu.program_parts import SamplingColumns, sample
+
+    rows, logits = 8, torch.randn(8, VOCAB_SIZE)
+    greedy, drawn = (SamplingColumns(runtime(), rows, VOCAB_SIZE) for _ in range(2))
+    drawn.temperature[:], drawn.top_k[:], drawn.top_p[:] = 0.8, 50, 0.95
+    return {
+        "sampling, greedy": functools.partial(sample, runtime(), logits, greedy),
+        "sampling, top-k and top-p": functools.partial(sample, runtime(), logits, drawn),
     }
 
 
