@@ -7,7 +7,6 @@ failed while it ran.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import logging
@@ -16,12 +15,12 @@ import signal
 import sys
 import threading
 from types import FrameType
-from typing import NoReturn
 
 from headrace.core.option_parsing import OptionParser, add_options, options_from_arguments, parse_options
 from headrace.core.options import Options
 from headrace.core.zmq_port import ZmqPort
 from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
+from headrace.ipc.child import die_with_parent, leave
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Progress, Ready, Start
 from headrace.ipc.wait import Deadline
@@ -36,13 +35,12 @@ except ModuleNotFoundError as missing:
 
 logger = logging.getLogger(__name__)
 EXIT_START_FAILED, EXIT_ENGINE_FAILED = 1, 70
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """The `engine-core` command."""
     if sys.argv[1:2] == ["--parent-fd"]:
-        _leave(run_as_child(int(sys.argv[2])))
+        leave(run_as_child(int(sys.argv[2])))
     parser = OptionParser(
         prog="engine-core",
         description="Runs a model and serves it to Headrace clients: headrace.connect(ADDRESS), headrace --engine.",
@@ -60,7 +58,7 @@ def main() -> None:
     except OptionError as error:
         print(f"engine-core: {error}", file=sys.stderr)
         sys.exit(2)
-    _leave(run_alone(options, arguments.address))
+    leave(run_alone(options, arguments.address))
 
 
 def run_alone(options: Options, address: str) -> int:
@@ -106,7 +104,7 @@ def run_as_node(options: Options) -> int:
 
 def run_as_child(fd: int) -> int:
     """Told what to do by the parent's Start; ends with the parent."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     _set_up_logging("WARNING")
     channel = Channel.inherited(fd, ParentMessage)
     phase = ["start"]
@@ -140,14 +138,6 @@ def run_as_child(fd: int) -> int:
     finally:
         if core is not None:
             core.close()
-
-
-def _leave(status: int) -> NoReturn:
-    """Exits at once: everything is closed by now, and tearing the interpreter and torch down takes a second or two."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def _serve(core: EngineCore) -> int:

@@ -12,7 +12,6 @@ start, 70 when it failed while it ran.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -47,6 +46,7 @@ from headrace.executor.worker_messages import (
     ToWorker,
 )
 from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
+from headrace.ipc.child import die_with_parent, leave
 from headrace.ipc.control import WorkerCommand
 from headrace.ipc.failure import Failure, HeadraceError, OptionError
 from headrace.ipc.messages import ChildFailed, Message, Progress
@@ -59,7 +59,6 @@ EXIT_START_FAILED, EXIT_WORKER_FAILED = 1, 70
 DEFAULT_CLASS = "headrace.executor.uniproc:UniprocExecutor"
 COLLECTIVES_GRACE_S = 0.2
 """By how much a wait for another rank outlasts a step's deadline, so that the core is the first to notice."""
-_PR_SET_PDEATHSIG = 1
 
 
 class Worker:
@@ -200,13 +199,13 @@ def fail(channel: Channel, error: BaseException, rank: int, phase: str) -> NoRet
     """Tells the core and exits, from any thread."""
     with contextlib.suppress(ChannelClosedError):
         channel.send(ChildFailed(failure=Failure.of(error, process="worker", phase=phase, rank=rank)))
-    _leave(EXIT_WORKER_FAILED if phase in ("step", "idle") else EXIT_START_FAILED)
+    leave(EXIT_WORKER_FAILED if phase in ("step", "idle") else EXIT_START_FAILED)
 
 
 def main() -> None:
     if sys.argv[1:2] != ["--parent-fd"]:
         sys.exit("headrace.executor.worker is started by an engine core: see tensor_parallel_size")
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the core decides when to end
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the core asks for the stacks of a worker that hangs
@@ -233,19 +232,10 @@ def main() -> None:
         ).start()
         worker.run()
     except ChannelClosedError:
-        _leave(EXIT_START_FAILED)  # nobody is left to tell
+        leave(EXIT_START_FAILED)  # nobody is left to tell
     except BaseException as error:
         fail(channel, error, rank, worker.phase if worker is not None else phase)
-    _leave(0)
-
-
-def _leave(status: int) -> NoReturn:
-    """Exits at once: tearing the interpreter and torch down takes a second or two."""
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(status)
+    leave(0)
 
 
 def _set_up_logging(rank: int) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import signal
 import sys
 import threading
 import time
@@ -18,11 +16,10 @@ from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server import EXIT_ERROR, HttpServer, listen, run_loop, url_of
 from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
+from headrace.ipc.child import die_with_parent
 from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Ready, Start
 from headrace.ipc.wait import Deadline
-
-_PR_SET_PDEATHSIG = 1
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +37,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def main(fd: int) -> int:
     """The exit status: that of HttpServer.run, or 1 when the start failed."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     set_up_logging()
     channel = Channel.inherited(fd, ParentMessage)
     try:
