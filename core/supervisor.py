@@ -7,6 +7,7 @@ parent in the kernel's eyes: PR_SET_PDEATHSIG fires when the *thread* that forke
 
 from __future__ import annotations
 
+import codecs
 import collections
 import contextlib
 import os
@@ -16,7 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,16 @@ from headrace.ipc.messages import (
     Start,
     Stop,
 )
+from headrace.ipc.sockets import sweep_sockets
 from headrace.ipc.wait import Deadline, WaitTimeoutError, open_pidfd
 
 LOG_TAIL_LINES = 30
+START_GRACE_S = 3.0
+"""By how much a parent's patience outlasts `startup_timeout`: an engine that notices itself knows which worker hangs."""
+STACKS_WITHIN_S = 0.5
+"""How long a program that hangs may take to write where its threads are."""
+QUIET_S = 0.05
+"""After that long without another line, it has written it all."""
 STOP_MESSAGE_S = 1.0
 """How long a child may take to read what it is sent at its end."""
 OnProgress = Callable[[Progress], None]
@@ -58,6 +66,10 @@ class Kind(msgspec.Struct, frozen=True):
     process: str = ""
     """What it is called in a Failure; its name, when empty."""
     rank: int = 0
+    startup_timeout_s: float | None = None
+    """How long it may take until it is ready."""
+    at_end: Callable[[], object] | None = None
+    """Called from the watching thread once it has ended, in whatever way."""
 
 
 class Child:
@@ -72,8 +84,12 @@ class Child:
         self.pid = 0
         self.status: int | None = None
         """Its exit status once it has ended; a signal's number, negative, if that ended it."""
+        self.num_log_lines = 0
+        """Written so far."""
         self._arguments = arguments
         self._log: collections.deque[str] = collections.deque(maxlen=LOG_TAIL_LINES)
+        self._unfinished_line = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._phase = "start"
         self._stopping = False
         self._changed = threading.Condition()
@@ -92,9 +108,16 @@ class Child:
         with contextlib.suppress(ChannelClosedError):  # a child that died already is reported by the watcher
             self._channel.send(start)
 
-    def wait_ready(self, timeout_s: float | None, on_progress: OnProgress | None = None) -> Ready:
-        """The child's Ready. Raises EngineStartError with its cause when it fails, ends, or is not ready in time."""
-        deadline = Deadline(timeout_s)
+    def wait_ready(self, timeout_s: float | None = None, on_progress: OnProgress | None = None) -> Ready:
+        """The child's Ready. Raises EngineStartError with its cause when it fails, ends, or is not ready in time.
+
+        `timeout_s` is by default what its options allow it; a child that is not ready then is ended.
+        """
+        allowed_s = self.kind.startup_timeout_s
+        what, patience_s = f"{timeout_s or 0:g} s", timeout_s
+        if timeout_s is None and allowed_s is not None:
+            what, patience_s = f"{allowed_s:g} s (startup_timeout)", allowed_s + START_GRACE_S
+        deadline = Deadline(patience_s)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self.ready or self.failure or self._progress, deadline.remaining_s)
@@ -107,17 +130,10 @@ class Child:
             if ready:
                 return ready
             if deadline.passed:
+                ask_for_stacks([self])
+                hint = f"{self.name} is stopped by a signal or a debugger" if self.is_stopped else ""
                 self.kill()
-                raise EngineStartError(
-                    failure=Failure(
-                        message=f"{self.name} was not ready within {timeout_s:g} s",
-                        type="Timeout",
-                        process=self.name,
-                        pid=self.pid,
-                        phase=self._phase,
-                        log_tail=self.log_tail,
-                    )
-                )
+                raise EngineStartError(failure=self._failed(f"was not ready within {what}", "Timeout", hint))
 
     def send(self, message: Message, deadline: Deadline | None = None) -> None:
         """Raises ChannelClosedError when it is gone, WaitTimeoutError when it does not take it in time."""
@@ -144,7 +160,23 @@ class Child:
 
     @property
     def log_tail(self) -> tuple[str, ...]:
-        return tuple(self._log)
+        return (*self._log, *filter(str.strip, [self._unfinished_line]))[-LOG_TAIL_LINES:]
+
+    @property
+    def is_stopped(self) -> bool:
+        """By a signal or a debugger, so that it does nothing."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b") ")[2][:1] in (b"T", b"t")
+        except OSError:
+            return False
+
+    def wait_log(self, num_lines: int, deadline: Deadline) -> None:
+        """Until it has written more than `num_lines` lines in all, and then nothing for a moment."""
+        with self._changed:
+            wait_s = deadline.remaining_s
+            while self._changed.wait_for(lambda: self.num_log_lines > num_lines, wait_s):
+                num_lines = self.num_log_lines
+                wait_s = min(QUIET_S, deadline.remaining_s or 0.0)
 
     def ask_to_stop(self, deadline_s: float) -> None:
         """Tells it to finish what runs within `deadline_s` and exit, and does not wait for that."""
@@ -229,8 +261,10 @@ class Child:
 
     def _relay(self, fd: int) -> bool:
         data = os.read(fd, 65536)
-        text = data.decode(errors="replace")
-        self._log.extend(line for line in text.splitlines() if line.strip())
+        text = self._decoder.decode(data)
+        *lines, rest = (self._unfinished_line + text).split("\n")  # a line may come in many writes
+        self._log.extend(line.rstrip("\r") for line in lines if line.strip())
+        self._unfinished_line = rest
         with contextlib.suppress(ValueError, OSError, AttributeError):  # the user's stderr may be closed or None
             sys.stderr.write(text)
             sys.stderr.flush()
@@ -260,6 +294,8 @@ class Child:
         if process.stdout is not None:
             process.stdout.close()
         self._channel.close()
+        if self.kind.at_end is not None:
+            self.kind.at_end()
         with self._changed:
             self._exited = True
             self.status = status
@@ -280,6 +316,9 @@ class Child:
         else:
             kind = f"exit status {status}"
             how = f"ended with {kind}" + ("" if status else " without being asked to")
+        return self._failed(how, kind)
+
+    def _failed(self, how: str, kind: str, hint: str = "") -> Failure:
         return Failure(
             message=f"{self.name} (pid {self.pid}) {how}",
             type=kind,
@@ -288,13 +327,31 @@ class Child:
             pid=self.pid,
             phase=self._phase,
             log_tail=self.log_tail,
+            hint=hint,
         )
+
+
+def ask_for_stacks(children: Sequence[Child]) -> None:
+    """Has programs that seem to hang write to their logs where their threads are.
+
+    Returns once they have, or have not within STACKS_WITHIN_S. One that has said nothing yet is not asked, as the
+    signal might be its end.
+    """
+    deadline = Deadline(STACKS_WITHIN_S)
+    before = {child: child.num_log_lines for child in children if child.alive and child.phase != "start"}
+    for child in before:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGUSR1)
+    for child, num_lines in before.items():
+        child.wait_log(num_lines, deadline)
 
 
 def start_engine(options: Options, address: str = "") -> Child:
     """Starts an engine-core of one's own: it ends when this process does. `wait_ready` gives its address."""
     start = Start(schema_hash=SCHEMA_HASH, options=msgspec.to_builtins(options), bind=address)
-    return Child("engine-core", ["-m", "headrace.core.daemon", "--parent-fd"], start)
+    # One that is killed leaves its socket.
+    kind = Kind(startup_timeout_s=options.startup_timeout, at_end=sweep_sockets)
+    return Child("engine-core", ["-m", "headrace.core.daemon", "--parent-fd"], start, kind)
 
 
 def _oom_kill_count() -> int:
