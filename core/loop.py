@@ -341,7 +341,7 @@ class Loop:
             assert request is not None, f"the executor failed row {row_failure.row}, which is empty"
             scheduler.drop(request, forget_blocks=True)
             self._end(news, request, finish_of(request, FinishReason.FAILED, failure=row_failure.failure))
-        first = (table.num_known_tokens(result.rows) == table.num_prompt_tokens[result.rows]).nonzero()[0]
+        first = (table.num_known_tokens[result.rows] == table.num_prompt_tokens[result.rows]).nonzero()[0]
         for row in result.rows[first].tolist():
             request = table.requests[row]
             assert request is not None, f"the executor sampled for row {row}, which is empty"

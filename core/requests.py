@@ -135,9 +135,10 @@ class RowTable:
         self.active = np.zeros(rows, bool)
         # np.zeros maps memory lazily: only the pages of tokens that exist are ever touched.
         self.token_ids = np.zeros((rows, max_model_len), np.int32)
-        self.num_tokens = np.zeros(rows, np.int32)  # prompt and generated, those of steps in flight included
-        self.num_pending = np.zeros(rows, np.int32)  # of those, how many a step in flight has still to tell
-        self.num_computed_tokens = np.zeros(rows, np.int32)  # of those, whose keys and values exist or are planned
+        self.planned = np.zeros((2, rows), np.int32)  # the two columns that every step moves on, to be moved at once
+        self.num_tokens = self.planned[0]  # prompt and generated, those of steps in flight included
+        self.num_computed_tokens = self.planned[1]  # of those, whose keys and values exist or are planned
+        self.num_known_tokens = np.zeros(rows, np.int32)  # of those, which no step in flight has still to tell
         self.block_table = np.zeros((rows, -(-max_model_len // block_size)), np.int32)
         self.num_blocks = np.zeros(rows, np.int32)
         self.num_prompt_tokens = np.zeros(rows, np.int32)
@@ -157,7 +158,7 @@ class RowTable:
         self.active[row] = True
         self.token_ids[row, : len(tokens)] = tokens
         self.num_tokens[row] = len(tokens)
-        self.num_pending[row] = 0
+        self.num_known_tokens[row] = len(tokens)
         self.entered_step[row] = step
         self.num_computed_tokens[row] = 0
         self.num_blocks[row] = 0
@@ -174,16 +175,12 @@ class RowTable:
         """Takes the row back; the request keeps the tokens that are known."""
         request = self.requests[row]
         assert request is not None, f"row {row} is not in use"
-        request.token_ids = self.token_ids[row, : self.num_tokens[row] - self.num_pending[row]].copy()
+        request.token_ids = self.token_ids[row, : self.num_known_tokens[row]].copy()
         request.row = -1
         self.requests[row] = None
         self.active[row] = False
         self.free.append(row)
         return request
-
-    def num_known_tokens(self, rows: np.ndarray) -> np.ndarray:
-        """[num_rows] int32: prompt and generated, without those that a step in flight has still to tell."""
-        return self.num_tokens[rows] - self.num_pending[rows]
 
     def still_there(self, rows: np.ndarray, step: int) -> np.ndarray:
         """[num_rows] bool: which rows still hold the request that they held in the plan of `step`."""

@@ -5,7 +5,7 @@ hands out a budget of tokens. Chunked prefill, prefix-cache hits, preemption and
 A step is a short list of stages (`schedule`), and its answer is taken in `advance`.
 
 Several plans may be in flight: a plan names no token of a running row, so the next can be made before the tokens of
-the one before are known. Such a token is counted (`num_pending`) and filled in when its step's result comes:
+the one before are known. Such a token is counted and, when its step's result comes, known (`num_known_tokens`):
 
     schedule N        schedule N+1             advance(N)                        schedule N+2
     row 3 samples     row 3 computes that      its token is known; if it ends    row 3 is released; what step
@@ -26,9 +26,12 @@ from headrace.core.blocks import BlockPool
 from headrace.core.hashing import BlockHasher
 from headrace.core.policies import StepLimits, in_turn, order_of, prefill_share
 from headrace.core.requests import Request, RowTable, State, WaitingQueue
+from headrace.core.steady import SteadyBatch
 from headrace.core.step_draft import StepDraft
 from headrace.ipc.messages import FinishReason
 from headrace.ipc.step import StepPlan, StepResult
+
+_STAGES = ("_extend_decodes", "_extend_prefills", "_admit_waiting", "_top_up_prefills", "_seal", "_extend")
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +100,8 @@ class Scheduler:
         self._released: list[int] = []  # rows left since the last plan, which the executor has not heard of yet
         self._is_eos = np.zeros(max(config.vocab_size, max(config.eos_token_ids, default=0) + 1), bool)
         self._is_eos[list(config.eos_token_ids)] = True
+        self._steady: SteadyBatch | None = None  # while the stages would find what they found last time
+        self._has_own_stages = any(getattr(type(self), name) is not getattr(Scheduler, name) for name in _STAGES)
         self._last_step = np.zeros(config.max_num_seqs, np.int64)  # in which a row was computed; to take turns by
 
     # --- requests come and go -----------------------------------------------------------------------------------
@@ -107,6 +112,7 @@ class Scheduler:
         request.arrival = self._arrivals
         request.order = (self.waiting.era, *order_of(self.config.policy, priority, request.arrival))
         self.waiting.push(request)
+        self._steady = None
 
     def drop(self, request: Request, *, forget_blocks: bool = False) -> None:
         """Ends a request that has not finished, wherever it is, and frees what it holds.
@@ -136,6 +142,11 @@ class Scheduler:
 
         Decodes come first and always fit (a token each); what is left of the budget is shared among prefills.
         """
+        if self._steady is not None and self._steady.steps_left > 0:
+            self._step += 1
+            self.num_in_flight += 1
+            self.rows.planned[:, self._steady.rows] += 1
+            return self._steady.next_plan(self._step)
         draft = StepDraft(self.config.max_num_batched_tokens)
         while True:
             if not self._extend_decodes(draft):
@@ -164,7 +175,8 @@ class Scheduler:
                 # One token more would be beyond the limit that ends the request: it only waits for its last one.
                 decodes = decodes[table.num_tokens[decodes] < table.max_tokens_total[decodes]]
             if not self.config.rows_run_ahead:
-                is_pending, last_step = table.num_pending[decodes] > 0, self._last_step[decodes]
+                is_pending = table.num_known_tokens[decodes] < table.num_tokens[decodes]
+                last_step = self._last_step[decodes]
                 decodes = decodes[in_turn(is_pending, last_step, self.config.max_steps_in_flight)]
             full = decodes[table.num_computed_tokens[decodes] >= table.num_blocks[decodes] * block_size]
             if len(full) <= self.pool.num_available:
@@ -230,13 +242,17 @@ class Scheduler:
         if self.hasher is not None:
             computed = table.num_computed_tokens[draft.decodes]
             full = draft.decodes[computed % self.config.block_size == 0]
-            for row in full[table.num_pending[full] == 0].tolist():  # a pending token is hashed once it is known
+            is_known = table.num_known_tokens[full] == table.num_tokens[full]
+            for row in full[is_known].tolist():  # what is not is hashed once it is known
                 self._publish(row, int(table.num_computed_tokens[row]) - 1, 1)
         table.num_tokens[sampled] += 1
-        table.num_pending[sampled] += 1
         if not self.config.rows_run_ahead:
             self._last_step[plan.rows] = self._step
         self.num_in_flight += 1
+        self._steady = None
+        decodes_alone = len(draft.decodes) == self.num_running == len(plan.rows) and not self.waiting
+        if decodes_alone and self.config.rows_run_ahead and not self._has_own_stages:
+            self._steady = SteadyBatch(plan, table, frozenset(self.config.eos_token_ids))
         return plan
 
     # --- the answer ---------------------------------------------------------------------------------------------
@@ -249,10 +265,15 @@ class Scheduler:
         """
         self.num_in_flight -= 1
         table, rows, token_ids = self.rows, result.rows, result.token_ids
-        num_tokens = table.num_known_tokens(rows)
+        if self._steady is not None and rows is self._steady.rows and not self._steady.may_end(token_ids):
+            num_tokens = table.num_known_tokens[rows]
+            table.token_ids[rows, num_tokens] = token_ids
+            table.num_known_tokens[rows] = num_tokens + 1
+            return Advance(rows, token_ids, [])
+        num_tokens = table.num_known_tokens[rows]
         table.token_ids[rows, num_tokens] = token_ids
-        table.num_pending[rows] -= 1
         num_tokens += 1
+        table.num_known_tokens[rows] = num_tokens
         may_stop = num_tokens > table.min_tokens_total[rows]
         stopped = may_stop & table.stops_at_eos[rows] & self._is_eos[token_ids]
         stop_token: dict[int, int] = {}
@@ -351,6 +372,7 @@ class Scheduler:
     def _leave(self, row: int) -> Request:
         self.pool.release(self.rows.blocks(row))
         self._released.append(row)
+        self._steady = None
         return self.rows.leave(row)
 
     def check(self) -> None:

@@ -146,7 +146,7 @@ class _Rows:
         self._apply(plan)
         if plan.step == self._model.crash_step or self._crashes[plan.rows].any():
             raise RuntimeError(f"the null executor was told to crash in step {plan.step}")
-        rows = plan.rows[plan.sampled]
+        rows = plan.rows if plan.repeats else plan.rows[plan.sampled]
         token_ids = self._draw(rows)
         self._num_tokens[rows] += 1
         failing = self._fails[rows]

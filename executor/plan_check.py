@@ -38,6 +38,7 @@ class PlanCheck:
         self._plan, self._num_blocks, self._max_model_len = plan, num_blocks, max_model_len
         self._rows: dict[int, _Row] = {}
         self._content = np.full(num_blocks * plan.block_size, NEVER_WRITTEN, np.uint64)
+        self._before: StepPlan | None = None
 
     def apply(self, plan: StepPlan) -> None:
         """Raises AssertionError when the plan contradicts itself, the plans before it, or the limits."""
@@ -51,6 +52,8 @@ class PlanCheck:
             self._rows[row].blocks.append(block)
         self._check_tables(plan)
         self._check_work(plan)
+        self._check_repeats(plan)
+        self._before = plan
         self._compute(plan)
 
     def append_sampled(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
@@ -97,6 +100,18 @@ class PlanCheck:
             assert end <= self._max_model_len, f"{where}: computes up to {end} of {self._max_model_len} tokens"
             held = len(row.blocks) * self._plan.block_size
             assert end <= held, f"{where}: computes up to {end}, its {len(row.blocks)} blocks hold {held}"
+
+    def _check_repeats(self, plan: StepPlan) -> None:
+        if not plan.repeats:
+            return
+        where, before = f"step {plan.step} repeats the one before, and", self._before
+        assert before is not None, f"{where} there was none"
+        changes = (len(plan.released_rows), len(plan.new_rows), len(plan.block_rows))
+        assert changes == (0, 0, 0), f"{where} (released, new, gaining a block) are {changes} rows"
+        assert plan.rows.tolist() == before.rows.tolist(), f"{where} its rows differ"
+        assert before.num_tokens.tolist() == [1] * len(before.rows), f"{where} that one was no decode"
+        assert before.sampled.all(), f"{where} that one sampled less"
+        assert (plan.num_computed_tokens % self._plan.block_size != 0).all(), f"{where} a row begins another block"
 
     def _compute(self, plan: StepPlan) -> None:
         """Writes all rows, then reads them, as the layers of a model do."""

@@ -49,6 +49,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """[num_scheduled] int32: tokens of each row already computed before this step"""
     sampled: np.ndarray
     """[num_scheduled] bool: rows that reach their last known token, and so sample the next one"""
+    repeats: bool = False
+    """The plan before once more: it computed and sampled one token of each of these rows, in this order, and nothing
+    has changed since but that each is one token on, in the same block. All fields above say so too."""
 
     @property
     def total_tokens(self) -> int:
