@@ -41,7 +41,7 @@ def open_shared(fd: int, world: World, rank: int, deadline_s: float) -> Collecti
     if library is None:
         from headrace.executor.collectives_gloo import GlooCollectives
 
-        store = _loopback_store(memory, rank, deadline_s)
+        store = loopback_store(memory, rank, deadline_s)
         return GlooCollectives(world, rank, store, "127.0.0.1", deadline_s)
     return SharedCollectives(memory, layout, rank, library, deadline_s)
 
@@ -207,8 +207,11 @@ class SharedCollectives:
         raise PeerError(f"rank {self._rank} cannot go on: {what}")
 
 
-def _loopback_store(memory: mmap.mmap, rank: int, deadline_s: float) -> dist.TCPStore:
-    """The gloo ranks' store: rank 0 starts it and says in the shared memory where it listens."""
+def loopback_store(memory: mmap.mmap, rank: int, deadline_s: float) -> dist.TCPStore:
+    """The store of ranks that share memory and talk by other ways: rank 0 starts it and says there where it listens.
+
+    Raises PeerError when rank 0 does not come in time.
+    """
     timeout = timedelta(seconds=deadline_s)
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)

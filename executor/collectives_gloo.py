@@ -38,18 +38,29 @@ def open_gloo(
     rank opens the store, where that is not simply rank 0.
     Raises PeerError when not all came in time.
     """
+    opens = rank == 0 if opens_store is None else opens_store
+    store = open_store(master, rank, listen_fd=listen_fd, opens=opens, deadline_s=deadline_s)
+    return GlooCollectives(world, rank, store, host, deadline_s)
+
+
+def open_store(
+    master: tuple[str, int], rank: int, *, listen_fd: int | None, opens: bool, deadline_s: float
+) -> dist.Store:
+    """The store at `master`, which the rank that `opens` it takes over from `listen_fd`, or binds.
+
+    Raises PeerError when it cannot be reached in time.
+    """
     try:
-        store = dist.TCPStore(
+        return dist.TCPStore(
             master[0],
             master[1],
-            is_master=rank == 0 if opens_store is None else opens_store,
+            is_master=opens,
             wait_for_workers=False,
             timeout=timedelta(seconds=deadline_s),
             master_listen_fd=listen_fd if rank == 0 else None,
         )
     except RuntimeError as error:
         raise PeerError(f"rank {rank} cannot reach rank 0 at {master[0]}:{master[1]}: {_first_line(error)}") from error
-    return GlooCollectives(world, rank, store, host, deadline_s)
 
 
 class GlooCollectives:
