@@ -39,7 +39,8 @@ from headrace.kernels.triton import (
 RESULTS = Path(__file__).parent / "results" / "triton_resources.json"
 ARCHITECTURES = (80, 90)
 VOCABULARY = 128_256
-BF16, FP32, INT32, INT64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+INT32, INT64 = torch.int32, torch.int64
 Run = Callable[[], Any]
 
 
@@ -164,10 +165,21 @@ def multiply(pack: Callable[[], Any], num_rows: int) -> Run:
 
 def linear_cases() -> dict[str, Run]:
     shape, int8, byte, one = (6144, 4096), torch.int8, torch.uint8, (6144, 1)
+    small, large = (6144, 128), (6144, 32)
     kinds = {
         "linear_int8": lambda: linear.linear_int8(meta(*shape, dtype=int8), meta(*one, dtype=FP32), None),
-        "linear_int8 in groups": lambda: linear.linear_int8(meta(*shape, dtype=int8), meta(6144, 32, dtype=FP32), None),
-        "linear_int4": lambda: linear.linear_int4(meta(6144, 2048, dtype=byte), meta(6144, 32, dtype=FP32), None, None),
+        "linear_int8 in groups of 32": lambda: linear.linear_int8(
+            meta(*shape, dtype=int8), meta(*small, dtype=FP16), None
+        ),
+        "linear_int8 in groups of 128": lambda: linear.linear_int8(
+            meta(*shape, dtype=int8), meta(*large, dtype=FP16), None
+        ),
+        "linear_int4 in groups of 32": lambda: linear.linear_int4(
+            meta(6144, 2048, dtype=byte), meta(*small, dtype=FP16), meta(6144, 128, dtype=FP32), None
+        ),
+        "linear_int4 in groups of 128": lambda: linear.linear_int4(
+            meta(6144, 2048, dtype=byte), meta(*large, dtype=FP16), meta(6144, 32, dtype=FP32), None
+        ),
         "linear_fp8": lambda: linear.linear_fp8(
             meta(*shape, dtype=torch.float8_e4m3fn), meta(*one, dtype=FP32), meta(6144)
         ),

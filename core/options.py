@@ -93,7 +93,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Option(
             MODEL,
             "Quantise float weights as they are loaded: on a CPU to blocks of 8 or 4 bits (embedding and head always "
-            "to 8), on a GPU to fp8 with a scale for each row (embedding and head stay as they are); "
+            "to 8), on a GPU to groups of 8 or 4 bits, or to fp8 with a scale for each row (embedding and head stay "
+            "as they are); "
             "gguf: insist on a GGUF file, which is computed as it is stored anyway",
             default_text="as the checkpoint stores them",
         ),

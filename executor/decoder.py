@@ -92,19 +92,18 @@ class Attention:
             num_kv_heads=self.qkv.num_kv_heads,
         )
 
-    def __call__(self, x: Tensor, step: Step, key_cache: Tensor, value_cache: Tensor) -> Tensor:
-        """x [num_tokens, hidden] -> [num_tokens, hidden]; writes the tokens' keys and values into the caches."""
+    def __call__(self, x: Tensor, step: Step, cache: LayerCache) -> Tensor:
+        """x [num_tokens, hidden] -> [num_tokens, hidden]; writes the tokens' keys and values into the cache."""
         query, key, value = self.qkv(x)
         if self._prepare is not None:
-            rotation, cache = self._rotation(step), LayerCache(key_cache, value_cache)
-            query = self._prepare(query, key, value, rotation, cache, step.batch)
+            query = self._prepare(query, key, value, self._rotation(step), cache, step.batch)
         else:
             if self.query_norm is not None and self.key_norm is not None:
                 query, key = self.query_norm(query)[0], self.key_norm(key)[0]
             if self._rope_index is not None:
                 query, key = self._rotate(query, key, *step.cos_sin[self._rope_index])
-            self._write(key, value, key_cache, value_cache, step.batch)
-        attended = self._attend(query, key_cache, value_cache, step.batch, self._params)
+            self._write(key, value, cache.keys, cache.values, step.batch, cache.scales)
+        attended = self._attend(query, cache.keys, cache.values, step.batch, self._params, cache.scales)
         return self.output(attended.view(len(x), -1))
 
     def _rotation(self, step: Step) -> Rotation:
@@ -152,11 +151,11 @@ class Layer:
             self.mlp_post_norm = Norm(weights, prefix + names.mlp_post_norm, size, norm)
 
     def __call__(
-        self, hidden: Tensor, delta: Tensor | None, step: Step, key_cache: Tensor, value_cache: Tensor
+        self, hidden: Tensor, delta: Tensor | None, step: Step, cache: LayerCache
     ) -> tuple[Tensor, Tensor | None]:
         """hidden, delta: [num_tokens, hidden] -> the same after this layer"""
         normed, hidden = self.attention_norm(hidden, delta)
-        delta = self.attention(normed, step, key_cache, value_cache)
+        delta = self.attention(normed, step, cache)
         if self.attention_post_norm is not None:
             delta, _ = self.attention_post_norm(delta)
         normed, hidden = self.mlp_norm(hidden, delta)
@@ -170,9 +169,9 @@ class PostNormLayer(Layer):
     """The original transformer's order: each norm follows the addition, and its result is the stream."""
 
     def __call__(
-        self, hidden: Tensor, delta: Tensor | None, step: Step, key_cache: Tensor, value_cache: Tensor
+        self, hidden: Tensor, delta: Tensor | None, step: Step, cache: LayerCache
     ) -> tuple[Tensor, Tensor | None]:
-        hidden, _ = self.attention_norm(self.attention(hidden, step, key_cache, value_cache), hidden)
+        hidden, _ = self.attention_norm(self.attention(hidden, step, cache), hidden)
         hidden, _ = self.mlp_norm(self.mlp(hidden), hidden)
         return hidden, None
 
@@ -262,8 +261,8 @@ class Decoder:
         """
         hidden, delta = self._embed(inputs) if self._place.is_first_stage else self._receive(len(inputs.token_ids))
         step = Step(inputs.paged_batch, tuple(rotary.cos_sin(inputs) for rotary in self._rotaries))
-        for layer, key_cache, value_cache in zip(self._layers, kv_cache.keys, kv_cache.values, strict=True):
-            hidden, delta = layer(hidden, delta, step, key_cache, value_cache)
+        for layer, cache in zip(self._layers, kv_cache.layers, strict=True):
+            hidden, delta = layer(hidden, delta, step, cache)
         if not self._place.is_last_stage:
             self._place.link.send(torch.stack([hidden] if delta is None else [hidden, delta]))
             return hidden

@@ -18,7 +18,7 @@ from headrace.executor.device_state import Device
 from headrace.executor.dummy_shapes import weight_shapes
 from headrace.executor.gpu_cuda import CudaBackend
 from headrace.executor.gpu_device import GpuFacts, check_free_memory, check_gpu
-from headrace.executor.gpu_kernels import batch_invariant, quantising
+from headrace.executor.gpu_kernels import Rounding, batch_invariant, quantising
 from headrace.executor.gpu_memory import Meter, measure
 from headrace.executor.gpu_runner import STEPS_IN_FLIGHT, GpuRunner, RunnerLimits
 from headrace.executor.gpu_weights import DeviceDummyWeights, StagedWeights
@@ -26,9 +26,8 @@ from headrace.executor.graphs import Capturer, capture_sizes
 from headrace.executor.layers import ChooseKernel
 from headrace.executor.memory_estimate import weight_elements
 from headrace.executor.profiling import WorkerProfile
-from headrace.executor.uniproc import DTYPES, UniprocExecutor
+from headrace.executor.uniproc import CACHE_DTYPES, DTYPES, UniprocExecutor
 from headrace.executor.weights import WeightSource
-from headrace.ipc.failure import OptionError
 from headrace.ipc.step import StepPlan, StepResult
 
 
@@ -70,13 +69,13 @@ class GpuExecutor(UniprocExecutor):
         assert self._gpu is not None, "describe comes before load"
         dtype, facts = DTYPES[plan.dtype], self._gpu
         check_gpu(self._device, dtype, facts)
-        check_plan(plan)
         runner_limits(plan, plan.max_model_len)
         elements = weight_elements(self._spec)
         what = f"holding {elements / 1e9:.2f} billion weights of {plan.model.name} as {plan.dtype}"
         # Quantised matrices take less in the end, and each of them its whole size for a moment.
-        itemsize = 1 if plan.options.quantization == "fp8" else dtype.itemsize
-        check_free_memory(self._device, facts, elements * itemsize, what)
+        rounding = Rounding.of(plan)
+        bits = 8 * dtype.itemsize if rounding is None else rounding.bits
+        check_free_memory(self._device, facts, int(elements * bits / 8), what)
         self._plan = plan
         with self._backend.here():
             report("load weights")
@@ -89,7 +88,7 @@ class GpuExecutor(UniprocExecutor):
         assert self._decoder is not None, "load comes before allocate"
         plan, decoder = self._plan, self._decoder
         with self._backend.here():
-            cache = kv_cache.allocate(decoder.spec, num_blocks, plan.block_size, decoder.dtype, self._device)
+            cache = self._new_cache(plan, num_blocks)
             limits = runner_limits(plan, max_model_len)
             self._steps = GpuRunner(decoder, cache, self._backend.host_side(), limits, self._capturer(plan))
         folder = self._options.profiler_config.get("torch_profiler_dir")
@@ -145,11 +144,18 @@ class GpuExecutor(UniprocExecutor):
         choose = self.choose
         if plan.options.batch_invariant:
             choose = batch_invariant(choose)
-        return quantising(choose, plan.model.vocab_size) if plan.options.quantization == "fp8" else choose
+        rounding = Rounding.of(plan)
+        return choose if rounding is None else quantising(choose, plan.model.vocab_size, rounding)
+
+    def _new_cache(self, plan: Plan, num_blocks: int) -> kv_cache.KVCache:
+        assert self._spec is not None, "describe comes before load"
+        return kv_cache.allocate(
+            self._spec, num_blocks, plan.block_size, CACHE_DTYPES[plan.kv_cache_dtype], self._device
+        )
 
     def _measure(self, plan: Plan, decoder: Decoder, facts: GpuFacts) -> MemoryReading:
         backend = self._backend
-        null_block = kv_cache.allocate(decoder.spec, 1, plan.block_size, decoder.dtype, self._device)
+        null_block = self._new_cache(plan, 1)
         limits, capturer = runner_limits(plan, plan.max_model_len), self._capturer(plan)
         tokens = plan.max_num_batched_tokens
         found = measure(decoder, null_block, backend.host_side(), limits, tokens, backend.meter(), capturer)
@@ -182,16 +188,3 @@ def runner_limits(plan: Plan, max_model_len: int) -> RunnerLimits:
         eos_token_ids=plan.model.eos_token_ids,
         capture_sizes=sizes,
     )
-
-
-def check_plan(plan: Plan) -> None:
-    """Raises OptionError for what is computed on a CPU only."""
-    if plan.weight_bits:
-        raise OptionError(
-            f"quantization={plan.options.quantization} is computed on a CPU only; on a GPU there is quantization=fp8"
-        )
-    if plan.kv_cache_dtype != plan.dtype:
-        raise OptionError(
-            f"kv_cache_dtype={plan.options.kv_cache_dtype} beside dtype={plan.dtype} is computed on a CPU only; on a "
-            "GPU the cache has the type of the model, so leave it out"
-        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from torch import Tensor
 from headrace.executor.arch import ArchSpec
 from headrace.executor.place import SINGLE, Place
 from headrace.ipc.failure import ModelError
+from headrace.kernels.reference_attention import CacheScales
+from headrace.kernels.reference_rotary_cache import LayerCache
 
 SCALED = (torch.int8, torch.float8_e4m3fn)
 """What a cache can keep only with a scale for each row."""
@@ -28,6 +31,14 @@ class KVCache:
     values: tuple[Tensor, ...]
     key_scales: tuple[Tensor, ...] = ()  # per layer, where scaled: [num_blocks, num_kv_heads, block_size] float32
     value_scales: tuple[Tensor, ...] = ()
+
+    @cached_property
+    def layers(self) -> tuple[LayerCache, ...]:
+        """As a layer's kernels take them."""
+        if not self.key_scales:
+            return tuple(LayerCache(k, v) for k, v in zip(self.keys, self.values, strict=True))
+        scales = [CacheScales(keys=k, values=v) for k, v in zip(self.key_scales, self.value_scales, strict=True)]
+        return tuple(LayerCache(k, v, s) for k, v, s in zip(self.keys, self.values, scales, strict=True))
 
     @property
     def num_blocks(self) -> int:

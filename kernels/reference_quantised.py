@@ -23,9 +23,9 @@ class QuantisedLinear:
 
     def __init__(self, codes: Tensor, scales: Tensor, bias: Tensor | None, zeros: Tensor | None = None) -> None:
         self.codes = codes  # [out_features, in_features] int8 or float8_e4m3fn; [.., in_features / 2] uint8 for 4 bits
-        self.scales = scales  # [out_features, num_groups] float32
+        self.scales = scales  # [out_features, num_groups] float32 or float16
         self.bias = bias  # [out_features]
-        self.zeros = zeros  # [out_features, num_groups] uint8, of 4 bits alone
+        self.zeros = zeros  # [out_features, num_groups] uint8 or float32, of 4 bits alone
 
     def apply(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -72,7 +72,8 @@ def round_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def linear_int8(codes: Tensor, scales: Tensor, bias: Tensor | None) -> LinearWeight:
-    """codes [out_features, in_features] int8, scales [out_features, num_groups] float32; 1 group is a scale per row."""
+    """codes [out_features, in_features] int8, scales [out_features, num_groups] float32 or float16; 1 group is a scale
+    per row."""
     return QuantisedLinear(codes, scales, bias)
 
 
@@ -80,7 +81,8 @@ def linear_int4(codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tenso
     """Weights (code - zero) * scale, in groups of in_features / num_groups.
 
     codes [out_features, in_features / 2] uint8, the low half of a byte before the high one; scales
-    [out_features, num_groups] float32; zeros [out_features, num_groups] uint8, or None for 8.
+    [out_features, num_groups] float32 or float16; zeros [out_features, num_groups], uint8, float32 where a group's
+    least weight need not be a multiple of its scale, or None for 8.
     """
     return QuantisedLinear(codes, scales, bias, zeros)
 

@@ -17,7 +17,8 @@ from headrace.executor.gpu import GpuExecutor
 from headrace.executor.gpu_device import GpuFacts
 from headrace.executor.inputs import StepInputs
 from headrace.ipc.step import StepPlan
-from headrace.kernels.reference_attention import AttentionParams, PagedBatch
+from headrace.kernels.reference import LARGEST_STORED, narrow
+from headrace.kernels.reference_attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.registry import choose_reference
 
 BLOCK_SIZE = 4
@@ -146,9 +147,12 @@ def dense_attention(
     value_cache: Tensor,
     batch: PagedBatch,
     params: AttentionParams,
-    scales: None = None,
+    scales: CacheScales | None = None,
 ) -> Tensor:
     """`reference_attention.paged_attention` with every token's whole block table gathered."""
+    if scales is not None and scales.keys is not None and scales.values is not None:
+        key_cache = key_cache.float() * scales.keys[..., None]
+        value_cache = value_cache.float() * scales.values[..., None]
     tokens = torch.arange(len(query), dtype=torch.int32)
     seqs = torch.searchsorted(batch.query_start[1:].contiguous(), tokens, right=True)
     positions = batch.seq_lens[seqs] - (batch.query_start[1:][seqs] - tokens)
@@ -168,11 +172,23 @@ def dense_attention(
 
 
 def scatter_cache(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, _: Any = None
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    scales: CacheScales | None = None,
 ) -> None:
     blocks, offsets = batch.slot_mapping // batch.block_size, batch.slot_mapping % batch.block_size
-    key_cache[blocks, :, offsets] = key
-    value_cache[blocks, :, offsets] = value
+    scales = scales or CacheScales()
+    for rows, cache, row_scales in ((key, key_cache, scales.keys), (value, value_cache, scales.values)):
+        if row_scales is None:
+            cache[blocks, :, offsets] = rows
+            continue
+        largest = rows.float().abs().amax(-1)
+        divisor = torch.where(largest > 0, largest / LARGEST_STORED[cache.dtype], 1.0)
+        row_scales[blocks, :, offsets] = divisor
+        cache[blocks, :, offsets] = narrow(rows.float() / divisor[..., None], cache.dtype)
 
 
 class GpuOnCpu(GpuExecutor):

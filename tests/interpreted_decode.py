@@ -1,6 +1,7 @@
-"""Tiny models through the GPU runner with every Triton kernel interpreted on the CPU: `python FILE NAME ...`.
+"""Tiny models through the GPU runner with every Triton kernel interpreted on the CPU: `python FILE CASE ...`.
 
-Prints one line of JSON a model: its name, the ops that a Triton kernel served, and the tokens of each request.
+A case is a model's name, and after a + the type of its cache or of its weights. Prints one line of JSON a case: its
+name, the ops that a Triton kernel served, and the tokens of each request.
 """
 
 from __future__ import annotations
@@ -43,6 +44,20 @@ def model_and_spec(name: str) -> tuple[Any, Any]:
     return model, spec_from_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
 
 
+def dtype_of(kind: str) -> Any:
+    """Of a case's cache."""
+    from headrace.executor.uniproc import CACHE_DTYPES
+
+    return CACHE_DTYPES[kind.removeprefix("cache_") if kind.startswith("cache_") else "float32"]
+
+
+def quantised(choose: Callable[..., Any], kind: str, vocab_size: int) -> Callable[..., Any]:
+    """`choose` for a case's weights."""
+    from headrace.executor.gpu_kernels import Rounding, quantising
+
+    return quantising(choose, vocab_size, Rounding(kind, 32)) if kind in ("int8", "int4") else choose
+
+
 def main() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     import torch
@@ -56,7 +71,8 @@ def main() -> None:
 
     warnings.simplefilter("ignore", RuntimeWarning)
     torch.set_num_threads(1)
-    for name in sys.argv[1:]:
+    for case in sys.argv[1:]:
+        name, _, kind = case.partition("+")
         served: set[str] = set()
 
         def choose(op: str, served: set[str] = served, **facts: Any) -> Callable[..., Any]:
@@ -68,15 +84,16 @@ def main() -> None:
             return kernels.choose_reference(op)
 
         model, spec = model_and_spec(name)
-        decoder = Decoder(spec, DictSource(model.state_dict()), torch.float32, choose=choose)
-        cache = kv_cache.allocate(spec, 32, 16, torch.float32)
+        chosen = quantised(choose, kind, spec.vocab_size)
+        decoder = Decoder(spec, DictSource(model.state_dict()), torch.float32, choose=chosen)
+        cache = kv_cache.allocate(spec, 32, 16, dtype_of(kind))
         runner = GpuRunner(decoder, cache, HostDevice(), RunnerLimits(2, 32, 16, spec.vocab_size))
 
         def step(plan: Any, runner: GpuRunner = runner) -> Any:
             runner.submit(plan)
             return runner.collect()
 
-        print(json.dumps({"name": name, "served": sorted(served), "tokens": tokens_of(step)}), flush=True)
+        print(json.dumps({"name": case, "served": sorted(served), "tokens": tokens_of(step)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -155,10 +155,6 @@ def test_a_gpu_that_is_full_too_old_or_asked_for_too_much_is_refused(checkpoint:
         started(checkpoint, GpuFacts("NVIDIA H200", (9, 0), 8 * GIB, 1000))
     with pytest.raises(OptionError, match=r"bfloat16 needs compute capability 8\.0"):
         started(checkpoint, GpuFacts("Tesla T4", (7, 5), 8 * GIB, 7 * GIB), dtype="bfloat16")
-    with pytest.raises(OptionError, match="kv_cache_dtype=fp8 beside dtype=float32 is computed on a CPU only"):
-        started(checkpoint, kv_cache_dtype="fp8")
-    with pytest.raises(OptionError, match="quantization=int8 is computed on a CPU only"):
-        started(checkpoint, quantization="int8")
 
 
 def test_a_profile_has_the_runners_phases_and_a_description_its_graphs(checkpoint: Path, tmp_path: Path) -> None:

@@ -14,19 +14,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreted_decode import model_and_spec, tokens_of
+from interpreted_decode import dtype_of, model_and_spec, quantised, tokens_of
 from model_driver import DictSource
 
 from headrace.executor import kv_cache
 from headrace.executor.batch import BatchState
 from headrace.executor.decoder import Decoder
 from headrace.executor.runner import ModelRunner
+from headrace.kernels.registry import choose_reference
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton has no build for this platform", allow_module_level=True)
 
 RUNNER = Path(__file__).with_name("interpreted_decode.py")
-NAMES = ("llama_gqa_tied", "qwen3", "gemma2")
+NAMES = (
+    *("llama_gqa_tied", "qwen3", "gemma2"),
+    *("llama_gqa_tied+cache_fp8_e4m3", "qwen3+cache_int8", "llama_gqa_tied+int8", "llama_gqa_tied+int4"),
+)
 FUSED = {"activate_and_multiply", "paged_attention", "rms_norm", "rotary_and_write"}
 
 
@@ -43,9 +47,12 @@ def outcomes() -> dict[str, dict[str, list[list[int]]]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_through_interpreted_kernels_are_the_cpu_paths(name: str, outcomes: dict[str, dict[str, list]]) -> None:
-    model, spec = model_and_spec(name)
-    decoder = Decoder(spec, DictSource(model.state_dict()), torch.float32)
-    cache = kv_cache.allocate(spec, 32, 16, torch.float32)
+    model, _, kind = name.partition("+")
+    built, spec = model_and_spec(model)
+    chosen = quantised(choose_reference, kind, spec.vocab_size)
+    decoder = Decoder(spec, DictSource(built.state_dict()), torch.float32, choose=chosen)
+    cache = kv_cache.allocate(spec, 32, 16, dtype_of(kind))
     reference = ModelRunner(decoder, cache, BatchState(2, 32, 16), vocab_size=spec.vocab_size)
     assert outcomes[name]["tokens"] == tokens_of(reference.step)
-    assert set(outcomes[name]["served"]) >= FUSED, "what is not served by Triton is not tested here"
+    linear = {f"linear_{kind}"} if kind.startswith("int") else set()
+    assert set(outcomes[name]["served"]) >= FUSED | linear, "what is not served by Triton is not tested here"

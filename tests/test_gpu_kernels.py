@@ -1,4 +1,4 @@
-"""fp8 weights and batch invariance, which are ways of choosing kernels."""
+"""Quantised weights and batch invariance, which are ways of choosing kernels; and quantised caches."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ import torch
 from gpu_parts import HostBackend, choose_capturable
 from plan_maker import PlanMaker
 
+from headrace.core.memory import block_bytes
 from headrace.core.options import Options
 from headrace.core.resolve import resolve
 from headrace.executor.gpu import GpuExecutor
 from headrace.executor.gpu_device import GpuFacts
-from headrace.executor.gpu_kernels import batch_invariant, quantising, to_fp8
+from headrace.executor.gpu_kernels import Rounding, batch_invariant, quantising
+from headrace.executor.gpu_quantise import to_fp8, to_int4, to_int8
 from headrace.executor.uniproc import make_executor
 from headrace.ipc.failure import OptionError
-from headrace.kernels.reference_attention import AttentionParams
-from headrace.kernels.reference_quantised import QuantisedBothLinear, QuantisedLinear
+from headrace.kernels.cpu.linear import quantise
+from headrace.kernels.cpu.linear_reference import dequantise as from_gguf
+from headrace.kernels.reference_attention import AttentionParams, CacheScales
+from headrace.kernels.reference_quantised import QuantisedBothLinear, QuantisedLinear, dequantise
 from headrace.kernels.registry import choose_reference
 
 GPU = GpuFacts("NVIDIA H200", (9, 0), 8 << 30, 7 << 30)
+FP8 = Rounding("fp8", 32)
 
 
 def test_rows_are_rounded_to_the_nearest_of_448_steps_of_their_own_scale() -> None:
@@ -49,10 +54,10 @@ def test_fp8_is_multiplied_as_it_is_where_the_device_can(name: str) -> None:
         return partial(reference) if op == name else reference
 
     weight = torch.randn(32, 16)
-    packed = quantising(choose, vocab_size=99)("linear", shape=(32, 16))(weight, None)
+    packed = quantising(choose, 99, FP8)("linear", shape=(32, 16))(weight, None)
     assert isinstance(packed, QuantisedBothLinear if name == "linear_fp8_dynamic" else QuantisedLinear)
     assert packed.nbytes == 32 * 16 + 32 * 4
-    dense = quantising(choose, vocab_size=32)("linear", shape=(32, 16))(weight, None)
+    dense = quantising(choose, 32, FP8)("linear", shape=(32, 16))(weight, None)
     assert dense.weight is weight, "the head stays as it is"
     assert asked[-1] == "linear"
 
@@ -62,15 +67,16 @@ def test_batch_invariance_is_asked_of_every_kernel_and_of_attention_at_each_call
 
     def choose(op: str, **facts: Any) -> Any:
         facts_of[op] = facts
-        return lambda *arguments: params_of.append(arguments[-1])
+        return lambda *arguments: params_of.append(arguments[4:])
 
     chosen = batch_invariant(choose)
     chosen("linear", shape=(4, 4))
     chosen("rms_norm", size=4)
     attend = chosen("paged_attention", head_dim=8)
-    attend(None, None, None, None, AttentionParams(0.5, 7, 3.0))
+    scales = CacheScales(2.0, 3.0)
+    attend(None, None, None, None, AttentionParams(0.5, 7, 3.0), scales)
     assert all(facts["batch_invariant"] for facts in facts_of.values())
-    assert params_of == [AttentionParams(0.5, 7, 3.0, batch_invariant=True)]
+    assert params_of == [(AttentionParams(0.5, 7, 3.0, batch_invariant=True), scales)], "the scales go along"
 
 
 def executor_of(model: Path, **options: Any) -> tuple[GpuExecutor, Any]:
@@ -84,25 +90,96 @@ def executor_of(model: Path, **options: Any) -> tuple[GpuExecutor, Any]:
     return executor, reading
 
 
-def test_an_fp8_model_takes_a_quarter_and_answers_nearly_as_its_float32_original(tmp_path: Path) -> None:
-    model = tiny_models.save("llama", tmp_path)
-    logprobs, sizes = [], []
-    for options in ({}, {"quantization": "fp8"}):
-        executor, reading = executor_of(model, **options)
-        maker = PlanMaker(block_size=4)
-        maker.enter(0, [7, 8, 9, 10], temperature=0.0, logprobs=-1, prompt_logprobs=-1)
-        maker.compute(0)
+def probabilities(executor: Any) -> np.ndarray:
+    """[positions, vocab_size]: what follows each token of a prompt of several blocks, computed in two pieces."""
+    maker = PlanMaker(block_size=4)
+    maker.enter(0, [7, 8, 9, 10, 11, 12, 13, 14, 15, 16], temperature=0.0, prompt_logprobs=-1)
+    rows = []
+    for count in (6, None):
+        maker.compute(0, count)
         executor.submit(maker.plan())
-        result = executor.collect()
-        sizes.append(reading.weights_bytes)
-        run = result.prompt_logprobs[0].rows
+        rows += [run.rows for run in executor.collect().prompt_logprobs]
+    executor.stop()
+    parts = []
+    for run in rows:
         order = np.argsort(run.token_ids.numpy()[:, 1:], axis=1)
-        logprobs.append(np.take_along_axis(run.logprobs.numpy()[:, 1:], order, 1))
-        executor.stop()
+        parts.append(np.exp(np.take_along_axis(run.logprobs.numpy()[:, 1:], order, 1)))
+    return np.concatenate(parts)
+
+
+def furthest(some: np.ndarray, others: np.ndarray) -> float:
+    """The largest total variation of two rows."""
+    return float(np.abs(some - others).sum(1).max() / 2)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "share", "bound"), [("fp8", 0.3, 0.5), ("int8", 0.3, 0.05), ("int4", 0.2, 0.6)]
+)
+def test_a_quantised_model_takes_less_and_answers_nearly_as_its_float32_original(
+    quantization: str, share: float, bound: float, tmp_path: Path
+) -> None:
+    model = tiny_models.save("llama", tmp_path)
+    whole, reading = executor_of(model)
+    quantised, smaller = executor_of(model, quantization=quantization)
     embeddings = 2 * tiny_models.VOCAB_SIZE * 64 * 4
-    assert (sizes[1] - embeddings) / (sizes[0] - embeddings) < 0.3
-    difference = np.abs(np.exp(logprobs[0]) - np.exp(logprobs[1])).sum(1) / 2
-    assert 0 < difference.max() < 0.5, "it is quantised, and not another model"
+    assert (smaller.weights_bytes - embeddings) / (reading.weights_bytes - embeddings) < share
+    assert 0 < furthest(probabilities(whole), probabilities(quantised)) < bound, "quantised, and not another model"
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_int8_and_int4_are_the_weights_that_the_cpu_computes(group: int) -> None:
+    weight = torch.randn(70, 256, generator=torch.Generator().manual_seed(2)) * torch.logspace(-3, 3, 70)[:, None]
+    weight[3] = 0
+    weight[4] = 0.25
+    weight[5] = weight[5].abs() + 10
+    assert dequantise(*to_int8(weight, group)).equal(from_gguf(*quantise(weight, 8, group)))
+    found, expected = dequantise(*to_int4(weight, group)), from_gguf(*quantise(weight, 4, group))
+    assert bool(((found - expected).abs() <= 1e-6 * weight.abs().amax(1, keepdim=True)).all())
+
+
+def test_rows_that_groups_do_not_divide_stay_as_they_are_which_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chosen = quantising(choose_reference, 99, Rounding("int4", 32))
+    weight = torch.randn(32, 48)
+    for _ in range(2):
+        assert chosen("linear", shape=(32, 48))(weight, None).weight is weight
+    assert [record.getMessage() for record in caplog.records] == [
+        "matrices with rows of 48 weights are not quantised, as groups of 32 do not divide them"
+    ]
+    assert chosen("linear", shape=(32, 64))(torch.randn(32, 64), None).nbytes == 32 * 32 + 32 * 2 * (2 + 4)
+
+
+# --- quantised caches -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "bound"), [("fp8", 0.1), ("int8", 0.03)])
+def test_a_quantised_cache_answers_nearly_as_a_whole_one_and_as_the_cpus(
+    kv_cache_dtype: str, bound: float, tmp_path: Path
+) -> None:
+    model = tiny_models.save("qwen3", tmp_path)
+    whole, found = (
+        probabilities(executor_of(model)[0]),
+        probabilities(executor_of(model, kv_cache_dtype=kv_cache_dtype)[0]),
+    )
+    assert 0 < furthest(whole, found) < bound
+    asked = Options(
+        model=str(model), device="cpu", skip_tokenizer_init=True, dtype="float32", block_size=4, max_num_seqs=4,
+        max_model_len=64, kv_cache_dtype=kv_cache_dtype,
+    )  # fmt: skip
+    on_the_cpu = make_executor(asked)
+    on_the_cpu.load(resolve(asked, on_the_cpu.describe(lambda phase: None)), lambda phase: None)
+    on_the_cpu.allocate(num_blocks=64, max_model_len=64)
+    assert furthest(probabilities(on_the_cpu), found) < bound / 5, "the same roundings; the CPU's queries are in bf16"
+
+
+def test_a_quantised_cache_is_allocated_with_its_scales_and_counted_with_them(tmp_path: Path) -> None:
+    model = tiny_models.save("llama", tmp_path)
+    executor, _ = executor_of(model, kv_cache_dtype="int8")
+    cache = executor.steps.steps._kv_cache
+    assert cache.keys[0].dtype is torch.int8
+    assert cache.nbytes == 64 * block_bytes(executor._plan)
+    assert executor.steps.steps._kv_cache.layers[1].scales.keys is cache.key_scales[1]
 
 
 @pytest.mark.parametrize(

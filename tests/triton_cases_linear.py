@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headrace.executor.gpu_quantise import to_int4, to_int8
 from headrace.kernels import ops
 from headrace.kernels.reference_quantised import dequantise
 from headrace.kernels.reference_quantised import round_tokens as reference_round_tokens
@@ -38,6 +39,22 @@ def case_int8_and_fp8_weights() -> None:
         assert_close(found, expected, x, dequantise(weight, scales))
 
 
+def case_weights_rounded_as_they_are_loaded() -> None:
+    """With float16 scales, and the least of a group of 4 bits where it is."""
+    weight, x = torch.randn(40, 192) * 0.02, torch.randn(5, 192)
+    for dtype in BOUND:
+        for group in (32, 64):
+            for op, rounded in (("linear_int8", to_int8(weight, group)), ("linear_int4", to_int4(weight, group))):
+                arguments = (*rounded, None)
+                found, expected = getattr(linear, op)(*arguments), ops()[op].reference(*arguments)
+                assert_close(found.apply(x.to(dtype)), expected.apply(x.to(dtype)), x.to(dtype), dequantise(*rounded))
+                bits_of_scales = 16 if op == "linear_int8" else 32
+                bits = 8 if op == "linear_int8" else 4
+                assert found.nbytes >= 40 * 192 * (bits + bits_of_scales / group) / 8
+                ids = torch.tensor([3, 0])
+                assert (found.look_up(ids) - expected.look_up(ids)).abs().max() < 1e-6
+
+
 def case_int4_weights_in_groups() -> None:
     for dtype in BOUND:
         for num_rows, shape, group in ((1, (40, 64), 32), (18, (33, 256), 128), (5, (20, 192), 64), (3, (24, 384), 96)):
@@ -50,7 +67,7 @@ def case_int4_weights_in_groups() -> None:
                 expected = ops()["linear_int4"].reference(codes, scales, zero, bias)
                 assert_close(packed.apply(x), expected.apply(x), x, dequantise(codes, scales, zero))
                 ids = torch.tensor([3, 0])
-                assert torch.equal(packed.look_up(ids), expected.look_up(ids))
+                assert torch.allclose(packed.look_up(ids), expected.look_up(ids), atol=1e-6)
 
 
 def case_inputs_are_rounded_to_e4m3_as_the_reference_does() -> None:

@@ -25,8 +25,8 @@ class Packed:
 
     kind: int
     codes: Tensor  # [out_features, bytes or values]
-    scales: Tensor | None  # [out_features, num_groups] float32
-    shifts: Tensor | None
+    scales: Tensor | None  # [out_features, num_groups] float32 or float16
+    shifts: Tensor | None  # of 4 bits alone, as scales: zero * scale
     bias: Tensor | None
     in_features: int
     group: int
@@ -80,13 +80,15 @@ class TritonLinear(QuantisedLinear):
         zeros: Tensor | None = None,
         batch_invariant: bool = False,
     ) -> None:
-        super().__init__(codes, scales.float().contiguous(), bias, zeros)
+        kept = scales if scales.dtype == torch.float16 else scales.float()
+        super().__init__(codes, kept.contiguous(), bias)
         self._batch_invariant = batch_invariant
         device = configs.device_of(codes)
         in_features = codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
         group = 0 if self.scales.shape[1] == 1 else in_features // self.scales.shape[1]
         if codes.dtype == torch.uint8:
-            shift = NO_ZERO * self.scales if zeros is None else zeros.float() * self.scales
+            zero = NO_ZERO if zeros is None else zeros.float()
+            shift = (zero * self.scales.float()).to(self.scales.dtype)
             stored, group, kind = pack_int4(codes), in_features // self.scales.shape[1], INT4
             self.codes = stored
         elif codes.dtype == torch.int8:
@@ -108,8 +110,15 @@ class TritonLinear(QuantisedLinear):
     def _rows(self, rows: Tensor | slice) -> Tensor:
         if self._packed.kind != INT4:
             return super()._rows(rows)
+        scales, shifts = self.scales[rows].float(), self._packed.shifts
+        assert shifts is not None, "4 bits come with shifts"
         codes = unpack_int4(self.codes[rows], self._packed.in_features)
-        return dequantise(codes, self.scales[rows], None if self.zeros is None else self.zeros[rows])
+        raw = dequantise(codes, torch.ones_like(scales), torch.zeros_like(scales)).unflatten(1, (scales.shape[1], -1))
+        return (raw * scales[..., None] - shifts[rows].float()[..., None]).flatten(1)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + (0 if self._packed.shifts is None else self._packed.shifts.nbytes)
 
 
 class InvariantLinear(DenseLinear):

@@ -29,8 +29,8 @@ def scaled(codes, scales, columns, in_columns, first, num_groups, dtype: tl.cons
 def linear_kernel(
     x,  # [num_rows, in_features]
     weight,  # [out_features, in_features]; 4 bits: [out_features, ceil(in_features / 2 BLOCK_K) * BLOCK_K] uint8
-    scales,  # [out_features, num_groups] float32, or None
-    shifts,  # [out_features, num_groups] float32: zero * scale, of 4 bits alone
+    scales,  # [out_features, num_groups] float32 or float16, or None
+    shifts,  # as scales: zero * scale, of 4 bits alone
     bias,  # [out_features] or None
     out,  # [num_rows, out_features]
     num_rows,
