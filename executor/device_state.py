@@ -30,6 +30,9 @@ SEEN_IN_PROMPT = 1 << 30
 class Event(Protocol):
     def record(self) -> None: ...
     def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        """Whether it has passed."""
+        ...
 
 
 class Device(Protocol):
@@ -62,6 +65,9 @@ class _Passed:
 
     def synchronize(self) -> None:
         pass
+
+    def query(self) -> bool:
+        return True
 
 
 class HostDevice:

@@ -125,6 +125,11 @@ class GpuRunner:
         self.times.collected(result)
         return result
 
+    def has_result(self) -> bool:
+        """Whether the oldest submitted step is done, so that `collect` waits for nothing."""
+        step = self._in_flight[0]
+        return step.sampled is not None or step.done.query()
+
     def idle(self) -> bool:
         """Captures a graph while nothing runs; False when there is none left."""
         return not self._in_flight and self.graphs.is_one_left and self._capture()
@@ -172,11 +177,7 @@ class GpuRunner:
     def _start(self, plan: StepPlan, step: StepInFlight) -> None:
         needs = self.batch.needs(plan.rows)
         on_the_host = bool(needs & ~ON_THE_DEVICE)
-        is_decode = plan.total_tokens == len(plan.rows) and bool(plan.sampled.all())
-        if is_decode and not needs & Needs.PROMPT_LOGPROBS:
-            logits = self._decode(plan, Choice.LOGITS if on_the_host else choice_for(needs))
-        else:
-            logits = self._mixed(plan, step, needs)
+        logits = self._compute(plan, step, needs)
         num_sampled = len(step.rows)
         if logits is not None and num_sampled:
             with self.times.phase("sample"):
@@ -187,6 +188,13 @@ class GpuRunner:
             self._device.to_host(step.host[:words], self.steps.results.view(-1)[:words])
         if step.sampled is not None:
             self._fill_in(step)
+
+    def _compute(self, plan: StepPlan, step: StepInFlight, needs: int) -> Tensor | None:
+        """Starts the model, and the choice of tokens where it is part of a decode; the logits when it is not."""
+        is_decode = plan.total_tokens == len(plan.rows) and bool(plan.sampled.all())
+        if is_decode and not needs & Needs.PROMPT_LOGPROBS:
+            return self._decode(plan, Choice.LOGITS if needs & ~ON_THE_DEVICE else choice_for(needs))
+        return self._mixed(plan, step, needs)
 
     def _decode(self, plan: StepPlan, choice: Choice) -> Tensor | None:
         """Starts it; the logits when it ends with them."""
