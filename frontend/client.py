@@ -159,6 +159,11 @@ class CoreClient:
         if self._draining:
             raise EngineDeadError("the engine is shutting down and takes no new requests")
 
+    @property
+    def failure(self) -> Failure | None:
+        """Why the session has ended; None while it goes on."""
+        return self._failure
+
     def fail(self, failure: Failure) -> None:
         """The core is dead, because of this: ends every stream and wait. The first cause counts."""
         if self._failure is not None:

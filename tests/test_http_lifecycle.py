@@ -59,15 +59,13 @@ def test_phases_sum_to_the_time_until_the_address():
         assert float(total) == pytest.approx(wall_s, abs=0.15)
 
 
-def test_a_server_that_loads_says_so_and_is_not_ready():
-    server = Server("--port", "0", null_model={"load_delay_s": 60})
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_server_that_loads_says_so_and_is_not_ready(processes):
+    server = Server("--port", "0", "--api-server-count", processes, null_model={"load_delay_s": 60})
     try:
         server.wait_log("load weights|allocate|read config")
-        (port,) = [
-            each.laddr.port
-            for each in psutil.Process(server.process.pid).net_connections()
-            if each.status == psutil.CONN_LISTEN
-        ]
+        wait_until(lambda: len(set(listening_ports(server))) == 1, 10, "listening")
+        (port,) = set(listening_ports(server))
         with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
             assert client.get("/health/live").status_code == 200
             refused = client.get("/health/ready")
@@ -82,8 +80,15 @@ def test_a_server_that_loads_says_so_and_is_not_ready():
         server.close()
 
 
-def test_an_engine_that_cannot_start_ends_the_server_with_its_cause():
-    server = Server("--distributed-executor-backend", "nowhere:Nothing")
+def listening_ports(server: Server) -> list[int]:
+    process = psutil.Process(server.process.pid)
+    connections = [each for one in (process, *process.children()) for each in one.net_connections("tcp")]
+    return [each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN]
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_an_engine_that_cannot_start_ends_the_server_with_its_cause(processes):
+    server = Server("--distributed-executor-backend", "nowhere:Nothing", "--api-server-count", processes)
     assert server.wait_exit(30) == 1
     assert "nowhere:Nothing" in server.log
 
@@ -175,37 +180,15 @@ def test_a_drain_ends_at_its_deadline_with_a_last_event():
         assert server.wait_exit() == 0
 
 
-def test_a_second_signal_does_not_wait():
-    with serving(null_model=SLOW) as server, server.client() as client:
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_second_signal_does_not_wait(processes):
+    with serving("--api-server-count", processes, null_model=SLOW) as server, server.client() as client:
         with streaming(client) as lines:
             server.signal()
             server.wait_log("stopping; ")
             server.signal(signal.SIGINT)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert server.wait_exit() == 0
-
-
-def test_an_engine_that_dies_ends_its_streams_with_the_cause_and_the_server():
-    with serving(null_model={**SLOW, "crash_token_id": 99}) as server, server.client() as client:
-        with streaming(client) as lines:
-            with server.client() as other:
-                answer = other.post(COMPLETIONS, json={"prompt": [5, 99]})
-            assert answer.status_code == 503
-            assert int(answer.headers["retry-after"]) > 0
-            assert "told to crash" in answer.json()["error"]["message"]
-            rest = [line for line in lines if line]
-        assert "told to crash" in rest[-2]
-        assert '"code":"engine_dead"' in rest[-2]
-        assert rest[-1] == "data: [DONE]"
-        assert server.wait_exit() == 70
-
-
-def test_a_killed_engine_is_named_by_its_signal():
-    with serving(null_model=SLOW) as server, server.client() as client:
-        with streaming(client) as lines:
-            engine_of(server).kill()
-            assert "killed by signal 9" in [line for line in lines if line][-2]
-        assert server.wait_exit() == 70
 
 
 def test_several_processes_share_a_port_an_engine_and_metrics():

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RETRY_FIRST_S, _RETRY_LONGEST_S = 0.05, 30.0
+_RETRY_LONGEST_S = 30.0
 _STABLE_AFTER_S = 60.0
 """An engine that served for so long and then died is started again without delay."""
-_CAUSE_GRACE_S = 1.0
+CAUSE_GRACE_S = 1.0
+"""How long whoever watches the engine may take to say how it ended, once its connection is lost."""
 STATS_TIMEOUT_S = 2.0
 
 
@@ -50,20 +51,13 @@ class Source(Protocol):
 class Attached:
     """An engine that somebody else runs."""
 
-    def __init__(self, address: str, *, waits: bool = False) -> None:
-        """With `waits` it is tried until it is there: whoever runs it also starts it, or starts it again."""
-        self.address, self.comes_back = address, waits
+    comes_back = False
+
+    def __init__(self, address: str) -> None:
+        self.address = address
 
     async def open(self) -> CoreClient:
-        delay_s = _RETRY_FIRST_S
-        while True:
-            try:
-                return await CoreClient.connect(self.address)
-            except EngineDeadError:
-                if not self.comes_back:
-                    raise
-            await asyncio.sleep(delay_s)
-            delay_s = min(delay_s * 1.5, 1.0)
+        return await CoreClient.connect(self.address)
 
     async def close(self, deadline_s: float) -> None:
         """It goes on without us."""
@@ -102,7 +96,7 @@ class Owned:
             None if report is None else lambda progress: report(progress.phase),
         )
         self.address = ready.address
-        client = CoreClient(ZmqTransport(ready.address), cause_grace_s=_CAUSE_GRACE_S)
+        client = CoreClient(ZmqTransport(ready.address), cause_grace_s=CAUSE_GRACE_S)
         await client.start()
         self._ready_s = time.monotonic()
         self._child.on_exit(client.fail_threadsafe)
@@ -179,7 +173,8 @@ class EnginePool:
         self.dead = asyncio.Event()
         """Set when no engine is left and none will come back; `failure` says why."""
         self.failure: Failure | None = None
-        self.on_death: Callable[[Engine, Failure], None] | None = None
+        self.on_death: Callable[[Failure], None] | None = None
+        """Told of each engine that ends after the start."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -243,8 +238,8 @@ class EnginePool:
             except HeadraceError as error:
                 failure = Failure.of(error, process="server", phase="connect")
             engine.disconnected(failure)
-            if self.on_death is not None:
-                self.on_death(engine, failure)
+            if self.on_death is not None and self.started.is_set():
+                self.on_death(failure)
             if not engine.source.comes_back or not self.started.is_set():
                 break
             stable = time.monotonic() - began_s > _STABLE_AFTER_S

@@ -19,7 +19,7 @@ from headrace.core.supervisor import Child, start_engine
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.phases import PhaseLog, process_began_s, say
 from headrace.frontend.own_engine import START_TIMEOUT_S
-from headrace.ipc.sockets import new_ipc_address
+from headrace.ipc.failure import Failure
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -31,9 +31,7 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
     child: Child | None = None
     if not options.engine:
         phases.enter("start the engine's process")
-        # Named after this process, an address stays ours when the engine there is another one.
-        address = new_ipc_address("engine") if options.api_server_count > 1 else ""
-        child = start_engine(engine_options, address)
+        child = start_engine(engine_options)
     try:
         if options.api_server_count > 1:
             from headrace.frontend.http.processes import serve_with_processes
@@ -67,6 +65,7 @@ def _serve_here(engine_options: Options, options: ServeOptions, child: Child | N
         owned.on_progress = lambda phase: phases.enter(f"engine: {phase}")
         sources = [owned]
     server.on_ready = lambda: phases.finish(ready_text(url))
+    server.on_engine_end = say_engine_ended
 
     async def serve() -> int:
         _stop_on_signals(server.stop, engine_options.shutdown_timeout)
@@ -95,6 +94,10 @@ def _stop_on_signals(stop: Callable[[float], None], shutdown_timeout_s: float) -
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:
         loop.add_signal_handler(number, handle, number)
+
+
+def say_engine_ended(failure: Failure) -> None:
+    say(f"the engine has ended: {failure.message}")
 
 
 def ready_text(url: str) -> str:

@@ -108,6 +108,13 @@ def read_keys(options: ServeOptions) -> list[str]:
     return keys
 
 
+def check_files(options: ServeOptions) -> None:
+    """Raises OptionError for keys, templates or certificates that cannot be read."""
+    read_keys(options)
+    load_template(options.chat_template)
+    _tls_arguments(options)
+
+
 class HttpServer:
     """Everything here runs in one asyncio loop, but for `stop_threadsafe`."""
 
@@ -120,6 +127,8 @@ class HttpServer:
         self._stop_asked: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.on_ready: Callable[[], None] | None = None
+        self.on_engine_end: Callable[[Failure], None] | None = None
+        """Told of each engine that ends after the start."""
 
     def stop(self, deadline_s: float) -> None:
         """Takes nothing new, and ends once all that runs is done or `deadline_s` has passed. The shortest counts."""
@@ -139,6 +148,7 @@ class HttpServer:
         if self._stop_at_s is not None:
             self._stop_asked.set()
         pool = EnginePool(sources)
+        pool.on_death = self.on_engine_end
         state = ServerState(self._options, pool, self._pages, keys=self._keys, template=self._template)
         server = _UvicornServer(self._config(make_app(state)))
         raise_file_limit()

@@ -44,6 +44,8 @@ class ServerState:
 
     def check_accepting(self) -> None:
         """Raises ApiError when no new requests are taken."""
+        if self.draining and self.pool.dead.is_set():
+            raise self.pool.why_unavailable()
         if self.draining:
             raise unavailable("the server is shutting down and takes no new requests", code="shutting_down")
 

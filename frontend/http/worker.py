@@ -10,15 +10,16 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.frontend.http.engines import Attached
-from headrace.frontend.http.launch import set_up_logging
+from headrace.frontend.http.engines import Attached, Source
+from headrace.frontend.http.kept_engine import EngineDown, EngineUp, Kept
+from headrace.frontend.http.launch import say_engine_ended, set_up_logging
 from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server import EXIT_ERROR, HttpServer, listen, run_loop, url_of
 from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.child import die_with_parent
 from headrace.ipc.failure import Failure, HeadraceError
-from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Ready, Start
+from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, Ready, Start, Stop
 from headrace.ipc.wait import Deadline
 
 
@@ -27,9 +28,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     server: ServeOptions
     """With the port that the parent bound."""
-    engines: tuple[str, ...]
-    engines_come_back: bool
-    """The parent starts them, so they may not be there yet, and may be started again."""
+    parent_has_engine: bool
+    """The parent runs the one engine and says how it is; else they are those of `server`."""
     pages_file: str
     num_processes: int
     index: int
@@ -39,7 +39,7 @@ def main(fd: int) -> int:
     """The exit status: that of HttpServer.run, or 1 when the start failed."""
     die_with_parent()
     set_up_logging()
-    channel = Channel.inherited(fd, ParentMessage)
+    channel = Channel.inherited(fd, Start | Stop | EngineUp | EngineDown)
     try:
         start = channel.receive(Deadline(10.0))
         if not isinstance(start, Start) or start.schema_hash != SCHEMA_HASH:
@@ -56,12 +56,9 @@ def main(fd: int) -> int:
 def _serve(options: WorkerOptions, channel: Channel) -> int:
     began_s = time.monotonic()
     sock = listen(options.server, shared=True)
-    pages = Pages(
-        len(options.engines),
-        file=Path(options.pages_file),
-        num_processes=options.num_processes,
-        index=options.index,
-    )
+    kept = Kept()
+    sources: list[Source] = [kept] if options.parent_has_engine else [Attached(each) for each in options.server.engine]
+    pages = Pages(len(sources), file=Path(options.pages_file), num_processes=options.num_processes, index=options.index)
     server = HttpServer(options.server, sock, pages)
     address = url_of(options.server, sock)
 
@@ -70,10 +67,11 @@ def _serve(options: WorkerOptions, channel: Channel) -> int:
             channel.send(Ready(address=address, startup_s={"attach": time.monotonic() - began_s}))
 
     server.on_ready = on_ready
+    if not options.parent_has_engine and options.index == 0:  # all of them see it; one tells
+        server.on_engine_end = say_engine_ended
     threading.Thread(
-        target=obey_parent, args=(channel, server.stop_threadsafe, EXIT_ERROR), name="parent", daemon=True
+        target=obey_parent, args=(channel, server.stop_threadsafe, EXIT_ERROR, kept.tell), name="parent", daemon=True
     ).start()
-    sources = [Attached(address, waits=options.engines_come_back) for address in options.engines]
     status: int = run_loop(server.run(sources))
     return status
 
