@@ -18,7 +18,7 @@ demo: demo-model
 	@PROMPT="$${PROMPT:-Why is the sky blue?}" $(BIN)/headrace demo
 
 test: install demo-model lint
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 lint: install $(TYPES)
 	$(BIN)/ruff check .

@@ -237,10 +237,9 @@ def test_ranks_that_ray_places_answer_as_one_process_does(tmp_path: Path) -> Non
     prompt = [5, 6, 7, 8, 9] * 6
     with LLM(str(tmp_path), **common) as llm:
         expected = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
-    before = {process.pid for process in psutil.process_iter()}
     with LLM(str(tmp_path), **common, tensor_parallel_size=2, distributed_executor_backend="ray") as llm:
         assert llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids == expected
-        workers = [process for process in psutil.process_iter() if _is_worker(process) and process.pid not in before]
+        workers = [process for process in psutil.Process().children(recursive=True) if _is_worker(process)]
         assert len(workers) == 2
         workers[1].kill()
         with pytest.raises(EngineDeadError, match=r"worker . .*killed by signal 9"):
