@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from headrace.ipc.failure import ModelError
@@ -196,11 +196,31 @@ class ArchSpec:
         """Whether a token's rotation depends on its prompt's length beyond the trained context (dynamic NTK)."""
         return any(rope.kind == "dynamic" for rope in self.ropes)
 
-    def local_kv_heads(self, tp_size: int) -> int:
-        """Key/value heads of one of `tp_size` ranks; fewer heads than ranks are repeated."""
-        if self.num_heads % tp_size or (self.num_kv_heads % tp_size and tp_size % self.num_kv_heads):
+    def for_ranks(self, tp_size: int, inner_block: int = 1) -> ArchSpec:
+        """Itself with as many heads and inner columns as `tp_size` ranks can share evenly; those added weigh nothing.
+
+        Key/value heads become a multiple of tp_size, or one of its divisors where they are fewer than ranks: then
+        each is repeated on several ranks, which divide its query heads. Inner columns become a multiple of
+        tp_size * inner_block. Raises ModelError for more ranks than query heads.
+        """
+        if self.num_heads < tp_size:
             raise ModelError(
-                f"{self.num_heads} attention heads and {self.num_kv_heads} key/value heads "
-                f"cannot be divided among {tp_size} ranks"
+                f"{self.num_heads} attention heads cannot be divided among {tp_size} ranks: each needs at least one"
             )
-        return max(1, self.num_kv_heads // tp_size)
+        group = self.num_heads // self.num_kv_heads
+        if self.num_kv_heads >= tp_size:
+            kv_heads = _rounded_up(self.num_kv_heads, tp_size)
+        else:
+            kv_heads = next(n for n in range(self.num_kv_heads, tp_size + 1) if tp_size % n == 0)
+            group = _rounded_up(group, tp_size // kv_heads)
+        inner = _rounded_up(self.intermediate_size, tp_size * inner_block) if tp_size > 1 else self.intermediate_size
+        return replace(self, num_heads=kv_heads * group, num_kv_heads=kv_heads, intermediate_size=inner)
+
+    def local_kv_heads(self, tp_size: int) -> int:
+        """Key/value heads of one of `tp_size` ranks; fewer heads than ranks are repeated. Raises ModelError."""
+        return max(1, self.for_ranks(tp_size).num_kv_heads // tp_size)
+
+
+def _rounded_up(size: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return -(-size // step) * step

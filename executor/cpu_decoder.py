@@ -11,9 +11,10 @@ from headrace.executor.batch import Draws, StepArrays
 from headrace.executor.collectives import SharedCollectives
 from headrace.executor.cpu_layers import CpuModel, read_model
 from headrace.executor.cpu_program import ProgramWriter, StepLimits, WrittenProgram
-from headrace.executor.cpu_weights import Blocks, CpuWeights
+from headrace.executor.cpu_weights import Blocks, CpuWeights, inner_block
 from headrace.executor.inputs import Chosen, StepLogits, no_logits
 from headrace.executor.kv_cache import KVCache
+from headrace.executor.padding import padded_for
 from headrace.executor.place import SINGLE, Place
 from headrace.executor.weights import WeightSource
 from headrace.kernels.cpu import build
@@ -64,6 +65,8 @@ class CpuDecoder:
     ) -> None:
         if reason := why_not(spec, dtype, place):
             raise ValueError(f"The CPU program cannot be used: {reason}")
+        block = inner_block(spec, weights, keep_packed=keep_packed, blocks=blocks)
+        spec, weights = padded_for(spec, weights, place, block)
         self.spec, self.dtype, self._limits, self._place = spec, dtype, limits, place
         self.runtime = used or runtime()
         reader = CpuWeights(weights, dtype, self.runtime, keep_packed=keep_packed, blocks=blocks)
@@ -92,6 +95,17 @@ class CpuDecoder:
         written.program.run_filled(written.buffers)
         chosen = Chosen(written.columns.token_ids[:count].copy(), written.columns.best[:count])
         return StepLogits(self._logits[count], self._logits_at, chosen)
+
+    def repeat(self) -> Chosen:
+        """The step before once more, which computed and chose a token for each of its sequences: see `StepPlan`."""
+        assert self._written is not None, "a step comes first"
+        buffers, columns = self._written.buffers, self._written.columns
+        count = buffers.step.num_seqs
+        buffers.token_ids[:count] = columns.token_ids[:count]
+        for moves_on in (buffers.positions, buffers.slot_mapping, buffers.seq_lens, columns.position):
+            moves_on[:count] += 1
+        self._written.program.run_filled(buffers)
+        return Chosen(columns.token_ids[:count].copy(), columns.best[:count])
 
     def choose(self, logits: Tensor, draws: Draws) -> Chosen:
         """Tokens for rows of logits, [n, vocab_size] float32."""
@@ -141,6 +155,12 @@ class CpuRank(CpuDecoder):
         self._check_ranks()
         place.link.send(hidden[None])
         return no_logits()
+
+    def repeat(self) -> Chosen:
+        """As in `CpuDecoder`; with stages no plan repeats the one before."""
+        chosen = super().repeat()
+        self._check_ranks()
+        return chosen
 
     def _logits_at(self, first: int, last: int) -> Tensor:
         logits = super()._logits_at(first, last)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.executor.arch import ArchSpec
 from headrace.executor.layers import CheckedWeights, Part
+from headrace.executor.padding import PaddedWeights, packed_part
 from headrace.executor.weights import WeightSource
 from headrace.kernels.cpu.linear import (
     FLOAT_TYPES,
@@ -20,7 +23,6 @@ from headrace.kernels.cpu.linear import (
     Runtime,
     pack,
     quantise,
-    why_not,
 )
 
 logger = logging.getLogger(__name__)
@@ -78,7 +80,7 @@ class CpuWeights(CheckedWeights):
         super().__init__(source, dtype, torch.device("cpu"))
         self._runtime = runtime
         self._arena = Arena()  # of its own, so that its memory goes with the model
-        self._packed = getattr(source, "packed", None) if keep_packed else None
+        self._packed = _packed_reader(source) if keep_packed else None
         self._blocks = blocks
         self._unpacked_types: set[str] = set()
         self._undivided: set[str] = set()
@@ -153,21 +155,15 @@ class CpuWeights(CheckedWeights):
             floats = self._source.get(name, rows=part.rows, columns=columns)
             return floats if self._packed is not None and floats.dtype in FLOAT_TYPES else floats.to(self.dtype)
         type_name, data = kept
-        width = in_features if columns is None else columns.stop - columns.start
-        if why_not(type_name, part.taken, width) is not None:
-            (self._undivided if why_not(type_name, part.taken, in_features) is None else self._unpacked_types).add(
-                type_name
-            )
+        kind, cut = WEIGHT_TYPES.get(type_name), None
+        if kind is not None:
+            block = kind.block_size, kind.block_bytes
+            cut = packed_part(self._source, name, data, block, part.rows, columns)
+        if cut is None:
+            (self._unpacked_types if kind is None else self._undivided).add(type_name)
             return self._source.get(name, rows=part.rows, columns=columns).to(self.dtype)
-        if part.rows is not None:
-            data = data[part.rows]
-        if columns is not None:
-            kind = WEIGHT_TYPES[type_name]
-            # Shares are equal, so a width of whole blocks begins at one.
-            first, last = (edge // kind.block_size * kind.block_bytes for edge in (columns.start, columns.stop))
-            data = data[:, first:last]
         # torch wants writable memory, which a file's map is not.
-        return type_name, torch.from_numpy(np.require(data, requirements=["C", "W"]))
+        return type_name, torch.from_numpy(np.require(cut, requirements=["C", "W"]))
 
     def _quantised(self, name: str, floats: Tensor, bits: int) -> Stored:
         assert self._blocks is not None, "bits come with blocks"
@@ -180,6 +176,24 @@ class CpuWeights(CheckedWeights):
         packed = pack(stored, gated=gated, arena=self._arena, runtime_=self._runtime)
         self.nbytes += packed.nbytes
         return packed
+
+
+def inner_block(spec: ArchSpec, source: WeightSource, *, keep_packed: bool, blocks: Blocks | None) -> int:
+    """What a rank's share of an MLP's inner size must be a multiple of to be whole blocks; 1 where there are none."""
+    if blocks is not None:
+        return 1 if spec.intermediate_size % blocks.group_size else blocks.group_size
+    packed = _packed_reader(source) if keep_packed else None
+    if packed is None:
+        return 1
+    start, names = spec.names.prefix_in(source.names()), source.names()
+    down = [f"{start}layers.{index}.{spec.names.down}.weight" for index in range(spec.num_layers)]
+    kept = [packed(name) for name in down if name in names]
+    return math.lcm(*(WEIGHT_TYPES[each[0]].block_size for each in kept if each and each[0] in WEIGHT_TYPES))
+
+
+def _packed_reader(source: WeightSource) -> Callable[[str], tuple[str, np.ndarray] | None] | None:
+    """Gives whole matrices as they are stored; None for a source that stores floats alone."""
+    return getattr(source.source if isinstance(source, PaddedWeights) else source, "packed", None)
 
 
 def _listed(names: set[str]) -> str:

@@ -24,6 +24,7 @@ from headrace.executor.layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
+from headrace.executor.padding import padded_for
 from headrace.executor.place import SINGLE, Place
 from headrace.executor.rotary import Rotary
 from headrace.executor.weights import WeightSource
@@ -191,7 +192,7 @@ class Decoder:
         place: Place = SINGLE,
         choose: ChooseKernel = kernels.choose,
     ) -> None:
-        spec.local_kv_heads(place.tp_size)
+        spec, weights = padded_for(spec, weights, place)
         checked = CheckedWeights(weights, dtype, torch.device(device), choose)
         prefix = spec.names.prefix_in(checked)
         self.spec, self.dtype, self.device, self._place = spec, dtype, torch.device(device), place

@@ -31,6 +31,7 @@ def activation_bytes(spec: ArchSpec, plan: Plan, itemsize: int, place: Place = S
     halves of the MLP), the keys and values that attention gathers, the logits of every row, and this rank's part of
     what the ranks share.
     """
+    spec = spec.for_ranks(place.tp_size)
     kv_heads = spec.local_kv_heads(place.tp_size)
     heads = 2 * (spec.num_heads // place.tp_size + kv_heads)
     per_token = 3 * spec.hidden_size + heads * spec.head_dim + 3 * spec.intermediate_size // place.tp_size

@@ -149,7 +149,6 @@ def save(options: Options, folder: Path) -> list[Path]:
     written = []
     for rank in range(options.tensor_parallel_size * options.pipeline_parallel_size):
         place = Place.of_options(rank, options)
-        place.share(spec.intermediate_size, "an MLP's inner size")
         noted = _Noted(source)
         # On the device that keeps nothing, so that only what was read takes memory.
         Decoder(spec, noted, torch.float32, "meta", place, choose=choose_reference)

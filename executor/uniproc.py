@@ -141,7 +141,7 @@ class UniprocExecutor(Executor):
             available_bytes=memory.available_bytes,
             weights_bytes=self._model.weight_bytes,
             # The program's buffers are float32, but for what meets bf16 weights.
-            activation_bytes=activation_bytes(self._spec, plan, dtype.itemsize if reason else 4, self._place),
+            activation_bytes=activation_bytes(self._model.spec, plan, dtype.itemsize if reason else 4, self._place),
         )
 
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
@@ -261,7 +261,6 @@ def load_model(
 def check_shares(spec: ArchSpec, place: Place) -> None:
     """Raises ModelError or OptionError, with the numbers, where the ranks cannot share the model."""
     spec.local_kv_heads(place.tp_size)
-    place.share(spec.intermediate_size, "an MLP's inner size")
     place.vocabulary(spec.vocab_size)
     place.layers(spec.num_layers)
 

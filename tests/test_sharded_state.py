@@ -51,6 +51,17 @@ def test_ranks_answer_from_their_files_as_from_the_checkpoint(model: Path, tmp_p
     assert generate(folder, load_format=load_format, **world, **threads) == generate(model)
 
 
+def test_ranks_that_share_unevenly_have_their_files_too(tmp_path: Path) -> None:
+    changes = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 90}
+    model = tiny_models.save("llama_gqa_tied", tmp_path / "model", vocab_size=323, **changes)
+    world = {"tensor_parallel_size": 4}
+    folder = sharded(model, tmp_path / "sharded", **world)
+    held = "".join(load_file(folder / "model-rank-3-part-0.safetensors"))
+    assert "v_proj" not in held, "the last rank's heads are padding"
+    threads = {"distributed_executor_backend": "rank_threads:RankThreads"}
+    assert generate(folder, load_format="sharded_state", **world, **threads) == generate(model)
+
+
 @pytest.mark.parametrize("name", ["llama_gqa_tied", "opt_projected_post_norm"])
 def test_one_rank_may_have_all(tmp_path: Path, name: str) -> None:
     model = tiny_models.save(name, tmp_path / "model")
@@ -102,8 +113,8 @@ def test_what_is_no_sharded_state_is_said(model: Path, tmp_path: Path) -> None:
     file = save_gguf(tiny_models.build("llama"), tmp_path / "model.gguf", Kind.Q8_0)
     with pytest.raises(OptionError, match=r"made of a folder of safetensors or PyTorch files, and .*gguf is gguf"):
         sharded(file, tmp_path / "sharded")
-    with pytest.raises(ModelError, match="4 attention heads and 1 key/value heads cannot be divided among 3 ranks"):
-        sharded(model, tmp_path / "sharded", tensor_parallel_size=3)
+    with pytest.raises(ModelError, match="4 attention heads cannot be divided among 5 ranks"):
+        sharded(model, tmp_path / "sharded", tensor_parallel_size=5)
 
 
 def test_the_command_writes_and_complains(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
