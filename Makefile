@@ -10,7 +10,7 @@ RELAXED := --cache-dir .mypy_cache/tests --allow-untyped-defs --no-warn-unused-i
   --disable-error-code arg-type --disable-error-code union-attr --disable-error-code misc
 FOLDERS := core executor frontend ipc kernels
 
-.PHONY: demo test lint fmt docs install demo-model bench-check clean distclean
+.PHONY: demo test lint types types-of-tests fmt docs install demo-model bench-check clean distclean
 .DELETE_ON_ERROR:
 
 # PROMPT="..." is what to ask.
@@ -23,7 +23,12 @@ test: install demo-model lint
 lint: install $(TYPES)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target types types-of-tests
+
+types:
 	$(BIN)/mypy
+
+types-of-tests:
 	$(BIN)/mypy $(RELAXED) tests
 
 fmt: install
