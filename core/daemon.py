@@ -18,9 +18,10 @@ from types import FrameType
 
 from headrace.core.option_parsing import OptionParser, add_options, options_from_arguments, parse_options
 from headrace.core.options import Options
+from headrace.core.supervisor import START_GRACE_S
 from headrace.core.zmq_port import ZmqPort
 from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
-from headrace.ipc.child import die_with_parent, leave
+from headrace.ipc.child import die_with_parent, exit_when_slow, leave, show_stacks_when_asked
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Progress, Ready, Start
 from headrace.ipc.wait import Deadline
@@ -64,6 +65,7 @@ def main() -> None:
 def run_alone(options: Options, address: str) -> int:
     """A daemon: prints its address once it is ready; SIGTERM or Ctrl-C drains it, a second one ends it at once."""
     _set_up_logging("INFO")
+    show_stacks_when_asked()
     if options.node_rank:
         return run_as_node(options)
     try:
@@ -73,8 +75,16 @@ def run_alone(options: Options, address: str) -> int:
         return EXIT_START_FAILED
     core = EngineCore(options, port)
     _stop_on_signals(core, options.shutdown_timeout)
+    phase = ["start"]
+    limit_s = options.startup_timeout
+
+    def too_slow() -> str:
+        port.close()
+        return f"engine-core: not ready within {limit_s:g} s (startup_timeout), during {phase[0]}; its threads:"
+
     try:
-        core.start()
+        with exit_when_slow(limit_s + START_GRACE_S, too_slow, EXIT_START_FAILED):
+            core.start(lambda name, seconds: phase.__setitem__(0, name))
         print(f"engine-core: ready at {port.address}", flush=True)
         return _serve(core)
     except HeadraceError as error:
@@ -105,6 +115,7 @@ def run_as_node(options: Options) -> int:
 def run_as_child(fd: int) -> int:
     """Told what to do by the parent's Start; ends with the parent."""
     die_with_parent()
+    show_stacks_when_asked()
     _set_up_logging("WARNING")
     channel = Channel.inherited(fd, ParentMessage)
     phase = ["start"]

@@ -71,7 +71,6 @@ FOREIGN: Mapping[str, Foreign] = types.MappingProxyType(
             dbo_prefill_token_threshold=(512,),
             disable_custom_all_reduce=EITHER,
             disable_nccl_for_dp_synchronization=EITHER,
-            max_parallel_loading_workers=(),
             ray_workers_use_nsight=OFF,
             worker_use_ray=OFF,
             engine_use_ray=OFF,
@@ -182,7 +181,6 @@ FOREIGN: Mapping[str, Foreign] = types.MappingProxyType(
             cpu_offload_gb=(0,),
             kv_offloading_size=(),
             kv_offloading_backend=("native",),
-            enable_sleep_mode=OFF,
         ),
         **_rows(
             "not supported yet: an engine keeps its cache to itself",
@@ -232,10 +230,8 @@ FOREIGN: Mapping[str, Foreign] = types.MappingProxyType(
         **_rows(
             "not supported: the loader needs no settings",
             model_loader_extra_config=({},),
-            safetensors_load_strategy=("lazy",),
             ignore_patterns=(["original/**/*"], "original/**/*", []),
             pt_load_map_location=("cpu",),
-            use_tqdm_on_load=EITHER,
         ),
         **_rows(
             EXTENSION,

@@ -122,6 +122,19 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "random ones of the right shape",
         ),
     ] = "auto"
+    safetensors_load_strategy: Annotated[
+        Literal["lazy", "eager", "prefetch"],
+        Option(
+            MODEL,
+            "How safetensors files are read: lazy (memory-mapped, the parts that are needed), eager (each file whole "
+            "into memory first: for network file systems), prefetch (memory-mapped, and the page cache filled ahead by "
+            "background reads of whole files)",
+        ),
+    ] = "lazy"
+    use_tqdm_on_load: Annotated[
+        bool | None,
+        Option(MODEL, "Show a progress bar while weights are read", default_text="on where stderr is a terminal"),
+    ] = None
     revision: Annotated[str | None, Option(MODEL, "Branch, tag or commit of a hub model", default_text="main")] = None
     download_dir: Annotated[
         str | None, Option(MODEL, "Where hub models are kept", default_text="the hub's own cache")
@@ -181,6 +194,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             maximum=1.0,
         ),
     ] = 0.9
+    enable_sleep_mode: Annotated[
+        bool,
+        Option(
+            CACHE,
+            "Allow the engine to be put to sleep, in which it gives its memory back; over HTTP too (/sleep, /wake_up)",
+        ),
+    ] = False
     kv_cache_memory_bytes: Annotated[
         int | None,
         Option(
@@ -303,6 +323,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             minimum=0.1,
         ),
     ] = 300.0
+    max_parallel_loading_workers: Annotated[
+        int | None,
+        Option(
+            PARALLEL,
+            "Most workers of a host that read weights at once, which bounds what that takes of memory and disk",
+            "workers",
+            minimum=1,
+            default_text="all of them",
+        ),
+    ] = None
     nnodes: Annotated[
         int,
         Option(
@@ -324,6 +354,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         float, Option(PARALLEL, "How long the hosts wait for each other at the start", "seconds", minimum=0.1)
     ] = 300.0
 
+    startup_timeout: Annotated[
+        float,
+        Option(
+            PROCESS,
+            "How long the engine may take to start, a model's download included; after that what hangs is named and "
+            "the start has failed",
+            "seconds",
+            minimum=0.1,
+        ),
+    ] = 3600.0
     shutdown_timeout: Annotated[
         float, Option(PROCESS, "How long running requests may take to finish at shutdown", "seconds", minimum=0)
     ] = 30.0

@@ -42,7 +42,7 @@ from headrace.ipc.wait import Deadline, WaitTimeoutError, open_pidfd
 
 LOG_TAIL_LINES = 30
 START_GRACE_S = 3.0
-"""By how much a parent's patience outlasts `startup_timeout`: an engine that notices itself knows which worker hangs."""
+"""By how much a parent's patience outlasts `startup_timeout`, as an engine may notice which of its workers hangs."""
 STACKS_WITHIN_S = 0.5
 """How long a program that hangs may take to write where its threads are."""
 QUIET_S = 0.05
@@ -172,11 +172,14 @@ class Child:
 
     def wait_log(self, num_lines: int, deadline: Deadline) -> None:
         """Until it has written more than `num_lines` lines in all, and then nothing for a moment."""
+        seen, wait_s = num_lines, deadline.remaining_s
         with self._changed:
-            wait_s = deadline.remaining_s
-            while self._changed.wait_for(lambda: self.num_log_lines > num_lines, wait_s):
-                num_lines = self.num_log_lines
-                wait_s = min(QUIET_S, deadline.remaining_s or 0.0)
+            # A notice of something else ends a wait early, and a moment's silence is then all the same.
+            while self._changed.wait(wait_s) or seen == num_lines:
+                if deadline.passed:
+                    return
+                seen = self.num_log_lines
+                wait_s = deadline.remaining_s if seen == num_lines else QUIET_S
 
     def ask_to_stop(self, deadline_s: float) -> None:
         """Tells it to finish what runs within `deadline_s` and exit, and does not wait for that."""
@@ -263,8 +266,11 @@ class Child:
         data = os.read(fd, 65536)
         text = self._decoder.decode(data)
         *lines, rest = (self._unfinished_line + text).split("\n")  # a line may come in many writes
-        self._log.extend(line.rstrip("\r") for line in lines if line.strip())
-        self._unfinished_line = rest
+        with self._changed:
+            self._log.extend(line.rstrip("\r") for line in lines if line.strip())
+            self._unfinished_line = rest
+            self.num_log_lines += len(lines)
+            self._changed.notify_all()
         with contextlib.suppress(ValueError, OSError, AttributeError):  # the user's stderr may be closed or None
             sys.stderr.write(text)
             sys.stderr.flush()

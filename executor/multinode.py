@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections.abc import Callable
-from typing import TypeVar
 
 import msgspec
 
 from headrace.core.options import Options
 from headrace.core.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.base import Executor, Report
+from headrace.executor.gathering import Gathering
 from headrace.executor.multiproc import SHARES, check_equal
 from headrace.executor.node import cluster_key
 from headrace.executor.node_messages import (
@@ -40,13 +39,13 @@ from headrace.executor.worker_messages import AllocateCache, Allocated, Loaded, 
 from headrace.ipc.channel import Channel
 from headrace.ipc.control import WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError
-from headrace.ipc.messages import ChildFailed, Message, Progress, Stop, TokenizerBundle
+from headrace.ipc.messages import ChildFailed, Message, Stop, TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
+from headrace.ipc.wait import Deadline
 
 logger = logging.getLogger(__name__)
-M = TypeVar("M", bound=Message)
 GRACE_S = 5.0
-"""By how much the core's patience with a step outlasts the nodes' own, which know which rank hangs."""
+"""By how much the core's patience outlasts the nodes' own, with a step and a start: they know which rank hangs."""
 
 
 class MultiNodeExecutor(Executor):
@@ -67,10 +66,10 @@ class MultiNodeExecutor(Executor):
         self.max_steps_in_flight = options.pipeline_parallel_size + 1
         self._plans, self._answers = StepCodec(StepPlan), StepCodec(StepResult)
         self._results: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()
-        self._heard: list[list[Message]] = [[] for _ in range(self._num_nodes)]
+        self._said = Gathering(num_nodes, error=self._error, late=self._late, lagging=self._lagging)
+        self._changed = self._said.changed
+        self._start_ends = Deadline(None)
         self._nodes: dict[int, Node] = {}
-        self._failure: Failure | None = None
         self._on_failure: Callable[[Failure], None] = lambda failure: None
         self._is_serving = self._is_stopping = False
         self._store: tuple[str, int] | None = None
@@ -82,11 +81,12 @@ class MultiNodeExecutor(Executor):
         report("wait for nodes")
         self._start_nodes()
         self._wait_for_nodes()
+        self._start_ends = Deadline(self._options.startup_timeout + GRACE_S)
         report("find model")
         for number, node in self._nodes.items():
             first = number * self._ranks_per_node
             node.send(RunNode(options=self._options, first_rank=first, num_ranks=self._ranks_per_node))
-        described = self._gather(NodeDescribed, report)
+        described = self._said.gather(NodeDescribed, report=report, deadline=self._start_ends)
         found = [message.description for message in described]
         check_equal(found, "node")
         self._store = next(message.store for message in described if message.store is not None)
@@ -97,25 +97,26 @@ class MultiNodeExecutor(Executor):
         if self._options.skip_tokenizer_init:
             return None
         self._nodes[0].send(MakeTokenizer())
-        (made,) = self._gather(TokenizerMade, nodes=range(1))
+        (made,) = self._said.gather(TokenizerMade, of=range(1), deadline=self._start_ends)
         return made.bundle
 
     def load(self, plan: Plan, report: Report) -> MemoryReading:
         assert self._store is not None, "describe comes before load"
         self._send(LoadNode(plan=plan, store=self._store))
-        readings = [message.reading for message in self._gather(Loaded, report)]
+        loaded = self._said.gather(Loaded, report=report, deadline=self._start_ends)
+        readings = [message.reading for message in loaded]
         scarcest = min(readings, key=lambda reading: reading.available_bytes)
         most = max(reading.activation_bytes for reading in readings)
         return msgspec.structs.replace(scarcest, activation_bytes=most)
 
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
         self._send(AllocateCache(num_blocks=num_blocks, max_model_len=max_model_len))
-        self._gather(Allocated)
+        self._said.gather(Allocated, deadline=self._start_ends)
         self._is_serving = True
 
     def submit(self, plan: StepPlan) -> None:
         """Hands the step to every node and waits for none."""
-        self._raise_failure()
+        self._said.check()
         self._send(NodeStep(data=self._plans.encode(plan)))
 
     def collect(self) -> StepResult:
@@ -125,14 +126,14 @@ class MultiNodeExecutor(Executor):
         except queue.Empty:
             self._fail(Failure(message=f"no node gave a step's result within {timeout_s:g} s", type="Timeout"))
             data = None
-        self._raise_failure()
+        self._said.check()
         assert data is not None, "only a failure is told by None"
         return self._answers.decode(data)
 
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
-        self._raise_failure()
+        self._said.check()
         self._send(NodeCommand(command=command))
-        answered = self._gather(NodeAnswered)
+        answered = self._said.gather(NodeAnswered)
         for message in answered:
             if message.failure is not None:
                 raise HeadraceError(failure=message.failure)
@@ -140,15 +141,15 @@ class MultiNodeExecutor(Executor):
 
     def watch(self, on_failure: Callable[[Failure], None]) -> None:
         self._on_failure = on_failure
-        if self._failure is not None:
-            on_failure(self._failure)
+        if self._said.failure is not None:
+            on_failure(self._said.failure)
 
     def stop(self) -> None:
         if self._is_stopping:
             return
         self._is_stopping = True
         self._lobby.close()
-        if self._failure is None:
+        if self._said.failure is None:
             self._send(Stop(deadline_s=STOP_S))
         for node in self._nodes.values():
             node.close()
@@ -162,9 +163,7 @@ class MultiNodeExecutor(Executor):
         elif isinstance(message, ChildFailed):
             self._fail(message.failure)
         else:
-            with self._changed:
-                self._heard[number].append(message)
-                self._changed.notify_all()
+            self._said.hear(number, message)
 
     def _add(self, number: int, channel: Channel, where: str) -> None:
         node = RemoteNode(number, channel, where, lambda message: self.hear(number, message))
@@ -173,11 +172,8 @@ class MultiNodeExecutor(Executor):
             self._changed.notify_all()
 
     def _fail(self, failure: Failure) -> None:
-        with self._changed:
-            if self._failure is not None or self._is_stopping:
-                return
-            self._failure = failure
-            self._changed.notify_all()
+        if self._is_stopping or not self._said.fail(failure):
+            return
         logger.error("%s", failure.message)
         self._send(NodeEnd(failure=failure))
         self._results.put(None)
@@ -193,9 +189,9 @@ class MultiNodeExecutor(Executor):
     def _wait_for_nodes(self) -> None:
         timeout_s = self._options.node_join_timeout
         with self._changed:
-            self._changed.wait_for(lambda: len(self._nodes) == self._num_nodes or self._failure, timeout_s)
+            self._changed.wait_for(lambda: len(self._nodes) == self._num_nodes or self._said.failure, timeout_s)
             missing = [str(number) for number in range(self._num_nodes) if number not in self._nodes]
-        self._raise_failure()
+        self._said.check()
         if missing:
             host, port = self.address
             raise EngineStartError(
@@ -204,39 +200,18 @@ class MultiNodeExecutor(Executor):
                 f"and --node-rank {missing[0]} --master-addr {host} --master-port {port}"
             )
 
-    def _gather(self, kind: type[M], report: Report | None = None, nodes: range | None = None) -> list[M]:
-        """The next message of this kind from each node. `report` is told the first one's phases meanwhile."""
-        found: dict[int, M] = {}
-        wanted = nodes or range(self._num_nodes)
-        while len(found) < len(wanted):
-            phases = []
-            with self._changed:
-                self._changed.wait_for(lambda: self._failure or self._any_heard(kind, wanted, found, report))
-                for number in wanted:
-                    for message in list(self._heard[number]):
-                        if isinstance(message, Progress) and report:
-                            self._heard[number].remove(message)
-                            phases += [message.phase] if number == 0 else []
-                        elif isinstance(message, kind) and number not in found:
-                            self._heard[number].remove(message)
-                            found[number] = message
-            self._raise_failure()
-            for phase in phases:
-                assert report is not None, "phases are for it"
-                report(phase)
-        return [found[number] for number in wanted]
+    def _error(self, failure: Failure) -> HeadraceError:
+        return (EngineDeadError if self._is_serving else EngineStartError)(failure=failure)
 
-    def _any_heard(self, kind: type[Message], nodes: range, found: dict[int, M], report: Report | None) -> bool:
-        return any(
-            (isinstance(message, kind) and number not in found)
-            or (report is not None and isinstance(message, Progress))
-            for number in nodes
-            for message in self._heard[number]
+    def _late(self, numbers: list[int]) -> None:
+        names = ", ".join(f"node {number}" for number in numbers)
+        limit_s = self._options.startup_timeout
+        self._fail(
+            Failure(message=f"{names} did not become ready within {limit_s:g} s (startup_timeout)", type="Timeout")
         )
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise (EngineDeadError if self._is_serving else EngineStartError)(failure=self._failure)
+    def _lagging(self, numbers: list[int]) -> str:
+        return "wait for " + ", ".join(f"node {number}" for number in numbers)
 
     def _send(self, message: Message) -> None:
         for node in self._nodes.values():

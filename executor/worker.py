@@ -12,7 +12,6 @@ start, 70 when it failed while it ran.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import gc
 import importlib
 import logging
@@ -46,7 +45,7 @@ from headrace.executor.worker_messages import (
     ToWorker,
 )
 from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
-from headrace.ipc.child import die_with_parent, leave
+from headrace.ipc.child import die_with_parent, leave, show_stacks_when_asked
 from headrace.ipc.control import WorkerCommand
 from headrace.ipc.failure import Failure, HeadraceError, OptionError
 from headrace.ipc.messages import ChildFailed, Message, Progress
@@ -207,8 +206,7 @@ def main() -> None:
         sys.exit("headrace.executor.worker is started by an engine core: see tensor_parallel_size")
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the core decides when to end
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the core asks for the stacks of a worker that hangs
+    show_stacks_when_asked()
     channel = Channel.inherited(int(sys.argv[2]), ToWorker)
     rank, phase = 0, "start"
     worker: Worker | None = None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -11,12 +9,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.core.supervisor import Child, Kind
+from headrace.core.supervisor import Child, Kind, ask_for_stacks
 from headrace.executor.base import Report
-from headrace.executor.worker_messages import FromWorker, LargeMessage, StartWorker
+from headrace.executor.gathering import Gathering
+from headrace.executor.worker_messages import WAIT_FOR_TURN, FromWorker, LargeMessage, StartWorker
 from headrace.ipc.channel import ChannelClosedError
 from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError
-from headrace.ipc.messages import Message, Progress
+from headrace.ipc.messages import Message
 from headrace.ipc.wait import Deadline
 
 M = TypeVar("M", bound=Message)
@@ -25,9 +24,6 @@ ECHO = "PeerError"
 """What a worker raises because another one failed: not the cause."""
 ECHO_GRACE_S = 1.0
 """How long a worker that failed itself may take to be noticed after one that only heard of it."""
-SLOW_AFTER_S = 5.0
-"""When workers lag this far behind others at a start-up phase, they are named."""
-STACKS_WITHIN_S = 0.5
 
 
 class WorkerGroup:
@@ -43,15 +39,15 @@ class WorkerGroup:
         """Starts all programs; they begin at once. Raises EngineStartError when one cannot be started.
 
         `unfinished` tells which of them have a part of some step still to do. Workers are numbered from 0 here,
-        whatever the rank of the first.
+        whatever the rank of the first. They may take `startup_timeout` until they are all ready.
         """
         self._first_rank = starts[0].rank
         self.size = len(starts)
-        self.failure: Failure | None = None
+        self._startup_timeout_s = starts[0].options.startup_timeout
+        self._start_ends = Deadline(self._startup_timeout_s)
+        self._said = Gathering(self.size, error=self.error, late=self._late, lagging=self._lagging)
         self._on_failure, self._on_large_message, self._unfinished = on_failure, on_large_message, unfinished
-        self._changed = threading.Condition()
-        self._heard: list[list[Message]] = [[] for _ in starts]
-        self._phases: list[str] = []  # of the first worker, until they are reported
+        self._changed = self._said.changed
         self._failures: dict[int, Failure] = {}
         self._is_stopping = False
         self._is_serving = False
@@ -73,38 +69,19 @@ class WorkerGroup:
             except ChannelClosedError:
                 continue
 
+    @property
+    def failure(self) -> Failure | None:
+        """What ended the group, if anything did."""
+        return self._said.failure
+
     def gather(self, kind: type[M], *, ranks: range | None = None, report: Report | None = None) -> list[M]:
         """The next message of this kind from each worker, by rank. Raises what ended a worker instead.
 
-        `report` is told the first worker's phases, and which workers lag behind the others. No deadline of its own:
-        reading the weights takes as long as it takes, and whoever started this engine has one.
+        `report` is told the first worker's phases, and which workers lag behind the others. Those that are not there
+        when the time to start is up have failed; later there is no deadline but those of the commands themselves.
         """
-        ranks = ranks or range(self.size)
-        found: dict[int, M] = {}
-        late_from_s: float | None = None
-        while True:
-            with self._changed:
-                self._changed.wait(0.0 if self._has_news(kind, ranks, found, report) else SLOW_AFTER_S)
-                for rank in ranks:
-                    for message in self._heard[rank] if rank not in found else ():
-                        if isinstance(message, kind):
-                            found[rank] = message
-                            self._heard[rank].remove(message)
-                            break
-                phases, self._phases = (self._phases, []) if report else ([], self._phases)
-                failure = self.failure
-            if failure is not None:
-                raise self.error(failure)
-            for phase in phases if report else ():
-                report(phase)  # type: ignore[misc]
-            if len(found) == len(ranks):
-                return [found[rank] for rank in ranks]
-            if found and report:
-                late_from_s = late_from_s or time.monotonic()
-                if time.monotonic() - late_from_s >= SLOW_AFTER_S:
-                    slow = [self.children[rank] for rank in ranks if rank not in found]
-                    report("wait for " + ", ".join(f"{child.name} ({child.phase})" for child in slow))
-                    late_from_s = float("inf")  # said once
+        deadline = None if self._is_serving else self._start_ends
+        return self._said.gather(kind, of=ranks, report=report, deadline=deadline)
 
     def serve(self) -> None:
         """From now on a failure is the end of a running engine, and not of its start."""
@@ -116,12 +93,9 @@ class WorkerGroup:
 
     def fail(self, failure: Failure) -> Failure:
         """Makes this the group's failure unless it has one; returns the group's."""
-        with self._changed:
-            is_first = self.failure is None
-            self.failure = self.failure or failure
-            self._changed.notify_all()
-        if is_first and not self._is_stopping:
+        if self._said.fail(failure) and not self._is_stopping:
             self._on_failure(failure)
+        assert self.failure is not None, "it has one now"
         return self.failure
 
     def hung(self, ranks: list[int], what: str) -> Failure:
@@ -130,23 +104,19 @@ class WorkerGroup:
         Asks each for its stacks, which reach its log's last lines.
         """
         echoes = self._wait_for_echoes(ranks)
-        culprits = [rank for rank in ranks if rank not in echoes] or ranks
-        before = {rank: self.children[rank].log_tail for rank in culprits}
-        for rank in culprits:
-            self._ask_for_stacks(rank)
-        end_s = time.monotonic() + STACKS_WITHIN_S
-        while time.monotonic() < end_s and any(self.children[rank].log_tail == before[rank] for rank in culprits):
-            time.sleep(0.02)
+        waiting = echoes | {rank for rank in ranks if self.children[rank].phase == WAIT_FOR_TURN}
+        culprits = [rank for rank in ranks if rank not in waiting] or ranks
+        ask_for_stacks([self.children[rank] for rank in culprits])
         first = self.children[culprits[0]]
         names = ", ".join(f"{self.children[rank].name} (pid {self.children[rank].pid})" for rank in culprits)
-        stopped = [str(self._first_rank + rank) for rank in culprits if _is_stopped(self.children[rank].pid)]
+        stopped = [str(self._first_rank + rank) for rank in culprits if self.children[rank].is_stopped]
         return Failure(
             message=f"{names} did not {what}",
             type="Timeout",
             process="worker",
             rank=self._first_rank + culprits[0],
             pid=first.pid,
-            phase="step",
+            phase="step" if self._is_serving else first.phase,
             log_tail=first.log_tail,
             hint=f"worker {' and '.join(stopped)} is stopped by a signal or a debugger" if stopped else "",
         )
@@ -185,20 +155,13 @@ class WorkerGroup:
         if isinstance(message, LargeMessage):
             self._on_large_message(message)
             return
-        with self._changed:
-            if isinstance(message, Progress):
-                if rank == 0 and not self._is_serving:
-                    self._phases.append(message.phase)
-            else:
-                self._heard[rank].append(message)
-            self._changed.notify_all()
+        self._said.hear(rank, message)
 
-    def _has_news(self, kind: type[M], ranks: range, found: dict[int, M], report: Report | None) -> bool:
-        return (
-            self.failure is not None
-            or (report is not None and bool(self._phases))
-            or any(isinstance(m, kind) for rank in ranks if rank not in found for m in self._heard[rank])
-        )
+    def _late(self, ranks: list[int]) -> None:
+        self.fail(self.hung(ranks, f"become ready within {self._startup_timeout_s:g} s (startup_timeout)"))
+
+    def _lagging(self, ranks: list[int]) -> str:
+        return "wait for " + ", ".join(f"{child.name} ({child.phase})" for child in (self.children[r] for r in ranks))
 
     def _ended(self, child: Child, failure: Failure) -> None:
         """On the child's watching thread, once it has ended without being asked to."""
@@ -230,15 +193,3 @@ class WorkerGroup:
             if len(ranks) > 1:
                 self._changed.wait_for(lambda: len(self._failures.keys() & set(ranks)) >= len(ranks) - 1, ECHO_GRACE_S)
             return {rank for rank in ranks if rank in self._failures and self._failures[rank].type == ECHO}
-
-    def _ask_for_stacks(self, rank: int) -> None:
-        if self.children[rank].alive:
-            os.kill(self.children[rank].pid, signal.SIGUSR1)
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b") ")[2][:1] in (b"T", b"t")
-    except OSError:
-        return False

@@ -32,6 +32,8 @@ from headrace.ipc.ring import RingLayout
 
 STEP, COMMAND = 0, 1
 """Kinds of message in the ring to the workers: an encoded StepPlan, an encoded WorkerCommand."""
+WAIT_FOR_CORE, WAIT_FOR_TURN = "wait for the core", "wait for a turn to load"
+"""Phases of a worker in which it does nothing itself."""
 
 
 class SharedMemory(msgspec.Struct, frozen=True, array_like=True):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import logging
 import os
 import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
@@ -16,6 +19,33 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent() -> None:
     """The kernel kills this process when the thread that started it ends, should the orderly ways fail."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def show_stacks_when_asked() -> None:
+    """On SIGUSR1, and before a crash, this process writes to its stderr where its threads are."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+@contextlib.contextmanager
+def exit_when_slow(after_s: float, sentence: Callable[[], str], status: int) -> Iterator[None]:
+    """What is done within may take `after_s`; then the process says the sentence and where it hangs, and exits.
+
+    For a program that no parent watches.
+    """
+
+    def end() -> None:
+        print(sentence(), file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(status)
+
+    timer = threading.Timer(after_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def leave(status: int) -> NoReturn:

@@ -53,13 +53,19 @@ def runtime_directory() -> Path:
     return path
 
 
-def new_ipc_address(name: str) -> str:
-    """A fresh ipc:// address in the runtime directory; sweeps away sockets whose process is gone."""
+def sweep_sockets() -> Path:
+    """Removes the sockets of processes that are gone from the runtime directory, which it returns."""
     directory = runtime_directory()
     for leftover in directory.glob("*.sock"):
         pid = leftover.stem.split("-")[-2:-1]
         if pid and pid[0].isdigit() and not Path(f"/proc/{pid[0]}").exists():
             leftover.unlink(missing_ok=True)
+    return directory
+
+
+def new_ipc_address(name: str) -> str:
+    """A fresh ipc:// address in the runtime directory; sweeps away sockets whose process is gone."""
+    directory = sweep_sockets()
     path = directory / f"{name}-{os.getpid()}-{secrets.token_hex(4)}.sock"
     if len(os.fsencode(path)) > _UNIX_PATH_BYTES:
         raise AddressError(

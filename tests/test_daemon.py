@@ -378,11 +378,12 @@ def test_an_address_in_use_is_refused(shared_engine):
         assert client.finish(1).reason == FinishReason.LENGTH
 
 
-def test_leftover_sockets_of_dead_processes_are_swept_away():
+def test_a_killed_engines_socket_goes_with_it_and_others_leftovers_with_the_next_start(runtime_directory):
+    leftover = runtime_directory / "engine-4194305-0123abcd.sock"  # beyond the highest pid of Linux
+    leftover.touch()
     with engine() as (child, address):
-        path = ipc_path(address)
+        assert not leftover.exists()
+        assert ipc_path(address).exists()
         os.kill(child.pid, signal.SIGKILL)
         wait_until(lambda: not child.alive, 5, "the core's end")
-        assert path.exists()
-    with engine():
-        assert not path.exists()
+        assert not ipc_path(address).exists()

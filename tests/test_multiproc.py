@@ -180,13 +180,13 @@ def test_starting_and_stopping_again_and_again_leaves_nothing() -> None:
 
 
 def test_lagging_workers_are_named_in_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.executor.worker_group.SLOW_AFTER_S", 0.2)
+    monkeypatch.setattr("headrace.executor.gathering.SLOW_AFTER_S", 0.2)
     phases: list[str] = []
     done = threading.Event()
 
     def report(phase: str) -> None:
         phases.append(phase)
-        if phase.startswith("wait for"):
+        if phase == "wait for worker 1 (load weights)":
             done.set()
 
     with Ranks(options(2, rank=1, phase="load", how="hang")) as ranks:

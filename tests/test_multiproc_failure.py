@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from multiproc_parts import HERE, Ranks, options, wait_until
@@ -180,19 +180,16 @@ def test_workers_end_with_a_killed_core() -> None:
         assert not alive
 
 
-def test_an_engine_whose_worker_hangs_at_its_start_is_ended_by_its_parents_deadline() -> None:
-    child = start_engine(options(rank=1, phase="load", how="hang"))
-    loading = threading.Event()
-    phases: list[str] = []
-
-    def on_progress(progress: Any) -> None:
-        phases.append(progress.phase)
-        loading.set()
-
-    with pytest.raises(EngineStartError, match=r"engine-core was not ready within 1\.5 s"):
-        child.wait_ready(1.5, on_progress)
-    assert phases[-1] == "load weights"
-    assert not child.alive
+def test_a_worker_that_hangs_while_the_engine_starts_is_named_with_its_phase_and_its_stacks() -> None:
+    child = start_engine(msgspec.structs.replace(options(rank=1, phase="load", how="hang"), startup_timeout=3.0))
+    words = r"worker 1 \(pid \d+\) did not become ready within 3 s \(startup_timeout\)"
+    with pytest.raises(EngineStartError, match=words) as caught:
+        child.wait_ready()
+    failure = caught.value.failure
+    assert failure is not None
+    assert (failure.process, failure.rank, failure.phase) == ("worker", 1, "load weights")
+    assert "in _perhaps" in "\n".join(failure.log_tail)
+    wait_until(lambda: not child.alive, WITHIN_S, "the engine's end")
 
 
 def test_an_engine_whose_worker_cannot_start_gives_the_cause_whole() -> None:
