@@ -15,6 +15,7 @@ pytestmark = pytest.mark.demo_model
 
 NEW_TOKENS = 200
 ALIKE_TOKENS = 32
+RANKS_TOKENS = 20
 PROMPTS = (
     "The capital of France is",
     "Water flows downhill because",
@@ -55,15 +56,27 @@ def exact(demo_model_path: Path) -> Any:
     return model
 
 
-def test_ranks_and_stages_answer_as_one_process_does(in_float32: list[RequestOutput]) -> None:
-    """Nine heads, three for keys and values, are shared by three ranks."""
-    outputs = answers(dtype="float32", tensor_parallel_size=3, pipeline_parallel_size=2)
-    assert [tokens_of(output) for output in outputs] == [tokens_of(output) for output in in_float32]
-
-
 @pytest.fixture(scope="module")
 def in_float32(demo_model_path: Path) -> list[RequestOutput]:
     return answers(dtype="float32")
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (4, 1), (1, 2), (2, 2)])
+def test_ranks_and_stages_answer_as_one_process_does(
+    tp_size: int, pp_size: int, in_float32: list[RequestOutput]
+) -> None:
+    """Nine heads, three for keys and values; prompts read in chunks, found in the cache and given up for others."""
+    asked = [*PROMPTS, *PROMPTS[5:7]]
+    params = SamplingParams(temperature=0, max_tokens=RANKS_TOKENS, ignore_eos=True)
+    with LLM(
+        max_model_len=128, dtype="float32", block_size=8, num_gpu_blocks_override=40, max_num_batched_tokens=32,
+        tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size,
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(asked, params, use_tqdm=False)
+    expected = [tokens_of(output)[:RANKS_TOKENS] for output in [*in_float32, *in_float32[5:7]]]
+    assert [tokens_of(output) for output in outputs] == expected
+    assert any(output.num_cached_tokens for output in outputs)
+    assert any(output.metrics.num_preemptions for output in outputs if output.metrics)
 
 
 def test_200_greedy_tokens_in_float32_are_those_of_transformers(exact: Any, in_float32: list[RequestOutput]) -> None:
