@@ -7,8 +7,6 @@ parent in the kernel's eyes: PR_SET_PDEATHSIG fires when the *thread* that forke
 
 from __future__ import annotations
 
-import codecs
-import collections
 import contextlib
 import os
 import selectors
@@ -23,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.child_log import ChildLog
 from headrace.core.options import Options
 from headrace.ipc.channel import Channel, ChannelClosedError
 from headrace.ipc.codec import CodecError
@@ -40,13 +39,10 @@ from headrace.ipc.messages import (
 from headrace.ipc.sockets import sweep_sockets
 from headrace.ipc.wait import Deadline, WaitTimeoutError, open_pidfd
 
-LOG_TAIL_LINES = 30
 START_GRACE_S = 3.0
 """By how much a parent's patience outlasts `startup_timeout`, as an engine may notice which of its workers hangs."""
 STACKS_WITHIN_S = 0.5
 """How long a program that hangs may take to write where its threads are."""
-QUIET_S = 0.05
-"""After that long without another line, it has written it all."""
 STOP_MESSAGE_S = 1.0
 """How long a child may take to read what it is sent at its end."""
 OnProgress = Callable[[Progress], None]
@@ -84,12 +80,8 @@ class Child:
         self.pid = 0
         self.status: int | None = None
         """Its exit status once it has ended; a signal's number, negative, if that ended it."""
-        self.num_log_lines = 0
-        """Written so far."""
+        self.log = ChildLog()
         self._arguments = arguments
-        self._log: collections.deque[str] = collections.deque(maxlen=LOG_TAIL_LINES)
-        self._unfinished_line = ""
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._phase = "start"
         self._stopping = False
         self._changed = threading.Condition()
@@ -160,7 +152,7 @@ class Child:
 
     @property
     def log_tail(self) -> tuple[str, ...]:
-        return (*self._log, *filter(str.strip, [self._unfinished_line]))[-LOG_TAIL_LINES:]
+        return self.log.tail
 
     @property
     def is_stopped(self) -> bool:
@@ -169,17 +161,6 @@ class Child:
             return Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b") ")[2][:1] in (b"T", b"t")
         except OSError:
             return False
-
-    def wait_log(self, num_lines: int, deadline: Deadline) -> None:
-        """Until it has written more than `num_lines` lines in all, and then nothing for a moment."""
-        seen, wait_s = num_lines, deadline.remaining_s
-        with self._changed:
-            # A notice of something else ends a wait early, and a moment's silence is then all the same.
-            while self._changed.wait(wait_s) or seen == num_lines:
-                if deadline.passed:
-                    return
-                seen = self.num_log_lines
-                wait_s = deadline.remaining_s if seen == num_lines else QUIET_S
 
     def ask_to_stop(self, deadline_s: float) -> None:
         """Tells it to finish what runs within `deadline_s` and exit, and does not wait for that."""
@@ -264,16 +245,7 @@ class Child:
 
     def _relay(self, fd: int) -> bool:
         data = os.read(fd, 65536)
-        text = self._decoder.decode(data)
-        *lines, rest = (self._unfinished_line + text).split("\n")  # a line may come in many writes
-        with self._changed:
-            self._log.extend(line.rstrip("\r") for line in lines if line.strip())
-            self._unfinished_line = rest
-            self.num_log_lines += len(lines)
-            self._changed.notify_all()
-        with contextlib.suppress(ValueError, OSError, AttributeError):  # the user's stderr may be closed or None
-            sys.stderr.write(text)
-            sys.stderr.flush()
+        self.log.take(data)
         return bool(data)
 
     def _take_message(self) -> bool:
@@ -344,12 +316,12 @@ def ask_for_stacks(children: Sequence[Child]) -> None:
     signal might be its end.
     """
     deadline = Deadline(STACKS_WITHIN_S)
-    before = {child: child.num_log_lines for child in children if child.alive and child.phase != "start"}
+    before = {child: child.log.num_lines for child in children if child.alive and child.phase != "start"}
     for child in before:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, signal.SIGUSR1)
     for child, num_lines in before.items():
-        child.wait_log(num_lines, deadline)
+        child.log.wait(num_lines, deadline)
 
 
 def start_engine(options: Options, address: str = "") -> Child:

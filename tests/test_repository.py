@@ -38,6 +38,7 @@ MAY_IMPORT = MappingProxyType(
 MAY_IMPORT_LAZILY = MappingProxyType(
     {
         "ipc": {"numpy"},  # a client that never touches an array never loads it
+        "core": {"tqdm"},  # for those who look at a terminal
         "executor": {"ray"},  # an extra
         "frontend": {
             *("headrace.core.engine", "headrace.core.memory_port"),  # a core on a thread of this process
