@@ -32,6 +32,7 @@ from headrace.ipc.messages import FinishReason
 from headrace.ipc.step import StepPlan, StepResult
 
 _STAGES = ("_extend_decodes", "_extend_prefills", "_admit_waiting", "_top_up_prefills", "_seal", "_extend")
+"""Methods that are run anew for every step of a class that has its own."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

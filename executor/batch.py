@@ -132,10 +132,14 @@ class BatchState:
         self.block_table = np.zeros((num_rows, max_blocks), np.int32)
         self.num_blocks = np.zeros(num_rows, np.int32)
         self.sampling = SamplingColumns(num_rows, eos_token_ids)
+        self._repeated_rows = np.zeros(0, np.int32)
+        self._repeated: list[np.ndarray] = []  # tokens of repeated steps, one array each, not in `tokens` yet
         self._counting = np.arange(num_rows + 1, dtype=np.int32)
 
     def apply(self, plan: StepPlan) -> None:
         """Releases, enters and extends rows as the plan says, in that order."""
+        if self._repeated:
+            self._take_repeated()
         if plan.released_rows.size:
             self.num_tokens[plan.released_rows] = 0
             self.num_blocks[plan.released_rows] = 0
@@ -154,6 +158,12 @@ class BatchState:
             rows, columns, token_ids = rows[fits], columns[fits], token_ids[fits]
         self.tokens[rows, columns] = token_ids
         self.num_tokens[rows] = columns + 1
+
+    def append_repeated(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
+        """As `append_sampled`, for a step that repeats the one before. Nothing but `apply` may follow, or the same for
+        the same rows: it writes them."""
+        self._repeated_rows = rows
+        self._repeated.append(token_ids)
 
     def needs(self, rows: np.ndarray) -> int:
         """Bits of `Needs`: what any of rows asks for."""
@@ -211,6 +221,13 @@ class BatchState:
         self.block_table[row, num_blocks:] = 0
         self.num_blocks[row] = num_blocks
         self.sampling.enter(row, new.sampling, new.seed)
+
+    def _take_repeated(self) -> None:
+        rows, steps = self._repeated_rows, len(self._repeated)
+        columns = self.num_tokens[rows][:, None] + np.arange(steps)
+        self.tokens[rows[:, None], columns] = np.stack(self._repeated, 1)
+        self.num_tokens[rows] += steps
+        self._repeated.clear()
 
     def _append_blocks(self, rows: np.ndarray, block_ids: np.ndarray) -> None:
         """A row may occur several times; its blocks keep their order."""

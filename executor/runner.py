@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from headrace.executor.batch import BatchState, Draws, Needs, StepArrays
-from headrace.executor.inputs import StepLogits
+from headrace.executor.inputs import Chosen, StepLogits
 from headrace.executor.logprobs import logprob_rows
 from headrace.executor.sampler import Choose, Sampled, find_problems, sample
 from headrace.ipc.failure import Failure
@@ -33,24 +33,37 @@ class Model(Protocol):
         It may choose their tokens too, by `draws` (None: greedily); the runner decides whether that is of use."""
 
 
+@runtime_checkable
+class RepeatingModel(Protocol):
+    """A model that can do the same step again with little effort."""
+
+    def repeat(self) -> Chosen:
+        """The step before, a decode whose tokens it chose, with each sequence one token on, in the same block."""
+
+
 class ModelRunner:
     """Owns the batch state; borrows the model and its cache. Used from one thread."""
 
     def __init__(self, model: Model, kv_cache: Any, batch: BatchState, *, vocab_size: int) -> None:
-        self._model, self._kv_cache, self._batch = model, kv_cache, batch
+        self._kv_cache, self._batch = kv_cache, batch
+        self.use(model)
         self._prompt_rows_at_once = max(1, PROMPT_LOGITS_BYTES // (4 * vocab_size))
         self._began_s = self._ended_s = 0.0  # of the forward pass at hand
 
     def use(self, model: Model) -> None:
         """From the next step on. The rows stay as they are."""
         self._model = model
+        self._repeats = model if isinstance(model, RepeatingModel) else None
+        self._repeating: RepeatingModel | None = None  # once it has chosen the tokens of the step before
 
     def step(self, plan: StepPlan) -> StepResult:
         """Runs one step. Plans must come in the core's order, as each changes the state the next builds on.
 
         A row whose logits are not finite becomes a RowFailure; any exception ends the engine.
         """
-        batch = self._batch
+        if plan.repeats and self._repeating is not None:
+            return self._repeat(plan, self._repeating)
+        batch, self._repeating = self._batch, None
         batch.apply(plan)
         if not len(plan.rows):
             return StepResult(step=plan.step, rows=np.zeros(0, np.int32), token_ids=np.zeros(0, np.int32))
@@ -65,7 +78,16 @@ class ModelRunner:
         sampled = Sampled(computed.chosen.token_ids, find_problems(computed.chosen.best))
         # Failed rows get some token too: a plan made before the failure was known may still compute them.
         batch.append_sampled(rows, sampled.token_ids)
+        self._repeating = self._repeats
         return self._result(plan, rows, sampled, (), _by_row(rows, sampled.problems))
+
+    def _repeat(self, plan: StepPlan, model: RepeatingModel) -> StepResult:
+        self._began_s = time.monotonic()
+        chosen = model.repeat()
+        self._ended_s = time.monotonic()
+        sampled = Sampled(chosen.token_ids, find_problems(chosen.best))
+        self._batch.append_repeated(plan.rows, sampled.token_ids)
+        return self._result(plan, plan.rows, sampled, (), _by_row(plan.rows, sampled.problems))
 
     @torch.inference_mode()
     def _sample(self, plan: StepPlan, arrays: StepArrays, rows: np.ndarray, computed: StepLogits) -> StepResult:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import tiny_models
 import torch
@@ -62,6 +63,34 @@ def test_from_a_folder_to_the_same_greedy_tokens_as_transformers(checkpoint: Pat
     )
     assert maker.tokens[0] == expected[0].tolist()
     executor.stop()
+    executor.stop()
+
+
+def test_repeated_steps_give_the_tokens_of_steps_made_anew(checkpoint: Path) -> None:
+    executor, _, _, _ = started(checkpoint)
+    executor.allocate(num_blocks=64, max_model_len=64)
+    answers, num_repeats = [], 0
+    for may_repeat in (True, False):
+        maker = PlanMaker(block_size=4)
+        maker.enter(0, PROMPT, temperature=0.0)
+        maker.enter(1, PROMPT, seed=5)
+        maker.enter(2, PROMPT, seed=5, top_k=9, top_p=0.8)
+        for step in range(20):
+            for row in maker.tokens:
+                maker.compute(row)
+            plan = maker.plan()
+            num_repeats += plan.repeats
+            executor.submit(plan if may_repeat else msgspec.structs.replace(plan, repeats=False))
+            result = executor.collect()
+            assert (result.step, result.rows.tolist()) == (step, list(maker.tokens))
+            maker.sampled(result.rows, result.token_ids)
+        answers.append([maker.tokens[row] for row in sorted(maker.tokens)])
+        for row in list(maker.tokens):
+            maker.release(row)
+        executor.submit(maker.plan())
+        executor.collect()
+    assert num_repeats > 20
+    assert answers[0] == answers[1]
     executor.stop()
 
 
