@@ -6,6 +6,7 @@ from fake_tokenizers import bundle_of, byte_level_tokenizer
 
 from headrace.core.options import Options
 from headrace.executor.null import NullExecutor, NullModel
+from headrace.ipc.control import WorkerAnswer, WorkerCommand
 
 VOCAB_SIZE = 400
 BACKEND = "null_with_tokenizer:TokenizingNullExecutor"
@@ -16,3 +17,7 @@ class TokenizingNullExecutor(NullExecutor):
 
     def __init__(self, options: Options, model: NullModel | None = None) -> None:
         super().__init__(options, model, bundle_of(byte_level_tokenizer(VOCAB_SIZE)))
+
+    def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
+        """Agrees to everything, as there is nothing to do."""
+        return (WorkerAnswer(),)

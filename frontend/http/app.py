@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 
+from headrace.frontend.http.development import DEVELOPMENT_ROUTES, is_development
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.exchange import ClientGoneError, Exchange
 from headrace.frontend.http.generation import Receive, Scope, Send
@@ -42,9 +43,10 @@ class App:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        routes = [Route(spec.path, _Endpoint(spec, state), methods=_methods(spec)) for spec in ROUTES]
+        state.routes = (*ROUTES, *DEVELOPMENT_ROUTES) if is_development(state.options) else ROUTES
+        routes = [Route(spec.path, _Endpoint(spec, state), methods=_methods(spec)) for spec in state.routes]
         self._router = Router(routes, redirect_slashes=False, default=_not_found)
-        self._public = frozenset(spec.path for spec in ROUTES if spec.public)
+        self._public = frozenset(spec.path for spec in state.routes if spec.public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         options = self._state.options

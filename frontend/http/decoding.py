@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import types
+import urllib.parse
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -109,6 +110,18 @@ def decode_request(body: bytes, kind: type[T]) -> T:
         raise _invalid(str(error)) from None
     except RecursionError:
         raise ApiError(HTTPStatus.BAD_REQUEST, "the body is nested too deeply", code="invalid_json") from None
+
+
+def decode_query(query: str, kind: type[T]) -> T:
+    """The parameters after the ? of an address. Raises ApiError, which names the parameter."""
+    fields = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+    for name in fields:
+        if name not in kind.__struct_fields__:
+            raise _unknown(name, kind.__struct_fields__)
+    try:
+        return msgspec.convert(fields, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
 
 
 def _take_neutral(fields: dict[str, Any], table: Mapping[str, Neutral]) -> None:

@@ -60,6 +60,9 @@ def _operation(route: RouteSpec, *, guarded: bool) -> dict[str, Any]:
         "operationId": f"{route.method.lower()}{re.sub(r'[^a-z0-9]+', '_', route.path.lower())}",
         "responses": {"200": {"description": "Done", "content": _content(route)}},
     }
+    if route.query is not None:
+        described = msgspec.json.schema(route.query)["$defs"][route.query.__name__]["properties"]
+        operation["parameters"] = [{"name": name, "in": "query", "schema": each} for name, each in described.items()]
     names = [match.group(1) for match in _PATH_PARAMETER.finditer(route.path)]
     if names:
         operation["parameters"] = [

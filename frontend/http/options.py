@@ -115,6 +115,14 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool, Option(CHAT, "Serve GET /tokenizer_info: special tokens and the chat template, as lm-eval asks for them")
     ] = False
 
+    server_dev_mode: Annotated[
+        bool,
+        Option(
+            OBSERVED,
+            "Serve vLLM's development routes, such as /pause and /resume: whoever may call the server may then stop it",
+            default_text="the environment's HEADRACE_SERVER_DEV_MODE=1",
+        ),
+    ] = False
     metrics_prefix: Annotated[
         str, Option(OBSERVED, "What names of metrics begin with; vllm fits dashboards made for it")
     ] = "headrace"

@@ -12,6 +12,7 @@ import msgspec
 import headrace
 from headrace.frontend.http.chat import plan_chat
 from headrace.frontend.http.completions import plan_completion
+from headrace.frontend.http.engines import Engine
 from headrace.frontend.http.errors import ApiError, bad_field, unavailable
 from headrace.frontend.http.exchange import Exchange
 from headrace.frontend.http.requests import (
@@ -161,7 +162,7 @@ async def progress(state: ServerState, exchange: Exchange) -> None:
         if len(engine.client.requests):
             oldest_s = max(engine.client.last_step_s, engine.busy_since_s)
             silent_s = time.monotonic() - oldest_s
-            if silent_s > limit_s:
+            if silent_s > limit_s and not await _is_paused(engine):
                 raise unavailable(
                     f"engine {engine.index} has requests and gave no token for {silent_s:.1f} s", code="no_progress"
                 )
@@ -172,16 +173,21 @@ async def progress(state: ServerState, exchange: Exchange) -> None:
     await exchange.answer(HealthResponse("ok"))
 
 
+async def _is_paused(engine: Engine) -> bool:
+    stats = await engine.stats()
+    return stats is not None and stats.paused
+
+
 async def openapi(state: ServerState, exchange: Exchange) -> None:
     from headrace.frontend.http.openapi import document
 
-    await exchange.answer(document(ROUTES, state.options.root_path, guarded=bool(state.keys)))
+    await exchange.answer(document(state.routes, state.options.root_path, guarded=bool(state.keys)))
 
 
 async def docs(state: ServerState, exchange: Exchange) -> None:
     from headrace.frontend.http.openapi import docs_page, document
 
-    page = docs_page(document(ROUTES, state.options.root_path, guarded=bool(state.keys)), _names(state))
+    page = docs_page(document(state.routes, state.options.root_path, guarded=bool(state.keys)), _names(state))
     await exchange.answer_text(page.encode(), "text/html; charset=utf-8")
 
 
@@ -205,6 +211,8 @@ class RouteSpec(msgspec.Struct, frozen=True, kw_only=True):
     handler: Handler
     summary: str
     request: Any = None
+    query: Any = None
+    """A struct of what may follow the ? of the address."""
     response: Any = None
     """A struct; None for what is no JSON."""
     public: bool = False

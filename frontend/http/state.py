@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from headrace.frontend.http.chat_prompt import ChatPrompts
 from headrace.frontend.http.engines import EnginePool
@@ -14,6 +15,9 @@ from headrace.frontend.http.events import KeepAlive
 from headrace.frontend.http.generation import Generator
 from headrace.frontend.http.metrics import Exposition, Pages
 from headrace.frontend.http.options import ServeOptions
+
+if TYPE_CHECKING:
+    from headrace.frontend.http.routes import RouteSpec
 
 
 class ServerState:
@@ -38,6 +42,8 @@ class ServerState:
             options.request_timeout,
             pages,
         )
+        self.routes: Sequence[RouteSpec] = ()
+        """What is served; the application sets it."""
         self.draining = False
         """Set once the server has begun to stop: what runs goes on, nothing new is taken."""
         self.started_at = int(time.time())

@@ -1,0 +1,205 @@
+"""vLLM's development routes: what the control channel can do to the engines, over HTTP. Only with --server-dev-mode.
+
+A command goes to every engine of the server, all at once, and is answered when all have carried it out. Any of
+several HTTP processes can take it, for it is the engines that remember.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from http import HTTPStatus
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from headrace.frontend.client import CoreClient
+from headrace.frontend.control import QUICK_S, pause_command
+from headrace.frontend.http.decoding import decode_query
+from headrace.frontend.http.errors import ApiError
+from headrace.frontend.http.exchange import Exchange
+from headrace.frontend.http.options import ServeOptions
+from headrace.frontend.http.routes import Handler, RouteSpec
+from headrace.frontend.http.state import ServerState
+from headrace.ipc.control import (
+    Commands,
+    DescribeEngine,
+    EngineReport,
+    ResumeGeneration,
+    StartProfile,
+    StopProfile,
+)
+from headrace.ipc.failure import EngineDeadError, HeadraceError
+
+
+def is_development(options: ServeOptions) -> bool:
+    return options.server_dev_mode or os.environ.get("HEADRACE_SERVER_DEV_MODE") == "1"
+
+
+class PauseQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    mode: Annotated[
+        Literal["abort", "wait", "keep"],
+        Meta(description="Requests that are here are aborted, finished first, or kept as they are"),
+    ] = "abort"
+    clear_cache: Annotated[bool, Meta(description="Forget cached prefixes, and what kept requests have computed")] = (
+        True
+    )
+    wait_for_inflight_requests: Annotated[bool, Meta(description="Retired by vLLM; the same as mode=wait")] = False
+
+
+class NoQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Nothing can be asked for."""
+
+
+class StatusResponse(msgspec.Struct):
+    status: str
+
+
+class PausedResponse(msgspec.Struct):
+    is_paused: bool
+
+
+class ProfileResponse(msgspec.Struct):
+    files: list[str]
+    """On the engines' hosts; for ui.perfetto.dev."""
+
+
+class WorldSizeResponse(msgspec.Struct):
+    world_size: int
+
+
+class EngineInfo(msgspec.Struct):
+    options: dict[str, Any]
+    decisions: dict[str, dict[str, str]]
+    """By name: the value, and the reason."""
+    facts: dict[str, Any]
+    workers: list[dict[str, Any]]
+
+
+class ServerInfoResponse(msgspec.Struct):
+    version: str
+    engines: list[EngineInfo]
+
+
+async def pause(state: ServerState, exchange: Exchange) -> None:
+    """200 once nothing runs. The pause outlives this server where the engine does."""
+    query = decode_query(exchange.query(), PauseQuery)
+    mode: Any = "wait" if query.wait_for_inflight_requests else query.mode
+    await _command(state, exchange, pause_command(mode, query.clear_cache), None)
+    await exchange.answer(StatusResponse("paused"))
+
+
+async def resume(state: ServerState, exchange: Exchange) -> None:
+    decode_query(exchange.query(), NoQuery)
+    await _command(state, exchange, ResumeGeneration())
+    await exchange.answer(StatusResponse("resumed"))
+
+
+async def is_paused(state: ServerState, exchange: Exchange) -> None:
+    """Whether any engine is."""
+    stats = await asyncio.gather(*(client.get_stats() for client in _clients(state)))
+    await exchange.answer(PausedResponse(any(each.paused for each in stats)))
+
+
+async def reset_prefix_cache(state: ServerState, exchange: Exchange) -> None:
+    _refuse_foreign_pages(state, exchange)
+    decode_query(exchange.query(), NoQuery)
+    await asyncio.gather(*(client.reset_prefix_cache() for client in _clients(state)))
+    await exchange.answer(StatusResponse("ok"))
+
+
+async def start_profile(state: ServerState, exchange: Exchange) -> None:
+    decode_query(exchange.query(), NoQuery)
+    await _command(state, exchange, StartProfile())
+    await exchange.answer(StatusResponse("ok"))
+
+
+async def stop_profile(state: ServerState, exchange: Exchange) -> None:
+    decode_query(exchange.query(), NoQuery)
+    results = await _command(state, exchange, StopProfile(), None)
+    await exchange.answer(ProfileResponse([path for result in results for path in result.paths]))
+
+
+async def world_size(state: ServerState, exchange: Exchange) -> None:
+    """Workers, over all engines."""
+    await exchange.answer(WorldSizeResponse(sum(len(report.workers) for report in await _reports(state, exchange))))
+
+
+async def server_info(state: ServerState, exchange: Exchange) -> None:
+    from headrace import __version__
+
+    engines = [
+        EngineInfo(
+            options=report.options,
+            decisions={name: {"value": value, "reason": reason} for name, value, reason in report.decisions},
+            facts=report.facts,
+            workers=list(report.workers),
+        )
+        for report in await _reports(state, exchange)
+    ]
+    await exchange.answer(ServerInfoResponse(__version__, engines))
+
+
+async def _command(
+    state: ServerState, exchange: Exchange, command: Commands, timeout_s: float | None = QUICK_S
+) -> list[Any]:
+    """Every engine's answer. Raises ApiError with an engine's reason not to."""
+    _refuse_foreign_pages(state, exchange)
+    try:
+        return await asyncio.gather(*(client.control(command, timeout_s) for client in _clients(state)))
+    except EngineDeadError:
+        raise
+    except HeadraceError as error:
+        raise ApiError(HTTPStatus.BAD_REQUEST, str(error).partition("\n")[0], code="command_refused") from None
+
+
+async def _reports(state: ServerState, exchange: Exchange) -> list[EngineReport]:
+    return await _command(state, exchange, DescribeEngine())
+
+
+def _clients(state: ServerState) -> list[CoreClient]:
+    clients = [engine.client for engine in state.pool.engines if engine.client is not None and engine.usable]
+    if not clients:
+        raise state.pool.why_unavailable()
+    return clients
+
+
+def _refuse_foreign_pages(state: ServerState, exchange: Exchange) -> None:
+    """A POST without a body needs no consent of ours when another site's page sends it; browsers name that site."""
+    origin = exchange.header(b"origin")
+    allowed = state.options.allowed_origins
+    if origin is not None and origin not in allowed and "*" not in allowed:
+        raise ApiError(
+            HTTPStatus.FORBIDDEN,
+            f"pages of {origin:.200} may not do this; see the option allowed_origins",
+            code="origin",
+        )
+
+
+def _post(path: str, handler: Handler, summary: str, response: Any, query: Any = NoQuery) -> RouteSpec:
+    return RouteSpec(
+        method="POST",
+        path=path,
+        handler=handler,
+        summary=summary,
+        response=response,
+        query=query,
+        refusals=(400, 403, 503),
+    )
+
+
+def _get(path: str, handler: Handler, summary: str, response: Any) -> RouteSpec:
+    return RouteSpec(method="GET", path=path, handler=handler, summary=summary, response=response, refusals=(400, 503))
+
+
+DEVELOPMENT_ROUTES: tuple[RouteSpec, ...] = (
+    _post("/pause", pause, "Stop computing, until /resume", StatusResponse, PauseQuery),
+    _post("/resume", resume, "End a pause", StatusResponse),
+    _get("/is_paused", is_paused, "Whether there is a pause", PausedResponse),
+    _post("/reset_prefix_cache", reset_prefix_cache, "Forget cached prefixes", StatusResponse),
+    _post("/start_profile", start_profile, "Record what engines do; needs profiler_config", StatusResponse),
+    _post("/stop_profile", stop_profile, "Write what was recorded", ProfileResponse),
+    _get("/server_info", server_info, "The engines' options, decisions and facts", ServerInfoResponse),
+    _get("/get_world_size", world_size, "The number of workers", WorldSizeResponse),
+)
