@@ -69,7 +69,6 @@ FOREIGN: Mapping[str, Foreign] = types.MappingProxyType(
             ubatch_size=(0,),
             dbo_decode_token_threshold=(32,),
             dbo_prefill_token_threshold=(512,),
-            disable_custom_all_reduce=EITHER,
             disable_nccl_for_dp_synchronization=EITHER,
             ray_workers_use_nsight=OFF,
             worker_use_ray=OFF,

@@ -295,6 +295,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             default_text="as even as can be",
         ),
     ] = ()
+    disable_custom_all_reduce: Annotated[
+        bool,
+        Option(
+            PARALLEL,
+            "On GPUs, leave even small sums over the tensor-parallel ranks to NCCL, where they would go through memory "
+            "of each other's GPUs",
+        ),
+    ] = False
     distributed_executor_backend: Annotated[
         str,
         Option(

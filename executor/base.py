@@ -26,10 +26,12 @@ class Executor(ABC):
 
     max_steps_in_flight: int = 1
     """Most steps that may be submitted and not collected. With 1, `collect` follows each `submit`. This and the next
-    two are known once the executor is constructed."""
+    three are known once the executor is constructed."""
     num_stages: int = 1
     """Pipeline stages. With more than one, a row is in one step in flight at most: it is planned again only once its
     last token has been collected. Other rows' steps fill the other stages."""
+    has_own_memory: bool = False
+    """Whether each rank has a memory of its own, as a GPU has; else all ranks of a host share its memory."""
     async_by_default: bool = False
     """Whether the core plans ahead unless it is told not to: steps run in other processes, or gain by it here."""
 
@@ -62,6 +64,10 @@ class Executor(ABC):
     @abstractmethod
     def collect(self) -> StepResult:
         """The result of the oldest submitted step. Raises what ended the engine, if anything did."""
+
+    def has_result(self) -> bool:
+        """Whether `collect` would return without waiting for others, where a step is submitted."""
+        return True
 
     def idle(self) -> bool:
         """A piece of work of at most some 100 ms that no request waits for; False when there is none (left).

@@ -1,4 +1,4 @@
-"""The executor of a world of one on a GPU."""
+"""The executor of a world of one on a GPU, and of one rank of several, each with a GPU of its own."""
 
 from __future__ import annotations
 
@@ -16,18 +16,24 @@ from headrace.executor.base import Report
 from headrace.executor.decoder import Decoder
 from headrace.executor.device_state import Device
 from headrace.executor.dummy_shapes import weight_shapes
+from headrace.executor.gpu_collectives import AgreedCapturer, GpuCollectives
 from headrace.executor.gpu_cuda import CudaBackend
 from headrace.executor.gpu_device import GpuFacts, check_free_memory, check_gpu
 from headrace.executor.gpu_kernels import Rounding, batch_invariant, quantising
 from headrace.executor.gpu_memory import Meter, measure
 from headrace.executor.gpu_runner import STEPS_IN_FLIGHT, GpuRunner, RunnerLimits
+from headrace.executor.gpu_stages import make_runner, runner_kind
 from headrace.executor.gpu_weights import DeviceDummyWeights, StagedWeights
 from headrace.executor.graphs import Capturer, capture_sizes
 from headrace.executor.layers import ChooseKernel
+from headrace.executor.meeting import Meeting
 from headrace.executor.memory_estimate import weight_elements
+from headrace.executor.place import Place
 from headrace.executor.profiling import WorkerProfile
+from headrace.executor.rank_device import rank_device
 from headrace.executor.uniproc import CACHE_DTYPES, DTYPES, UniprocExecutor
 from headrace.executor.weights import WeightSource
+from headrace.ipc.control import DoIdleWork, WorkerAnswer, WorkerCommand
 from headrace.ipc.step import StepPlan, StepResult
 
 
@@ -41,6 +47,7 @@ class Backend(Protocol):
     def host_side(self) -> Device: ...
     def capturer(self) -> Capturer | None: ...
     def meter(self) -> Meter: ...
+    def link(self, meeting: Meeting, options: Options) -> GpuCollectives: ...
     def memory(self) -> tuple[int, int]: ...
 
 
@@ -49,11 +56,20 @@ class GpuExecutor(UniprocExecutor):
 
     max_steps_in_flight = STEPS_IN_FLIGHT
     async_by_default = True
+    has_own_memory = True
 
     choose: ChooseKernel = staticmethod(kernels.choose)
 
-    def __init__(self, options: Options, device: torch.device, backend: Backend | None = None) -> None:
-        super().__init__(options)
+    def __init__(
+        self,
+        options: Options,
+        device: torch.device | None = None,
+        backend: Backend | None = None,
+        place: Place | None = None,
+    ) -> None:
+        """device: by default the one of this rank's number on its host. Raises OptionError where there is none."""
+        super().__init__(options, place)
+        device = device or rank_device(options.device)
         self._backend = backend or CudaBackend(device)
         self._device = device
         self._gpu: GpuFacts | None = None
@@ -64,13 +80,17 @@ class GpuExecutor(UniprocExecutor):
         self._gpu = self._backend.facts()  # before anything is fetched for a GPU that cannot be used
         return self._find_model(report)
 
+    def join(self, meeting: Meeting) -> None:
+        with self._backend.here():
+            self.connect(self._backend.link(meeting, self._options))
+
     def load(self, plan: Plan, report: Report) -> MemoryReading:
         assert self._spec is not None, "describe comes before load"
         assert self._gpu is not None, "describe comes before load"
         dtype, facts = DTYPES[plan.dtype], self._gpu
         check_gpu(self._device, dtype, facts)
         runner_limits(plan, plan.max_model_len)
-        elements = weight_elements(self._spec)
+        elements = weight_elements(self._spec) / self._place.world_size
         what = f"holding {elements / 1e9:.2f} billion weights of {plan.model.name} as {plan.dtype}"
         # Quantised matrices take less in the end, and each of them its whole size for a moment.
         rounding = Rounding.of(plan)
@@ -79,7 +99,9 @@ class GpuExecutor(UniprocExecutor):
         self._plan = plan
         with self._backend.here():
             report("load weights")
-            self._decoder = Decoder(self._spec, self._source(dtype), dtype, self._device, choose=self._chooser(plan))
+            self._decoder = Decoder(
+                self._spec, self._source(dtype), dtype, self._device, self._place, choose=self._chooser(plan)
+            )
             report("measure memory")
             return self._measure(plan, self._decoder, facts)
 
@@ -90,7 +112,8 @@ class GpuExecutor(UniprocExecutor):
         with self._backend.here():
             cache = self._new_cache(plan, num_blocks)
             limits = runner_limits(plan, max_model_len)
-            self._steps = GpuRunner(decoder, cache, self._backend.host_side(), limits, self._capturer(plan))
+            device, capturer = self._backend.host_side(), self._capturer(plan)
+            self._steps = make_runner(self._place, decoder, cache, device, limits, capturer)
         folder = self._options.profiler_config.get("torch_profiler_dir")
         self._profile = WorkerProfile(folder, self._place.rank, self._steps.times)
 
@@ -104,6 +127,15 @@ class GpuExecutor(UniprocExecutor):
         with self._backend.here():
             return self._steps.collect()
 
+    def has_result(self) -> bool:
+        with self._backend.here():
+            return self.steps.has_result()
+
+    def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
+        if isinstance(command, DoIdleWork):
+            return (WorkerAnswer(rank=self._place.rank, did_something=self.idle()),)
+        return super().control(command)
+
     def facts(self) -> dict[str, Any]:
         """Of the device too, what is captured, and where a step's time went of late (microseconds by phase)."""
         graphs, gpu = self.steps.graphs, self._gpu
@@ -114,6 +146,7 @@ class GpuExecutor(UniprocExecutor):
             "graphs": len(graphs),
             "graph_pool_bytes": graphs.pool_bytes,
             "why_eager": graphs.why_eager,
+            "sums": link.sums if isinstance(link := self._place.collectives, GpuCollectives) else "",
             "step_us": self.steps.times.summary(),
         }
 
@@ -138,19 +171,20 @@ class GpuExecutor(UniprocExecutor):
         assert self._spec is not None, "describe comes before load"
         if self._checkpoint.format == "dummy":
             return DeviceDummyWeights(weight_shapes(self._spec), dtype, self._device)
-        return StagedWeights(self._checkpoint.weights(), self._backend.host_side())
+        return StagedWeights(self._checkpoint.weights(place=self._place), self._backend.host_side())
 
     def _chooser(self, plan: Plan) -> ChooseKernel:
         choose = self.choose
         if plan.options.batch_invariant:
             choose = batch_invariant(choose)
         rounding = Rounding.of(plan)
-        return choose if rounding is None else quantising(choose, plan.model.vocab_size, rounding)
+        head = self._place.vocabulary(plan.model.vocab_size)
+        return choose if rounding is None else quantising(choose, head.stop - head.start, rounding)
 
     def _new_cache(self, plan: Plan, num_blocks: int) -> kv_cache.KVCache:
         assert self._spec is not None, "describe comes before load"
         return kv_cache.allocate(
-            self._spec, num_blocks, plan.block_size, CACHE_DTYPES[plan.kv_cache_dtype], self._device
+            self._spec, num_blocks, plan.block_size, CACHE_DTYPES[plan.kv_cache_dtype], self._device, self._place
         )
 
     def _measure(self, plan: Plan, decoder: Decoder, facts: GpuFacts) -> MemoryReading:
@@ -158,7 +192,9 @@ class GpuExecutor(UniprocExecutor):
         null_block = self._new_cache(plan, 1)
         limits, capturer = runner_limits(plan, plan.max_model_len), self._capturer(plan)
         tokens = plan.max_num_batched_tokens
-        found = measure(decoder, null_block, backend.host_side(), limits, tokens, backend.meter(), capturer)
+        runner = runner_kind(self._place)(decoder, null_block, backend.host_side(), limits)
+        found = measure(runner, backend.host_side(), limits, tokens, backend.meter(), capturer)
+        del runner
         del null_block, capturer
         gc.collect()
         free_bytes, total_bytes = backend.memory()
@@ -173,7 +209,10 @@ class GpuExecutor(UniprocExecutor):
         )
 
     def _capturer(self, plan: Plan) -> Capturer | None:
-        return None if plan.options.enforce_eager else self._backend.capturer()
+        capturer, link = self._backend.capturer(), self._place.collectives
+        if plan.options.enforce_eager or capturer is None:
+            return None
+        return AgreedCapturer(capturer, link.agree) if isinstance(link, GpuCollectives) else capturer
 
 
 def runner_limits(plan: Plan, max_model_len: int) -> RunnerLimits:

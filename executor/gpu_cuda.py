@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.core.options import Options
 from headrace.executor.device_state import Device, Event
+from headrace.executor.gpu_collectives import GpuCollectives
 from headrace.executor.gpu_device import GpuFacts, gpu_facts
 from headrace.executor.gpu_memory import Meter
 from headrace.executor.graphs import Capturer, Replay
+from headrace.executor.meeting import Meeting
 
 
 class CudaDevice:
@@ -118,6 +121,16 @@ class CudaBackend:
 
     def meter(self) -> Meter:
         return CudaMeter(self.device)
+
+    def link(self, meeting: Meeting, options: Options) -> GpuCollectives:
+        from headrace.executor.gpu_collectives_nccl import open_nccl  # only where there are several ranks
+
+        return open_nccl(
+            meeting,
+            self.device,
+            custom_all_reduce=not options.disable_custom_all_reduce,
+            in_order=options.batch_invariant,
+        )
 
     def memory(self) -> tuple[int, int]:
         """Free and total bytes, once what nobody uses has been given back."""

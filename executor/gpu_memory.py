@@ -14,7 +14,6 @@ from headrace.executor.gpu_runner import GpuRunner, RunnerLimits
 from headrace.executor.gpu_sampler import Choice
 from headrace.executor.gpu_steps import MixedInputs
 from headrace.executor.graphs import Capturer, GraphKey
-from headrace.executor.inputs import HiddenStateModel
 
 CHOICES_CAPTURED = 2
 """Kinds of choice that graphs are usually captured for: greedy, and what the model's defaults ask for."""
@@ -37,16 +36,14 @@ class StepMemory:
 
 
 def measure(
-    model: HiddenStateModel,
-    one_block_cache: Any,
+    runner: GpuRunner,
     device: Device,
     limits: RunnerLimits,
     max_num_batched_tokens: int,
     meter: Meter,
     capturer: Capturer | None,
 ) -> StepMemory:
-    """Runs the largest steps there can be over a cache of block 0 alone, which is the null block."""
-    runner = GpuRunner(model, one_block_cache, device, limits)
+    """Runs the largest steps there can be; the runner's cache is block 0 alone, which is the null block."""
     peaks = [
         meter.peak_bytes(lambda: largest_prefill(runner, device, limits, max_num_batched_tokens)),
         meter.peak_bytes(lambda: runner.steps.decode(limits.max_num_seqs, Choice.TRUNCATE)),

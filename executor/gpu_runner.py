@@ -160,8 +160,11 @@ class GpuRunner:
         deltas.set("prompt_len", at, np.array([new.num_prompt_tokens]))
         deltas.set_blocks(np.full(len(new.block_ids), row), np.arange(len(new.block_ids)), new.block_ids)
         if self.batch.needs(at) & Needs.PENALTIES:
-            (token_ids,) = self._staging.send(np.asarray(new.token_ids, np.int32))
-            self.penalties.enter(row, token_ids, new.num_prompt_tokens)
+            self._count_tokens(new)
+
+    def _count_tokens(self, new: NewRow) -> None:
+        (token_ids,) = self._staging.send(np.asarray(new.token_ids, np.int32))
+        self.penalties.enter(new.row, token_ids, new.num_prompt_tokens)
 
     def _place_rows(self, rows: np.ndarray, size: int) -> None:
         """The decode batch of `size` places: rows, then padding."""

@@ -47,6 +47,33 @@ class ReloadWeights(Command, frozen=True):
     """A folder or file as the option `model` takes it; empty for the model's own."""
 
 
+class Sleep(Command, frozen=True):
+    """Pauses as PauseGeneration does, then gives the device's memory back until WakeUp. Answered with nothing.
+
+    The cache is dropped, and the weights besides: level 1 keeps them in the host's memory, level 2 nowhere, so that
+    waking up reads the model's checkpoint again. On a CPU level 1 drops the cache alone.
+    """
+
+    level: Literal[1, 2] = 1
+    mode: Literal["abort", "wait", "keep"] = "abort"
+    """As of PauseGeneration. Requests that are kept compute theirs again after waking up."""
+
+    @property
+    def clear_cache(self) -> bool:
+        return True
+
+
+class WakeUp(Command, frozen=True):
+    """Takes memory again, and ends the pause of Sleep once all is awake. Answered with nothing."""
+
+    tags: tuple[Literal["weights", "kv_cache"], ...] = ()
+    """What is to be awake, such as the weights alone while they are changed; empty for everything."""
+
+
+ASLEEP = frozenset(("weights", "kv_cache"))
+"""What Sleep puts to sleep: the tags of WakeUp."""
+
+
 class StartProfile(Command, frozen=True):
     """Records what the core and its workers do, until StopProfile. Answered with nothing."""
 
@@ -69,7 +96,15 @@ class CallExtension(Command, frozen=True):
 
 
 Commands = (
-    PauseGeneration | ResumeGeneration | ReloadWeights | StartProfile | StopProfile | DescribeEngine | CallExtension
+    PauseGeneration
+    | ResumeGeneration
+    | ReloadWeights
+    | Sleep
+    | WakeUp
+    | StartProfile
+    | StopProfile
+    | DescribeEngine
+    | CallExtension
 )
 
 
@@ -85,7 +120,21 @@ class UseWeights(Command, frozen=True):
     prepared: bool
 
 
-WorkerCommand = PrepareWeights | UseWeights | StartProfile | StopProfile | DescribeEngine | CallExtension
+class DoIdleWork(Command, frozen=True):
+    """A piece of work that no request waits for, on every worker alike, as they may need each other for it."""
+
+
+WorkerCommand = (
+    PrepareWeights
+    | UseWeights
+    | Sleep
+    | WakeUp
+    | StartProfile
+    | StopProfile
+    | DescribeEngine
+    | CallExtension
+    | DoIdleWork
+)
 """What an executor passes on to each of its workers."""
 
 
@@ -99,6 +148,8 @@ class WorkerAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """About itself, for DescribeEngine: pid, device, threads, bytes of weights and cache, and what else it knows."""
     payload: dict[str, Any] = {}
     """Of its extension, for CallExtension."""
+    did_something: bool = False
+    """For DoIdleWork: there may be more."""
 
 
 class ProfileFiles(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):

@@ -1,0 +1,71 @@
+"""How many GPUs this process may use, asked of the driver's own library before anything else starts. No torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+from headrace.ipc.failure import OptionError
+
+LIBRARY = "libnvidia-ml.so.1"
+
+
+def check_gpus(asked: str, num_ranks: int, count: int | None) -> None:
+    """Raises OptionError, with the numbers, where the ranks of this host cannot each have a GPU that was asked for.
+
+    asked: the option device; count: `visible_gpus()`. What is not known here each rank finds out for itself.
+    """
+    check_device_option(asked, num_ranks)
+    if asked.startswith("cuda") and count is not None and count < num_ranks:
+        raise too_few_gpus(asked, num_ranks, count)
+
+
+def check_device_option(asked: str, num_ranks: int) -> None:
+    """Raises OptionError for one GPU by number, where there are several ranks."""
+    if num_ranks > 1 and asked.startswith("cuda:"):
+        raise OptionError(
+            f"device={asked} is one GPU, and {num_ranks} ranks compute on this host: ask for device=cuda; "
+            "CUDA_VISIBLE_DEVICES says which GPUs they take"
+        )
+
+
+def too_few_gpus(asked: str, num_ranks: int, count: int) -> OptionError:
+    there = "there is 1" if count == 1 else f"there are {count}"
+    return OptionError(
+        f"device={asked}: {num_ranks} ranks on this host (tensor_parallel_size times pipeline_parallel_size, over "
+        f"nnodes) need a GPU each, and {there} for this process to use",
+        hint="lower the parallel sizes, look at CUDA_VISIBLE_DEVICES, or compute with device=cpu",
+    )
+
+
+def visible_gpus(library: str = LIBRARY) -> int | None:
+    """Of this process, as CUDA_VISIBLE_DEVICES leaves them; None where the library cannot be had or does not say.
+
+    Asking NVML (its reference: nvmlInit_v2, nvmlDeviceGetCount_v2) creates no context on any GPU.
+    """
+    try:
+        nvml = ctypes.CDLL(library)
+        if nvml.nvmlInit_v2() != 0:
+            return None
+        try:
+            count = ctypes.c_uint()
+            if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+                return None
+        finally:
+            nvml.nvmlShutdown()
+    except (OSError, AttributeError):
+        return None
+    return left_visible(os.environ.get("CUDA_VISIBLE_DEVICES"), count.value)
+
+
+def left_visible(variable: str | None, count: int) -> int:
+    """Of `count` GPUs. The variable lists numbers or UUIDs, and ends at the first that is none (CUDA's guide)."""
+    if variable is None:
+        return count
+    visible = 0
+    for entry in map(str.strip, variable.split(",")):
+        is_number = entry.isdecimal() and int(entry) < count
+        if not is_number and not entry.startswith(("GPU-", "MIG-")):
+            break
+        visible += 1
+    return visible
