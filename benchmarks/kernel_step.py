@@ -30,6 +30,7 @@ from headrace.kernels.cpu.threads import Pool
 
 BLOCK_SIZE = 16
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB, LAYERS = 576, 1536, 9, 3, 64, 49152, 30
+MAX_LOGITS = 64
 LINEARS = {
     "qkv": ((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
     "output": (HIDDEN, HEADS * HEAD_DIM),
@@ -55,7 +56,7 @@ def demo_program(runtime: Runtime, max_tokens: int, num_blocks: int) -> Program:
         values = (torch.randn(rows, columns) * columns**-0.5).to(torch.bfloat16)
         return pack(values, gated=gated, arena=arena, runtime_=runtime)
 
-    builder = Builder(runtime, max_tokens=max_tokens, max_logits=64)
+    builder = Builder(runtime, max_tokens=max_tokens, max_logits=MAX_LOGITS)
     width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     hidden, normed = builder.buffer(HIDDEN, torch.float32), builder.buffer(HIDDEN, inner, own=True)
     qkv, attended = builder.buffer(width, torch.float32), builder.buffer(HEADS * HEAD_DIM, inner)
@@ -64,17 +65,26 @@ def demo_program(runtime: Runtime, max_tokens: int, num_blocks: int) -> Program:
     norm, rotary = Norm("rms", 1e-5, torch.ones(HIDDEN)), Rotary(angles.cos(), angles.sin())
     table = weight(VOCAB, HIDDEN)
     builder.embedding(table, hidden)
-    for _ in range(LAYERS):
+    wanted, last = builder.buffer(HIDDEN, torch.float32, "logits"), builder.buffer(HIDDEN, inner, "logits")
+    for layer in range(LAYERS):
         keys, values = torch.zeros(2, num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=inner).unbind(0)
         builder.norm(hidden, normed, norm)
         builder.linear(weight(width, HIDDEN), normed, qkv)
-        builder.attention(qkv, attended, Attention(HEADS, LayerCache(keys, values), HEAD_DIM**-0.5, rotary))
+        attention = Attention(HEADS, LayerCache(keys, values), HEAD_DIM**-0.5, rotary)
+        builder.write_cache(qkv, attention)
+        is_last = layer == LAYERS - 1
+        if is_last:
+            builder.gather(hidden, wanted)
+        builder.attend(qkv, attended, attention, only_logits=is_last)
+        if is_last:  # what follows is for the rows that logits are wanted of, as `executor/cpu_program.py` has it
+            attended, all_attended = builder.buffer(HEADS * HEAD_DIM, inner, "logits", own=True), attended
+            builder.gather(all_attended, attended)
+            hidden, normed, activated = wanted, normed.of_logits(MAX_LOGITS), activated.of_logits(MAX_LOGITS)
         builder.linear(weight(HIDDEN, HEADS * HEAD_DIM), attended, hidden, residual=hidden)
         builder.norm(hidden, normed, norm)
         builder.linear(weight(2 * INTERMEDIATE, HIDDEN, gated=True), normed, activated, activation="silu")
         builder.linear(weight(HIDDEN, INTERMEDIATE), activated, hidden, residual=hidden)
-    builder.start_of_logits()
-    last, logits = builder.buffer(HIDDEN, inner, "logits"), builder.buffer(VOCAB, torch.float32, "logits")
+    logits = builder.buffer(VOCAB, torch.float32, "logits")
     builder.norm(hidden, last, norm)
     builder.linear(table, last, logits)
     builder.sample(logits)

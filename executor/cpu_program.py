@@ -54,6 +54,17 @@ class WrittenProgram:
     columns: SamplingColumns  # the same
 
 
+@dataclass(frozen=True)
+class Stream:
+    """What a layer works on after its attention: of all tokens, or of those that logits are wanted of."""
+
+    hidden: Buffer
+    normed: Buffer
+    attended: Buffer
+    activated: Buffer
+    delta: Buffer
+
+
 class ProgramWriter:
     """Writes one rank's program. Raises ValueError for what the kernels cannot do."""
 
@@ -66,33 +77,36 @@ class ProgramWriter:
         self._ranks = RankBuffers(place, limits.max_tokens) if place.tp_size > 1 else None
         self._positions = min(limits.max_positions, kv_cache.num_blocks * kv_cache.block_size)
         self._rotaries: dict[RopeSpec, Rotary] = {}
+        self._max_logits = min(limits.max_seqs, limits.max_tokens)
         builder = self._builder = Builder(
-            runtime, max_tokens=limits.max_tokens, max_logits=limits.max_seqs, alone_s=ALONE_S
+            runtime, max_tokens=limits.max_tokens, max_logits=self._max_logits, alone_s=ALONE_S
         )
         inner = inner_dtype(model)
         self._num_heads = spec.num_heads // place.tp_size
         self._inner_size = spec.intermediate_size // place.tp_size
         heads = self._num_heads + 2 * spec.local_kv_heads(place.tp_size)
         self._hidden = builder.buffer(spec.hidden_size, torch.float32)
-        self._normed = builder.buffer(spec.hidden_size, inner, own=True)
         self._qkv = builder.buffer(heads * spec.head_dim, torch.float32)
-        self._attended = builder.buffer(self._num_heads * spec.head_dim, inner)
-        self._activated = builder.buffer(self._inner_size, inner)
-        self._delta = builder.buffer(spec.hidden_size, torch.float32)
+        self._tokens = Stream(
+            hidden=self._hidden,
+            normed=builder.buffer(spec.hidden_size, inner, own=True),
+            attended=builder.buffer(self._num_heads * spec.head_dim, inner),
+            activated=builder.buffer(self._inner_size, inner),
+            delta=builder.buffer(spec.hidden_size, torch.float32),
+        )
 
     def write(self) -> WrittenProgram:
         place, spec = self._place, self._spec
         if place.is_first_stage:
             self._embed()
-        own = place.layers(spec.num_layers)
+        own, stream = place.layers(spec.num_layers), self._tokens
         for index, layer in enumerate(self._model.layers):
-            cache = self._layer_cache(index)
-            if spec.norm_placement == "post":
-                self._post_norm_layer(layer, spec.layers[own[index]], cache)
-            else:
-                self._layer(layer, spec.layers[own[index]], cache)
+            if place.is_last_stage and index == len(own) - 1:
+                stream = self._wanted_stream()
+            write = self._post_norm_layer if spec.norm_placement == "post" else self._layer
+            write(layer, spec.layers[own[index]], self._layer_cache(index), stream)
         if place.is_last_stage:
-            output = self._logits()
+            output = self._logits(stream.hidden)
             logits, columns = output.tensor, self._builder.sample(output)
         else:
             output = self._hidden
@@ -135,25 +149,37 @@ class ProgramWriter:
         if model.positions is not None:
             builder.add_positions(model.positions, self._hidden, spec.learned_position_offset or 0)
 
-    def _layer(self, layer: CpuLayer, spec: LayerSpec, cache: LayerCache) -> None:
+    def _layer(self, layer: CpuLayer, spec: LayerSpec, cache: LayerCache, to: Stream) -> None:
         """Norms before attention and MLP, and (sandwich) after them too."""
-        self._builder.norm(self._hidden, self._normed, layer.attention_norm)
-        self._attention(layer, spec, cache, self._normed)
-        self._add_to_stream(layer.output, self._attended, layer.attention_post_norm)
-        self._builder.norm(self._hidden, self._normed, layer.mlp_norm)
-        self._mlp(layer, self._normed)
-        self._add_to_stream(layer.down, self._activated, layer.mlp_post_norm)
+        self._builder.norm(self._hidden, self._tokens.normed, layer.attention_norm)
+        self._attention(layer, spec, cache, self._tokens.normed, to)
+        self._add_to_stream(layer.output, to.attended, layer.attention_post_norm, to)
+        self._builder.norm(to.hidden, to.normed, layer.mlp_norm)
+        self._mlp(layer, to.normed, to)
+        self._add_to_stream(layer.down, to.activated, layer.mlp_post_norm, to)
 
-    def _post_norm_layer(self, layer: CpuLayer, spec: LayerSpec, cache: LayerCache) -> None:
+    def _post_norm_layer(self, layer: CpuLayer, spec: LayerSpec, cache: LayerCache, to: Stream) -> None:
         """The original transformer's order: each norm follows the addition, and its result is the stream."""
-        self._attention(layer, spec, cache, self._hidden)
-        self._add_to_stream(layer.output, self._attended, None)
-        self._builder.norm(self._hidden, self._hidden, layer.attention_norm)
-        self._mlp(layer, self._hidden)
-        self._add_to_stream(layer.down, self._activated, None)
-        self._builder.norm(self._hidden, self._hidden, layer.mlp_norm)
+        self._attention(layer, spec, cache, self._hidden, to)
+        self._add_to_stream(layer.output, to.attended, None, to)
+        self._builder.norm(to.hidden, to.hidden, layer.attention_norm)
+        self._mlp(layer, to.hidden, to)
+        self._add_to_stream(layer.down, to.activated, None, to)
+        self._builder.norm(to.hidden, to.hidden, layer.mlp_norm)
 
-    def _attention(self, layer: CpuLayer, spec: LayerSpec, cache: LayerCache, x: Buffer) -> None:
+    def _wanted_stream(self) -> Stream:
+        """Where the last layer goes on with the tokens that logits are wanted of. All that `Program.run_logits` starts
+        from, queries and hidden states of all tokens, stays as it is."""
+        tokens, spec, builder = self._tokens, self._spec, self._builder
+        return Stream(
+            hidden=builder.buffer(spec.hidden_size, torch.float32, rows="logits"),
+            normed=tokens.normed.of_logits(self._max_logits),
+            attended=builder.buffer(tokens.attended.columns, tokens.attended.tensor.dtype, rows="logits", own=True),
+            activated=tokens.activated.of_logits(self._max_logits),
+            delta=tokens.delta.of_logits(self._max_logits),
+        )
+
+    def _attention(self, layer: CpuLayer, spec: LayerSpec, cache: LayerCache, x: Buffer, to: Stream) -> None:
         self._linear(layer.qkv, x, self._qkv)
         attention = Attention(
             num_heads=self._num_heads,
@@ -165,43 +191,50 @@ class ProgramWriter:
             window=spec.sliding_window,
             soft_cap=self._spec.attention_soft_cap,
         )
-        self._builder.attention(self._qkv, self._attended, attention)
+        builder, tokens = self._builder, self._tokens
+        builder.write_cache(self._qkv, attention)
+        if to is tokens:
+            builder.attend(self._qkv, tokens.attended, attention)
+            return
+        builder.start_of_logits()
+        builder.gather(self._hidden, to.hidden)
+        builder.attend(self._qkv, tokens.attended, attention, only_logits=True)
+        builder.gather(tokens.attended, to.attended)
 
     def _rotary(self, rope: RopeSpec | None) -> Rotary | None:
         if rope is not None and rope not in self._rotaries:
             self._rotaries[rope] = rotary_tables(rope, self._positions)
         return None if rope is None else self._rotaries[rope]
 
-    def _mlp(self, layer: CpuLayer, x: Buffer) -> None:
+    def _mlp(self, layer: CpuLayer, x: Buffer, to: Stream) -> None:
         spec = self._spec
         if not spec.gated_mlp or layer.up.is_gated:
-            self._linear(layer.up, x, self._activated, activation=spec.activation)
+            self._linear(layer.up, x, to.activated, activation=spec.activation)
             return
         # Gate and up are stored in different types.
-        gate_up = self._builder.buffer(2 * self._inner_size, torch.float32)
+        gate_up = self._builder.buffer(2 * self._inner_size, torch.float32, rows=x.rows)
         self._linear(layer.up, x, gate_up)
-        self._builder.activation_multiply(gate_up, self._activated, spec.activation)
+        self._builder.activation_multiply(gate_up, to.activated, spec.activation)
 
-    def _add_to_stream(self, weight: CpuLinear, x: Buffer, post_norm: Norm | None) -> None:
+    def _add_to_stream(self, weight: CpuLinear, x: Buffer, post_norm: Norm | None, to: Stream) -> None:
         if self._ranks is not None:
-            parts = self._ranks.next_parts(self._spec.hidden_size)
-            self._linear(weight, x, Buffer(parts[self._place.tp_rank], "tokens"))
-            out = self._hidden if post_norm is None else self._delta
+            parts = self._ranks.next_parts(self._spec.hidden_size)[:, : len(to.hidden.tensor)]
+            self._linear(weight, x, Buffer(parts[self._place.tp_rank], x.rows))
+            out = to.hidden if post_norm is None else to.delta
             rank_sum(self._builder, self._ranks.group, parts, out, add=post_norm is None)
         elif post_norm is None:
-            self._linear(weight, x, self._hidden, residual=self._hidden)
+            self._linear(weight, x, to.hidden, residual=to.hidden)
         else:
-            self._linear(weight, x, self._delta)
+            self._linear(weight, x, to.delta)
         if post_norm is not None:
-            self._builder.norm(self._delta, self._hidden, post_norm, add=True)
+            self._builder.norm(to.delta, to.hidden, post_norm, add=True)
 
-    def _logits(self) -> Buffer:
+    def _logits(self, hidden: Buffer) -> Buffer:
         model, spec, builder = self._model, self._spec, self._builder
-        builder.start_of_logits()
-        x = self._hidden
+        x = hidden
         if model.final_norm is not None:
-            x = builder.buffer(spec.hidden_size, inner_dtype(model), rows="logits", own=True)
-            builder.norm(self._hidden, x, model.final_norm)
+            x = self._tokens.normed.of_logits(self._max_logits)
+            builder.norm(hidden, x, model.final_norm)
         if model.project_out is not None:
             projected = builder.buffer(spec.embedding_width, inner_dtype(model), rows="logits")
             self._linear(model.project_out, x, projected)
@@ -214,7 +247,7 @@ class ProgramWriter:
             self._linear(model.head, x, logits)
         else:
             own = self._place.vocabulary(spec.vocab_size)
-            shared = Buffer(self._ranks.logits(self._limits.max_seqs, spec.vocab_size), "logits")
+            shared = Buffer(self._ranks.logits(self._max_logits, spec.vocab_size), "logits")
             self._linear(model.head, x, shared.part(own.start, own.stop - own.start))
             rank_gather(builder, self._ranks.group, shared, logits)
         if spec.final_soft_cap is not None:

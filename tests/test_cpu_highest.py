@@ -30,8 +30,10 @@ class Chooser:
         table = pack(torch.randn(self.vocab, HIDDEN, generator=generator).to(head.dtype), runtime_=runtime)
         hidden = builder.buffer(HIDDEN, torch.float32)
         builder.embedding(table, hidden)
+        wanted = builder.buffer(HIDDEN, torch.float32, rows="logits")
+        builder.gather(hidden, wanted)
         self.logits = builder.buffer(self.vocab, torch.float32, rows="logits", highest=True)
-        builder.linear(pack(head, runtime_=runtime), hidden, self.logits)
+        builder.linear(pack(head, runtime_=runtime), wanted, self.logits)
         self.columns: SamplingColumns = builder.sample(self.logits)
         self.program: Program = builder.build(self.logits)
         self.buffers = StepBuffers(max_tokens=MAX_ROWS, max_seqs=MAX_ROWS, max_logits=MAX_ROWS, max_blocks=1)
@@ -92,7 +94,7 @@ def test_a_step_that_is_left_to_one_thread_chooses_the_same(ops: CpuOps) -> None
 
 def test_the_highest_is_kept_of_plain_products_alone(ops: CpuOps) -> None:
     builder = Builder(ops.runtime, max_tokens=1, max_logits=1)
-    hidden = builder.buffer(HIDDEN, torch.float32)
+    hidden = builder.buffer(HIDDEN, torch.float32, rows="logits")
     logits = builder.buffer(64, torch.float32, rows="logits", highest=True)
     with pytest.raises(ValueError, match="plain products"):
         builder.linear(pack(torch.randn(64, HIDDEN), runtime_=ops.runtime), hidden, logits, bias=torch.zeros(64))

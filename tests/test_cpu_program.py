@@ -162,7 +162,21 @@ class Model:
                 shape.window,
                 shape.soft_cap,
             )
-            builder.attention(qkv, attended, attention)
+            builder.write_cache(qkv, attention)
+            if layer is weights.layers[-1]:
+                # From here on only the rows that logits are wanted of.
+                builder.start_of_logits()
+                wanted = builder.buffer(shape.hidden, torch.float32, rows="logits")
+                builder.gather(hidden, wanted)
+                builder.attend(qkv, attended, attention, only_logits=True)
+                hidden, normed, activated, delta = (
+                    wanted,
+                    *(x.of_logits(MAX_TOKENS) for x in (normed, activated, delta)),
+                )
+                self.attended, attended = attended, builder.buffer(attended.columns, inner, rows="logits", own=True)
+                builder.gather(self.attended, attended)
+            else:
+                builder.attend(qkv, attended, attention)
             if shape.sandwich:
                 builder.linear(self._pack(layer["o"]), attended, delta)
                 builder.norm(delta, hidden, norms["post1"], add=True)
@@ -176,7 +190,6 @@ class Model:
                 builder.norm(delta, hidden, norms["post2"], add=True)
             else:
                 builder.linear(self._pack(layer["down"]), activated, hidden, residual=hidden)
-        builder.start_of_logits()
         final = builder.buffer(shape.hidden, inner, rows="logits")
         logits = builder.buffer(shape.vocab, torch.float32, rows="logits")
         builder.norm(hidden, final, Norm("rms", 1e-6, weights.norm))
@@ -277,6 +290,31 @@ def test_logits_of_other_rows_can_be_had_afterwards() -> None:
     assert torch.equal(model.program.run_logits(np.array([3, 17], np.int32)), every[[3, 17]])
 
 
+def test_the_last_layer_attends_for_no_more_than_the_rows_that_are_wanted() -> None:
+    weights = Weights(Shape(), torch.float32)
+    model = Model(weights, torch.float32)
+    arrays = step(sequences_of([100], 203), [0], [100])
+    model.program.run(arrays)
+    every = model.attended.tensor.clone()
+    model.program.run(StepArrays(**{**vars(arrays), "logits_rows": np.array([99], np.int32)}))
+    assert torch.equal(model.attended.tensor[99], every[99])
+    assert (model.attended.tensor[:64] != every[:64]).any(1).all(), "they are still those of the layer before"
+
+
+@pytest.mark.parametrize("wanted", [[], [1], [2, 0]])
+def test_single_tokens_are_in_the_cache_also_where_nobody_wants_their_logits(wanted: list[int]) -> None:
+    weights = Weights(Shape(), torch.float32)
+    model = Model(weights, torch.float32, num_threads=2)
+    sequences = sequences_of([9, 12, 5], weights.shape.vocab)
+    model.program.run(step(sequences, [0, 0, 0], [7, 10, 3]))
+    arrays = step(sequences, [7, 10, 3], [8, 11, 4])
+    model.program.run(StepArrays(**{**vars(arrays), "logits_rows": np.array(wanted, np.int32)}))
+    last = model.program.run(step(sequences, [8, 11, 4], [9, 12, 5]))
+    for tokens, logits in zip(sequences, last, strict=True):
+        exact = weights.reference(tokens)[-1]
+        assert (logits.double() - exact).abs().max() <= 1e-5 * exact.abs().max()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -314,7 +352,7 @@ def test_more_tokens_than_there_is_room_for_are_refused() -> None:
 def test_a_profile_accounts_for_the_time() -> None:
     model = Model(Weights(Shape(), torch.float32), torch.float32)
     profile = model.program.profile(step(sequences_of([40], 203), [0], [40]), runs=5)
-    assert set(profile.working_s) == {"embedding", "norm", "linear", "rotary", "attention"}
+    assert set(profile.working_s) == {"embedding", "norm", "linear", "rotary", "attention", "gather"}
     assert 0 < sum(profile.working_s.values()) <= profile.seconds
     assert 0 <= profile.share_outside < 1
 

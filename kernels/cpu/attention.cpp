@@ -75,6 +75,8 @@ class Division {
   // visit(item) for every few tokens of every sequence, in the order of the step; its kv_head is 0.
   template <class Visit>
   void for_each_group(Visit visit) const {
+    // Where attention writes the cache itself, every row has that to do.
+    const bool all = args_.only_logits == 0 || fuses_decode(args_.source, step_) || step_.num_logits == step_.num_tokens;
     for (int64_t seq = 0; seq < step_.num_seqs; ++seq) {
       const int first = step_.query_start[seq], end = step_.query_start[seq + 1];
       const int past = step_.seq_lens[seq] - (end - first);
@@ -82,9 +84,16 @@ class Division {
         Item item = {seq, row, std::min(shape_.tokens_per_item, end - row), past + row - first, 0, 0, 0};
         item.first_tile = first_visible(item.first_position, args_.window) / kTileKeys;
         item.end_tile = item.last_position() / kTileKeys + 1;
-        visit(item);
+        if (all || is_wanted(item)) visit(item);
       }
     }
+  }
+
+  bool is_wanted(const Item& item) const {
+    const int32_t* rows = step_.logits_rows;
+    return std::any_of(rows, rows + step_.num_logits, [&](int32_t row) {
+      return item.first_row <= row && row < item.first_row + item.tokens;
+    });
   }
 
   const AttentionArgs& args_;

@@ -38,6 +38,8 @@ struct AttentionArgs {
   float soft_cap;  // 0: none
   int32_t window;  // a token sees itself and the window - 1 before it; 0: all
   DType output_type;
+  // 1: nothing but the rows in step.logits_rows need be computed; all keys and values are still written.
+  int32_t only_logits;
 };
 
 // Every sequence computes one token: attention makes its queries and cache rows itself, and the pass before it (and

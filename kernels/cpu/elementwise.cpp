@@ -88,15 +88,14 @@ void norm(const void* raw, const Step& step, int thread, int num_threads) {
                          : rows_of(args.rows, args.num_rows, step, thread, num_threads);
   char* output = static_cast<char*>(args.output) + (own ? thread * args.output_thread_stride : 0);
   for (int64_t row = rows.begin; row < rows.end; ++row) {
-    const int64_t source = args.rows == Rows::kLogits ? step.logits_rows[row] : row;
-    const void* input = row_at(args.input, source, args.input_stride, args.input_type);
+    const void* input = row_at(args.input, row, args.input_stride, args.input_type);
     const float* values = row_values;
     if (args.input_type == DType::kF32 && args.residual == nullptr)
       values = static_cast<const float*>(input);
     else
       load_values(input, args.input_type, args.size, row_values);
     if (args.residual != nullptr) {
-      char* residual = row_at(args.residual, source, args.residual_stride, args.residual_type);
+      char* residual = row_at(args.residual, row, args.residual_stride, args.residual_type);
       for (int64_t i = 0; i < args.size; ++i) row_values[i] += load_one(residual, i, args.residual_type);
       store_values(row_values, args.residual_type, args.size, residual);
       // The norm is of the sum as it is kept.
@@ -164,6 +163,17 @@ void add(const void* raw, const Step& step, int thread, int num_threads) {
   }
 }
 
+void gather(const void* raw, const Step& step, int thread, int num_threads) {
+  const GatherArgs& args = *static_cast<const GatherArgs*>(raw);
+  const bool own = args.output_thread_stride != 0;
+  const Range rows = own ? Range{0, step.num_logits} : split(step.num_logits, thread, num_threads);
+  char* output = static_cast<char*>(args.output) + thread * args.output_thread_stride;
+  for (int64_t row = rows.begin; row < rows.end; ++row)
+    std::memcpy(output + row * args.output_stride,
+                static_cast<const char*>(args.input) + step.logits_rows[row] * args.input_stride,
+                static_cast<size_t>(args.row_bytes));
+}
+
 void soft_cap(const void* raw, const Step& step, int thread, int num_threads) {
   const SoftCapArgs& args = *static_cast<const SoftCapArgs*>(raw);
   const int64_t rows = step.rows(args.rows, args.num_rows);
@@ -196,6 +206,10 @@ HR_EXPORT void hr_op_embedding(const void* args, const Step& step, int thread, i
 
 HR_EXPORT void hr_op_add(const void* args, const Step& step, int thread, int num_threads) {
   add(args, step, thread, num_threads);
+}
+
+HR_EXPORT void hr_op_gather(const void* args, const Step& step, int thread, int num_threads) {
+  gather(args, step, thread, num_threads);
 }
 
 HR_EXPORT void hr_op_soft_cap(const void* args, const Step& step, int thread, int num_threads) {

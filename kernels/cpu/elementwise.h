@@ -36,7 +36,7 @@ struct NormArgs {
   int64_t output_thread_stride;  // bytes between each thread's own copy of the whole output; 0: one, shared
   int64_t size;
   int64_t num_rows;      // with Rows::kFixed
-  Rows rows;             // Rows::kLogits: output row i is of input row step.logits_rows[i]
+  Rows rows;
   int32_t add_to_output;  // 1: output += norm(...)
   NormKind kind;
   DType input_type;
@@ -87,6 +87,16 @@ struct AddArgs {
   float scale;
 };
 
+// Row i of the output = row step.logits_rows[i] of the input.
+struct GatherArgs {
+  const void* input;             // [num_tokens, input_stride]
+  void* output;                  // [num_logits, output_stride]
+  int64_t input_stride;          // bytes, as are all of these
+  int64_t output_stride;
+  int64_t output_thread_stride;  // between each thread's own copy of the whole output; 0: one, shared
+  int64_t row_bytes;
+};
+
 // values = cap * tanh(values / cap), in place
 struct SoftCapArgs {
   float* values;  // [rows, stride]
@@ -101,6 +111,7 @@ void norm(const void* args, const Step& step, int thread, int num_threads);
 void activation_multiply(const void* args, const Step& step, int thread, int num_threads);
 void embedding(const void* args, const Step& step, int thread, int num_threads);
 void add(const void* args, const Step& step, int thread, int num_threads);
+void gather(const void* args, const Step& step, int thread, int num_threads);
 void soft_cap(const void* args, const Step& step, int thread, int num_threads);
 
 }  // namespace headrace

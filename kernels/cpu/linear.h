@@ -70,9 +70,8 @@ struct LinearArgs {
   int64_t out_stride;       // elements
   DType x_dtype, residual_dtype, out_dtype;
   Activation activation;
-  Rows rows;            // which count of the step is the number of rows
-  int32_t from_logits;  // 1: row i of x is row step.logits_rows[i]
-  int64_t fixed_rows;   // for Rows::kFixed
+  Rows rows;           // which count of the step is the number of rows
+  int64_t fixed_rows;  // for Rows::kFixed
   // [num_threads, highest_rows] or null: what a step with only_highest gets in place of out. Only for a plain product
   // of fan 1, without bias, activation and residual, into fp32.
   LaneHighest* highest;

@@ -78,7 +78,6 @@ class LinearArgs(ctypes.Structure):
         ("out_dtype", ctypes.c_int32),
         ("activation", ctypes.c_int32),
         ("rows", ctypes.c_int32),
-        ("from_logits", ctypes.c_int32),
         ("fixed_rows", ctypes.c_int64),
         ("highest", ctypes.c_void_p),
         ("highest_rows", ctypes.c_int64),

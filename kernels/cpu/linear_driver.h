@@ -58,27 +58,26 @@ struct Prepared {
   int64_t row_bytes;
 };
 
-inline const char* row_of_x(const LinearArgs& args, const Step& step, int thread, int64_t row) {
-  if (args.from_logits) row = step.logits_rows[row];
+inline const char* row_of_x(const LinearArgs& args, int thread, int64_t row) {
   return static_cast<const char*>(args.x) + thread * args.x_thread_stride +
          row * args.x_stride * size_of(args.x_dtype);
 }
 
 template <class Kernel>
 Prepared prepare_rows(const LinearArgs& args, const Step& step, int64_t rows, int thread, int num_threads) {
-  if (!args.from_logits && Kernel::usable(args))
-    return {row_of_x(args, step, thread, 0), args.x_stride * size_of(args.x_dtype)};
+  if (Kernel::usable(args))
+    return {row_of_x(args, thread, 0), args.x_stride * size_of(args.x_dtype)};
   const int64_t row_bytes = Kernel::prepared_bytes(args.weight.k);
   if (rows <= kPrepareAloneRows) {
     char* own = step.thread_scratch(thread);
     for (int64_t row = 0; row < rows; ++row)
-      Kernel::prepare(args, row_of_x(args, step, thread, row), own + row * row_bytes);
+      Kernel::prepare(args, row_of_x(args, thread, row), own + row * row_bytes);
     return {own, row_bytes};
   }
   step.team->barrier();
   const Range mine = split(rows, thread, num_threads);
   for (int64_t row = mine.begin; row < mine.end; ++row)
-    Kernel::prepare(args, row_of_x(args, step, thread, row), step.shared_scratch + row * row_bytes);
+    Kernel::prepare(args, row_of_x(args, thread, row), step.shared_scratch + row * row_bytes);
   step.team->barrier();
   return {step.shared_scratch, row_bytes};
 }

@@ -119,9 +119,10 @@ HR_EXPORT int64_t hr_size_of(const char* name) {
       {"KvCacheC", sizeof(KvCache)},         {"RotaryArgs", sizeof(RotaryArgs)},
       {"AttentionArgs", sizeof(AttentionArgs)}, {"NormArgs", sizeof(NormArgs)},
       {"ActivationArgs", sizeof(ActivationArgs)}, {"EmbeddingArgs", sizeof(EmbeddingArgs)},
-      {"AddArgs", sizeof(AddArgs)},          {"SoftCapArgs", sizeof(SoftCapArgs)},
-      {"SampleArgs", sizeof(SampleArgs)},    {"ProgramOp", sizeof(ProgramOp)},
-      {"ProgramC", sizeof(Program)},         {"Step", sizeof(Step)},
+      {"AddArgs", sizeof(AddArgs)},          {"GatherArgs", sizeof(GatherArgs)},
+      {"SoftCapArgs", sizeof(SoftCapArgs)},  {"SampleArgs", sizeof(SampleArgs)},
+      {"ProgramOp", sizeof(ProgramOp)},      {"ProgramC", sizeof(Program)},
+      {"Step", sizeof(Step)},
   };
   for (const auto& each : known)
     if (std::strcmp(each.name, name) == 0) return static_cast<int64_t>(each.size);

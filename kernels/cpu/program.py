@@ -16,20 +16,34 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .linear import ACTIVATIONS, DTYPES, ROWS_LOGITS, ROWS_TOKENS, EmbedArgs, LinearArgs, PackedLinear, Runtime
+from .linear import ACTIVATIONS, ROWS_LOGITS, ROWS_TOKENS, EmbedArgs, LinearArgs, PackedLinear, Runtime
 from .ops import MOST_ROW_VALUES, WORKSPACE_BYTES, describe_cache
 from .program_args import (
     ActivationArgs,
     AddArgs,
     AttentionArgs,
     EmbeddingArgs,
+    GatherArgs,
     NormArgs,
     ProgramOp,
     RotaryArgs,
     SoftCapArgs,
 )
 from .program_list import OpList, shared_spans
-from .program_parts import FEW_ROWS, PANEL_ROWS, Attention, Buffer, Norm, SamplingColumns, rows_within
+from .program_parts import (
+    FEW_ROWS,
+    PANEL_ROWS,
+    Attention,
+    Buffer,
+    Norm,
+    SamplingColumns,
+    address_of,
+    check_vector,
+    matrix_of,
+    require_same,
+    rows_within,
+    with_own_copies,
+)
 from .program_run import Program, Written
 
 NORM_KINDS = {"rms": 0, "layer": 1}
@@ -88,7 +102,7 @@ class Builder:
         """
         num_rows, columns = (table.n, table.k) if isinstance(table, PackedLinear) else table.shape
         self._vocab_size = vocab_size or num_rows
-        _same(columns, out.columns, "the embedding's width", "its output's")
+        require_same(columns, out.columns, "the embedding's width", "its output's")
         if isinstance(table, PackedLinear):
             packed = EmbedArgs(
                 weight=table.descriptor,
@@ -106,7 +120,7 @@ class Builder:
 
     def add_positions(self, table: Tensor, out: Buffer, offset: int = 0) -> None:
         """out += table[position + offset]. table: [positions, columns], learned."""
-        _same(table.shape[1], out.columns, "the position table's width", "its output's")
+        require_same(table.shape[1], out.columns, "the position table's width", "its output's")
         self._limit_positions(table.shape[0] - offset)
         self._dense_embedding(None, table, out, 1.0, offset)
 
@@ -116,29 +130,40 @@ class Builder:
         args = EmbeddingArgs(output=out.address, output_stride=out.stride, size=out.columns, scale=scale)
         args.output_type, args.position_offset = out.type, offset
         if table is not None:
-            args.table, args.table_stride, args.table_type = _matrix(table)
+            args.table, args.table_stride, args.table_type = matrix_of(table)
         if positions is not None:
-            args.positions, args.positions_stride, args.positions_type = _matrix(positions)
+            args.positions, args.positions_stride, args.positions_type = matrix_of(positions)
         reads = () if positions is None else (out,)
         self._add("embedding", "hr_op_embedding", args, reads, (out,), keep=(table, positions))
 
+    def gather(self, source: Buffer, out: Buffer) -> None:
+        """out = the rows of source, one per token, that logits are wanted of."""
+        require_same(
+            (source.columns, source.type), (out.columns, out.type), "the columns and type gathered from", "its output's"
+        )
+        require_same((source.rows, out.rows), ("tokens", "logits"), "the rows gathered from and into", "those of")
+        args = GatherArgs(
+            input=source.address,
+            output=out.address,
+            input_stride=source.row_bytes,
+            output_stride=out.row_bytes,
+            row_bytes=out.columns * out.tensor.itemsize,
+        )
+        self._add("gather", "hr_op_gather", args, (source,), (out,), few=with_own_copies(args, "output", out))
+
     def norm(self, source: Buffer, out: Buffer, norm: Norm, *, add: bool = False) -> None:
-        """out = norm(source), or (add) out += norm(source). Into a buffer of logits rows it takes those rows alone."""
-        _same(source.columns, out.columns, "a norm's input", "its output")
+        """out = norm(source), or (add) out += norm(source)."""
+        require_same(source.columns, out.columns, "a norm's input", "its output")
         for vector in (norm.weight, norm.bias):
-            _check_vector(vector, source.columns, "a norm's weight or bias")
+            check_vector(vector, source.columns, "a norm's weight or bias")
         if source.columns > MOST_ROW_VALUES:
             raise ValueError(f"a norm takes rows of at most {MOST_ROW_VALUES} values, not {source.columns}.")
-        gathers = source.rows == "tokens" and out.rows == "logits"
-        if not gathers:
-            _same(source.rows, out.rows, "a norm's input rows", "its output rows")
-            if source.rows == "logits":
-                raise ValueError("a norm of logits rows reads them from a buffer of tokens.")
+        require_same(source.rows, out.rows, "a norm's input rows", "its output rows")
         args = NormArgs(
             input=source.address,
             output=out.address,
-            weight=_address(norm.weight),
-            bias=_address(norm.bias),
+            weight=address_of(norm.weight),
+            bias=address_of(norm.bias),
             input_stride=source.stride,
             output_stride=out.stride,
             size=source.columns,
@@ -149,12 +174,8 @@ class Builder:
             output_type=out.type,
             eps=norm.eps,
         )
-        few = None
-        if out.copies is not None:
-            few = NormArgs.from_buffer_copy(args)
-            few.output, few.output_thread_stride = out.copies.data_ptr(), out.copies.stride(0) * out.copies.itemsize
         reads = (source, out) if add else (source,)
-        self._add("norm", "hr_op_norm", args, reads, (out,), few=few, keep=(norm,))
+        self._add("norm", "hr_op_norm", args, reads, (out,), few=with_own_copies(args, "output", out), keep=(norm,))
 
     def linear(
         self,
@@ -167,17 +188,15 @@ class Builder:
         activation: str = "none",
     ) -> None:
         """out = act(x W^T + bias) [+ residual]; of a gated pair act(x Wg^T + bg) * (x Wu^T + bu) [+ residual]."""
-        _same(x.columns, weight.k, "a linear layer's input", "its weight's columns")
-        _same(out.columns, weight.columns, "a linear layer's output", "its weight's rows")
-        _check_vector(bias, weight.n, "a linear layer's bias")
-        gathers = x.rows == "tokens" and out.rows == "logits"
-        if not gathers:
-            _same(x.rows, out.rows, "a linear layer's input rows", "its output rows")
+        require_same(x.columns, weight.k, "a linear layer's input", "its weight's columns")
+        require_same(out.columns, weight.columns, "a linear layer's output", "its weight's rows")
+        check_vector(bias, weight.n, "a linear layer's bias")
+        require_same(x.rows, out.rows, "a linear layer's input rows", "its output rows")
         args = LinearArgs(
             weight=weight.descriptor,
             x=x.address,
             x_stride=x.stride,
-            bias=_address(bias),
+            bias=address_of(bias),
             residual=None if residual is None else residual.address,
             residual_stride=0 if residual is None else residual.stride,
             out=out.address,
@@ -187,40 +206,40 @@ class Builder:
             out_dtype=out.type,
             activation=ACTIVATIONS[activation],
             rows=ROW_COUNTS[out.rows],
-            from_logits=gathers,
         )
         if out.highest is not None:
             is_plain = bias is None and residual is None and activation == "none" and not weight.gated
             if not is_plain or out.tensor.dtype != torch.float32:
                 raise ValueError("the highest of each row is kept of plain products in float32 alone.")
             args.highest, args.highest_rows = out.highest.data_ptr(), out.highest.shape[1]
-        few = None
-        if x.copies is not None:
-            few = LinearArgs.from_buffer_copy(args)
-            few.x, few.x_thread_stride = x.copies.data_ptr(), x.copies.stride(0) * x.copies.itemsize
         self._need(*weight.scratch(self._max_rows[out.rows]))
         self._weight_bytes += weight.nbytes
         self._multiply_adds += weight.n * weight.k
         reads = (x,) if residual is None else (x, residual)
-        self._add("linear", "hr_op_linear", args, reads, (out,), few=few, keep=(weight, bias))
+        self._add("linear", "hr_op_linear", args, reads, (out,), few=with_own_copies(args, "x", x), keep=(weight, bias))
 
     def attention(self, qkv: Buffer, out: Buffer, layer: Attention) -> None:
-        """Two ops: q/k norm, rotation and the cache write; then paged attention.
+        """Two ops: `write_cache`, then `attend`."""
+        self.write_cache(qkv, layer)
+        self.attend(qkv, out, layer)
+
+    def write_cache(self, qkv: Buffer, layer: Attention) -> None:
+        """q/k norm, rotation and the cache write. In steps where every sequence computes one token it is left to
+        `attend`.
 
         qkv: queries, keys and values side by side, (num_heads + 2 num_kv_heads) head_dim columns; its queries are
-        overwritten. In steps where every sequence computes one token the first op is done within the second.
+        overwritten.
         """
-        cache = describe_cache(layer.cache.keys, layer.cache.values, layer.cache.scales)
-        head_dim, num_kv_heads = cache.head_dim, cache.num_kv_heads
-        if layer.num_heads % num_kv_heads:
-            raise ValueError(f"{layer.num_heads} query heads cannot share {num_kv_heads} KV heads evenly.")
-        width = (layer.num_heads + 2 * num_kv_heads) * head_dim
-        _same(qkv.columns, width, "the query, key and value buffer's columns", "its heads'")
-        _same(out.columns, layer.num_heads * head_dim, "attention's output", "its heads'")
-        source = self._rotary_args(qkv, layer)
-        source.cache = cache
+        source, keys = self._rotary_args(qkv, layer), layer.cache.keys.data_ptr()
+        name = "hr_op_rotary_and_cache_write"
+        self._add("rotary", name, source, (qkv, keys), (qkv, keys), keep=(layer,), skipped_when_single=True)
+
+    def attend(self, qkv: Buffer, out: Buffer, layer: Attention, *, only_logits: bool = False) -> None:
+        """Paged attention, after `write_cache`. only_logits: other rows than those that logits are wanted of may be
+        left as they are."""
+        require_same(out.columns, layer.num_heads * layer.cache.keys.shape[3], "attention's output", "its heads'")
         args = AttentionArgs(
-            source=source,
+            source=self._rotary_args(qkv, layer),
             output=out.address,
             output_stride=out.stride,
             workspace=self._workspace.data_ptr(),
@@ -229,19 +248,22 @@ class Builder:
             soft_cap=layer.soft_cap or 0.0,
             window=layer.window or 0,
             output_type=out.type,
+            only_logits=only_logits,
         )
         self._need(0, self._runtime.library.dll.hr_attention_scratch_bytes(ctypes.byref(args)))
-        keys = layer.cache.keys.data_ptr()
-        name = "hr_op_rotary_and_cache_write"
-        self._add("rotary", name, source, (qkv, keys), (qkv, keys), keep=(layer,), skipped_when_single=True)
-        touched = (self._workspace.data_ptr(), keys)
-        self._add("attention", "hr_op_attention", args, (qkv, *touched), (out, *touched))
+        touched = (self._workspace.data_ptr(), layer.cache.keys.data_ptr())
+        self._add("attention", "hr_op_attention", args, (qkv, *touched), (out, *touched), keep=(layer,))
 
     def _rotary_args(self, qkv: Buffer, layer: Attention) -> RotaryArgs:
-        head_dim, num_kv_heads = layer.cache.keys.shape[3], layer.cache.keys.shape[1]
+        cache = describe_cache(layer.cache.keys, layer.cache.values, layer.cache.scales)
+        head_dim, num_kv_heads = cache.head_dim, cache.num_kv_heads
+        if layer.num_heads % num_kv_heads:
+            raise ValueError(f"{layer.num_heads} query heads cannot share {num_kv_heads} KV heads evenly.")
+        width = (layer.num_heads + 2 * num_kv_heads) * head_dim
+        require_same(qkv.columns, width, "the query, key and value buffer's columns", "its heads'")
         norms = [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
         for norm in norms:
-            _check_vector(norm.weight, head_dim, "a query or key norm's weight")
+            check_vector(norm.weight, head_dim, "a query or key norm's weight")
             if norm.kind != "rms" or norm.weight is None or norm.bias is not None or norm.eps != norms[0].eps:
                 raise ValueError("the norms of queries and keys are RMS norms with weights and one eps.")
         head_bytes = head_dim * qkv.tensor.itemsize
@@ -252,12 +274,13 @@ class Builder:
             query_stride=qkv.stride,
             key_stride=qkv.stride,
             value_stride=qkv.stride,
-            query_norm=_address(layer.query_norm.weight) if layer.query_norm else None,
-            key_norm=_address(layer.key_norm.weight) if layer.key_norm else None,
+            query_norm=address_of(layer.query_norm.weight) if layer.query_norm else None,
+            key_norm=address_of(layer.key_norm.weight) if layer.key_norm else None,
             norm_eps=norms[0].eps if norms else 0.0,
             num_heads=layer.num_heads,
             type=qkv.type,
             fuse_decode=1,
+            cache=cache,
         )
         if layer.rotary is not None:
             cos, sin = layer.rotary.cos, layer.rotary.sin
@@ -272,7 +295,7 @@ class Builder:
 
     def activation_multiply(self, gate_up: Buffer, out: Buffer, activation: str) -> None:
         """out = act(gate) * up, of a buffer that holds the gate's columns first; linear layers can do it themselves."""
-        _same(gate_up.columns, 2 * out.columns, "the gate and up buffer's columns", "twice the output's")
+        require_same(gate_up.columns, 2 * out.columns, "the gate and up buffer's columns", "twice the output's")
         args = ActivationArgs(
             gate=gate_up.address,
             up=gate_up.address + out.columns * gate_up.tensor.itemsize,
@@ -289,7 +312,7 @@ class Builder:
 
     def add(self, source: Buffer, out: Buffer, scale: float = 1.0) -> None:
         """out += source * scale. Linear layers can add their own output to a residual."""
-        _same(source.columns, out.columns, "an addition's input", "its output")
+        require_same(source.columns, out.columns, "an addition's input", "its output")
         args = AddArgs(
             input=source.address,
             output=out.address,
@@ -373,25 +396,3 @@ class Builder:
         for ops, used, own in ((self._few, few or args, True), (self._many, args, False)):
             op = ProgramOp(run=function, args=ctypes.addressof(used), skipped_when_single=skipped_when_single)
             ops.append(name, op, shared_spans(reads, own), shared_spans(writes, own))
-
-
-def _same(found: object, wanted: object, what: str, against: str) -> None:
-    if found != wanted:
-        raise ValueError(f"{what} ({found}) must equal {against} ({wanted}).")
-
-
-def _check_vector(vector: Tensor | None, size: int, what: str) -> None:
-    if vector is None:
-        return
-    if vector.dtype != torch.float32 or vector.shape != (size,) or not vector.is_contiguous():
-        raise ValueError(f"{what} is {vector.dtype} {list(vector.shape)}; it must be contiguous float32 [{size}].")
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _matrix(table: Tensor) -> tuple[int, int, int]:
-    if table.dtype not in DTYPES or table.dim() != 2 or table.stride(1) != 1:
-        raise ValueError(f"a table is [rows, columns] in fp32, bf16 or fp16, not {table.dtype} {list(table.shape)}.")
-    return table.data_ptr(), table.stride(0), DTYPES[table.dtype]

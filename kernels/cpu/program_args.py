@@ -59,6 +59,7 @@ class AttentionArgs(ctypes.Structure):
         ("soft_cap", ctypes.c_float),
         ("window", ctypes.c_int32),
         ("output_type", ctypes.c_int32),
+        ("only_logits", ctypes.c_int32),
     )
 
 
@@ -138,6 +139,19 @@ class AddArgs(ctypes.Structure):
         ("input_type", ctypes.c_int32),
         ("output_type", ctypes.c_int32),
         ("scale", ctypes.c_float),
+    )
+
+
+class GatherArgs(ctypes.Structure):
+    """Mirror of `GatherArgs` in elementwise.h."""
+
+    _fields_ = (
+        ("input", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("input_stride", ctypes.c_int64),
+        ("output_stride", ctypes.c_int64),
+        ("output_thread_stride", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
     )
 
 

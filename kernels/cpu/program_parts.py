@@ -49,6 +49,10 @@ class Buffer:
             raise ValueError(f"columns [{first}, {first + columns}) are no part of a shared buffer of {self.columns}.")
         return Buffer(self.tensor[:, first : first + columns], self.rows, whole=self)
 
+    def of_logits(self, most: int) -> Buffer:
+        """The same memory with one row per row of logits, of which there are at most so many."""
+        return Buffer(self.tensor[:most], "logits", self.copies)
+
     @property
     def columns(self) -> int:
         return self.tensor.shape[1]
@@ -57,6 +61,11 @@ class Buffer:
     def stride(self) -> int:
         """Elements from row to row."""
         return self.tensor.stride(0)
+
+    @property
+    def row_bytes(self) -> int:
+        """From row to row."""
+        return self.stride * self.tensor.itemsize
 
     @property
     def span(self) -> tuple[int, int, int]:
@@ -172,3 +181,35 @@ def sample(runtime: Runtime, logits: Tensor, columns: SamplingColumns) -> None:
     if len(logits) > len(columns.token_ids):
         raise ValueError(f"{len(logits)} rows of logits; these columns have room for {len(columns.token_ids)}.")
     runtime.pool.run_op("hr_op_sample", columns.args(logits))
+
+
+def with_own_copies(args: ctypes.Structure, name: str, buffer: Buffer) -> ctypes.Structure | None:
+    """The same arguments, with each thread's own copy of the buffer at `name`; None where it has none."""
+    if buffer.copies is None:
+        return None
+    few = type(args).from_buffer_copy(args)
+    setattr(few, name, buffer.copies.data_ptr())
+    setattr(few, f"{name}_thread_stride", buffer.copies.stride(0) * buffer.copies.itemsize)
+    return few
+
+
+def require_same(found: object, wanted: object, what: str, against: str) -> None:
+    if found != wanted:
+        raise ValueError(f"{what} ({found}) must equal {against} ({wanted}).")
+
+
+def check_vector(vector: Tensor | None, size: int, what: str) -> None:
+    if vector is None:
+        return
+    if vector.dtype != torch.float32 or vector.shape != (size,) or not vector.is_contiguous():
+        raise ValueError(f"{what} is {vector.dtype} {list(vector.shape)}; it must be contiguous float32 [{size}].")
+
+
+def address_of(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def matrix_of(table: Tensor) -> tuple[int, int, int]:
+    if table.dtype not in DTYPES or table.dim() != 2 or table.stride(1) != 1:
+        raise ValueError(f"a table is [rows, columns] in fp32, bf16 or fp16, not {table.dtype} {list(table.shape)}.")
+    return table.data_ptr(), table.stride(0), DTYPES[table.dtype]
