@@ -27,7 +27,9 @@ import msgspec
 
 from headrace.executor.base import Executor
 from headrace.executor.cpu_share import take_share
-from headrace.executor.place import Place, World, open_collectives
+from headrace.executor.load_turn import turn_to_load
+from headrace.executor.meeting import Meeting
+from headrace.executor.place import PeerError, Place, World
 from headrace.executor.step_codec import StepCodec
 from headrace.executor.worker_messages import (
     COMMAND,
@@ -51,11 +53,13 @@ from headrace.ipc.failure import Failure, HeadraceError, OptionError
 from headrace.ipc.messages import ChildFailed, Message, Progress
 from headrace.ipc.ring import Mailbox, RingInterruptedError, RingReader, RingWriter
 from headrace.ipc.step import StepPlan, StepResult
-from headrace.ipc.wait import Deadline
+from headrace.ipc.wait import Deadline, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 EXIT_START_FAILED, EXIT_WORKER_FAILED = 1, 70
-DEFAULT_CLASS = "headrace.executor.uniproc:UniprocExecutor"
+DEFAULT_CLASS = "headrace.executor.uniproc:make_rank"
+POLL_S = 20e-6
+"""How often a device that computes is asked whether it is done; nothing but the answer waits for that."""
 COLLECTIVES_GRACE_S = 0.2
 """By how much a wait for another rank outlasts a step's deadline, so that the core is the first to notice."""
 
@@ -103,7 +107,9 @@ class Worker:
         """From loading the class to the last step. Raises what went wrong."""
         self.report("import")
         executor = self._executor = load_class(self._options.worker_cls)(self._options, place=self._place)
-        self._channel.send(Described(description=executor.describe(self.report)))
+        description = executor.describe(self.report)
+        self._channel.send(Described(description=description, has_own_memory=executor.has_own_memory))
+        self.report(WAIT_FOR_CORE)
         load = self._orders.get()
         if load is None:
             return
@@ -137,26 +143,52 @@ class Worker:
         if load.store is None:
             connect(open_collectives(self._start.memory.collectives, world, rank, deadline_s=deadline_s))
             return
-        from headrace.executor.collectives_gloo import open_gloo  # brings torch
-
-        fd = self._start.store_fd if rank == 0 else None
-        connect(open_gloo(load.store, world, rank, host=load.host, listen_fd=fd, deadline_s=deadline_s))
+        join(
+            Meeting(
+                world=World.of(load.plan, self._place.tp_size, self._place.pp_size),
+                rank=start.rank,
+                host_ranks=range(start.first_rank, start.first_rank + start.num_ranks),
+                memory_fd=start.memory.collectives,
+                deadline_s=self._options.step_timeout + COLLECTIVES_GRACE_S,
+                address=load.store,
+                host=load.host,
+                listen_fd=start.store_fd if load.store is not None and start.rank == 0 else None,
+            )
+        )
 
     def _serve(self, executor: Executor, steps: RingReader) -> None:
         """Raises RingInterruptedError when it is told to stop."""
         plans, answers, deadline = StepCodec(StepPlan), StepCodec(StepResult), Deadline(None)
         while not self._is_stopped:
-            kind, data = steps.take(deadline)
-            if kind == COMMAND:
-                self._carry_out(executor, msgspec.msgpack.decode(data, type=WorkerCommand))
-            else:
-                self.phase = "step"
-                executor.submit(plans.decode(data))
+            message = self._next(executor, steps, under_way)
+            if message is None:
                 result = executor.collect()
                 if self._results is not None:
                     self._results.put(answers.encode(result), deadline)
+        under_way = 0
                 self.phase = "idle"
-            steps.finished()
+            steps.finished(under_way)
+
+    def _next(self, executor: Executor, steps: RingReader, under_way: int) -> tuple[int, bytearray | bytes] | None:
+        """What to do next: a message, or, when it is None, to collect the oldest step that is under way.
+
+        A device that computes by itself is given the next step meanwhile. One that does not come to the end of a step
+        waits for another rank.
+        """
+        if not under_way:
+            return steps.take(Deadline(None))
+        limit_s = self._options.step_timeout + COLLECTIVES_GRACE_S
+        deadline = Deadline(limit_s)
+        while not executor.has_result():
+            if deadline.passed:
+                rank = self._place.rank
+                raise PeerError(f"rank {rank} cannot go on: its device did not finish a step within {limit_s:g} s")
+            if under_way == executor.max_steps_in_flight:
+                time.sleep(POLL_S)
+                continue
+            with contextlib.suppress(WaitTimeoutError):
+                return steps.take(Deadline(POLL_S))
+        return None
 
     def _carry_out(self, executor: Executor, command: WorkerCommand) -> None:
         """One that fails leaves all as it was, says `Executor.control`, so that the worker goes on."""
@@ -165,6 +197,14 @@ class Worker:
             answered = Answered(answer=msgspec.structs.replace(answer, rank=self._place.rank))
         except HeadraceError as error:
             failure = Failure.of(error, process="worker", phase=type(command).__name__, rank=self._place.rank)
+                under_way -= 1
+            elif message[0] == COMMAND:
+                self._carry_out(executor, msgspec.msgpack.decode(message[1], type=WorkerCommand))
+            else:
+                self.phase = "step"
+                executor.submit(plans.decode(message[1]))
+                under_way += 1
+            if not under_way:
             answered = Answered(answer=None, failure=failure)
         self._channel.send(answered)
 
@@ -233,6 +273,7 @@ def main() -> None:
         leave(EXIT_START_FAILED)  # nobody is left to tell
     except BaseException as error:
         fail(channel, error, rank, worker.phase if worker is not None else phase)
+        os.environ.update(LOCAL_RANK=str(rank - start.first_rank), LOCAL_WORLD_SIZE=str(start.num_ranks))
     leave(0)
 
 

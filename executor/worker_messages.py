@@ -92,6 +92,8 @@ class Described(Message, frozen=True):
 
 class TokenizerMade(Message, frozen=True):
     bundle: TokenizerBundle | None
+    has_own_memory: bool = False
+    """See Executor."""
 
 
 class Loaded(Message, frozen=True):

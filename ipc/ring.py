@@ -269,9 +269,9 @@ class RingReader(_End):
         assert self._mailbox is not None, f"a message of {length} bytes came another way, and there is no mailbox"
         return kind, self._mailbox.take(number, deadline)
 
-    def finished(self) -> None:
-        """Says that every message taken so far has been dealt with."""
-        self._words[self._line + _FINISHED] = self._number
+    def finished(self, under_way: int = 0) -> None:
+        """Says that every message taken so far has been dealt with, but for the last `under_way` of them."""
+        self._words[self._line + _FINISHED] = (self._number - under_way) & _MASK
 
     def interrupt(self) -> None:
         super().interrupt()
