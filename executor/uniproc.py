@@ -24,8 +24,8 @@ from headrace.executor.extension import Extension
 from headrace.executor.families import spec_from_config
 from headrace.executor.gpu_device import check_no_gpu_options, choose_device
 from headrace.executor.host import HostMemory, host_memory, usable_cores
-from headrace.executor.memory_estimate import activation_bytes, weight_elements
 from headrace.executor.meeting import Meeting
+from headrace.executor.memory_estimate import activation_bytes, weight_elements
 from headrace.executor.new_weights import open_again
 from headrace.executor.place import SINGLE, Collectives, Place
 from headrace.executor.profiling import WorkerProfile
@@ -109,15 +109,15 @@ class UniprocExecutor(Executor):
             why_no_prefix_caching=_why_no_prefix_caching(spec),
         )
 
+    def join(self, meeting: Meeting) -> None:
+        """Connects to the other ranks as this executor's device needs it; otherwise as `connect`."""
+        self.connect(meeting.link())
+
     def connect(self, collectives: Collectives) -> None:
         """How this rank talks to the others; between `describe` and `load`, where there are others."""
         self._place = self._place.with_collectives(collectives)
 
     def tokenizer(self) -> TokenizerBundle | None:
-    def join(self, meeting: Meeting) -> None:
-        """Connects to the other ranks as this executor's device needs it; otherwise as `connect`."""
-        self.connect(meeting.link())
-
         if self._options.skip_tokenizer_init:
             return None
         assert self._checkpoint is not None, "describe comes before tokenizer"
@@ -244,6 +244,19 @@ def make_executor(options: Options) -> Executor:
     return GpuExecutor(options, device)
 
 
+def make_rank(options: Options, place: Place) -> Executor:
+    """What a worker runs: the rank of this place, on the device that is its own. Raises OptionError for none."""
+    from headrace.executor.rank_device import rank_device
+
+    device = rank_device(options.device)
+    if device.type == "cpu":
+        check_no_gpu_options(options)
+        return UniprocExecutor(options, place)
+    from headrace.executor.gpu import GpuExecutor
+
+    return GpuExecutor(options, device, place=place)
+
+
 def load_model(
     spec: ArchSpec, weights: WeightSource, plan: Plan, why_no_program: str, place: Place = SINGLE
 ) -> Decoder | CpuDecoder:
@@ -271,19 +284,6 @@ def check_shares(spec: ArchSpec, place: Place) -> None:
 
 
 def own_kv_rows(spec: ArchSpec, place: Place) -> int:
-def make_rank(options: Options, place: Place) -> Executor:
-    """What a worker runs: the rank of this place, on the device that is its own. Raises OptionError for none."""
-    from headrace.executor.rank_device import rank_device
-
-    device = rank_device(options.device)
-    if device.type == "cpu":
-        check_no_gpu_options(options)
-        return UniprocExecutor(options, place)
-    from headrace.executor.gpu import GpuExecutor
-
-    return GpuExecutor(options, device, place=place)
-
-
     """Keys and values of one token that this rank keeps, each a row of head_dim elements.
 
     The ranks' sum is more than `spec.kv_rows_per_token` where there are fewer key/value heads than ranks.

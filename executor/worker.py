@@ -134,14 +134,9 @@ class Worker:
         executor.stop()
 
     def _connect(self, executor: Executor, load: LoadModel) -> None:
-        """Joins the other ranks, for an executor that talks to them: one that has `connect`."""
-        connect = getattr(executor, "connect", None)
-        if self._place.world_size == 1 or connect is None:
-            return
-        world = World.of(load.plan, self._place.tp_size, self._place.pp_size)
-        rank, deadline_s = self._place.rank, self._options.step_timeout + COLLECTIVES_GRACE_S
-        if load.store is None:
-            connect(open_collectives(self._start.memory.collectives, world, rank, deadline_s=deadline_s))
+        """Joins the other ranks, for an executor that talks to them: one that has `join`."""
+        join, start = getattr(executor, "join", None), self._start
+        if self._place.world_size == 1 or join is None:
             return
         join(
             Meeting(
@@ -159,13 +154,21 @@ class Worker:
     def _serve(self, executor: Executor, steps: RingReader) -> None:
         """Raises RingInterruptedError when it is told to stop."""
         plans, answers, deadline = StepCodec(StepPlan), StepCodec(StepResult), Deadline(None)
+        under_way = 0
         while not self._is_stopped:
             message = self._next(executor, steps, under_way)
             if message is None:
                 result = executor.collect()
                 if self._results is not None:
                     self._results.put(answers.encode(result), deadline)
-        under_way = 0
+                under_way -= 1
+            elif message[0] == COMMAND:
+                self._carry_out(executor, msgspec.msgpack.decode(message[1], type=WorkerCommand))
+            else:
+                self.phase = "step"
+                executor.submit(plans.decode(message[1]))
+                under_way += 1
+            if not under_way:
                 self.phase = "idle"
             steps.finished(under_way)
 
@@ -197,14 +200,6 @@ class Worker:
             answered = Answered(answer=msgspec.structs.replace(answer, rank=self._place.rank))
         except HeadraceError as error:
             failure = Failure.of(error, process="worker", phase=type(command).__name__, rank=self._place.rank)
-                under_way -= 1
-            elif message[0] == COMMAND:
-                self._carry_out(executor, msgspec.msgpack.decode(message[1], type=WorkerCommand))
-            else:
-                self.phase = "step"
-                executor.submit(plans.decode(message[1]))
-                under_way += 1
-            if not under_way:
             answered = Answered(answer=None, failure=failure)
         self._channel.send(answered)
 
@@ -261,6 +256,7 @@ def main() -> None:
         rank = start.rank
         _set_up_logging(rank)
         take_share(rank - start.first_rank, start.num_ranks)
+        os.environ.update(LOCAL_RANK=str(rank - start.first_rank), LOCAL_WORLD_SIZE=str(start.num_ranks))
         worker = Worker(channel, start)
         threading.Thread(
             target=obey_parent,
@@ -273,7 +269,6 @@ def main() -> None:
         leave(EXIT_START_FAILED)  # nobody is left to tell
     except BaseException as error:
         fail(channel, error, rank, worker.phase if worker is not None else phase)
-        os.environ.update(LOCAL_RANK=str(rank - start.first_rank), LOCAL_WORLD_SIZE=str(start.num_ranks))
     leave(0)
 
 
