@@ -14,27 +14,26 @@ import time
 from collections import deque
 from typing import Any, Protocol
 
-from headrace.core.commands import Commands
 from headrace.core.desk import ClientGone, ExecutorFailed, Inbox, StopOrder
 from headrace.core.in_flight import steps_in_flight
 from headrace.core.intake import Intake
 from headrace.core.options import Options
+from headrace.core.orders import Orders
 from headrace.core.outputs import (
     Addressed,
+    StepNews,
     drop_departed,
     finish_of,
     gather_prompt_logprobs,
     only_finished,
-    step_outputs,
 )
-from headrace.core.pause import Pause, forget_computed
 from headrace.core.plan import Facts, Plan
 from headrace.core.requests import Request
 from headrace.core.scheduler import Scheduler, SchedulerConfig
 from headrace.core.step_gaps import StepGaps
 from headrace.core.throughput import Throughput
-from headrace.ipc.control import PauseGeneration, ReloadWeights, ResumeGeneration, WorkerAnswer, WorkerCommand
-from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
+from headrace.ipc.control import PauseGeneration, Sleep, WorkerAnswer, WorkerCommand
+from headrace.ipc.failure import EngineDeadError, Failure
 from headrace.ipc.messages import (
     Abort,
     AddRequest,
@@ -111,16 +110,17 @@ class Loop:
                 rows_run_ahead=in_flight.rows_run_ahead,
             )
         )
+        self._news = StepNews(self.scheduler.rows)
         logger.info("steps in flight = %d: %s", in_flight.depth, in_flight.reason)
         self._depth = in_flight.depth
         self._in_flight: deque[tuple[StepPlan, Addressed]] = deque()
         self._held: deque[tuple[int, AddRequest | Abort]] = deque()  # that other cores do not have yet; see `agree`
         self._intake = Intake(plan, facts)
-        self._commands = Commands(plan, facts, executor)
+        self._orders = Orders(plan, facts, executor, self.scheduler, port.send)
+        self._commands, self._pause = self._orders.commands, self._orders.pause
         self._gaps = StepGaps()
         self._throughput = Throughput(self._gaps, log_stats=not options.disable_log_stats)
         self._requests: dict[int, dict[int, Request]] = {}  # client -> slot -> request that has not finished
-        self._pause = Pause(self.scheduler, port.send)
         self._steps = self._num_finished = 0
         self._stop_at_s: float | None = None
 
@@ -234,7 +234,7 @@ class Loop:
     def _control(self, client: int, message: Control) -> None:
         """Between steps, with none in flight. What cannot be done is told, and changes nothing."""
         command = message.command
-        if isinstance(command, PauseGeneration):
+        if isinstance(command, PauseGeneration | Sleep):
             if command.mode != "wait":
                 self._drain()
             if command.mode == "abort":
@@ -242,19 +242,8 @@ class Loop:
                     self._abort(each, tuple(live))
             self._pause.ask(client, message.call, command)  # answered by `turn`, when it has come about
             return
-        result, failure = None, None
-        if isinstance(command, ResumeGeneration):
-            self._pause.resume()
-        else:
-            self._drain()
-            try:
-                result = self._commands.carry_out(command)
-            except HeadraceError as error:
-                failure = Failure.of(error, process="engine-core", phase="control")
-            else:
-                if isinstance(command, ReloadWeights):
-                    forget_computed(self.scheduler)
-        self._port.send(client, Reply(call=message.call, result=result, failure=failure))
+        self._drain()
+        self._orders.carry_out(client, message.call, command)
 
     def _begin_stop(self, deadline_s: float) -> None:
         num_left = self.scheduler.num_running + len(self.scheduler.waiting)
@@ -326,7 +315,8 @@ class Loop:
             self._deliver(plan, result, news)
         self._steps += 1
         self._throughput.step(plan.total_tokens - num_sampled, len(result.rows), self.scheduler)
-        self._report_load()
+        if not plan.repeats or news.is_any:  # else the same requests run
+            self._report_load()
 
     def _drain(self) -> None:
         """No step is in flight afterwards."""
@@ -341,16 +331,17 @@ class Loop:
             assert request is not None, f"the executor failed row {row_failure.row}, which is empty"
             scheduler.drop(request, forget_blocks=True)
             self._end(news, request, finish_of(request, FinishReason.FAILED, failure=row_failure.failure))
-        first = (table.num_known_tokens[result.rows] == table.num_prompt_tokens[result.rows]).nonzero()[0]
-        for row in result.rows[first].tolist():
-            request = table.requests[row]
-            assert request is not None, f"the executor sampled for row {row}, which is empty"
-            request.first_token_s = now_s
+        if not plan.repeats:
+            first = (table.num_known_tokens[result.rows] == table.num_prompt_tokens[result.rows]).nonzero()[0]
+            for row in result.rows[first].tolist():
+                request = table.requests[row]
+                assert request is not None, f"the executor sampled for row {row}, which is empty"
+                request.first_token_s = now_s
         gather_prompt_logprobs(news, result, table)
         advance = scheduler.advance(result)
         for ended in advance.ended:
             self._end(news, ended.request, finish_of(ended.request, ended.reason, stop_token=ended.stop_token))
-        for client, message in step_outputs(plan, result, advance, news, table):
+        for client, message in self._news.messages(plan, result, advance, news):
             self._port.send(client, message)
 
     def _end(self, news: Addressed, request: Request, finish: Finish) -> None:
@@ -384,6 +375,7 @@ class Loop:
             step_gap_s=self._gaps.gap_s,
             forward_s=self._gaps.forward_s,
             paused=self._pause.is_asked,
+            sleeping=bool(self._commands.asleep),
         )
 
 

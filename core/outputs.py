@@ -23,6 +23,10 @@ class Addressed:
         self.finished: dict[int, list[Finish]] = {}
         self.prompt_logprobs: dict[int, list[PromptLogprobs]] = {}
 
+    @property
+    def is_any(self) -> bool:
+        return bool(self.admitted or self.finished or self.prompt_logprobs)
+
     def clients(self) -> set[int]:
         return {*self.admitted, *self.finished, *self.prompt_logprobs}
 
@@ -100,42 +104,75 @@ def select_rows(rows: LogprobRows, chosen: slice | np.ndarray) -> LogprobRows:
     )
 
 
-def step_outputs(
-    plan: StepPlan, result: StepResult, advance: Advance, news: Addressed, table: RowTable
-) -> list[tuple[int, StepOutputs]]:
-    """One message for each client that has any news."""
-    client_of = table.client[advance.rows]
-    slots = table.slot[advance.rows]
-    clients = news.clients() | set(client_of.tolist())
-    messages = []
-    for client in clients:
-        chosen = slice(None) if len(clients) == 1 else np.flatnonzero(client_of == client)
-        indices, logprobs = _logprobs_of(result, chosen, len(advance.rows))
-        messages.append(
-            (
-                client,
-                StepOutputs(
-                    step=plan.step,
-                    slots=Tensor.from_numpy(slots[chosen]),
-                    token_ids=Tensor.from_numpy(advance.token_ids[chosen].astype(np.int32, copy=False)),
-                    logprob_indices=indices,
-                    logprobs=logprobs,
-                    prompt_logprobs=tuple(news.prompt_logprobs.get(client, ())),
-                    admitted=tuple(news.admitted.get(client, ())),
-                    finished=tuple(news.finished.get(client, ())),
-                ),
-            )
-        )
-    return messages
+class StepNews:
+    """Makes one message for each client that has any news of a step."""
+
+    def __init__(self, table: RowTable) -> None:
+        self._table = table
+        self._rows = np.zeros(0, np.int32)
+        self._shares: list[_Share] = []  # of those rows: steps that repeat have them in common
+
+    def messages(
+        self, plan: StepPlan, result: StepResult, advance: Advance, news: Addressed
+    ) -> list[tuple[int, StepOutputs]]:
+        if advance.rows is not self._rows:
+            self._rows, self._shares = advance.rows, self._shares_of(advance.rows)
+        shares = self._shares
+        if news.is_any:
+            without_tokens = news.clients() - {share.client for share in shares}
+            shares = [*shares, *(_Share(client, _NOBODY, _NO_SLOTS) for client in without_tokens)]
+        return [(share.client, _outputs(plan, result, advance, news, share)) for share in shares]
+
+    def _shares_of(self, rows: np.ndarray) -> list[_Share]:
+        client_of, slots = self._table.client[rows], self._table.slot[rows]
+        clients = set(client_of.tolist())
+        if len(clients) == 1:
+            return [_Share(clients.pop(), None, Tensor.from_numpy(slots))]
+        chosen = [(client, np.flatnonzero(client_of == client)) for client in clients]
+        return [_Share(client, mine, Tensor.from_numpy(slots[mine])) for client, mine in chosen]
+
+
+class _Share(msgspec.Struct, frozen=True):
+    """One client's part of a step's rows."""
+
+    client: int
+    chosen: np.ndarray | None
+    """Indices into the rows; None for all of them."""
+    slots: Tensor
+
+
+_NOBODY = np.zeros(0, np.int64)
+_NO_SLOTS = Tensor.of("int32", [])
+
+
+def _outputs(plan: StepPlan, result: StepResult, advance: Advance, news: Addressed, share: _Share) -> StepOutputs:
+    token_ids = advance.token_ids if share.chosen is None else advance.token_ids[share.chosen]
+    if result.logprobs is None and not news.is_any:
+        return StepOutputs(step=plan.step, slots=share.slots, token_ids=_int32(token_ids))
+    indices, logprobs = _logprobs_of(result, share.chosen, len(advance.rows))
+    return StepOutputs(
+        step=plan.step,
+        slots=share.slots,
+        token_ids=_int32(token_ids),
+        logprob_indices=indices,
+        logprobs=logprobs,
+        prompt_logprobs=tuple(news.prompt_logprobs.get(share.client, ())),
+        admitted=tuple(news.admitted.get(share.client, ())),
+        finished=tuple(news.finished.get(share.client, ())),
+    )
+
+
+def _int32(values: np.ndarray) -> Tensor:
+    return Tensor.from_numpy(values.astype(np.int32, copy=False))
 
 
 def _logprobs_of(
-    result: StepResult, chosen: slice | np.ndarray, num_tokens: int
+    result: StepResult, chosen: np.ndarray | None, num_tokens: int
 ) -> tuple[Tensor | None, LogprobRows | None]:
     """The log-probabilities of the chosen tokens, and their indices among those."""
     if result.logprobs is None or result.logprob_indices is None:
         return None, None
-    if isinstance(chosen, slice):
+    if chosen is None:
         return Tensor.from_numpy(result.logprob_indices.astype(np.int32)), result.logprobs
     position = np.full(num_tokens, -1, np.int32)
     position[chosen] = np.arange(len(chosen), dtype=np.int32)

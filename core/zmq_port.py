@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 PROBE_BUSY_S = 1.0
 """How often a client with requests is sent the load, which also shows whether it still lives."""
 PROBE_IDLE_S = 30.0
+_NO_WAIT, _MORE_FOLLOWS = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class ZmqPort:
@@ -166,7 +167,11 @@ class ZmqPort:
         """False when the peer is gone, or reads so little that its queue is full."""
         try:
             with self._socket_lock:
-                self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
+                if len(frames) == 1:  # to copy one that is small takes less than to keep track of it
+                    self._socket.send(identity, _MORE_FOLLOWS)
+                    self._socket.send(frames[0], _NO_WAIT)
+                else:
+                    self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
         except zmq.Again:
             logger.warning("a client does not read its answers; it is let go")
             return False

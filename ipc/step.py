@@ -55,7 +55,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     @property
     def total_tokens(self) -> int:
-        return int(self.num_tokens.sum())
+        return len(self.rows) if self.repeats else int(self.num_tokens.sum())
 
 
 class PromptLogprobRun(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
