@@ -14,6 +14,7 @@ from headrace.core.options import Options
 from headrace.core.plan import Facts, Plan
 from headrace.core.timeline import Timeline
 from headrace.ipc.control import (
+    ASLEEP,
     CallExtension,
     ControlResult,
     DescribeEngine,
@@ -22,9 +23,12 @@ from headrace.ipc.control import (
     PrepareWeights,
     ProfileFiles,
     ReloadWeights,
+    ResumeGeneration,
+    Sleep,
     StartProfile,
     StopProfile,
     UseWeights,
+    WakeUp,
     WorkerAnswer,
     WorkerCommand,
 )
@@ -52,6 +56,8 @@ class Commands:
         self._folder = profile_folder(plan.options)
         self.timeline: Timeline | None = None
         """Being recorded; None without a profile under way."""
+        self.asleep: frozenset[str] = frozenset()
+        """What sleeps: weights, kv_cache."""
         self._prefix = ""
 
     def span(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -71,9 +77,30 @@ class Commands:
                 return ExtensionAnswers(payloads=tuple(a.payload for a in self._executor.control(command)))
             case ReloadWeights():
                 self._reload_weights(command)
+            case Sleep():
+                self._sleep(command)
+            case WakeUp():
+                self._executor.control(command)
+                self.asleep -= set(command.tags) or ASLEEP
+            case ResumeGeneration() if self.asleep:
+                raise HeadraceError("the engine sleeps, and cannot compute; wake_up takes its memory again and resumes")
         return None
 
+    def _sleep(self, command: Sleep) -> None:
+        if not self._plan.options.enable_sleep_mode:
+            raise HeadraceError("this engine was started without enable_sleep_mode, so it cannot be put to sleep")
+        if self.asleep:
+            raise HeadraceError(f"the engine sleeps already ({', '.join(sorted(self.asleep))})")
+        try:
+            self._executor.control(command)
+        except HeadraceError:
+            self._executor.control(WakeUp())  # the ranks that had fallen asleep
+            raise
+        self.asleep = ASLEEP
+
     def _reload_weights(self, command: ReloadWeights) -> None:
+        if "weights" in self.asleep:
+            raise HeadraceError("the weights sleep, and cannot be changed; wake them with wake_up(tags=['weights'])")
         try:
             self._executor.control(PrepareWeights(path=command.path))
         except HeadraceError:

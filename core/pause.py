@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headrace.core.scheduler import Scheduler
-from headrace.ipc.control import PauseGeneration
-from headrace.ipc.messages import Reply
+from headrace.ipc.control import PauseGeneration, Sleep
 
 
 class Pause:
     """Running, on the way to a standstill, or standing still. A pause outlives the client that asked for it."""
 
-    def __init__(self, scheduler: Scheduler, reply: Callable[[int, Reply], None]) -> None:
-        self._scheduler, self._reply = scheduler, reply
-        self._asked: PauseGeneration | None = None
-        self._unanswered: list[tuple[int, int]] = []  # clients and their calls
+    def __init__(self, scheduler: Scheduler, settle: Callable[[int, int, PauseGeneration | Sleep], None]) -> None:
+        """settle: answers a client's call, and carries out what the pause was for."""
+        self._scheduler, self._settle = scheduler, settle
+        self._asked: PauseGeneration | Sleep | None = None
+        self._unanswered: list[tuple[int, int, PauseGeneration | Sleep]] = []  # clients, their calls, what they asked
         self.stands_still = False
         """Nothing is to be planned, whatever waits."""
 
@@ -24,14 +24,20 @@ class Pause:
         return self._asked is not None
 
     @property
+    def is_for_sleep(self) -> bool:
+        """Nobody but Sleep has asked for it."""
+        return isinstance(self._asked, Sleep)
+
+    @property
     def comes_about(self) -> bool:
         """Somebody waits for the standstill."""
         return bool(self._unanswered)
 
-    def ask(self, client: int, call: int, command: PauseGeneration) -> None:
+    def ask(self, client: int, call: int, command: PauseGeneration | Sleep) -> None:
         """Begins one. With `wait`, what is here may still be planned; else no step may be in flight any more."""
-        self._asked = command
-        self._unanswered.append((client, call))
+        if not (self.is_asked and isinstance(command, Sleep)):
+            self._asked = command
+        self._unanswered.append((client, call, command))
         if command.mode == "wait":
             self._scheduler.waiting.hold()
         else:
@@ -43,9 +49,9 @@ class Pause:
             self.stands_still = True
             if self._asked.clear_cache:
                 forget_computed(self._scheduler)
-        for client, call in self._unanswered:
-            self._reply(client, Reply(call=call))
-        self._unanswered.clear()
+        unanswered, self._unanswered = self._unanswered, []
+        for client, call, command in unanswered:
+            self._settle(client, call, command)
 
     def resume(self) -> None:
         """Ends it, and the waiting for it."""

@@ -31,6 +31,8 @@ class KVCache:
     values: tuple[Tensor, ...]
     key_scales: tuple[Tensor, ...] = ()  # per layer, where scaled: [num_blocks, num_kv_heads, block_size] float32
     value_scales: tuple[Tensor, ...] = ()
+    pages: tuple[mmap.mmap, ...] = ()
+    """A CPU's memory of all of them, from which pages can be given back."""
 
     @cached_property
     def layers(self) -> tuple[LayerCache, ...]:
@@ -39,6 +41,22 @@ class KVCache:
             return tuple(LayerCache(k, v) for k, v in zip(self.keys, self.values, strict=True))
         scales = [CacheScales(keys=k, values=v) for k, v in zip(self.key_scales, self.value_scales, strict=True)]
         return tuple(LayerCache(k, v, s) for k, v, s in zip(self.keys, self.values, scales, strict=True))
+
+    def release(self) -> None:
+        """Gives its memory back, with what it held, until `restore`. The tensors stay the same objects; on a device
+        they then have no memory, and new addresses afterwards."""
+        for page in self.pages:
+            page.madvise(mmap.MADV_REMOVE)
+        if not self.pages:
+            for tensor in self._tensors:
+                tensor.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Zeroed memory again."""
+        if not self.pages:
+            for tensor in self._tensors:
+                tensor.untyped_storage().resize_(tensor.nbytes)
+                tensor.zero_()
 
     @property
     def num_blocks(self) -> int:
@@ -50,7 +68,11 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self.keys, *self.values, *self.key_scales, *self.value_scales))
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    @property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return (*self.keys, *self.values, *self.key_scales, *self.value_scales)
 
 
 def block_bytes(spec: ArchSpec, block_size: int, dtype: torch.dtype, place: Place = SINGLE) -> int:
@@ -73,24 +95,22 @@ def allocate(
         raise ModelError(f"a cache needs at least one block of one token, got {num_blocks} blocks of {block_size}")
     shape = (num_blocks, spec.local_kv_heads(place.tp_size), block_size, spec.head_dim)
     num_layers = len(place.layers(spec.num_layers))
-    make = _lazy_zeros if torch.device(device).type == "cpu" else _device_zeros
+    pages: list[mmap.mmap] = []
+
+    def make(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if torch.device(device).type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        # torch.zeros would write every page; fresh anonymous memory reads as zeros and costs nothing until written.
+        pages.append(mmap.mmap(-1, math.prod(shape) * dtype.itemsize))
+        return torch.frombuffer(pages[-1], dtype=dtype).view(shape)
+
     try:
-        keys = tuple(make(shape, dtype, device) for _ in range(num_layers))
-        values = tuple(make(shape, dtype, device) for _ in range(num_layers))
+        keys = tuple(make(shape, dtype) for _ in range(num_layers))
+        values = tuple(make(shape, dtype) for _ in range(num_layers))
         num_scales = num_layers if dtype in SCALED else 0
-        key_scales = tuple(make(shape[:-1], torch.float32, device) for _ in range(num_scales))
-        value_scales = tuple(make(shape[:-1], torch.float32, device) for _ in range(num_scales))
+        key_scales = tuple(make(shape[:-1], torch.float32) for _ in range(num_scales))
+        value_scales = tuple(make(shape[:-1], torch.float32) for _ in range(num_scales))
     except (OSError, OverflowError, RuntimeError) as error:
         total = num_blocks * block_bytes(spec, block_size, dtype, place)
         raise ModelError(f"a cache of {num_blocks} blocks needs {total:,} bytes on {device}: {error}") from error
-    return KVCache(keys, values, key_scales, value_scales)
-
-
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    # torch.zeros would write every page; fresh anonymous memory reads as zeros and costs nothing until written.
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-
-def _device_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
+    return KVCache(keys, values, key_scales, value_scales, tuple(pages))

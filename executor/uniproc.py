@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -30,16 +31,20 @@ from headrace.executor.new_weights import open_again
 from headrace.executor.place import SINGLE, Collectives, Place
 from headrace.executor.profiling import WorkerProfile
 from headrace.executor.runner import ModelRunner
+from headrace.executor.sleeping import SleepingModel
 from headrace.executor.stages import LastStageRunner, StageRunner, make_runner
 from headrace.executor.step_thread import StepThread
 from headrace.executor.weights import WeightSource
 from headrace.ipc.control import (
+    ASLEEP,
     CallExtension,
     DescribeEngine,
     PrepareWeights,
+    Sleep,
     StartProfile,
     StopProfile,
     UseWeights,
+    WakeUp,
     WorkerAnswer,
     WorkerCommand,
 )
@@ -187,13 +192,19 @@ class UniprocExecutor(Executor):
                 return (WorkerAnswer(rank=rank, facts=self.facts()),)
             case CallExtension():
                 return (WorkerAnswer(rank=rank, payload=self._extension.call(command.payload)),)
-            case PrepareWeights() if self._runner is not None:
-                self._prepared = self._read_again(command.path)
-                return (WorkerAnswer(rank=rank),)
-            case UseWeights() if self._runner is not None:
+            case PrepareWeights():
+                self._prepare(command.path)
+            case UseWeights():
                 self._use_prepared(command.prepared)
-                return (WorkerAnswer(rank=rank),)
-        return super().control(command)
+            case Sleep():
+                self._sleep(command.level)
+            case WakeUp():
+                self._wake_up(frozenset(command.tags) or ASLEEP)
+        return (WorkerAnswer(rank=rank),)
+
+    def _prepare(self, path: str) -> None:
+        """Reads new weights beside those that serve."""
+        self._prepared = self._read_again(path)
 
     def _read_again(self, path: str) -> Decoder | CpuDecoder:
         assert self._spec is not None, "describe comes before control"
@@ -212,6 +223,22 @@ class UniprocExecutor(Executor):
         if is_wanted and model is not None and self._runner is not None:
             self._model = model
             self._runner.use(model)
+
+    def _sleep(self, level: int) -> None:
+        """The cache's pages go; the weights are in the host's memory already, and go at level 2 alone."""
+        assert self._runner is not None, "allocate comes before control"
+        self._cache.release()
+        if level == 2:
+            self._runner.use(SleepingModel())
+            self._model = None
+            gc.collect()
+
+    def _wake_up(self, tags: frozenset[str]) -> None:
+        """The cache's pages come back as they are written."""
+        assert self._runner is not None, "allocate comes before control"
+        if "weights" in tags and self._model is None:
+            self._model = self._read_again("")
+            self._runner.use(self._model)
 
     def facts(self) -> dict[str, Any]:
         """What this worker is, for DescribeEngine."""

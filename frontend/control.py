@@ -6,18 +6,21 @@ engine in this process, one of our own and one we attached to obey alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from headrace.ipc.control import (
+    ASLEEP,
     CallExtension,
     DescribeEngine,
     EngineReport,
     PauseGeneration,
     ReloadWeights,
     ResumeGeneration,
+    Sleep,
     StartProfile,
     StopProfile,
+    WakeUp,
 )
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 
@@ -53,11 +56,19 @@ def refuse_rpc() -> NoReturn:
     )
 
 
-def refuse_sleep() -> NoReturn:
-    raise HeadraceError(
-        "sleep is not supported yet: the engine keeps its weights and its cache. pause_generation stops it from "
-        "computing, and closing it frees the memory"
-    )
+def sleep_command(level: int, mode: PauseMode) -> Sleep:
+    """Raises InvalidRequestError."""
+    if level not in (1, 2):
+        raise InvalidRequestError(f"level is {level!r}; it must be 1 or 2 (pause_generation stops computing alone)")
+    return Sleep(level=2 if level == 2 else 1, mode=pause_command(mode, True).mode)
+
+
+def wake_command(tags: Sequence[str] | None) -> WakeUp:
+    """Raises InvalidRequestError."""
+    asked: list[Any] = [tags] if isinstance(tags, str) else list(tags or ())
+    if unknown := [tag for tag in asked if tag not in ASLEEP]:
+        raise InvalidRequestError(f"there is no tag {unknown[0]!r}; tags are {' and '.join(sorted(ASLEEP))}")
+    return WakeUp(tags=tuple(asked))
 
 
 class Controls:
@@ -118,11 +129,24 @@ class Controls:
         """Refused, with what to use instead."""
         refuse_rpc()
 
-    def sleep(self, level: int = 1, **options: Any) -> NoReturn:
-        """Refused, with what to use instead."""
-        refuse_sleep()
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Pauses as `pause_generation` does, and gives the device's memory back until `wake_up`; new requests wait.
 
-    wake_up = sleep
+        level: 1 keeps the weights in the host's memory, 2 keeps them nowhere; the cache is dropped. On a CPU level 1
+        drops the cache alone. Needs the option enable_sleep_mode. Raises HeadraceError when the host has no room.
+        """
+        self._control(sleep_command(level, mode), None)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Takes the memory again and goes on. tags: "weights" or "kv_cache", to wake only that for now.
+
+        Raises HeadraceError, and what slept still sleeps, when the memory is taken or the checkpoint is gone.
+        """
+        self._control(wake_command(tags), None)
+
+    def is_sleeping(self) -> bool:
+        self._check_usable()
+        return self._background.run(self._client.get_stats()).sleeping
 
 
 class AsyncControls:
@@ -170,8 +194,14 @@ class AsyncControls:
         """Refused, with what to use instead."""
         refuse_rpc()
 
-    async def sleep(self, level: int = 1, **options: Any) -> NoReturn:
-        """Refused, with what to use instead."""
-        refuse_sleep()
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """As LLM.sleep."""
+        await self._control(sleep_command(level, mode), None)
 
-    wake_up = sleep
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """As LLM.wake_up."""
+        await self._control(wake_command(tags), None)
+
+    async def is_sleeping(self) -> bool:
+        """As LLM.is_sleeping."""
+        return (await (await self._ready()).get_stats()).sleeping

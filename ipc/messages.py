@@ -233,6 +233,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
     forward_s: float = 0.0
     """Sum of the times of all forward passes, sampling within them included."""
     paused: bool = False
+    sleeping: bool = False
+    """Weights or cache have given their memory back, until WakeUp."""
 
 
 class Welcome(Message):

@@ -294,7 +294,7 @@ def test_the_same_commands_in_this_process_and_in_another(llm, tmp_path):
 def test_what_cannot_be_done_says_what_can(llm):
     with pytest.raises(HeadraceError, match="calls no method by name"):
         llm.collective_rpc("anything")
-    with pytest.raises(HeadraceError, match="sleep is not supported yet"):
+    with pytest.raises(HeadraceError, match="was started without enable_sleep_mode"):
         llm.sleep(level=1)
     with pytest.raises(InvalidRequestError, match="mode is 'stop'; it must be abort, wait or keep"):
         llm.pause_generation("stop")
@@ -308,7 +308,11 @@ def test_the_asynchronous_face_has_the_same_commands(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
     async def main() -> None:
-        async with AsyncLLM(**NULL) as llm:
+        async with AsyncLLM(enable_sleep_mode=True, **NULL) as llm:
+            await llm.sleep(level=2)
+            assert await llm.is_sleeping()
+            await llm.wake_up()
+            assert not await llm.is_sleeping()
             await llm.pause_generation(mode="keep")
             assert await llm.is_paused()
             await llm.resume_generation()

@@ -26,7 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Of two processes: what one is told holds in the other."""
     folder = tmp_path_factory.mktemp("profiles")
     profiler = json.dumps({"profiler": "torch", "torch_profiler_dir": str(folder)})
-    options = ("--server-dev-mode", "--api-server-count", "2", "--progress-timeout", "0.2")
+    options = ("--server-dev-mode", "--enable-sleep-mode", "--api-server-count", "2", "--progress-timeout", "0.2")
     with serving(*options, "--profiler-config", profiler, null_model=SLOW) as server:
         yield server
 
@@ -35,6 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def client(server: Server) -> Iterator[httpx.Client]:
     with server.client() as client:
         yield client
+        assert client.post("/wake_up").status_code == 200
         assert client.post("/resume").status_code == 200
 
 
@@ -80,6 +81,25 @@ def test_a_pause_may_wait_for_requests(server, client, query):
         assert metric(other, "headrace:num_requests_running") == 0
         rest = [line for line in lines if line]
     assert '"finish_reason":"length"' in rest[-2]
+
+
+def test_an_engine_sleeps_until_all_of_it_is_woken(server, client):
+    assert client.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert client.post("/sleep?level=2&mode=keep").json() == {"status": "sleeping"}
+    refused = client.post("/sleep")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "command_refused")
+    assert "the engine sleeps already" in refused.json()["error"]["message"]
+    with ThreadPoolExecutor() as threads:
+        late = threads.submit(httpx.post, server.url + COMPLETIONS, json=ASKED, timeout=30)
+        with server.client() as other:
+            wait_until(lambda: metric(other, "headrace:num_requests_waiting") == 1, 10, "a request that waits")
+        assert client.post("/wake_up?tags=weights").status_code == 200
+        assert client.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert not late.done()
+        assert client.post("/wake_up?tags=weights&tags=kv_cache").json() == {"status": "awake"}
+        assert late.result().status_code == 200
+    assert client.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert client.post("/wake_up?tags=dreams").status_code == client.post("/sleep?level=3").status_code == 400
 
 
 def test_the_prefix_cache_is_forgotten(server, client):

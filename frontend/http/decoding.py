@@ -113,8 +113,14 @@ def decode_request(body: bytes, kind: type[T]) -> T:
 
 
 def decode_query(query: str, kind: type[T]) -> T:
-    """The parameters after the ? of an address. Raises ApiError, which names the parameter."""
-    fields = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+    """The parameters after the ? of an address. Raises ApiError, which names the parameter.
+
+    One whose default is a tuple may be given several times; of others the last counts.
+    """
+    fields: dict[str, Any] = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+    given = urllib.parse.parse_qs(query, keep_blank_values=True)
+    several = [field.name for field in msgspec.structs.fields(kind) if isinstance(field.default, tuple)]
+    fields |= {name: given[name] for name in several if name in given}
     for name in fields:
         if name not in kind.__struct_fields__:
             raise _unknown(name, kind.__struct_fields__)

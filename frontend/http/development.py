@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.frontend.client import CoreClient
-from headrace.frontend.control import QUICK_S, pause_command
+from headrace.frontend.control import QUICK_S, pause_command, sleep_command, wake_command
 from headrace.frontend.http.decoding import decode_query
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.exchange import Exchange
@@ -48,6 +48,19 @@ class PauseQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     wait_for_inflight_requests: Annotated[bool, Meta(description="Retired by vLLM; the same as mode=wait")] = False
 
 
+class SleepQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    level: Annotated[
+        Literal[1, 2], Meta(description="1 keeps the weights in the host's memory; 2 reads them again after waking up")
+    ] = 1
+    mode: Annotated[Literal["abort", "wait", "keep"], Meta(description="As of /pause")] = "abort"
+
+
+class WakeQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    tags: Annotated[
+        tuple[Literal["weights", "kv_cache"], ...], Meta(description="What is to be awake; nothing is everything")
+    ] = ()
+
+
 class NoQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Nothing can be asked for."""
 
@@ -58,6 +71,10 @@ class StatusResponse(msgspec.Struct):
 
 class PausedResponse(msgspec.Struct):
     is_paused: bool
+
+
+class SleepingResponse(msgspec.Struct):
+    is_sleeping: bool
 
 
 class ProfileResponse(msgspec.Struct):
@@ -100,6 +117,25 @@ async def is_paused(state: ServerState, exchange: Exchange) -> None:
     """Whether any engine is."""
     stats = await asyncio.gather(*(client.get_stats() for client in _clients(state)))
     await exchange.answer(PausedResponse(any(each.paused for each in stats)))
+
+
+async def sleep(state: ServerState, exchange: Exchange) -> None:
+    """200 once the engines have given their memory back."""
+    query = decode_query(exchange.query(), SleepQuery)
+    await _command(state, exchange, sleep_command(query.level, query.mode), None)
+    await exchange.answer(StatusResponse("sleeping"))
+
+
+async def wake_up(state: ServerState, exchange: Exchange) -> None:
+    query = decode_query(exchange.query(), WakeQuery)
+    await _command(state, exchange, wake_command(query.tags), None)
+    await exchange.answer(StatusResponse("awake"))
+
+
+async def is_sleeping(state: ServerState, exchange: Exchange) -> None:
+    """Whether any engine is, or a part of one."""
+    stats = await asyncio.gather(*(client.get_stats() for client in _clients(state)))
+    await exchange.answer(SleepingResponse(any(each.sleeping for each in stats)))
 
 
 async def reset_prefix_cache(state: ServerState, exchange: Exchange) -> None:
@@ -197,6 +233,9 @@ DEVELOPMENT_ROUTES: tuple[RouteSpec, ...] = (
     _post("/pause", pause, "Stop computing, until /resume", StatusResponse, PauseQuery),
     _post("/resume", resume, "End a pause", StatusResponse),
     _get("/is_paused", is_paused, "Whether there is a pause", PausedResponse),
+    _post("/sleep", sleep, "Give memory back, until /wake_up; needs enable_sleep_mode", StatusResponse, SleepQuery),
+    _post("/wake_up", wake_up, "Take memory again, and go on", StatusResponse, WakeQuery),
+    _get("/is_sleeping", is_sleeping, "Whether an engine sleeps", SleepingResponse),
     _post("/reset_prefix_cache", reset_prefix_cache, "Forget cached prefixes", StatusResponse),
     _post("/start_profile", start_profile, "Record what engines do; needs profiler_config", StatusResponse),
     _post("/stop_profile", stop_profile, "Write what was recorded", ProfileResponse),

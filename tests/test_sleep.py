@@ -1,0 +1,211 @@
+"""Putting an engine to sleep and waking it up: the order of things in the core, and what a CPU gives back."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from engine_parts import EOS, VOCAB_SIZE, SteppedCore
+from test_control import Driver, ObedientNull
+
+from headrace import LLM, SamplingParams
+from headrace.executor import kv_cache
+from headrace.executor.families import spec_from_config
+from headrace.executor.null import NullModel
+from headrace.ipc.control import PauseGeneration, ReloadWeights, ResumeGeneration, Sleep, WakeUp, WorkerAnswer
+from headrace.ipc.failure import HeadraceError, InvalidRequestError
+from headrace.ipc.messages import FinishReason
+
+
+class LightSleeper(ObedientNull):
+    """Cannot sleep at level 2."""
+
+    def control(self, command: Any) -> tuple[WorkerAnswer, ...]:
+        answers = super().control(command)
+        if command == Sleep(level=2, mode="keep"):
+            raise HeadraceError("there is no room for its dreams")
+        return answers
+
+
+def new_driver(**options: Any) -> Driver:
+    model = NullModel(vocab_size=VOCAB_SIZE, eos_token_id=EOS, check=True)
+    return Driver(SteppedCore(model, executor_class=LightSleeper, **{"enable_sleep_mode": True, **options}))
+
+
+def failure_of(driver: Driver, call: int) -> str:
+    reply = driver.reply(call)
+    assert reply is not None
+    return "" if reply.failure is None else reply.failure.message
+
+
+# --- the core ---------------------------------------------------------------------------------------------------
+
+
+def test_requests_that_are_kept_wait_for_the_waking_and_compute_anew() -> None:
+    driver = new_driver()
+    driver.client.add(0, [5, 6, 7] * 3, max_tokens=20)
+    driver.turns(6)
+    standing = driver.num_tokens(0)
+    call = driver.send(Sleep(mode="keep"))
+    driver.turns(4)
+    assert failure_of(driver, call) == ""
+    stats = driver.core.loop.stats()
+    assert (stats.sleeping, stats.paused, stats.num_cached_blocks) == (True, True, 0)
+    driver.client.add(1, [5, 6, 8], max_tokens=3)
+    driver.turns(6)
+    assert standing <= driver.num_tokens(0) <= standing + 2, "of the steps that were in flight"
+    assert driver.num_tokens(1) == 0
+    call = driver.send(WakeUp())
+    driver.core.run_until_idle()
+    assert failure_of(driver, call) == ""
+    assert not driver.core.loop.stats().sleeping
+    assert (driver.num_tokens(0), driver.num_tokens(1)) == (20, 3)
+    assert driver.core.loop.scheduler.num_preemptions == 1
+    assert driver.core.executor.commands == [Sleep(mode="keep"), WakeUp()]
+
+
+def test_requests_end_or_finish_first_as_the_mode_says() -> None:
+    driver = new_driver()
+    driver.client.add(0, [5, 6, 7], max_tokens=20)
+    driver.turns(4)
+    driver.send(Sleep(level=2))
+    driver.turns(3)
+    assert [finish.reason for finish in driver.client.finishes()] == [FinishReason.ABORT]
+    driver.send(WakeUp())
+    driver.client.add(1, [5, 6, 7], max_tokens=6)
+    driver.turns(2)
+    call = driver.send(Sleep(mode="wait"))
+    driver.turns(1)
+    assert driver.reply(call) is None
+    driver.turns(30)
+    assert failure_of(driver, call) == ""
+    assert driver.num_tokens(1) == 6
+
+
+def test_it_wakes_in_parts_and_weights_are_changed_in_between() -> None:
+    driver = new_driver()
+    calls = [
+        driver.send(command)
+        for command in (
+            *(Sleep(), Sleep(), ResumeGeneration(), ReloadWeights(path="new")),
+            *(WakeUp(tags=("weights",)), ResumeGeneration(), ReloadWeights(path="new")),
+        )
+    ]
+    for _ in calls:
+        driver.turns(1)
+    told = [failure_of(driver, call) for call in calls]
+    assert told[0] == told[4] == told[6] == ""
+    assert told[1] == "the engine sleeps already (kv_cache, weights)"
+    assert told[2] == told[5] == "the engine sleeps, and cannot compute; wake_up takes its memory again and resumes"
+    assert told[3] == "the weights sleep, and cannot be changed; wake them with wake_up(tags=['weights'])"
+    assert driver.core.loop.stats().sleeping
+    driver.send(WakeUp(tags=("kv_cache",)))
+    driver.turns(1)
+    stats = driver.core.loop.stats()
+    assert (stats.sleeping, stats.paused) == (False, False)
+
+
+def test_a_sleep_that_fails_leaves_the_engine_awake_and_at_work() -> None:
+    driver = new_driver()
+    driver.client.add(0, [5, 6, 7], max_tokens=20)
+    driver.turns(4)
+    call = driver.send(Sleep(level=2, mode="keep"))
+    driver.core.run_until_idle()
+    assert failure_of(driver, call) == "there is no room for its dreams"
+    assert driver.core.executor.commands[-1] == WakeUp(), "for the ranks that slept already"
+    assert driver.num_tokens(0) == 20
+    refused = new_driver(enable_sleep_mode=False)
+    call = refused.send(Sleep())
+    refused.turns(2)
+    assert failure_of(refused, call).startswith("this engine was started without enable_sleep_mode")
+    assert not refused.core.loop.stats().paused
+
+
+def test_a_pause_of_the_users_own_outlasts_the_sleep_and_one_called_off_ends_it() -> None:
+    driver = new_driver()
+    for command in (PauseGeneration(), Sleep(), WakeUp()):
+        driver.send(command)
+        driver.turns(1)
+    stats = driver.core.loop.stats()
+    assert (stats.sleeping, stats.paused) == (False, True)
+    driver = new_driver()
+    driver.client.add(0, [5, 6, 7], max_tokens=20)
+    driver.turns(2)
+    call = driver.send(Sleep(mode="wait"))
+    driver.turns(1)
+    driver.send(ResumeGeneration())
+    driver.turns(1)
+    assert failure_of(driver, call) == "generation was resumed before the engine could sleep"
+    assert not driver.core.loop.stats().sleeping
+
+
+# --- the CPU's executor -----------------------------------------------------------------------------------------
+
+PROMPTS: list[Any] = [{"prompt_token_ids": [7, 8, 9, 10, 11, 12, 13]}, {"prompt_token_ids": [5]}]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_slept_answers_as_before(level: int, checkpoint: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    with LLM(
+        str(folder), in_process=True, device="cpu", skip_tokenizer_init=True, dtype="float32", max_model_len=64,
+        enable_sleep_mode=True,
+    ) as llm:  # fmt: skip
+        before = tokens_of(llm)
+        assert not llm.is_sleeping()
+        llm.sleep(level=level)
+        assert llm.is_sleeping()
+        moved = folder.rename(tmp_path / "elsewhere")
+        if level == 2:
+            with pytest.raises(HeadraceError, match="model"):
+                llm.wake_up()
+            assert llm.is_sleeping(), "as its checkpoint is gone"
+            moved.rename(folder)
+        llm.wake_up(["weights"])
+        assert llm.is_sleeping()
+        llm.wake_up(tags=["kv_cache"])
+        assert tokens_of(llm) == before
+        with pytest.raises(InvalidRequestError, match="level is 3; it must be 1 or 2"):
+            llm.sleep(level=3)
+        with pytest.raises(InvalidRequestError, match="there is no tag 'dreams'; tags are kv_cache and weights"):
+            llm.wake_up(["dreams"])
+
+
+def test_a_cache_that_sleeps_takes_no_memory() -> None:
+    spec = spec_from_config(tiny_models.build("llama").config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    for device, is_paged in ((torch.device("cpu"), True), (torch.device("meta"), False)):
+        cache = kv_cache.allocate(spec, 4096, 16, torch.int8, device)
+        assert bool(cache.pages) is is_paged
+        tensors = (*cache.keys, *cache.values, *cache.key_scales, *cache.value_scales)
+        for tensor in tensors:
+            tensor.fill_(3)
+        held_bytes = resident_bytes()
+        cache.release()
+        if is_paged:
+            assert held_bytes - resident_bytes() > 0.9 * cache.nbytes
+        else:
+            assert not any(tensor.untyped_storage().nbytes() for tensor in tensors)
+        cache.restore()
+        assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == cache.nbytes
+        if is_paged:
+            assert not any(bool(tensor.any()) for tensor in tensors)
+
+
+def resident_bytes() -> int:
+    """Of this process's shared memory, which a CPU's cache is."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem"))
+    return int(line.split()[1]) << 10
