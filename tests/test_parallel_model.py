@@ -33,8 +33,8 @@ WORLDS = [(2, 1), (4, 1), (1, 2), (2, 2)]
 TIGHT: dict[str, Any] = {
     "dtype": "float32",
     "block_size": 8,
-    "num_gpu_blocks_override": 24,
-    "max_num_batched_tokens": 24,
+    "num_gpu_blocks_override": 20,
+    "max_num_batched_tokens": 40,
     "max_num_seqs": 6,
     "max_model_len": 96,
     "skip_tokenizer_init": True,
@@ -77,7 +77,8 @@ def generate(model: Path, **options: Any) -> tuple[list[list[int]], int]:
     with LLM(str(model), in_process=True, **(TIGHT | options)) as llm:
         outputs = llm.generate(prompts_of(), params, use_tqdm=False)
         assert sum(o.metrics.num_preemptions for o in outputs if o.metrics) > 0
-        outputs += llm.generate(prompts_of()[:1], params, use_tqdm=False)
+        few = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+        outputs += llm.generate(prompts_of()[:1], few, use_tqdm=False)
     return [list(o.outputs[0].token_ids) for o in outputs], sum(o.num_cached_tokens or 0 for o in outputs)
 
 
