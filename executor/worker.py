@@ -33,6 +33,8 @@ from headrace.executor.place import PeerError, Place, World
 from headrace.executor.step_codec import StepCodec
 from headrace.executor.worker_messages import (
     COMMAND,
+    WAIT_FOR_CORE,
+    WAIT_FOR_TURN,
     WORKER_SCHEMA_HASH,
     AllocateCache,
     Allocated,
