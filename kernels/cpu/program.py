@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .linear import ACTIVATIONS, ROWS_LOGITS, ROWS_TOKENS, EmbedArgs, LinearArgs, PackedLinear, Runtime
-from .ops import MOST_ROW_VALUES, WORKSPACE_BYTES, describe_cache
+from .ops import MOST_ROW_VALUES, WORKSPACE_BYTES
 from .program_args import (
     ActivationArgs,
     AddArgs,
@@ -26,7 +26,6 @@ from .program_args import (
     GatherArgs,
     NormArgs,
     ProgramOp,
-    RotaryArgs,
     SoftCapArgs,
 )
 from .program_list import OpList, shared_spans
@@ -41,6 +40,7 @@ from .program_parts import (
     check_vector,
     matrix_of,
     require_same,
+    rotary_args,
     rows_within,
     with_own_copies,
 )
@@ -218,11 +218,6 @@ class Builder:
         reads = (x,) if residual is None else (x, residual)
         self._add("linear", "hr_op_linear", args, reads, (out,), few=with_own_copies(args, "x", x), keep=(weight, bias))
 
-    def attention(self, qkv: Buffer, out: Buffer, layer: Attention) -> None:
-        """Two ops: `write_cache`, then `attend`."""
-        self.write_cache(qkv, layer)
-        self.attend(qkv, out, layer)
-
     def write_cache(self, qkv: Buffer, layer: Attention) -> None:
         """q/k norm, rotation and the cache write. In steps where every sequence computes one token it is left to
         `attend`.
@@ -230,7 +225,9 @@ class Builder:
         qkv: queries, keys and values side by side, (num_heads + 2 num_kv_heads) head_dim columns; its queries are
         overwritten.
         """
-        source, keys = self._rotary_args(qkv, layer), layer.cache.keys.data_ptr()
+        source, keys = rotary_args(qkv, layer), layer.cache.keys.data_ptr()
+        if layer.rotary is not None:
+            self._limit_positions(len(layer.rotary.cos))
         name = "hr_op_rotary_and_cache_write"
         self._add("rotary", name, source, (qkv, keys), (qkv, keys), keep=(layer,), skipped_when_single=True)
 
@@ -239,7 +236,7 @@ class Builder:
         left as they are."""
         require_same(out.columns, layer.num_heads * layer.cache.keys.shape[3], "attention's output", "its heads'")
         args = AttentionArgs(
-            source=self._rotary_args(qkv, layer),
+            source=rotary_args(qkv, layer),
             output=out.address,
             output_stride=out.stride,
             workspace=self._workspace.data_ptr(),
@@ -253,45 +250,6 @@ class Builder:
         self._need(0, self._runtime.library.dll.hr_attention_scratch_bytes(ctypes.byref(args)))
         touched = (self._workspace.data_ptr(), layer.cache.keys.data_ptr())
         self._add("attention", "hr_op_attention", args, (qkv, *touched), (out, *touched), keep=(layer,))
-
-    def _rotary_args(self, qkv: Buffer, layer: Attention) -> RotaryArgs:
-        cache = describe_cache(layer.cache.keys, layer.cache.values, layer.cache.scales)
-        head_dim, num_kv_heads = cache.head_dim, cache.num_kv_heads
-        if layer.num_heads % num_kv_heads:
-            raise ValueError(f"{layer.num_heads} query heads cannot share {num_kv_heads} KV heads evenly.")
-        width = (layer.num_heads + 2 * num_kv_heads) * head_dim
-        require_same(qkv.columns, width, "the query, key and value buffer's columns", "its heads'")
-        norms = [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
-        for norm in norms:
-            check_vector(norm.weight, head_dim, "a query or key norm's weight")
-            if norm.kind != "rms" or norm.weight is None or norm.bias is not None or norm.eps != norms[0].eps:
-                raise ValueError("the norms of queries and keys are RMS norms with weights and one eps.")
-        head_bytes = head_dim * qkv.tensor.itemsize
-        args = RotaryArgs(
-            query=qkv.address,
-            key=qkv.address + layer.num_heads * head_bytes,
-            value=qkv.address + (layer.num_heads + num_kv_heads) * head_bytes,
-            query_stride=qkv.stride,
-            key_stride=qkv.stride,
-            value_stride=qkv.stride,
-            query_norm=address_of(layer.query_norm.weight) if layer.query_norm else None,
-            key_norm=address_of(layer.key_norm.weight) if layer.key_norm else None,
-            norm_eps=norms[0].eps if norms else 0.0,
-            num_heads=layer.num_heads,
-            type=qkv.type,
-            fuse_decode=1,
-            cache=cache,
-        )
-        if layer.rotary is not None:
-            cos, sin = layer.rotary.cos, layer.rotary.sin
-            for table in (cos, sin):
-                if table.dtype != torch.float32 or not table.is_contiguous() or table.shape != cos.shape:
-                    raise ValueError("cos and sin are contiguous float32 tables of one shape, [positions, half].")
-            if 2 * cos.shape[1] > head_dim:
-                raise ValueError(f"rotation of {2 * cos.shape[1]} dimensions does not fit heads of {head_dim}.")
-            args.cos, args.sin, args.rotary_half = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
-            self._limit_positions(len(cos))
-        return args
 
     def activation_multiply(self, gate_up: Buffer, out: Buffer, activation: str) -> None:
         """out = act(gate) * up, of a buffer that holds the gate's columns first; linear layers can do it themselves."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .linear import DTYPES, ROWS_FIXED, Runtime
-from .ops import CacheScales
-from .program_args import SampleArgs
+from .ops import CacheScales, describe_cache
+from .program_args import RotaryArgs, SampleArgs
 
 FEW_ROWS = 16
 """Steps of at most this many tokens take the list in which each thread norms every row for itself."""
@@ -122,6 +122,46 @@ class Attention:
     key_norm: Norm | None = None
     window: int | None = None
     soft_cap: float | None = None
+
+
+def rotary_args(qkv: Buffer, layer: Attention) -> RotaryArgs:
+    """What a layer's attention knows of queries, keys and values. Raises ValueError for what does not fit."""
+    cache = describe_cache(layer.cache.keys, layer.cache.values, layer.cache.scales)
+    head_dim, num_kv_heads = cache.head_dim, cache.num_kv_heads
+    if layer.num_heads % num_kv_heads:
+        raise ValueError(f"{layer.num_heads} query heads cannot share {num_kv_heads} KV heads evenly.")
+    width = (layer.num_heads + 2 * num_kv_heads) * head_dim
+    require_same(qkv.columns, width, "the query, key and value buffer's columns", "its heads'")
+    norms = [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
+    for norm in norms:
+        check_vector(norm.weight, head_dim, "a query or key norm's weight")
+        if norm.kind != "rms" or norm.weight is None or norm.bias is not None or norm.eps != norms[0].eps:
+            raise ValueError("the norms of queries and keys are RMS norms with weights and one eps.")
+    head_bytes = head_dim * qkv.tensor.itemsize
+    args = RotaryArgs(
+        query=qkv.address,
+        key=qkv.address + layer.num_heads * head_bytes,
+        value=qkv.address + (layer.num_heads + num_kv_heads) * head_bytes,
+        query_stride=qkv.stride,
+        key_stride=qkv.stride,
+        value_stride=qkv.stride,
+        query_norm=address_of(layer.query_norm.weight) if layer.query_norm else None,
+        key_norm=address_of(layer.key_norm.weight) if layer.key_norm else None,
+        norm_eps=norms[0].eps if norms else 0.0,
+        num_heads=layer.num_heads,
+        type=qkv.type,
+        fuse_decode=1,
+        cache=cache,
+    )
+    if layer.rotary is not None:
+        cos, sin = layer.rotary.cos, layer.rotary.sin
+        for table in (cos, sin):
+            if table.dtype != torch.float32 or not table.is_contiguous() or table.shape != cos.shape:
+                raise ValueError("cos and sin are contiguous float32 tables of one shape, [positions, half].")
+        if 2 * cos.shape[1] > head_dim:
+            raise ValueError(f"rotation of {2 * cos.shape[1]} dimensions does not fit heads of {head_dim}.")
+        args.cos, args.sin, args.rotary_half = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
+    return args
 
 
 class SamplingColumns:
