@@ -25,6 +25,7 @@ from headrace.core.memory_port import MemoryPort
 from headrace.core.options import Options
 from headrace.core.plan import Facts, Plan
 from headrace.core.resolve import resolve
+from headrace.core.startup_table import startup_table
 from headrace.core.zmq_port import ZmqPort
 from headrace.ipc.failure import Failure, OptionError
 from headrace.ipc.messages import TokenizerBundle, TokenizerInfo, Welcome
@@ -94,7 +95,10 @@ class EngineCore:
             phases("tokenizer")
             bundle = tokenizer.result()
         phases("")
-        self.startup_s = phases.seconds
+        self.startup_s, of_ranks = phases.seconds, executor.ranks_startup_s
+        facts = self.facts = msgspec.structs.replace(facts, startup_s=self.startup_s, ranks_startup_s=of_ranks)
+        if of_ranks:
+            logger.info("start-up\n%s", startup_table(self.startup_s, of_ranks))
         for decision in plan.decisions:
             logger.info("%s = %s: %s", decision.name, decision.value, decision.reason)
         logger.info("memory\n%s", ledger(facts, plan))

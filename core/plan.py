@@ -92,5 +92,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     memory: MemoryReading
     kv_cache_bytes: int
+    startup_s: dict[str, float] = {}
+    """How long each phase of the start took, which sum to the whole."""
+    ranks_startup_s: tuple[dict[str, float], ...] = ()
+    """The same of each worker process, from its own start until it was ready."""
     warnings: tuple[str, ...] = ()
     """Sentences for the user: what was asked for by default and could not be had."""

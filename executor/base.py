@@ -35,6 +35,9 @@ class Executor(ABC):
     async_by_default: bool = False
     """Whether the core plans ahead unless it is told not to: steps run in other processes, or gain by it here."""
 
+    ranks_startup_s: tuple[dict[str, float], ...] = ()
+    """Where the model runs in other processes: how long each phase of their start took, by rank; after `allocate`."""
+
     @abstractmethod
     def describe(self, report: Report) -> ModelDescription:
         """Finds the checkpoint that the options name (fetching it when needed) and reads its config.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from headrace.executor.base import Report
+from headrace.executor.worker_messages import WAIT_FOR_CORE
 from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.messages import Message, Progress
 from headrace.ipc.wait import Deadline
@@ -42,7 +43,7 @@ class Gathering:
         with self.changed:
             if not isinstance(message, Progress):
                 self._heard[number].append(message)
-            elif number == 0:
+            elif number == 0 and message.phase != WAIT_FOR_CORE:
                 self._phases.append(message.phase)
             self.changed.notify_all()
 

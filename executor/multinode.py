@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import secrets
 from collections.abc import Callable
 
 import msgspec
@@ -102,7 +103,7 @@ class MultiNodeExecutor(Executor):
 
     def load(self, plan: Plan, report: Report) -> MemoryReading:
         assert self._store is not None, "describe comes before load"
-        self._send(LoadNode(plan=plan, store=self._store))
+        self._send(LoadNode(plan=plan, store=self._store, turns=secrets.token_hex(8)))
         loaded = self._said.gather(Loaded, report=report, deadline=self._start_ends)
         readings = [message.reading for message in loaded]
         scarcest = min(readings, key=lambda reading: reading.available_bytes)
@@ -111,7 +112,8 @@ class MultiNodeExecutor(Executor):
 
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
         self._send(AllocateCache(num_blocks=num_blocks, max_model_len=max_model_len))
-        self._said.gather(Allocated, deadline=self._start_ends)
+        ready = self._said.gather(Allocated, deadline=self._start_ends)
+        self.ranks_startup_s = tuple(rank for message in ready for rank in message.startup_s)
         self._is_serving = True
 
     def submit(self, plan: StepPlan) -> None:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -71,6 +73,7 @@ class MultiprocExecutor(Executor):
         tp_size, pp_size = options.tensor_parallel_size, options.pipeline_parallel_size
         self._world_size = tp_size * pp_size
         self._ranks = ranks or range(self._world_size)
+        self._turns = secrets.token_hex(8)
         self._store: tuple[str, int] | None = None
         self._host = ""
         self.num_stages = pp_size
@@ -98,6 +101,7 @@ class MultiprocExecutor(Executor):
                 memory=self._memory,
                 first_rank=self._ranks.start,
                 num_ranks=len(self._ranks),
+                began_s=time.monotonic(),
                 store_fd=-1 if store_fd is None or rank else store_fd,
             )
             for rank in self._ranks
@@ -108,9 +112,11 @@ class MultiprocExecutor(Executor):
             self._close_memory()
             raise
 
-    def meet(self, store: tuple[str, int], host: str) -> None:
-        """Before `load` where there are several hosts: the address at which rank 0 waits for all, and this host's."""
-        self._store, self._host = store, host
+    def meet(self, store: tuple[str, int], host: str, turns: str) -> None:
+        """Before `load` where there are several hosts: the address at which rank 0 waits for all, and this host's;
+        and what the turns to read weights are called, for workers of other agents may be on this host too.
+        """
+        self._store, self._host, self._turns = store, host, turns
 
     def watch(self, on_failure: Callable[[Failure], None]) -> None:
         """Calls back once, from another thread, when a worker has failed; also when no step is under way."""
@@ -144,7 +150,8 @@ class MultiprocExecutor(Executor):
         except OSError as error:
             needed, count = steps.total_bytes + results.total_bytes + shared_bytes, len(self._ranks)
             raise ModelError(f"the {needed:,} bytes that {count} workers share cannot be had: {error}") from error
-        self._group.send(LoadModel(plan=plan, steps=steps, results=results, store=self._store, host=self._host))
+        rings = {"steps": steps, "results": results}
+        self._group.send(LoadModel(plan=plan, **rings, turns=self._turns, store=self._store, host=self._host))
         readings = [message.reading for message in self._group.gather(Loaded, report=report)]
         return self._sum(readings)
 
@@ -154,7 +161,8 @@ class MultiprocExecutor(Executor):
         self._results = RingReader(self._memory.results, results, 0, self._mailbox)
         self._steps = RingWriter(self._memory.steps, steps, self._send_large)
         self._group.send(AllocateCache(num_blocks=num_blocks, max_model_len=max_model_len))
-        self._group.gather(Allocated)
+        ready = self._group.gather(Allocated)
+        self.ranks_startup_s = tuple(message.startup_s[0] for message in ready)
         self._group.serve()
 
     def submit(self, plan: StepPlan) -> None:

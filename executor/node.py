@@ -98,13 +98,13 @@ class NodeAgent:
         elif isinstance(message, MakeTokenizer):
             threading.Thread(target=self._make_tokenizer, name="tokenizer", daemon=True).start()
         elif isinstance(message, LoadNode):
-            executor.meet(message.store, self._host)
+            executor.meet(message.store, self._host, message.turns)
             self._send(Loaded(reading=executor.load(message.plan, self._report)))
         elif isinstance(message, AllocateCache):
             executor.allocate(message.num_blocks, message.max_model_len)
             if executor.replies:
                 threading.Thread(target=self._collect, name="results", daemon=True).start()
-            self._send(Allocated())
+            self._send(Allocated(startup_s=executor.ranks_startup_s))
         elif isinstance(message, NodeCommand):
             try:
                 self._send(NodeAnswered(answers=executor.control(message.command)))

@@ -63,6 +63,7 @@ class NodeDescribed(Message, frozen=True):
 class LoadNode(Message, frozen=True):
     plan: Plan
     store: tuple[str, int]
+    turns: str
 
 
 class NodeStep(Message, frozen=True):

@@ -21,6 +21,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import msgspec
@@ -50,7 +51,7 @@ from headrace.executor.worker_messages import (
 )
 from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.child import die_with_parent, leave, show_stacks_when_asked
-from headrace.ipc.control import WorkerCommand
+from headrace.ipc.control import PrepareWeights, WorkerCommand
 from headrace.ipc.failure import Failure, HeadraceError, OptionError
 from headrace.ipc.messages import ChildFailed, Message, Progress
 from headrace.ipc.ring import Mailbox, RingInterruptedError, RingReader, RingWriter
@@ -79,12 +80,16 @@ class Worker:
         self._steps: RingReader | None = None
         self._results: RingWriter | None = None
         self._is_stopped = False
-        self._phase_began_s = time.monotonic()
+        self._phase_began_s = start.began_s
+        self._startup_s: dict[str, float] = {}
+        self._turns = ""
         self.phase = "start"
 
     def report(self, phase: str) -> None:
         now_s = time.monotonic()
-        self._channel.send(Progress(phase=phase, seconds=now_s - self._phase_began_s))
+        took_s = now_s - self._phase_began_s
+        self._startup_s[self.phase] = self._startup_s.get(self.phase, 0.0) + took_s
+        self._channel.send(Progress(phase=phase, seconds=took_s))
         self.phase, self._phase_began_s = phase, now_s
 
     def stop(self, deadline_s: float) -> None:
@@ -116,8 +121,13 @@ class Worker:
         if load is None:
             return
         assert isinstance(load, LoadModel), f"LoadModel is due, and {type(load).__name__} came"
+        self._turns = load.turns
+        self.report("meet the other ranks")
         self._connect(executor, load)
-        self._channel.send(Loaded(reading=executor.load(load.plan, self.report)))
+        with self._turn(lambda: self.report(WAIT_FOR_TURN)):
+            reading = executor.load(load.plan, self.report)
+        self._channel.send(Loaded(reading=reading))
+        self.report(WAIT_FOR_CORE)
         allocate = self._orders.get()
         if allocate is None:
             return
@@ -130,10 +140,13 @@ class Worker:
         self._steps = RingReader(memory.steps, load.steps, start.rank - start.first_rank, self._mailbox)
         self.report("idle")
         gc.freeze()  # what was made so far stays: a collection would walk through all of it in mid-stream
-        self._channel.send(Allocated())
+        self._channel.send(Allocated(startup_s=(self._startup_s,)))
         with contextlib.suppress(RingInterruptedError):
             self._serve(executor, self._steps)
         executor.stop()
+
+    def _turn(self, on_wait: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
+        return turn_to_load(self._turns, self._options.max_parallel_loading_workers, on_wait)
 
     def _connect(self, executor: Executor, load: LoadModel) -> None:
         """Joins the other ranks, for an executor that talks to them: one that has `join`."""
@@ -197,8 +210,10 @@ class Worker:
 
     def _carry_out(self, executor: Executor, command: WorkerCommand) -> None:
         """One that fails leaves all as it was, says `Executor.control`, so that the worker goes on."""
+        reads = isinstance(command, PrepareWeights)
         try:
-            (answer,) = executor.control(command)
+            with self._turn(lambda: None) if reads else contextlib.nullcontext():
+                (answer,) = executor.control(command)
             answered = Answered(answer=msgspec.structs.replace(answer, rank=self._place.rank))
         except HeadraceError as error:
             failure = Failure.of(error, process="worker", phase=type(command).__name__, rank=self._place.rank)

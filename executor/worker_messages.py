@@ -56,6 +56,8 @@ class StartWorker(Message, frozen=True):
     """Of those on this host."""
     num_ranks: int
     """On this host."""
+    began_s: float
+    """When it was started: time.monotonic, which all processes of a host share."""
     store_fd: int = -1
     """A listening socket that rank 0 inherits: where the ranks of several hosts meet."""
 
@@ -64,6 +66,8 @@ class LoadModel(Message, frozen=True):
     plan: Plan
     steps: RingLayout
     results: RingLayout
+    turns: str
+    """What the workers' turns to read weights are called; see load_turn.py."""
     store: tuple[str, int] | None = None
     """Where the ranks of several hosts meet; those of one share memory."""
     host: str = ""
@@ -88,12 +92,12 @@ class LargeMessage(Message, frozen=True):
 
 class Described(Message, frozen=True):
     description: ModelDescription
+    has_own_memory: bool = False
+    """See Executor."""
 
 
 class TokenizerMade(Message, frozen=True):
     bundle: TokenizerBundle | None
-    has_own_memory: bool = False
-    """See Executor."""
 
 
 class Loaded(Message, frozen=True):
@@ -101,7 +105,10 @@ class Loaded(Message, frozen=True):
 
 
 class Allocated(Message, frozen=True):
-    pass
+    """The worker is ready; or all workers of a node are."""
+
+    startup_s: tuple[dict[str, float], ...]
+    """Of each, by rank: how long each phase took from its start to here."""
 
 
 class Answered(Message, frozen=True):

@@ -33,6 +33,8 @@ class Misbehaviour(msgspec.Struct, frozen=True, kw_only=True):
     at_step: int = 3
     how: str = ""
     """exception, hang, sigkill, sigterm, exit"""
+    load_log: str = ""
+    """A file to which each rank writes + when it begins to load, and - when it has."""
 
 
 class NullRank(NullExecutor):
@@ -49,7 +51,9 @@ class NullRank(NullExecutor):
         return description
 
     def load(self, plan: Plan, report: Report) -> MemoryReading:
+        self._log_load("+")
         reading = super().load(plan, report)
+        self._log_load("-")
         self._perhaps("load")
         return reading
 
@@ -77,6 +81,11 @@ class NullRank(NullExecutor):
             "has_torch": "torch" in sys.modules,
         }
         return (WorkerAnswer(facts=facts),)
+
+    def _log_load(self, sign: str) -> None:
+        if self._bad.load_log:
+            with open(self._bad.load_log, "a") as file:  # appended whole, whoever else writes
+                file.write(sign)
 
     def _perhaps(self, phase: str) -> None:
         if (self._bad.rank, self._bad.phase) != (self._place.rank, phase):

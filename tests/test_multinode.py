@@ -47,7 +47,9 @@ def start_node(port: int, *flags: str, **environment: str) -> subprocess.Popen[s
 
 
 def null_flags(asked: Options) -> list[str]:
+    turns = asked.max_parallel_loading_workers
     return [
+        *([] if turns is None else [f"--max-parallel-loading-workers={turns}"]),
         "--model=null",
         "--skip-tokenizer-init",
         "--distributed-executor-backend=mp",

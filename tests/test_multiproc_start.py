@@ -1,0 +1,162 @@
+"""How workers start: in turns where that was asked for, within a time, and with an account of where it went."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from multiproc_parts import HERE, Ranks, bring_up, options
+from test_multinode import cluster
+
+from headrace.core.options import Options
+from headrace.core.startup_table import REST, startup_table
+from headrace.core.supervisor import start_engine
+from headrace.executor.load_turn import turn_to_load
+from headrace.ipc.failure import EngineStartError
+
+
+@pytest.fixture(autouse=True)
+def workers_find_the_null_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", HERE)
+
+
+def in_turns(most: int | None, log: Path, tp_size: int = 3) -> Options:
+    asked = options(tp_size, load_delay_s=0.25, load_log=str(log))
+    return msgspec.structs.replace(asked, max_parallel_loading_workers=most)
+
+
+def most_at_once(log: Path, num_ranks: int) -> int:
+    signs = log.read_text()
+    assert signs.count("+") == signs.count("-") == num_ranks
+    return max(signs[:end].count("+") - signs[:end].count("-") for end in range(len(signs) + 1))
+
+
+@pytest.mark.parametrize(("most", "expected"), [(1, 1), (2, 2), (None, 3)])
+def test_no_more_workers_than_asked_for_load_at_once(most: int | None, expected: int, tmp_path: Path) -> None:
+    with Ranks(in_turns(most, tmp_path / "log")) as ranks:
+        ranks.bring_up()
+        waited = ["wait for a turn to load" in rank for rank in ranks.executor.ranks_startup_s]
+    assert most_at_once(tmp_path / "log", 3) == expected
+    assert sum(waited) == 3 - expected
+
+
+def test_agents_of_one_host_share_its_turns(tmp_path: Path) -> None:
+    with cluster(in_turns(1, tmp_path / "log", tp_size=2)) as running:
+        bring_up(running.executor, running.options)
+        assert len(running.executor.ranks_startup_s) == 2
+    assert most_at_once(tmp_path / "log", 2) == 1
+
+
+def test_a_turn_ends_with_the_process_that_has_it() -> None:
+    code = (
+        "import sys, time\nfrom headrace.executor.load_turn import turn_to_load\n"
+        "with turn_to_load(sys.argv[1], 1, print):\n    print('loads', flush=True)\n    time.sleep(60)\n"
+    )
+    name = f"test-{os.getpid()}"
+    other = subprocess.Popen([sys.executable, "-c", code, name], stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    assert other.stdout.readline() == b"loads\n"
+    waits = threading.Thread(target=other.kill)
+    with turn_to_load(name, 1, waits.start):
+        assert waits.ident is not None, "it had to wait"
+    waits.join()
+    other.wait()
+    other.stdout.close()
+
+
+def test_who_waits_for_a_turn_is_not_blamed_for_a_start_that_takes_too_long(tmp_path: Path) -> None:
+    asked = in_turns(1, tmp_path / "log", tp_size=2)
+    misled = {**asked.hf_overrides, "load_delay_s": 60.0}
+    with Ranks(msgspec.structs.replace(asked, hf_overrides=misled, startup_timeout=3.0)) as ranks:
+        with pytest.raises(EngineStartError) as caught:
+            ranks.bring_up()
+        failure = caught.value.failure
+        assert failure is not None
+        assert failure.message.count("worker") == 1
+        assert failure.message.endswith("did not become ready within 3 s (startup_timeout)")
+        assert (failure.type, failure.phase) == ("Timeout", "load weights")
+        assert "in load" in "\n".join(failure.log_tail)
+        assert ranks.failures == [failure]
+
+
+# --- where the time went --------------------------------------------------------------------------------------------
+
+
+def columns_of(table: str) -> dict[str, list[str]]:
+    head, *rows = table.splitlines()
+    assert head.split()[0] == "seconds"
+    return {row[:24].rstrip(): [row[at : at + 9].strip() for at in range(24, len(head), 9)] for row in rows}
+
+
+def test_each_column_of_the_table_sums_to_the_whole_start() -> None:
+    core = {"import": 0.5, "load weights": 2.0, "tokenizer": 0.25}
+    ranks = [{"start": 0.25, "load weights": 1.5}, {"start": 0.5, "wait": 0.25, "load weights": 1.0}]
+    assert columns_of(startup_table(core, ranks)) == {
+        "start": ["", "0.25", "0.50"],
+        "import": ["0.50", "", ""],
+        "wait": ["", "", "0.25"],
+        "load weights": ["2.00", "1.50", "1.00"],
+        "tokenizer": ["0.25", "", ""],
+        REST: ["", "1.00", "1.00"],
+        "sum": ["2.75", "2.75", "2.75"],
+    }
+
+
+def test_of_many_ranks_the_table_has_the_least_and_the_most() -> None:
+    table = columns_of(startup_table({"load weights": 9.0}, [{"load weights": float(n)} for n in range(1, 10)]))
+    assert table == {"load weights": ["9.00", "1.00", "9.00"]}
+
+
+def test_workers_account_for_their_whole_start() -> None:
+    with Ranks(options(load_delay_s=0.2)) as ranks:
+        ranks.bring_up()
+        for rank in ranks.executor.ranks_startup_s:
+            assert list(rank) == ["start", "import", "read config", "wait for the core", *list(rank)[4:]]
+            assert rank["load weights"] >= 0.2
+            assert rank["start"] > 0.0
+
+
+# --- a core that hangs itself ---------------------------------------------------------------------------------------
+
+
+def hanging(**changes: Any) -> Options:
+    """An engine of one process, whose model takes longer than it may."""
+    backend = "headrace.executor.null:NullExecutor"
+    asked = {"load_delay_s": 60.0}
+    return Options(model="null", distributed_executor_backend=backend, hf_overrides=asked, **changes)
+
+
+def test_a_core_that_hangs_while_it_starts_is_ended_and_its_stacks_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.core.supervisor.START_GRACE_S", 0.5)
+    child = start_engine(hanging(startup_timeout=1.5))
+    with pytest.raises(EngineStartError, match=r"engine-core \(pid \d+\) was not ready within 1\.5 s") as caught:
+        child.wait_ready()
+    failure = caught.value.failure
+    assert failure is not None
+    assert (failure.type, failure.phase) == ("Timeout", "load weights")
+    assert "null.py" in "\n".join(failure.log_tail)
+    assert not child.alive
+
+
+def test_a_daemon_that_hangs_while_it_starts_says_where_and_ends(runtime_directory: Path) -> None:
+    asked = hanging()
+    command = [sys.executable, "-m", "headrace.core.daemon", "--model=null", "--startup-timeout=0.5"]
+    command += [f"--distributed-executor-backend={asked.distributed_executor_backend}"]
+    done = subprocess.run(
+        [*command, f"--hf-overrides={json.dumps(asked.hf_overrides)}"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "engine-core: not ready within 0.5 s (startup_timeout), during load weights; its threads:" in done.stderr
+    assert "null.py" in done.stderr
+    assert not list(runtime_directory.iterdir())
