@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import os
 import pkgutil
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser(given)
+    if given and not given[0].startswith("-") and given[0] not in commands():
+        return _complain(_unknown_command(given[0]), EXIT_USAGE)
     parsed = parser.parse_args(given)
     if parsed.version:
         parsed.command = "version"
@@ -69,6 +72,12 @@ def commands() -> tuple[str, ...]:
 
 def _load(name: str) -> CommandModule:
     return cast(CommandModule, importlib.import_module(f"headrace.frontend.{_PREFIX}{name.replace('-', '_')}"))
+
+
+def _unknown_command(name: str) -> OptionError:
+    close = difflib.get_close_matches(name, commands(), n=1)
+    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(commands())}"
+    return OptionError(f"unknown command {name}; {hint}")
 
 
 def _parser(given: list[str]) -> OptionParser:

@@ -68,7 +68,8 @@ def test_version_and_options(capsys: pytest.CaptureFixture[str]) -> None:
         (["complete", "x", "--block-size", "0"], "--block-size=0: out of range; it must be 1 to 256 tokens"),
         (["complete", "x", "--engine", "ipc:///x", "--block-size", "8"], "leave out --block-size"),
         (["complete"], "PROMPT"),
-        (["serv"], "invalid choice: 'serv'"),
+        (["serv"], "unknown command serv; did you mean serve?"),
+        (["xyzzy"], "unknown command xyzzy; there are bench, chat"),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence_and_status_2(

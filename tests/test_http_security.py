@@ -14,6 +14,8 @@ import httpx
 import pytest
 from http_server import Server, metric, serving, wait_until
 
+from headrace.frontend.cli import main
+
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": [5], "max_tokens": 2}
 READ_TIMEOUT_S = 1.0
@@ -203,30 +205,52 @@ def test_tls(tmp_path):
     ("arguments", "said"),
     [
         (("--uds", "x.sock", "--api-server-count", "2"), "belongs to one process"),
+        (("--uds", "nowhere/x.sock"), "there is no folder nowhere"),
+        (("--host", "nowhere.invalid"), "cannot listen at nowhere.invalid:"),
         (("--ssl-keyfile", "key.pem"), "give ssl_certfile too"),
-        (("--ssl-certfile", "nothing.pem"), "nothing.pem"),
+        (("--ssl-certfile", "nothing.pem"), "ssl_certfile=nothing.pem: there is no such file"),
+        (("--ssl-certfile", __file__, "--ssl-keyfile", "nothing.pem"), "ssl_keyfile=nothing.pem: there is no such"),
+        (("--ssl-certfile", __file__), "must be PEM"),
+        (("--ssl-certfile", "nothing.pem", "--api-server-count", "2"), "ssl_certfile=nothing.pem: there is no such"),
         (("--api-key-file", "nothing"), "cannot be read"),
         (("--chat-template", "nothing.jinja"), "nothing.jinja"),
         (("--root-path", "api"), "must begin with /"),
         (("--metrics-prefix", "a-b"), "letters"),
         (("--max-body-byte", "1"), "did you mean --max-body-bytes"),
         (("--port", "99999"), "65,535"),
+        (("--config", "nothing.yaml"), "the config file nothing.yaml cannot be read"),
     ],
 )
-def test_options_that_cannot_be_are_named(arguments, said):
-    server = Server(*arguments)
-    assert server.wait_exit() == 2
-    assert said in server.log
+def test_options_that_cannot_be_are_named(arguments, said, capsys, monkeypatch, tmp_path):
+    """Before anything is attached to, so that there need be no engine."""
+    monkeypatch.chdir(tmp_path)
+    where = () if "--uds" in arguments or "--port" in arguments else ("--port", "0")
+    try:
+        status = main(["serve", "--engine", "ipc:///nowhere.sock", *where, *arguments])
+    except SystemExit as refused:
+        status = int(str(refused.code))
+    told = capsys.readouterr().err
+    assert status == 2, told
+    assert said in told
 
 
-def test_a_port_that_is_taken_is_named():
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_port_that_is_taken_is_named(processes, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        server = Server("--port", str(port))
-        assert server.wait_exit() == 2
-        assert f"127.0.0.1:{port}" in server.log
+        arguments = ("--engine", "ipc:///nowhere.sock", "--port", str(port), "--api-server-count", processes)
+        assert main(["serve", *arguments]) == 2
+        assert f"127.0.0.1:{port}: another program does; choose another --port" in capsys.readouterr().err
+
+
+def test_a_config_file_that_is_no_yaml_is_named(tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    for text, said in (("model: [x\n", "config.yaml"), ("modl: x\n", "did you mean model"), ("text\n", "must map")):
+        config.write_text(text)
+        assert main(["serve", "--config", str(config)]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_the_config_file_holds_options_of_both_kinds(tmp_path: Path):

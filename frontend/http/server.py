@@ -56,8 +56,15 @@ def listen(options: ServeOptions, *, shared: bool = False) -> socket.socket:
             raise
         return sock
     except OSError as error:
-        reason = "another program does" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
-        raise OptionError(f"cannot listen at {where}: {reason}") from error
+        raise OptionError(f"cannot listen at {where}: {_why_not(error, options)}") from error
+
+
+def _why_not(error: OSError, options: ServeOptions) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "another program does; choose another " + ("path" if options.uds else "--port")
+    if error.errno == errno.ENOENT and options.uds:
+        return f"there is no folder {Path(options.uds).parent}"
+    return error.strerror or str(error)
 
 
 def _unix_socket(path: Path) -> socket.socket:
@@ -242,11 +249,18 @@ async def _until_idle(state: ServerState, deadline_s: float) -> None:
 def _tls_arguments(options: ServeOptions) -> dict[str, Any]:
     if options.ssl_certfile is None:
         return {}
-    try:  # uvicorn would say no more than what OpenSSL does
+    for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):  # OpenSSL would not say which
+        file = getattr(options, name)
+        if file is not None and not Path(file).is_file():
+            raise OptionError(f"{name}={file}: there is no such file")
+    try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
     except (OSError, ssl.SSLError) as error:
-        key = f" and the key {options.ssl_keyfile}" if options.ssl_keyfile else ""
-        raise OptionError(f"the certificate {options.ssl_certfile}{key} cannot be used: {error}") from None
+        key = f"ssl_keyfile={options.ssl_keyfile}" if options.ssl_keyfile else "a private key in the same file"
+        raise OptionError(
+            f"ssl_certfile={options.ssl_certfile} with {key} cannot be used: both must be PEM, and belong together "
+            f"({error})"
+        ) from None
     return {
         "ssl_certfile": options.ssl_certfile,
         "ssl_keyfile": options.ssl_keyfile,
