@@ -113,7 +113,7 @@ class Scheduler:
         request.arrival = self._arrivals
         request.order = (self.waiting.era, *order_of(self.config.policy, priority, request.arrival))
         self.waiting.push(request)
-        self._steady = None
+        self._end_steady()
 
     def drop(self, request: Request, *, forget_blocks: bool = False) -> None:
         """Ends a request that has not finished, wherever it is, and frees what it holds.
@@ -146,8 +146,8 @@ class Scheduler:
         if self._steady is not None and self._steady.steps_left > 0:
             self._step += 1
             self.num_in_flight += 1
-            self.rows.planned[:, self._steady.rows] += 1
             return self._steady.next_plan(self._step)
+        self._end_steady()
         draft = StepDraft(self.config.max_num_batched_tokens)
         while True:
             if not self._extend_decodes(draft):
@@ -250,7 +250,6 @@ class Scheduler:
         if not self.config.rows_run_ahead:
             self._last_step[plan.rows] = self._step
         self.num_in_flight += 1
-        self._steady = None
         decodes_alone = len(draft.decodes) == self.num_running == len(plan.rows) and not self.waiting
         if decodes_alone and self.config.rows_run_ahead and not self._has_own_stages:
             self._steady = SteadyBatch(plan, table, frozenset(self.config.eos_token_ids))
@@ -266,11 +265,11 @@ class Scheduler:
         """
         self.num_in_flight -= 1
         table, rows, token_ids = self.rows, result.rows, result.token_ids
-        if self._steady is not None and rows is self._steady.rows and not self._steady.may_end(token_ids):
-            num_tokens = table.num_known_tokens[rows]
-            table.token_ids[rows, num_tokens] = token_ids
-            table.num_known_tokens[rows] = num_tokens + 1
-            return Advance(rows, token_ids, [])
+        if self._steady is not None:
+            if rows is self._steady.rows and not self._steady.may_end(token_ids):
+                self._steady.take(token_ids)
+                return Advance(rows, token_ids, [])
+            self._steady.settle()
         num_tokens = table.num_known_tokens[rows]
         table.token_ids[rows, num_tokens] = token_ids
         num_tokens += 1
@@ -371,10 +370,16 @@ class Scheduler:
         self.waiting.push(request)
 
     def _leave(self, row: int) -> Request:
+        self._end_steady()
         self.pool.release(self.rows.blocks(row))
         self._released.append(row)
-        self._steady = None
         return self.rows.leave(row)
+
+    def _end_steady(self) -> None:
+        """The table is true again, and the next plan is made by the stages."""
+        if self._steady is not None:
+            self._steady.settle()
+            self._steady = None
 
     def check(self) -> None:
         """Raises AssertionError unless blocks and rows agree. Cheap enough for whenever the loop goes idle."""

@@ -1,7 +1,7 @@
 """A batch that only decodes: its next plan is the one before, every request one token on.
 
-Most steps of an engine are such steps. What they have in common is worked out once, so that one costs two columns'
-increment; the scheduler's stages run again as soon as somebody comes, leaves, or may want a block.
+Most steps of an engine are such steps. What they have in common is worked out once, and what they change is written to
+the table once (`settle`); the scheduler's stages run again as soon as somebody comes, leaves, or may want a block.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ class SteadyBatch:
     def __init__(self, plan: StepPlan, table: RowTable, eos_token_ids: frozenset[int]) -> None:
         """After the plan's tokens have been counted in the table."""
         self.rows = plan.rows
-        self._plan = plan
+        self._plan, self._table = plan, table
+        self._num_planned = 0  # steps that the table does not count yet
+        self._taken: list[np.ndarray] = []  # one step's tokens each, not in the table yet
         to_block_end = -table.num_computed_tokens[plan.rows] % table.block_size
         to_limit = table.max_tokens_total[plan.rows] - table.num_tokens[plan.rows]
         # The step that fills a block is a full one, which names it; so is the one that begins another.
@@ -33,6 +35,7 @@ class SteadyBatch:
 
     def next_plan(self, step: int) -> StepPlan:
         self.steps_left -= 1
+        self._num_planned += 1
         before = self._plan
         self._plan = StepPlan(
             step=step,
@@ -47,6 +50,22 @@ class SteadyBatch:
             repeats=True,
         )
         return self._plan
+
+    def take(self, token_ids: np.ndarray) -> None:
+        """A step's tokens, [num_rows] int32."""
+        self._taken.append(token_ids)
+
+    def settle(self) -> None:
+        """Writes to the table what was planned and taken since it was made, or settled last."""
+        table, rows, num_taken = self._table, self.rows, len(self._taken)
+        if self._num_planned:
+            table.planned[:, rows] += self._num_planned
+            self._num_planned = 0
+        if num_taken:
+            known = table.num_known_tokens[rows]
+            table.token_ids[rows[:, None], known[:, None] + np.arange(num_taken)] = np.stack(self._taken, 1)
+            table.num_known_tokens[rows] = known + num_taken
+            self._taken.clear()
 
     def may_end(self, token_ids: np.ndarray) -> bool:
         """Whether any of these tokens, one of each request, might end it."""
