@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace.executor.place import DEADLINE_S, PeerError, World
 
-HIDDEN_TAG, TOKENS_TAG = 1, 2
+HIDDEN_TAG, TOKENS_TAG, RESULT_TAG = 1, 2, 3
 CLOSE_S = 5.0
 MOST_UNSENT = 64
 """Messages whose memory is kept until their receiver took them."""
@@ -124,6 +124,28 @@ class GlooCollectives:
         count = int(message[1])
         both = message[2 : 2 + 2 * count].numpy().astype(np.int32).reshape(2, count)
         return int(message[0]), both[0], both[1]
+
+    def tell(self, data: bytes) -> None:
+        """From the last stage's first rank to every rank of the other stages, which take it with `told`."""
+        length, body = torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        for reader in range((self._world.pp_size - 1) * self._world.tp_size):
+            self._send(length, reader, RESULT_TAG)
+            self._send(body, reader, RESULT_TAG)
+
+    def told(self) -> bytearray:
+        """The next that the last stage's first rank told."""
+        source, length = (self._world.pp_size - 1) * self._world.tp_size, torch.empty(1, dtype=torch.int64)
+        self._wait(self._all.recv([_bytes(length)], source, RESULT_TAG))
+        data = bytearray(int(length))
+        self._wait(self._all.recv([torch.frombuffer(data, dtype=torch.uint8)], source, RESULT_TAG))
+        return data
+
+    def least(self, value: int) -> int:
+        """The smallest of all values, one of each rank of the world."""
+        own = torch.tensor([value])
+        values = [torch.empty_like(own) for _ in range(self._world.size)]
+        self._wait(self._all.allgather([values], [own]))
+        return int(torch.cat(values).min())
 
     def close(self) -> None:
         """What was sent is taken first, where the receiver still lives."""

@@ -18,11 +18,12 @@ from headrace.core.options import Options
 SCRIPT = """
 import json, os, sys, time
 from headrace import LLM, SamplingParams
-model, out = sys.argv[1:]
+model, out, tp_size, pp_size = sys.argv[1:]
 rank = int(os.environ["RANK"])
 prompts = json.loads(open(out + ".prompts").read())
-with LLM(model, tensor_parallel_size=2, distributed_executor_backend="external_launcher", dtype="float32",
-         skip_tokenizer_init=True, max_model_len=128, max_num_seqs=3, seed=7) as llm:
+with LLM(model, tensor_parallel_size=int(tp_size), pipeline_parallel_size=int(pp_size), dtype="float32",
+         distributed_executor_backend="external_launcher", skip_tokenizer_init=True, max_model_len=128,
+         max_num_seqs=3, seed=7) as llm:
     answers = []
     for temperature in (0.0, 1.0):
         time.sleep(0.3 * rank)  # ranks need not call at the same moment
@@ -33,19 +34,21 @@ open(f"{out}.{rank}", "w").write(json.dumps(answers))
 """
 
 
-def test_every_rank_gets_the_tokens_of_a_single_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)])
+def test_every_rank_gets_the_tokens_of_a_single_process(tmp_path: Path, tp_size: int, pp_size: int) -> None:
     model, out, script = tmp_path / "model", tmp_path / "out", tmp_path / "script.py"
     tiny_models.save("qwen3", model)
     script.write_text(SCRIPT)
     prompts = [[5 + index, 6, 7, 8] * (1 + 3 * index) for index in range(6)]
     Path(f"{out}.prompts").write_text(json.dumps(prompts))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run([*command, str(model), str(out)], capture_output=True, text=True, timeout=100, check=False)
+    command += [str(model), str(out), str(tp_size), str(pp_size)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     by_rank = [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(2)]
     expected = []
     common: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 3}
-    with LLM(str(model), **common, seed=7) as llm:
+    with LLM(str(model), in_process=True, **common, seed=7) as llm:
         for temperature in (0.0, 1.0):
             params = SamplingParams(temperature=temperature, max_tokens=12, ignore_eos=True, detokenize=False)
             outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -58,7 +61,11 @@ def test_every_rank_gets_the_tokens_of_a_single_process(tmp_path: Path) -> None:
     [
         ({}, {}, "needs RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment"),
         ({"WORLD_SIZE": "4"}, {"tensor_parallel_size": 2}, "tensor_parallel_size=2, and the launcher started 4 ranks"),
-        ({"WORLD_SIZE": "2"}, {"pipeline_parallel_size": 2}, "runs one pipeline stage, not 2"),
+        (
+            {"WORLD_SIZE": "2"},
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+            "tensor_parallel_size=2 times pipeline_parallel_size=2 is 4, and the launcher started 2 ranks",
+        ),
     ],
 )
 def test_a_launch_that_cannot_be_is_refused(
