@@ -162,10 +162,10 @@ def load_executor(options: Options) -> Executor:
         backend = "mp on several nodes"
     if backend == "uni":
         _check_uni(options, world_size)
-    if backend == "mp" and options.device.startswith("cuda"):
+    if backend == "external_launcher" and options.device.startswith("cuda"):
         raise OptionError(
-            f"device={options.device} runs a model on one GPU, and the workers of mp compute on the CPU; "
-            "leave out device, or the parallel sizes and distributed_executor_backend"
+            f"device={options.device}: the ranks of external_launcher compute on the CPU; leave out device, or use mp, "
+            "whose ranks have a GPU each"
         )
     module, colon, name = EXECUTORS.get(backend, backend).partition(":")
     if not colon:

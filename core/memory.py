@@ -77,6 +77,12 @@ def fit_cache(plan: Plan, reading: MemoryReading) -> Facts:
     )
 
 
+def tightest(plan: Plan, readings: list[MemoryReading]) -> MemoryReading:
+    """Of ranks that have a memory each, the reading of the one with the least room for a cache: all have as many
+    blocks."""
+    return min(readings, key=lambda reading: _usable_bytes(plan, reading))
+
+
 def ledger(facts: Facts, plan: Plan) -> str:
     """Where the bytes go, as a small table."""
     tokens = (facts.num_blocks - NULL_BLOCKS) * plan.block_size

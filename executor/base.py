@@ -56,6 +56,10 @@ class Executor(ABC):
     def load(self, plan: Plan, report: Report) -> MemoryReading:
         """Loads the weights. Raises ModelError when they do not match the config or do not fit the memory."""
 
+    def measure(self, reading: MemoryReading, report: Report) -> MemoryReading:
+        """After `load` of every rank of several: its reading, with what they can only find out together."""
+        return reading
+
     @abstractmethod
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
         """Makes the KV cache and all per-row state. Called once."""

@@ -115,7 +115,7 @@ class GpuCollectives(GlooCollectives):
         """[tp_size, *x.shape]"""
         out = torch.empty((self._world.tp_size, *x.shape), dtype=x.dtype, device=x.device)
         if x.numel():
-            self._finish(lambda: self._groups.stage._allgather_base(out, x, self._gather))
+            self._finish(lambda: self._groups.stage._allgather_base(out.flatten(0, 1), x, self._gather))
         return out
 
     def _finish(self, start: Callable[[], dist.Work | None]) -> None:
@@ -148,6 +148,9 @@ class AgreedCapturer:
     @property
     def pool_bytes(self) -> int:
         return self._capturer.pool_bytes
+
+    def forget(self) -> None:
+        self._capturer.forget()
 
     def capture(self, run: Callable[[], Any]) -> tuple[Replay, Any]:
         """Raises RuntimeError where any rank could not capture it, and HeadraceError where this one could not run it.

@@ -20,12 +20,14 @@ from collections.abc import Callable
 
 import msgspec
 
+from headrace.core.memory import tightest
 from headrace.core.options import Options
 from headrace.core.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.base import Executor, Report
 from headrace.executor.host import host_memory
 from headrace.executor.place import Place, World, collectives_bytes, mark_failed
 from headrace.executor.step_codec import StepCodec
+from headrace.executor.visible_gpus import check_gpus, visible_gpus
 from headrace.executor.worker_group import WorkerGroup
 from headrace.executor.worker_messages import (
     COMMAND,
@@ -43,7 +45,7 @@ from headrace.executor.worker_messages import (
     StartWorker,
     TokenizerMade,
 )
-from headrace.ipc.control import WorkerAnswer, WorkerCommand
+from headrace.ipc.control import DoIdleWork, WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import Failure, HeadraceError, ModelError
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.ring import Mailbox, RingInterruptedError, RingLayout, RingReader, RingWriter, lay_out_ring
@@ -73,6 +75,8 @@ class MultiprocExecutor(Executor):
         tp_size, pp_size = options.tensor_parallel_size, options.pipeline_parallel_size
         self._world_size = tp_size * pp_size
         self._ranks = ranks or range(self._world_size)
+        if options.device.startswith("cuda"):  # told before anything is started
+            check_gpus(options.device, len(self._ranks), visible_gpus())
         self._turns = secrets.token_hex(8)
         self._store: tuple[str, int] | None = None
         self._host = ""
@@ -126,10 +130,14 @@ class MultiprocExecutor(Executor):
 
     def describe(self, report: Report) -> ModelDescription:
         report("start workers")
-        found = [message.description for message in self._group.gather(Described, report=report)]
+        described = self._group.gather(Described, report=report)
+        found = [message.description for message in described]
         check_equal(found, "worker", self._ranks.start)
-        # All ranks of one host share its memory, so what is counted is the sum of theirs.
-        return msgspec.structs.replace(found[0], **{name: sum(getattr(d, name) for d in found) for name in SHARES})
+        self.has_own_memory = described[0].has_own_memory
+        # Where all ranks share the host's memory, what is counted is the sum of theirs; else blocks are as many as fit
+        # where a token takes most.
+        count = max if self.has_own_memory else sum
+        return msgspec.structs.replace(found[0], **{name: count(getattr(d, name) for d in found) for name in SHARES})
 
     def tokenizer(self) -> TokenizerBundle | None:
         if self._options.skip_tokenizer_init:
@@ -153,7 +161,7 @@ class MultiprocExecutor(Executor):
         rings = {"steps": steps, "results": results}
         self._group.send(LoadModel(plan=plan, **rings, turns=self._turns, store=self._store, host=self._host))
         readings = [message.reading for message in self._group.gather(Loaded, report=report)]
-        return self._sum(readings)
+        return tightest(plan, readings) if self.has_own_memory else self._sum(readings)
 
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
         assert self._plan is not None, "load comes before allocate"
@@ -188,6 +196,10 @@ class MultiprocExecutor(Executor):
             if answered.failure is not None:
                 raise HeadraceError(failure=answered.failure)
         return tuple(answered.answer for answered in answers if answered.answer is not None)
+
+    def idle(self) -> bool:
+        """Ranks on GPUs capture graphs, in the same order everywhere; on a CPU there is nothing to do."""
+        return self.has_own_memory and any(answer.did_something for answer in self.control(DoIdleWork()))
 
     def stop(self) -> None:
         with self._ending:
@@ -246,7 +258,7 @@ class MultiprocExecutor(Executor):
         self._mailbox.put(message.number, message.data)
 
     def _sum(self, readings: list[MemoryReading]) -> MemoryReading:
-        """The world's reading: on a CPU all ranks take from one memory."""
+        """The world's reading, where all ranks take from one memory."""
         available = min(host_memory().available_bytes, *(reading.available_bytes for reading in readings))
         return msgspec.structs.replace(
             readings[0],

@@ -126,6 +126,7 @@ class Worker:
         self._connect(executor, load)
         with self._turn(lambda: self.report(WAIT_FOR_TURN)):
             reading = executor.load(load.plan, self.report)
+        reading = executor.measure(reading, self.report)
         self._channel.send(Loaded(reading=reading))
         self.report(WAIT_FOR_CORE)
         allocate = self._orders.get()

@@ -8,14 +8,18 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from gloo_for_nccl import open_gloo_for_nccl
 from graph_recorder import RecordingCapturer
 from torch import Tensor
 
 from headrace.core.options import Options
 from headrace.executor.device_state import HostDevice
 from headrace.executor.gpu import GpuExecutor
+from headrace.executor.gpu_collectives import GpuCollectives
 from headrace.executor.gpu_device import GpuFacts
 from headrace.executor.inputs import StepInputs
+from headrace.executor.meeting import Meeting
+from headrace.executor.place import Place
 from headrace.ipc.step import StepPlan
 from headrace.kernels.reference import LARGEST_STORED, narrow
 from headrace.kernels.reference_attention import AttentionParams, CacheScales, PagedBatch
@@ -68,10 +72,16 @@ def new_cache(num_blocks: int = 1000) -> Tensor:
 class LateEvent:
     def __init__(self, device: LateDevice) -> None:
         self._device = device
-        self._before = 0
+        self._before = self._asked = 0
 
     def record(self) -> None:
         self._before = self._device.num_copies
+        self._asked = 0
+
+    def query(self) -> bool:
+        """Not yet, and not yet; then, as a device would have come so far, it has passed."""
+        self._asked += 1
+        return self._asked > 2
 
     def synchronize(self) -> None:
         self._device.num_waits += 1
@@ -130,6 +140,9 @@ class HostBackend:
         run()
         self.num_measured += 1
         return 1000 * self.num_measured
+
+    def link(self, meeting: Meeting, options: Options) -> GpuCollectives:
+        return open_gloo_for_nccl(meeting, in_order=options.batch_invariant)
 
     def memory(self) -> tuple[int, int]:
         return self._gpu.free_bytes, self._gpu.total_bytes
@@ -196,10 +209,10 @@ class GpuOnCpu(GpuExecutor):
 
     choose = staticmethod(choose_capturable)
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, place: Place | None = None) -> None:
         gpu = GpuFacts("GPU on CPU", (9, 0), 4 << 30, 3 << 30)
         self.recorder = RecordingCapturer()
-        super().__init__(options, torch.device("cpu"), HostBackend(gpu, self.recorder))
+        super().__init__(options, torch.device("cpu"), HostBackend(gpu, self.recorder), place)
         self.submitted_ahead = 0
         GpuOnCpu.latest = self
 

@@ -14,6 +14,7 @@ from headrace.core.options import Options
 from headrace.core.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor import cpu_decoder
 from headrace.executor.base import Executor, Report
+from headrace.executor.meeting import Meeting
 from headrace.executor.place import Place, World, collectives_bytes, mark_failed, open_collectives
 from headrace.executor.uniproc import UniprocExecutor
 from headrace.ipc.messages import TokenizerBundle
@@ -65,12 +66,13 @@ class RankThreads(Executor):
     """A world of ranks, each a `UniprocExecutor` on a thread of its own: what `mp` does with processes."""
 
     async_by_default = True
+    rank_class: Any = UniprocExecutor
 
     def __init__(self, options: Options) -> None:
         self._tp_size, self._pp_size = options.tensor_parallel_size, options.pipeline_parallel_size
         self.num_stages, self.max_steps_in_flight = self._pp_size, self._pp_size + 1
         places = [Place.of_options(rank, options) for rank in range(self._tp_size * self._pp_size)]
-        self._ranks = [UniprocExecutor(options, place=place) for place in places]
+        self._ranks = [self.rank_class(options, place=place) for place in places]
         self._replying = next(place.rank for place in places if place.replies)
         self._threads = [ThreadPoolExecutor(1, f"rank {place.rank}") for place in places]
         self._steps: deque[list[Future[StepResult]]] = deque()
@@ -85,9 +87,9 @@ class RankThreads(Executor):
     def load(self, plan: Plan, report: Report) -> MemoryReading:
         world = World.of(plan, self._tp_size, self._pp_size)
         os.ftruncate(self._fd, collectives_bytes(world))
-        for number, rank in enumerate(self._ranks):
-            rank.connect(open_collectives(self._fd, world, number, deadline_s=DEADLINE_S))
-        readings = self._everywhere(lambda rank: rank.load(plan, report))
+        ranks = range(world.size)
+        self._everywhere(lambda rank: rank.join(Meeting(world, rank._place.rank, ranks, self._fd, DEADLINE_S)))
+        readings = self._everywhere(lambda rank: rank.measure(rank.load(plan, report), report))
         return MemoryReading(
             total_bytes=readings[0].total_bytes,
             available_bytes=min(reading.available_bytes for reading in readings),

@@ -1,0 +1,77 @@
+"""Ranks on GPUs, the CPU in each GPU's place and gloo in NCCL's: together they answer as one does, in graphs too."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+from gpu_rank_threads import GpuRankThreads
+
+from headrace import LLM, SamplingParams
+
+THREADS = f"{GpuRankThreads.__module__}:{GpuRankThreads.__name__}"
+# Little memory and small steps: prompts are read in chunks, and requests give way to each other.
+TIGHT: dict[str, Any] = {
+    "dtype": "float32",
+    "block_size": 8,
+    "num_gpu_blocks_override": 24,
+    "max_num_batched_tokens": 24,
+    "max_num_seqs": 4,
+    "max_model_len": 96,
+    "skip_tokenizer_init": True,
+}
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+PARAMS = [
+    GREEDY,
+    SamplingParams(max_tokens=14, temperature=1.5, seed=3, top_p=0.9, ignore_eos=True),
+    SamplingParams(max_tokens=14, temperature=0.8, seed=4, top_k=5, repetition_penalty=1.3, ignore_eos=True),
+    SamplingParams(max_tokens=10, temperature=0, logprobs=3, prompt_logprobs=2, ignore_eos=True),
+    SamplingParams(max_tokens=14, temperature=1.0, seed=5, min_tokens=5),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@cache
+def saved(folder: Path, name: str) -> Path:
+    return tiny_models.save(name, folder / name)
+
+
+def prompts_of(lengths: tuple[int, ...] = (41, 2, 30, 17, 23)) -> list[list[int]]:
+    """The third goes on as the first does, for the prefix cache."""
+    numbers = random.Random(7)
+    prompts = [[numbers.randrange(2, tiny_models.VOCAB_SIZE) for _ in range(length)] for length in lengths]
+    prompts[2][:24] = prompts[0][:24]
+    return prompts
+
+
+def generate(model: Path, **options: Any) -> list[list[int]]:
+    """Twice: the second time, graphs are there from the beginning."""
+    with LLM(str(model), in_process=True, **(TIGHT | options)) as llm:
+        outputs = [each for _ in range(2) for each in llm.generate(prompts_of(), PARAMS, use_tqdm=False)]
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@cache
+def alone(folder: Path, name: str) -> list[list[int]]:
+    return generate(saved(folder, name), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_size", "pp_size"), [("llama", 2, 1), ("gemma3", 1, 2), ("qwen3", 2, 2), ("gemma3", 2, 2)]
+)
+def test_ranks_on_gpus_answer_like_one_process(folder: Path, name: str, tp_size: int, pp_size: int) -> None:
+    sizes = {"tensor_parallel_size": tp_size, "pipeline_parallel_size": pp_size}
+    assert generate(saved(folder, name), distributed_executor_backend=THREADS, **sizes) == alone(folder, name)
+    ranks = GpuRankThreads.latest.ranks
+    for rank in ranks:
+        assert rank.most_in_flight == 2
+        assert rank.recorder.num_replays > 5
+    assert len({rank.recorder.num_replays for rank in ranks}) == 1, "ranks run the same graphs"
