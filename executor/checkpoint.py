@@ -16,6 +16,7 @@ from headrace.ipc.failure import ModelError, OptionError
 
 if TYPE_CHECKING:
     from headrace.executor.gguf_file import GGUFFile
+    from headrace.executor.safetensors_weights import Strategy
     from headrace.executor.weights import WeightSource
 
 Format = Literal["safetensors", "pt", "gguf", "sharded_state", "dummy"]
@@ -51,6 +52,8 @@ class Checkpoint:
     generation_config: dict[str, Any]
     """Sampling defaults that the model sets, under SamplingParams' names."""
     eos_token_ids: tuple[int, ...]
+    load_strategy: Strategy = "lazy"
+    """How safetensors files are read."""
     gguf: GGUFFile | None = field(default=None, repr=False)
     """The opened file, where the config came from one."""
 
@@ -73,8 +76,8 @@ class Checkpoint:
             from headrace.executor.families import spec_from_config
             from headrace.executor.sharded_state import ShardedWeights
 
-            return ShardedWeights(self.path, place, spec_from_config(self.config).num_layers)
-        return _folder_weights(self.path, self.format)
+            return ShardedWeights(self.path, place, spec_from_config(self.config).num_layers, self.load_strategy)
+        return _folder_weights(self.path, self.format, self.load_strategy, place)
 
 
 def open_checkpoint(options: Options) -> Checkpoint:
@@ -96,6 +99,9 @@ def open_checkpoint(options: Options) -> Checkpoint:
             f"load_format {options.load_format} does not fit {path}, whose weights are {found}; use auto or {found}"
         )
     wanted: Format = "dummy" if options.load_format == "dummy" else found
+    strategy = options.safetensors_load_strategy
+    if strategy != "lazy" and wanted not in ("safetensors", "sharded_state"):
+        raise OptionError(f"safetensors_load_strategy={strategy} does not apply to {path}, whose weights are {wanted}")
     return _open_gguf(name, path, wanted, options) if found == "gguf" else _open_folder(name, path, wanted, options)
 
 
@@ -170,6 +176,7 @@ def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Ch
         dtype_name=_dtype_name(config, folder, found),
         generation_config=_sampling_defaults(generation, options),
         eos_token_ids=_eos_token_ids(generation, config),
+        load_strategy=options.safetensors_load_strategy,
     )
 
 
@@ -240,7 +247,7 @@ def _dtype_name(config: Mapping[str, Any], folder: Path, found: Format) -> str:
     if found == "dummy":
         return "float32"
     if found == "sharded_state":
-        from headrace.executor.weights import SafetensorsWeights
+        from headrace.executor.safetensors_weights import SafetensorsWeights
 
         return SafetensorsWeights(sorted(folder.glob(SHARDED_STATE))[:1]).dtype_name()
     name: str = _folder_weights(folder, found).dtype_name()
@@ -265,8 +272,9 @@ def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     )
 
 
-def _folder_weights(folder: Path, found: Format) -> Any:
-    from headrace.executor.weights import SafetensorsWeights, TorchWeights
+def _folder_weights(folder: Path, found: Format, strategy: Strategy = "lazy", place: Place = SINGLE) -> Any:
+    from headrace.executor.safetensors_weights import SafetensorsWeights
+    from headrace.executor.weights import TorchWeights
 
     index_path = folder / (TORCH_INDEX if found == "pt" else SAFETENSORS_INDEX)
     files = _torch_files(folder) if found == "pt" else _safetensors_files(folder)
@@ -280,7 +288,7 @@ def _folder_weights(folder: Path, found: Format) -> Any:
             raise ModelError(
                 f"{folder} lacks {', '.join(missing)}, which {index_path.name} lists; fetch the model again"
             )
-    return TorchWeights(files) if found == "pt" else SafetensorsWeights(files, weight_map)
+    return TorchWeights(files) if found == "pt" else SafetensorsWeights(files, weight_map, strategy, place)
 
 
 def _dummy(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]] | None) -> WeightSource:

@@ -24,6 +24,7 @@ from headrace.executor.checkpoint import Checkpoint, open_checkpoint
 from headrace.executor.decoder import Decoder
 from headrace.executor.families import spec_from_config
 from headrace.executor.place import Place
+from headrace.executor.safetensors_weights import Strategy, open_files, prefetch
 from headrace.executor.weights import WeightSource, bounds
 from headrace.ipc.failure import HeadraceError, ModelError, OptionError
 from headrace.kernels.registry import choose_reference
@@ -61,13 +62,13 @@ class ShardedWeights:
     Raises ModelError when the rank's file is missing, foreign, or of another world.
     """
 
-    def __init__(self, folder: Path, place: Place, num_layers: int) -> None:
-        from safetensors import SafetensorError, safe_open
+    def __init__(self, folder: Path, place: Place, num_layers: int, strategy: Strategy = "lazy") -> None:
+        from safetensors import SafetensorError
 
         self._path = folder / FILE_NAME.format(rank=place.rank)
         try:
-            self._file = safe_open(self._path, framework="pt")
-            self._header = msgspec.json.decode((self._file.metadata() or {})[HEADER], type=Header)
+            (self._file,) = open_files([self._path], strategy)
+            self._header = msgspec.json.decode(self._file.metadata()[HEADER], type=Header)
         except (SafetensorError, OSError, KeyError, msgspec.MsgspecError) as error:
             raise ModelError(
                 f"{self._path} is not what rank {place.rank} of a sharded state should be: {error}",
@@ -79,7 +80,9 @@ class ShardedWeights:
                 f"{folder} was saved for {_sizes(self._header.world)}, not for {_sizes(wanted)}; load it as it was "
                 "saved, or save it anew"
             )
-        self._keys = frozenset(self._file.keys())
+        self._keys = self._file.names
+        if strategy == "prefetch":
+            prefetch(self, [self._path], 0, 1)
 
     def names(self) -> frozenset[str]:
         return frozenset(self._header.shapes)
@@ -88,15 +91,14 @@ class ShardedWeights:
         return self._header.shapes[name]
 
     def dtype_name(self) -> str:
-        largest = max(self._keys, key=lambda key: self._file.get_slice(key).get_shape())
-        return str(self._file.get_tensor(largest).dtype).removeprefix("torch.")
+        largest = max(self._keys, key=self._file.shape)
+        return str(self._file.get(largest).dtype).removeprefix("torch.")
 
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         key = part_name(name, self.shape(name), rows, columns)
         if key not in self._keys:
             raise ModelError(f"{self._path} holds no {key}: it was saved by another version; save it anew")
-        tensor: Tensor = self._file.get_tensor(key)
-        return tensor
+        return self._file.get(key)
 
 
 class _Noted:

@@ -40,65 +40,13 @@ def bounds(part: slice | None, size: int) -> tuple[int, int]:
     return start, stop
 
 
-def _part(tensor: Any, shape: tuple[int, ...], rows: slice | None, columns: slice | None) -> Tensor:
+def take_part(tensor: Any, shape: tuple[int, ...], rows: slice | None, columns: slice | None) -> Tensor:
     """Works on a tensor and on a safetensors slice alike."""
     index = [slice(*bounds(rows, shape[0]))] if shape else []
     if columns is not None:
         index += [slice(None)] * (len(shape) - 2) + [slice(*bounds(columns, shape[-1]))]
     part: Tensor = tensor[tuple(index)] if index else tensor[...]
     return part
-
-
-class SafetensorsWeights:
-    """Tensors of one or more safetensors files, memory-mapped. Raises ModelError for a foreign or truncated file."""
-
-    def __init__(self, files: Sequence[Path], weight_map: Mapping[str, str] | None = None) -> None:
-        """weight_map: of an index, the file name for each tensor; without one, the files must not overlap."""
-        from safetensors import SafetensorError, safe_open
-
-        self._open: dict[str, Any] = {}
-        self._file_of: dict[str, str] = {}
-        for file in files:
-            try:
-                handle = self._open[file.name] = safe_open(file, framework="pt")
-                held = handle.keys()
-            except (SafetensorError, OSError) as error:
-                raise _unreadable(file, "a whole safetensors file", str(error)) from error
-            for name in held:
-                if weight_map is not None and weight_map.get(name) != file.name:
-                    continue
-                if name in self._file_of:
-                    raise ModelError(
-                        f"both {self._file_of[name]} and {file.name} in {file.parent} hold the weight {name}"
-                    )
-                self._file_of[name] = file.name
-        for name, owner in (weight_map or {}).items():
-            if name not in self._file_of:
-                raise ModelError(f"the index says that {owner} holds the weight {name}, but it does not")
-
-    def names(self) -> frozenset[str]:
-        return frozenset(self._file_of)
-
-    def _slice(self, name: str) -> Any:
-        return self._open[self._file_of[name]].get_slice(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
-
-    def dtype_name(self) -> str:
-        """Of the largest tensor, in torch's words; safetensors' own where torch has no such type."""
-        largest = max(self._file_of, key=lambda name: _elements(self.shape(name)), default=None)
-        if largest is None:
-            return "float32"
-        found = str(self._slice(largest).get_dtype())
-        return {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(found, found)
-
-    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        shape = self.shape(name)
-        if not shape:
-            scalar: Tensor = self._open[self._file_of[name]].get_tensor(name)
-            return scalar
-        return _part(self._slice(name), shape, rows, columns)
 
 
 class TorchWeights:
@@ -132,7 +80,7 @@ class TorchWeights:
         return str(largest.dtype).removeprefix("torch.")
 
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        return _part(self._tensors[name], self.shape(name), rows, columns)
+        return take_part(self._tensors[name], self.shape(name), rows, columns)
 
 
 class DummyWeights:
@@ -153,14 +101,7 @@ class DummyWeights:
         generator = torch.Generator().manual_seed(seed)
         whole = torch.empty(self._shapes[name], dtype=self._dtype)
         whole.normal_(std=DUMMY_STANDARD_DEVIATION, generator=generator)
-        return _part(whole, self._shapes[name], rows, columns)
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+        return take_part(whole, self._shapes[name], rows, columns)
 
 
 def _load_torch(file: Path) -> dict[Any, Any]:
@@ -178,9 +119,9 @@ def _load_torch(file: Path) -> dict[Any, Any]:
                 f"{file} wants to run Python code ({wanted}) while it is loaded, which is refused; "
                 "use a safetensors version of this checkpoint"
             ) from error
-        raise _unreadable(file, "a whole file of torch.save", _unpickling_reason(str(error))) from error
+        raise unreadable(file, "a whole file of torch.save", _unpickling_reason(str(error))) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise _unreadable(file, "a whole file of torch.save", str(error)) from error
+        raise unreadable(file, "a whole file of torch.save", str(error)) from error
     if not isinstance(loaded, dict):
         raise ModelError(f"{file} holds a {type(loaded).__name__}; a mapping of names to tensors is expected")
     return loaded
@@ -198,7 +139,8 @@ def _unpickling_reason(text: str) -> str:
     return match[1] if match else text
 
 
-def _unreadable(file: Path, expected: str, reason: str) -> ModelError:
+def unreadable(file: Path, expected: str, reason: str) -> ModelError:
+    """What to raise for a file that is not what was `expected`."""
     try:
         with file.open("rb") as opened:
             start = opened.read(len(LFS_POINTER))
