@@ -32,8 +32,10 @@ from headrace.core.requests import Request
 from headrace.core.scheduler import Scheduler, SchedulerConfig
 from headrace.core.step_gaps import StepGaps
 from headrace.core.throughput import Throughput
+from headrace.core.times import Times
 from headrace.ipc.control import PauseGeneration, Sleep, WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import EngineDeadError, Failure
+from headrace.ipc.gc_pauses import gc_watched
 from headrace.ipc.messages import (
     Abort,
     AddRequest,
@@ -118,7 +120,7 @@ class Loop:
         self._intake = Intake(plan, facts)
         self._orders = Orders(plan, facts, executor, self.scheduler, port.send)
         self._commands, self._pause = self._orders.commands, self._orders.pause
-        self._gaps = StepGaps()
+        self._gaps, self._times = StepGaps(), Times()
         self._throughput = Throughput(self._gaps, log_stats=not options.disable_log_stats)
         self._requests: dict[int, dict[int, Request]] = {}  # client -> slot -> request that has not finished
         self._steps = self._num_finished = 0
@@ -127,8 +129,9 @@ class Loop:
     def run(self) -> None:
         """Until a StopOrder has been carried out. Raises what ended the executor, after telling every client."""
         try:
-            while not self._stopped():
-                self.turn()
+            with gc_watched(self._times.gc_pause):
+                while not self._stopped():
+                    self.turn()
         except BaseException as error:
             failure = Failure.of(error, process="engine-core", phase="step")
             for client in self._port.clients:
@@ -158,6 +161,7 @@ class Loop:
         if not self.has_work:
             self._report_load()
             self._gaps.idle()
+            self._times.idle()
             self._handle(*(self._held.popleft() if self._held else self._next_message()))
             if not self.has_work:
                 return
@@ -304,6 +308,7 @@ class Loop:
         with self._commands.span("collect"):
             result = self._executor.collect()
         self._gaps.step(result)
+        self._times.step(len(result.rows))
         if self._commands.timeline is not None:
             self._commands.timeline.step(plan, result)
         num_sampled = len(result.rows)
@@ -337,6 +342,7 @@ class Loop:
                 request = table.requests[row]
                 assert request is not None, f"the executor sampled for row {row}, which is empty"
                 request.first_token_s = now_s
+                self._times.first_token(request)
         gather_prompt_logprobs(news, result, table)
         advance = scheduler.advance(result)
         for ended in advance.ended:
@@ -348,6 +354,7 @@ class Loop:
         del self._requests[request.client][request.slot]
         self._num_finished += 1
         self._throughput.finished()
+        self._times.ended(request)
         news.finished.setdefault(request.client, []).append(finish)
 
     # --- what others may know -----------------------------------------------------------------------------------
@@ -376,6 +383,7 @@ class Loop:
             forward_s=self._gaps.forward_s,
             paused=self._pause.is_asked,
             sleeping=bool(self._commands.asleep),
+            times=self._times.sums(),
         )
 
 

@@ -36,6 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def as_json(sight: Sight) -> dict[str, Any]:
     """Names and units as in EngineStats; what is not known is null."""
+    from msgspec.structs import asdict
+
     from headrace.frontend.engine_watch import hit_rate, kv_use
 
     welcome, stats = sight.welcome, sight.stats
@@ -50,7 +52,7 @@ def as_json(sight: Sight) -> dict[str, Any]:
         "uptime_s": None if sight.uptime_s is None else round(sight.uptime_s, 1),
         "kv_use": None if stats is None else round(kv_use(stats), 4),
         "cache_hit_rate": None if stats is None else hit_rate(stats),
-        "stats": None if stats is None else {name: getattr(stats, name) for name in stats.__struct_fields__},
+        "stats": None if stats is None else {**asdict(stats), "times": asdict(stats.times)},
         "problem": sight.problem or None,
     }
 

@@ -28,15 +28,15 @@ def run(arguments: argparse.Namespace) -> int:
     check_serve_options(serve_options)
     engine_options = _engine_options(arguments)
     if serve_options.engine:
-        from headrace.ipc.sockets import check_address
-
-        for address in serve_options.engine:
-            check_address(address)
         given = [flag(name) for name in option_specs(Options) if name in vars(arguments) and name != _SHUTDOWN_TIMEOUT]
         if getattr(arguments, "model_argument", None) is not None:
             given.append(arguments.model_argument)
         if given:
             raise OptionError(f"--engine attaches to an engine that has its options; leave out {', '.join(given)}")
+        from headrace.ipc.sockets import check_address
+
+        for address in serve_options.engine:
+            check_address(address)
     from headrace.frontend.http.launch import launch
 
     return launch(engine_options, serve_options)

@@ -1,6 +1,10 @@
-"""Watch running engines: load, KV cache, tokens per second.
+"""Watch running engines: load, KV cache, tokens per second, latencies.
 
 Shows what `headrace ps` lists, or the engines at --engine, anew every second. q or Ctrl-C ends it.
+
+FIRST is the time from a request's arrival to its first token, NEXT from one token to the next, TOTAL from arrival to
+end: means over the requests of the last interval. GAP is how long the model stands still between two steps, HITS the
+share of prompt tokens that came from the prefix cache since the start.
 """
 
 from __future__ import annotations
@@ -24,6 +28,9 @@ HEADER = (
     "IN tok/s",
     "OUT tok/s",
     "DONE/s",
+    "FIRST ms",
+    "NEXT ms",
+    "TOTAL s",
     "GAP us",
     "HITS",
     "UPTIME",
@@ -108,6 +115,7 @@ def row(sight: Sight, before: Sight | None) -> tuple[str, ...]:
         "-" if stats is None else str(stats.num_waiting),
         "-" if stats is None else f"{kv_use(stats):.0%}",
         *("-" if rate is None else f"{rate:.1f}" for rate in rates),
+        *_latencies(sight, before),
         _gap(sight, before),
         "-" if hits is None else f"{hits:.0%}",
         duration(sight.uptime_s),
@@ -122,6 +130,22 @@ def _rates(sight: Sight, before: Sight | None) -> tuple[float | None, ...]:
         return (None, None, None)
     names = ("num_prompt_tokens", "num_generated_tokens", "num_finished")
     return tuple((getattr(new, name) - getattr(old, name)) / (sight.at_s - before.at_s) for name in names)
+
+
+def _latencies(sight: Sight, before: Sight | None) -> tuple[str, str, str]:
+    """Means over what happened since the look before: `-` for what did not happen at all."""
+    if sight.stats is None or before is None or before.stats is None:
+        return ("-", "-", "-")
+    new, old = sight.stats.times, before.stats.times
+    return (
+        _mean(1e3 * (new.first_token_s - old.first_token_s), new.num_first_tokens - old.num_first_tokens),
+        _mean(1e3 * (new.later_token_s - old.later_token_s), new.num_later_tokens - old.num_later_tokens),
+        _mean(new.request_s - old.request_s, sight.stats.num_finished - before.stats.num_finished),
+    )
+
+
+def _mean(total: float, count: int) -> str:
+    return f"{total / count:.3g}" if count > 0 else "-"
 
 
 def _gap(sight: Sight, before: Sight | None) -> str:

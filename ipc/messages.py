@@ -210,6 +210,22 @@ class TokenizerBundle(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     """bos_token, eos_token, unk_token, pad_token, ... as the template sees them."""
 
 
+class EngineTimes(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Sums and counts from the engine's start. The difference of two, divided, is the mean of the time between."""
+
+    num_first_tokens: int = 0
+    first_token_s: float = 0.0
+    """From requests' arrivals at the loop, which takes them up between steps, to their first tokens."""
+    num_later_tokens: int = 0
+    later_token_s: float = 0.0
+    """From each token of a request to its next."""
+    request_s: float = 0.0
+    """From arrivals to ends, of the `num_finished` requests."""
+    num_gc_pauses: int = 0
+    gc_pause_s: float = 0.0
+    """Garbage collections of the process that the core runs in."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     """A snapshot of the core. Counters run from its start."""
 
@@ -234,6 +250,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
     """Sum of the times of all forward passes, sampling within them included."""
     paused: bool = False
     sleeping: bool = False
+    times: EngineTimes = EngineTimes()
     """Weights or cache have given their memory back, until WakeUp."""
 
 

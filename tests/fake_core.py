@@ -236,7 +236,9 @@ class FakeCore:
         return None
 
     def _stats(self) -> EngineStats:
-        counts: dict[str, Any] = {each.name: each.type(0) for each in msgspec.structs.fields(EngineStats)}
+        counts: dict[str, Any] = {
+            each.name: each.type(0) for each in msgspec.structs.fields(EngineStats) if each.required
+        }
         return EngineStats(**{**counts, "num_running": len(self.running), "steps": self.steps})
 
 

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import termios
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from fake_core import FakeCore, ZmqCore, zmq_core
+from http_server import address_of_engine, metric, serving
 from terminal import on_terminal
 from test_cli_ps import stats_of
 
 from headrace.frontend.cli import main
 from headrace.frontend.cli_top import HEADER, Watches, row
-from headrace.frontend.engine_watch import Sight
+from headrace.frontend.engine_watch import EngineWatch, Sight
+from headrace.ipc.messages import EngineTimes
 
 
 def test_rates_are_counter_differences_over_the_time_between() -> None:
-    before = Sight(address="a", at_s=10.0, stats=stats_of(num_prompt_tokens=100, num_generated_tokens=10))
+    before = Sight(
+        address="a",
+        at_s=10.0,
+        stats=stats_of(
+            num_prompt_tokens=100,
+            num_generated_tokens=10,
+            times=EngineTimes(num_first_tokens=5, first_token_s=9.0, num_later_tokens=7, later_token_s=1.0),
+        ),
+    )
     now = Sight(
         address="a",
         at_s=12.0,
@@ -32,14 +43,50 @@ def test_rates_are_counter_differences_over_the_time_between() -> None:
             num_free_blocks=1,
             num_step_gaps=10,
             step_gap_s=0.002,
+            times=EngineTimes(
+                num_first_tokens=7, first_token_s=9.5, num_later_tokens=57, later_token_s=1.6, request_s=4.5
+            ),
         ),
     )
     told = dict(zip(HEADER, row(now, before), strict=True))
     assert (told["IN tok/s"], told["OUT tok/s"], told["DONE/s"]) == ("100.0", "25.0", "1.5")
     assert told["GAP us"] == "200"
+    assert (told["FIRST ms"], told["NEXT ms"], told["TOTAL s"]) == ("250", "12", "1.5")
+    silent = dict(zip(HEADER, row(now, now), strict=True))
+    assert (silent["FIRST ms"], silent["NEXT ms"], silent["TOTAL s"]) == ("-", "-", "-")
     assert (told["RUNNING"], told["WAITING"], told["KV"], told["HITS"]) == ("2", "7", "75%", "10%")
     first = dict(zip(HEADER, row(now, None), strict=True))
-    assert (first["IN tok/s"], first["DONE/s"]) == ("-", "-")
+    assert (first["IN tok/s"], first["DONE/s"], first["NEXT ms"]) == ("-", "-", "-")
+
+
+def test_latencies_are_those_that_clients_see() -> None:
+    """The engine's means beside the server's histograms, over requests that begin and end at different times."""
+    asked = {"prompt": [5, 6], "ignore_eos": True}
+    with serving(null_model={"step_delay_s": 0.01}) as server, ThreadPoolExecutor(4) as pool, server.client() as client:
+
+        async def look_around() -> tuple[Sight, Sight]:
+            watch = EngineWatch(address_of_engine(server))
+            before = await watch.look()
+            bodies = [{**asked, "max_tokens": 10 + 10 * index} for index in range(4)]
+            waiting = [pool.submit(client.post, "/v1/completions", json=body) for body in bodies]
+            assert all([(await asyncio.wrap_future(each)).status_code == 200 for each in waiting])
+            after = await watch.look()
+            watch.close()
+            return before, after
+
+        before, after = asyncio.run(look_around())
+        told = dict(zip(HEADER, row(after, before), strict=True))
+        # A core takes requests up between steps: what they waited for the end of one, it does not see.
+        for column, name, unit_s, unseen_s in (
+            ("FIRST ms", "time_to_first_token_seconds", 1e-3, 0.012),
+            ("NEXT ms", "inter_token_latency_seconds", 1e-3, 0.002),
+            ("TOTAL s", "e2e_request_latency_seconds", 1.0, 0.02),
+        ):
+            seen_s = metric(client, f"headrace:{name}_sum") / metric(client, f"headrace:{name}_count")
+            assert float(told[column]) * unit_s == pytest.approx(seen_s, rel=0.1, abs=unseen_s), column
+        assert metric(client, "headrace:inter_token_latency_seconds_count") == 100 - 4
+        assert after.stats is not None
+        assert after.stats.times.num_later_tokens == 100 - 4
 
 
 def test_engines_come_and_go(runtime_directory: Path) -> None:

@@ -196,6 +196,9 @@ def test_several_processes_share_a_port_an_engine_and_metrics():
         for _ in range(40):  # each a connection of its own: the kernel deals them out
             with server.client() as client:
                 assert client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1}).status_code == 200
+        with server.client() as client:  # much that is new at once, for the engine's garbage collector to look at
+            body = {"prompt": [5], "max_tokens": 2, "n": 128, "temperature": 1.0, "ignore_eos": True}
+            assert client.post(COMPLETIONS, json=body).status_code == 200
         workers = [
             each for each in psutil.Process(server.process.pid).children() if "http.worker" in str(each.cmdline())
         ]
@@ -203,9 +206,11 @@ def test_several_processes_share_a_port_an_engine_and_metrics():
         assert len(pids) == 2
         with server.client() as client:
             for _ in range(4):
-                assert metric(client, "headrace:http_requests_total") == 40
-                assert metric(client, "headrace:e2e_request_latency_seconds_count") == 40
+                assert metric(client, "headrace:http_requests_total") == 41
+                assert metric(client, "headrace:e2e_request_latency_seconds_count") == 41
                 assert metric(client, "headrace:num_clients") == 2
+                assert metric(client, "headrace:engine_gc_pauses_total") > 0
+                assert metric(client, "headrace:engine_gc_pause_seconds_total") > 0
         with server.client() as client, streaming(client, max_tokens=50) as lines:
             server.signal()
             assert [line for line in lines if line][-1] == "data: [DONE]"

@@ -11,9 +11,7 @@ One process writes each page, by plain stores; any process answers a scrape with
 from __future__ import annotations
 
 import bisect
-import gc
 import mmap
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,19 +120,9 @@ class Pages:
         starts = [page * self._page_size + offset for page in range(self._num_processes)]
         return [sum(self._numbers[start + i] for start in starts) for i in range(count)]
 
-    def watch_gc(self) -> Callable[[], None]:
-        """Counts the pauses of this process's garbage collector from now on; what is returned ends that."""
-        began_s = [0.0]
-        at, bounds = _PROCESS_LAYOUT.at["gc_pause_seconds"], _PAUSES
-
-        def on_gc(phase: str, info: dict[str, int]) -> None:
-            if phase == "start":
-                began_s[0] = time.perf_counter()
-            else:
-                _observe(self.process, at, bounds, time.perf_counter() - began_s[0])
-
-        gc.callbacks.append(on_gc)
-        return lambda: gc.callbacks.remove(on_gc)
+    def gc_pause(self, seconds: float) -> None:
+        """A garbage collection in this process took so long."""
+        _observe(self.process, _PROCESS_LAYOUT.at["gc_pause_seconds"], _PAUSES, seconds)
 
 
 class RequestMeter:
@@ -303,6 +291,8 @@ _OF_ENGINES: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = 
     ("counter", "engine_forward_seconds", "Time of forward passes.", lambda s: s.forward_s),
     ("counter", "engine_step_gap_seconds", "Time between passes that follow each other.", lambda s: s.step_gap_s),
     ("counter", "engine_step_gaps", "Passes that follow another without a wait for work.", lambda s: s.num_step_gaps),
+    ("counter", "engine_gc_pauses", "Garbage collections in the engine core.", lambda s: s.times.num_gc_pauses),
+    ("counter", "engine_gc_pause_seconds", "Time of those collections.", lambda s: s.times.gc_pause_s),
     ("gauge", "engine_paused", "Whether generation is paused.", lambda s: s.paused),
 )
 

@@ -25,6 +25,7 @@ from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.state import ServerState
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
+from headrace.ipc.gc_pauses import gc_watched
 
 EXIT_DONE, EXIT_ERROR, EXIT_ENGINE_FAILED = 0, 1, 70
 _BACKLOG = 2048
@@ -159,13 +160,12 @@ class HttpServer:
         state = ServerState(self._options, pool, self._pages, keys=self._keys, template=self._template)
         server = _UvicornServer(self._config(make_app(state)))
         raise_file_limit()
-        unwatch = self._pages.watch_gc()
         serving = asyncio.create_task(server.serve(sockets=[self._sock]))
         pool.start()
         try:
-            failure = await self._serve(state, server, serving)
+            with gc_watched(self._pages.gc_pause):
+                failure = await self._serve(state, server, serving)
         finally:
-            unwatch()
             server.should_exit = True
             await asyncio.gather(serving, return_exceptions=True)
             await pool.close(max(0.0, (self._stop_at_s or 0.0) - time.monotonic()))
