@@ -59,6 +59,8 @@ class Intake:
                 f"prompt_token_ids[{outside[0]}] is {token_ids[outside[0]]}, outside the vocabulary of "
                 f"{self._vocab_size} tokens"
             )
+        if message.news_every < 1:
+            return self.refusal(f"news_every is {message.news_every}; it must be at least 1")
         return self._check_sampling(message.sampling)
 
     def _check_sampling(self, sampling: Sampling) -> Failure | None:
@@ -98,6 +100,7 @@ class Intake:
             seed=seed & _MASK,
         )
         request.cache_salt = message.cache_salt
+        request.news_every = message.news_every if message.sampling.logprobs is None else 1
         request.arrived_s = time.monotonic()
         return request
 

@@ -25,6 +25,7 @@ from headrace.core.outputs import (
     drop_departed,
     finish_of,
     gather_prompt_logprobs,
+    last_words,
     only_finished,
 )
 from headrace.core.plan import Facts, Plan
@@ -112,7 +113,7 @@ class Loop:
                 rows_run_ahead=in_flight.rows_run_ahead,
             )
         )
-        self._news = StepNews(self.scheduler.rows)
+        self._news = StepNews(self.scheduler)
         logger.info("steps in flight = %d: %s", in_flight.depth, in_flight.reason)
         self._depth = in_flight.depth
         self._in_flight: deque[tuple[StepPlan, Addressed]] = deque()
@@ -233,7 +234,7 @@ class Loop:
             self.scheduler.drop(request)
         if requests:
             finished = [finish_of(request, FinishReason.ABORT) for request in requests]
-            self._port.send(client, only_finished(self._steps, finished))
+            self._port.send(client, last_words(self._steps, requests, finished))
 
     def _control(self, client: int, message: Control) -> None:
         """Between steps, with none in flight. What cannot be done is told, and changes nothing."""

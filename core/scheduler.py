@@ -269,7 +269,7 @@ class Scheduler:
             if rows is self._steady.rows and not self._steady.may_end(token_ids):
                 self._steady.take(token_ids)
                 return Advance(rows, token_ids, [])
-            self._steady.settle()
+            self.settle()
         num_tokens = table.num_known_tokens[rows]
         table.token_ids[rows, num_tokens] = token_ids
         num_tokens += 1
@@ -375,11 +375,15 @@ class Scheduler:
         self._released.append(row)
         return self.rows.leave(row)
 
-    def _end_steady(self) -> None:
-        """The table is true again, and the next plan is made by the stages."""
+    def settle(self) -> None:
+        """Brings the row table up to date with what was planned and taken."""
         if self._steady is not None:
             self._steady.settle()
-            self._steady = None
+
+    def _end_steady(self) -> None:
+        """The next plan is made by the stages."""
+        self.settle()
+        self._steady = None
 
     def check(self) -> None:
         """Raises AssertionError unless blocks and rows agree. Cheap enough for whenever the loop goes idle."""

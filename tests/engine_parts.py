@@ -100,7 +100,16 @@ class SteppedClient:
         self.heard: list[CoreMessage] = []
         self.send = core.port.open(Hello(schema_hash=SCHEMA_HASH, version="test", pid=1), self.heard.append)
 
-    def add(self, slot: int, prompt: list[int], *, priority: int = 0, cache_salt: str = "", **sampling: Any) -> None:
+    def add(
+        self,
+        slot: int,
+        prompt: list[int],
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        news_every: int = 1,
+        **sampling: Any,
+    ) -> None:
         message: ClientMessage = AddRequest(
             slot=slot,
             request_id=f"r{slot}",
@@ -108,6 +117,7 @@ class SteppedClient:
             sampling=Sampling(**{"max_tokens": 8, **sampling}),
             priority=priority,
             cache_salt=cache_salt,
+            news_every=news_every,
         )
         self.send(message)
 

@@ -30,6 +30,7 @@ REQUEST = st.fixed_dictionaries(
         "salt": st.sampled_from(["", "a"]),
         "ignore_eos": st.booleans(),
         "prompt_logprobs": st.sampled_from([None, None, 0]),
+        "news_every": st.sampled_from([1, 1, 3, 99]),
     }
 )
 EVENT = st.one_of(
@@ -70,6 +71,7 @@ def test_every_request_ends_exactly_once_and_no_block_is_lost(limits, events, eo
                 max_tokens=detail["max_tokens"],
                 ignore_eos=detail["ignore_eos"],
                 prompt_logprobs=detail["prompt_logprobs"],
+                news_every=detail["news_every"],
             )
             added[number].append(detail)
         elif kind == "abort":
