@@ -239,3 +239,25 @@ class Deltas:
     def _put(self, indices: np.ndarray, values: np.ndarray) -> None:
         self._indices.append(indices.astype(np.int64))
         self._values.append(np.ascontiguousarray(values).view(np.int32))
+
+
+class DecodeRows:
+    """The host's copy of `DeviceState.batch_rows`, so that only places that change are shipped."""
+
+    def __init__(self, state: DeviceState, deltas: Deltas) -> None:
+        self._state, self._deltas = state, deltas
+        self._held = np.full(state.shape.num_rows + 1, state.padding_row, np.int32)
+
+    def place(self, rows: np.ndarray, size: int) -> None:
+        """The decode batch of `size` places becomes rows, then padding, when the deltas are shipped."""
+        wanted = np.full(size, self._state.padding_row, np.int32)
+        wanted[: len(rows)] = rows
+        changed = np.flatnonzero(self._held[:size] != wanted)
+        if changed.size:
+            self._deltas.set("batch_rows", changed, wanted[changed])
+            self._held[:size] = wanted
+
+    def clear(self) -> None:
+        """All padding, at once."""
+        self._state.batch_rows.fill_(self._state.padding_row)
+        self._held[:] = self._state.padding_row

@@ -13,14 +13,16 @@ from headrace.core.options import Options
 from headrace.core.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor import kv_cache
 from headrace.executor.base import Report
+from headrace.executor.checkpoint import Checkpoint
 from headrace.executor.decoder import Decoder
 from headrace.executor.device_state import Device
 from headrace.executor.dummy_shapes import weight_shapes
 from headrace.executor.gpu_collectives import AgreedCapturer, GpuCollectives
 from headrace.executor.gpu_cuda import CudaBackend
 from headrace.executor.gpu_device import GpuFacts, check_free_memory, check_gpu
-from headrace.executor.gpu_kernels import Rounding, batch_invariant, quantising
+from headrace.executor.gpu_kernels import Rounding, chooser_for
 from headrace.executor.gpu_memory import Meter, measure
+from headrace.executor.gpu_residence import Residence
 from headrace.executor.gpu_runner import STEPS_IN_FLIGHT, GpuRunner, RunnerLimits
 from headrace.executor.gpu_stages import make_runner, runner_kind
 from headrace.executor.gpu_weights import DeviceDummyWeights, StagedWeights
@@ -28,6 +30,7 @@ from headrace.executor.graphs import Capturer, capture_sizes
 from headrace.executor.layers import ChooseKernel
 from headrace.executor.meeting import Meeting
 from headrace.executor.memory_estimate import weight_elements
+from headrace.executor.new_weights import open_again
 from headrace.executor.place import Place
 from headrace.executor.profiling import WorkerProfile
 from headrace.executor.rank_device import rank_device
@@ -75,6 +78,7 @@ class GpuExecutor(UniprocExecutor):
         self._gpu: GpuFacts | None = None
         self._decoder: Decoder | None = None
         self._steps: GpuRunner | None = None
+        self._residence: Residence | None = None
 
     def describe(self, report: Report) -> ModelDescription:
         self._gpu = self._backend.facts()  # before anything is fetched for a GPU that cannot be used
@@ -86,6 +90,7 @@ class GpuExecutor(UniprocExecutor):
 
     def load(self, plan: Plan, report: Report) -> MemoryReading:
         assert self._spec is not None, "describe comes before load"
+        assert self._checkpoint is not None, "describe comes before load"
         assert self._gpu is not None, "describe comes before load"
         dtype, facts = DTYPES[plan.dtype], self._gpu
         check_gpu(self._device, dtype, facts)
@@ -99,11 +104,23 @@ class GpuExecutor(UniprocExecutor):
         self._plan = plan
         with self._backend.here():
             report("load weights")
-            self._decoder = Decoder(
-                self._spec, self._source(dtype), dtype, self._device, self._place, choose=self._chooser(plan)
-            )
-            report("measure memory")
-            return self._measure(plan, self._decoder, facts)
+            self._decoder = self._new_decoder(self._checkpoint)
+        if self._place.world_size > 1:
+            weights_bytes = self._decoder.weight_bytes
+            return MemoryReading(total_bytes=0, available_bytes=0, weights_bytes=weights_bytes, activation_bytes=0)
+        return self._measure_now(report)
+
+    def measure(self, reading: MemoryReading, report: Report) -> MemoryReading:
+        """The ranks run steps together for it, so all must have their weights."""
+        return reading if self._place.world_size == 1 else self._measure_now(report)
+
+    def _measure_now(self, report: Report) -> MemoryReading:
+        assert self._plan is not None, "load comes before measure"
+        assert self._decoder is not None, "load comes before measure"
+        assert self._gpu is not None, "describe comes before measure"
+        report("measure memory")
+        with self._backend.here():
+            return self._measure(self._plan, self._decoder, self._gpu)
 
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
         assert self._plan is not None, "load comes before allocate"
@@ -114,6 +131,7 @@ class GpuExecutor(UniprocExecutor):
             limits = runner_limits(plan, max_model_len)
             device, capturer = self._backend.host_side(), self._capturer(plan)
             self._steps = make_runner(self._place, decoder, cache, device, limits, capturer)
+            self._residence = Residence(decoder, cache, self._steps, self._backend, self._read_again)
         folder = self._options.profiler_config.get("torch_profiler_dir")
         self._profile = WorkerProfile(folder, self._place.rank, self._steps.times)
 
@@ -134,6 +152,9 @@ class GpuExecutor(UniprocExecutor):
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
         if isinstance(command, DoIdleWork):
             return (WorkerAnswer(rank=self._place.rank, did_something=self.idle()),)
+        with self._backend.here():
+            if self._residence is not None and self._residence.carry_out(command):
+                return (WorkerAnswer(rank=self._place.rank),)
         return super().control(command)
 
     def facts(self) -> dict[str, Any]:
@@ -141,7 +162,7 @@ class GpuExecutor(UniprocExecutor):
         graphs, gpu = self.steps.graphs, self._gpu
         return {
             **super().facts(),
-            "weight_bytes": self._decoder.weight_bytes if self._decoder is not None else 0,
+            "weight_bytes": self._residence.decoder.weight_bytes if self._residence is not None else 0,
             "gpu": gpu.name if gpu is not None else "",
             "graphs": len(graphs),
             "graph_pool_bytes": graphs.pool_bytes,
@@ -151,14 +172,14 @@ class GpuExecutor(UniprocExecutor):
         }
 
     def idle(self) -> bool:
-        if self._steps is None:
+        if self._steps is None or (self._residence is not None and not self._residence.is_awake):
             return False
         with self._backend.here():
             return self._steps.idle()
 
     def stop(self) -> None:
         super().stop()
-        self._steps = self._decoder = None
+        self._steps = self._decoder = self._residence = None
 
     @property
     def steps(self) -> GpuRunner:
@@ -166,20 +187,21 @@ class GpuExecutor(UniprocExecutor):
         assert self._steps is not None, "allocate comes first"
         return self._steps
 
-    def _source(self, dtype: torch.dtype) -> WeightSource:
-        assert self._checkpoint is not None, "describe comes before load"
+    def _new_decoder(self, checkpoint: Checkpoint) -> Decoder:
         assert self._spec is not None, "describe comes before load"
-        if self._checkpoint.format == "dummy":
-            return DeviceDummyWeights(weight_shapes(self._spec), dtype, self._device)
-        return StagedWeights(self._checkpoint.weights(place=self._place), self._backend.host_side())
+        assert self._plan is not None, "load comes first"
+        plan, place, dtype = self._plan, self._place, DTYPES[self._plan.dtype]
+        source: WeightSource
+        if checkpoint.format == "dummy":
+            source = DeviceDummyWeights(weight_shapes(self._spec), dtype, self._device)
+        else:
+            source = StagedWeights(checkpoint.weights(place=place), self._backend.host_side())
+        return Decoder(self._spec, source, dtype, self._device, place, choose=chooser_for(self.choose, plan, place))
 
-    def _chooser(self, plan: Plan) -> ChooseKernel:
-        choose = self.choose
-        if plan.options.batch_invariant:
-            choose = batch_invariant(choose)
-        rounding = Rounding.of(plan)
-        head = self._place.vocabulary(plan.model.vocab_size)
-        return choose if rounding is None else quantising(choose, head.stop - head.start, rounding)
+    def _read_again(self, path: str) -> Decoder:
+        assert self._spec is not None, "describe comes before control"
+        assert self._plan is not None, "load comes before control"
+        return self._new_decoder(open_again(path, self._options, self._plan, self._spec))
 
     def _new_cache(self, plan: Plan, num_blocks: int) -> kv_cache.KVCache:
         assert self._spec is not None, "describe comes before load"

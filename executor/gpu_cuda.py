@@ -75,6 +75,10 @@ class CudaCapturer:
         self.pool_bytes += max(0, free_bytes - left_bytes)
         return graph.replay, result
 
+    def forget(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self.pool_bytes = 0
+
 
 def _abandon(graph: torch.cuda.CUDAGraph) -> None:
     """Ends a capture that failed; that it cannot end well is known."""

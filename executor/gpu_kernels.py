@@ -16,6 +16,7 @@ from torch import Tensor
 from headrace.core.plan import Plan
 from headrace.executor.gpu_quantise import to_fp8, to_int4, to_int8
 from headrace.executor.layers import ChooseKernel
+from headrace.executor.place import Place
 from headrace.kernels.reference import LinearWeight
 from headrace.kernels.reference_attention import AttentionParams
 from headrace.kernels.registry import choose_reference
@@ -80,6 +81,14 @@ def quantising(choose: ChooseKernel, vocab_size: int, rounding: Rounding) -> Cho
         return packed
 
     return chosen
+
+
+def chooser_for(choose: ChooseKernel, plan: Plan, place: Place) -> ChooseKernel:
+    """`choose` as the plan asks for, on one rank."""
+    if plan.options.batch_invariant:
+        choose = batch_invariant(choose)
+    rounding, head = Rounding.of(plan), place.vocabulary(plan.model.vocab_size)
+    return choose if rounding is None else quantising(choose, head.stop - head.start, rounding)
 
 
 def _rounded(weight: Tensor, rounding: Rounding) -> tuple[Tensor, ...]:

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from headrace.executor.batch import BatchState, Needs
-from headrace.executor.device_state import Deltas, Device, DeviceState, Staging, StateShape
-from headrace.executor.gpu_results import LogprobsInFlight, StepInFlight
+from headrace.executor.device_state import DecodeRows, Deltas, Device, DeviceState, Staging, StateShape
+from headrace.executor.gpu_choosing import Choosing
+from headrace.executor.gpu_results import StepInFlight
 from headrace.executor.gpu_sampler import Choice, PenaltyCounts, choice_for, chooser
-from headrace.executor.gpu_steps import NUM_RESULTS, RAW_BEST, DeviceSteps, MixedInputs
+from headrace.executor.gpu_steps import NUM_RESULTS, DeviceSteps, MixedInputs
 from headrace.executor.graphs import Capturer, DecodeGraphs, GraphKey
 from headrace.executor.inputs import HiddenStateModel
-from headrace.executor.logprobs import limited
 from headrace.executor.sampler import sample
 from headrace.executor.step_times import StepTimes
 from headrace.ipc.step import NewRow, StepPlan, StepResult
@@ -41,8 +41,6 @@ PENDING = -1
 ON_THE_DEVICE = int(
     Needs.RANDOM | Needs.TRUNCATION | Needs.PENALTIES | Needs.MIN_TOKENS | Needs.LOGPROBS | Needs.PROMPT_LOGPROBS
 )
-PROMPT_LOGITS_BYTES = 1 << 27
-"""Logits of prompt positions are made for about this many bytes at a time."""
 
 
 @dataclass(frozen=True)
@@ -83,16 +81,16 @@ class GpuRunner:
         self.times = StepTimes()
         self._staging = Staging(device, STAGING_BUFFERS)
         self.deltas = Deltas(self.state, self._staging)
+        self._decode_rows = DecodeRows(self.state, self.deltas)
+        self._choosing = Choosing(device, self._staging, self.batch, self.state, self.penalties, self.steps)
         # A result is read after the next step is submitted, so one buffer more than steps in flight.
         words = (limits.max_num_seqs + 1) * NUM_RESULTS
         self._buffers = deque(device.host_buffer(words) for _ in range(STEPS_IN_FLIGHT + 1))
         self._events = deque(device.event() for _ in range(STEPS_IN_FLIGHT + 1))
         self._in_flight: deque[StepInFlight] = deque()
         rows = limits.max_num_seqs + 1
-        self._batch_rows = np.full(rows, limits.max_num_seqs, np.int32)  # what the device's columns of the name hold
         self._num_computed = np.zeros(rows, np.int32)
         self._generation = np.zeros(rows, np.int64)  # how many requests have entered a row
-        self._prompt_rows_at_once = max(1, PROMPT_LOGITS_BYTES // (4 * limits.vocab_size))
 
     # --- what the executor calls --------------------------------------------------------------------------------
 
@@ -124,6 +122,11 @@ class GpuRunner:
             result = self._in_flight.popleft().result()
         self.times.collected(result)
         return result
+
+    def use(self, model: HiddenStateModel) -> None:
+        """From the next step on, with none in flight. The rows stay as they are; graphs are captured anew."""
+        self.steps.use(model)
+        self.graphs.forget()
 
     def has_result(self) -> bool:
         """Whether the oldest submitted step is done, so that `collect` waits for nothing."""
@@ -166,15 +169,6 @@ class GpuRunner:
         (token_ids,) = self._staging.send(np.asarray(new.token_ids, np.int32))
         self.penalties.enter(new.row, token_ids, new.num_prompt_tokens)
 
-    def _place_rows(self, rows: np.ndarray, size: int) -> None:
-        """The decode batch of `size` places: rows, then padding."""
-        wanted = np.full(size, self.state.padding_row, np.int32)
-        wanted[: len(rows)] = rows
-        changed = np.flatnonzero(self._batch_rows[:size] != wanted)
-        if changed.size:
-            self.deltas.set("batch_rows", changed, wanted[changed])
-            self._batch_rows[:size] = wanted
-
     # --- a step -------------------------------------------------------------------------------------------------
 
     def _start(self, plan: StepPlan, step: StepInFlight) -> None:
@@ -184,7 +178,8 @@ class GpuRunner:
         num_sampled = len(step.rows)
         if logits is not None and num_sampled:
             with self.times.phase("sample"):
-                (self._sample_on_host if on_the_host else self._sample)(logits[:num_sampled], step, needs)
+                choose = self._sample_on_host if on_the_host else self._choosing.sample
+                choose(logits[:num_sampled], step, needs)
         self.batch.append_sampled(step.rows, np.full(num_sampled, PENDING, np.int32))
         if num_sampled and step.sampled is None:
             words = num_sampled * NUM_RESULTS
@@ -206,7 +201,7 @@ class GpuRunner:
         graph = self.graphs.find(len(plan.rows), choice)
         size = graph.key.size if graph is not None else len(plan.rows)
         with self.times.phase("ship"):
-            self._place_rows(plan.rows, size)
+            self._decode_rows.place(plan.rows, size)
             self.deltas.ship()
         if graph is not None:
             with self.times.phase("replay"):
@@ -214,7 +209,7 @@ class GpuRunner:
             logits: Tensor | None = graph.result
             return logits
         with self.times.phase("eager decode"):
-            return self.steps.decode(size, choice, self._num_blocks(plan))
+            return self.steps.decode(size, choice, _num_blocks(plan, self._limits.block_size))
 
     def _mixed(self, plan: StepPlan, step: StepInFlight, needs: int) -> Tensor | None:
         with self.times.phase("ship"):
@@ -227,76 +222,26 @@ class GpuRunner:
                 )
             )
         with self.times.phase("mixed"):
-            hidden, logits = self.steps.mixed(sent, self._num_blocks(plan), int(plan.num_tokens.max()))
+            hidden, logits = self.steps.mixed(
+                sent, _num_blocks(plan, self._limits.block_size), int(plan.num_tokens.max())
+            )
         if needs & Needs.PROMPT_LOGPROBS:
             self._report_prompts(hidden, plan, arrays.query_start, step)
         return logits if len(step.rows) else None
-
-    def _num_blocks(self, plan: StepPlan) -> int:
-        return -(-int((plan.num_computed_tokens + plan.num_tokens).max()) // self._limits.block_size)
 
     def _decode_nothing(self, key: GraphKey) -> Tensor | None:
         """What is captured: a step of padding rows, which changes no request's state wherever it really runs."""
         return self.steps.decode(key.size, key.choice)
 
     def _capture(self) -> bool:
-        self.state.batch_rows.fill_(self.state.padding_row)
-        self._batch_rows[:] = self.state.padding_row
+        self._decode_rows.clear()
         with self.times.phase("capture"):
             return self.graphs.capture_next()
 
     # --- choosing, where logits are changed or reported ---------------------------------------------------------
 
-    def _sample(self, logits: Tensor, step: StepInFlight, needs: int) -> None:
-        """As `sampler.sample`, without waiting. logits [num_sampled, vocab_size] may be overwritten."""
-        steps, count = self.steps, len(step.rows)
-        (sent_rows,) = self._staging.send(step.rows)
-        rows = sent_rows.long()
-        row_needs = self.batch.sampling.needs[step.rows]
-        reporting = np.flatnonzero((row_needs & Needs.LOGPROBS) != 0)
-        raw = logits[self._indices(reporting)] if reporting.size else None
-        if needs & (Needs.PENALTIES | Needs.MIN_TOKENS):
-            step.changed = True
-            steps.results[:count, RAW_BEST] = logits.amax(1).view(torch.int32)
-            self._forbid_endings(logits, step)
-            if needs & Needs.PENALTIES:
-                self.penalties.penalise(logits, self.state, rows)
-        choice = Choice(min(choice_for(needs & (Needs.RANDOM | Needs.TRUNCATION)), Choice.TRUNCATE))
-        token_ids = steps.take(logits, rows, self.state.num_computed[rows].long(), choice)
-        if needs & Needs.PENALTIES:
-            self.penalties.add(rows, token_ids.long())
-        if raw is not None:
-            counts = limited(self.batch.sampling.num_logprobs[step.rows[reporting]], logits.shape[1])
-            own_ids = token_ids[self._indices(reporting)].long()
-            step.reporting = reporting.astype(np.int32)
-            step.logprobs = LogprobsInFlight(self._device, raw, own_ids, counts, self._indices(counts))
-
-    def _forbid_endings(self, logits: Tensor, step: StepInFlight) -> None:
-        columns, vocab_size = self.batch.sampling, logits.shape[1]
-        num_output = step.columns - self.batch.num_prompt_tokens[step.rows]
-        places = [np.zeros(0, np.int64)]
-        for index in np.flatnonzero(num_output < columns.min_tokens[step.rows]):
-            ending = columns.ending_token_ids[step.rows[index]]
-            places.append(ending[ending < vocab_size] + index * vocab_size)
-        flat = np.concatenate(places)
-        if flat.size:
-            logits.view(-1).index_fill_(0, self._indices(flat), -torch.inf)
-
     def _report_prompts(self, hidden: Tensor, plan: StepPlan, query_start: np.ndarray, step: StepInFlight) -> None:
-        """A position's logits tell of the token after it."""
-        batch = self.batch
-        for index in np.flatnonzero((batch.sampling.needs[plan.rows] & Needs.PROMPT_LOGPROBS) != 0):
-            row, begin = int(plan.rows[index]), int(plan.num_computed_tokens[index])
-            end = min(begin + int(plan.num_tokens[index]), int(batch.num_prompt_tokens[row]) - 1)
-            offset = int(query_start[index]) - begin
-            for first in range(begin, end, self._prompt_rows_at_once):
-                last = min(first + self._prompt_rows_at_once, end)
-                logits = self.steps.prompt_logits(hidden, offset + first, offset + last)
-                asked = np.full(last - first, batch.sampling.num_prompt_logprobs[row])
-                counts = limited(asked, logits.shape[1])
-                tokens = self._indices(batch.tokens[row, first + 1 : last + 1])
-                told = LogprobsInFlight(self._device, logits, tokens, counts, self._indices(counts))
-                step.prompt_runs.append((row, first + 1, told))
+        self._choosing.report_prompts(hidden, plan, query_start, step)
 
     def _sample_on_host(self, logits: Tensor, step: StepInFlight, needs: int) -> None:
         """For what no op here does: waits for all tokens, and lets the host's sampler choose."""
@@ -307,11 +252,6 @@ class GpuRunner:
         self.state.last_token[rows.long()] = token_ids
         if needs & Needs.PENALTIES:
             self.penalties.add(rows.long(), token_ids.long())
-
-    def _indices(self, values: np.ndarray) -> Tensor:
-        """[n] int64 on the device."""
-        (sent,) = self._staging.send(values.astype(np.int64))
-        return sent.view(torch.int64)
 
     # --- the host's copy ----------------------------------------------------------------------------------------
 
@@ -326,3 +266,8 @@ class GpuRunner:
         same = self._generation[step.rows] == step.generations
         same &= step.columns < self.batch.tokens.shape[1]
         self.batch.tokens[step.rows[same], step.columns[same]] = step.sampled.token_ids[same]
+
+
+def _num_blocks(plan: StepPlan, block_size: int) -> int:
+    """Columns of the block tables that hold all blocks of the plan's rows."""
+    return -(-int((plan.num_computed_tokens + plan.num_tokens).max()) // block_size)

@@ -45,6 +45,9 @@ class StageModel:
 class StageSteps(DeviceSteps):
     """Steps that end with hidden states, whatever choice the last stage ends them with."""
 
+    def use(self, model: HiddenStateModel) -> None:
+        super().use(StageModel(model))
+
     def decode(self, size: int, choice: Choice, num_blocks: int | None = None) -> Tensor | None:
         return super().decode(size, Choice.LOGITS, num_blocks)
 

@@ -50,6 +50,10 @@ class DeviceSteps:
         self.results = torch.zeros(rows, NUM_RESULTS, dtype=torch.int32, device=device)
         """[num_rows + 1, NUM_RESULTS]: one line for each sampled row of the last step, in the plan's order."""
 
+    def use(self, model: HiddenStateModel) -> None:
+        """From the next step on."""
+        self._model = model
+
     @torch.inference_mode()
     def decode(self, size: int, choice: Choice, num_blocks: int | None = None) -> Tensor | None:
         """One token of each of the first `size` of `state.batch_rows`; the logits [size, vocab_size] with LOGITS.

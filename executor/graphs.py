@@ -67,6 +67,10 @@ class Capturer(Protocol):
         """Memory that the graphs captured so far take."""
         ...
 
+    def forget(self) -> None:
+        """The graphs captured so far are gone, and their memory is free."""
+        ...
+
 
 @dataclass(frozen=True)
 class GraphKey:
@@ -119,6 +123,14 @@ class DecodeGraphs:
             self._lacked[key] = self._lacked.get(key, 0) + 1
             self._steps_lacking += 1
         return graph
+
+    def forget(self) -> None:
+        """Drops them all, as what they compute on is about to move. They are captured again as at the start."""
+        self._graphs.clear()
+        self._lacked.clear()
+        self._steps_lacking = 0
+        if self._capturer is not None:
+            self._capturer.forget()
 
     @property
     def is_one_left(self) -> bool:

@@ -64,6 +64,10 @@ class RecordingCapturer:
         self.pool_bytes = 0
         self._fail_at = fail_at
 
+    def forget(self) -> None:
+        self.graphs.clear()
+        self.pool_bytes = 0
+
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         run()
         recorder = Recorder()
