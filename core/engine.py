@@ -205,11 +205,22 @@ def _check_uni(options: Options, world_size: int) -> None:
             )
 
 
+def _check_in_process(options: Options, executor: Executor | None) -> None:
+    world_size = options.tensor_parallel_size * options.pipeline_parallel_size
+    loads_here = executor is not None or (world_size == 1 and options.distributed_executor_backend in ("auto", "uni"))
+    if loads_here and options.startup_timeout != Options().startup_timeout:
+        raise OptionError(
+            f"startup_timeout={options.startup_timeout:g} cannot apply: the model is loaded on the caller's own "
+            "thread, which nobody could stop; leave it out, or in_process"
+        )
+
+
 class EngineThread:
     """An engine core on a thread of this process, reached through its MemoryPort; otherwise like a child program."""
 
     def __init__(self, options: Options, executor: Executor | None = None) -> None:
         """Returns once the engine answers. Raises what its start raised."""
+        _check_in_process(options, executor)
         self.port = MemoryPort()
         self._on_exit: list[Callable[[Failure], None]] = []
         self._core = EngineCore(options, self.port, executor)

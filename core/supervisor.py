@@ -62,7 +62,7 @@ class Kind(msgspec.Struct, frozen=True):
     process: str = ""
     """What it is called in a Failure; its name, when empty."""
     rank: int = 0
-    startup_timeout_s: float | None = None
+    startup_timeout_s: float = 3600.0
     """How long it may take until it is ready."""
     at_end: Callable[[], object] | None = None
     """Called from the watching thread once it has ended, in whatever way."""
@@ -106,10 +106,8 @@ class Child:
         `timeout_s` is by default what its options allow it; a child that is not ready then is ended.
         """
         allowed_s = self.kind.startup_timeout_s
-        what, patience_s = f"{timeout_s or 0:g} s", timeout_s
-        if timeout_s is None and allowed_s is not None:
-            what, patience_s = f"{allowed_s:g} s (startup_timeout)", allowed_s + START_GRACE_S
-        deadline = Deadline(patience_s)
+        what = f"{allowed_s:g} s (startup_timeout)" if timeout_s is None else f"{timeout_s:g} s"
+        deadline = Deadline(allowed_s + START_GRACE_S if timeout_s is None else timeout_s)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self.ready or self.failure or self._progress, deadline.remaining_s)

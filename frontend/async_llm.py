@@ -16,7 +16,7 @@ from headrace.frontend.chat_prompts import chat_options, chat_prompt, refuse_ada
 from headrace.frontend.client import CONNECT_TIMEOUT_S, CoreClient
 from headrace.frontend.control import AsyncControls
 from headrace.frontend.outputs import RequestOutput
-from headrace.frontend.own_engine import CAUSE_GRACE_S, START_TIMEOUT_S, STOP_DEADLINE_S, start_own_engine
+from headrace.frontend.own_engine import CAUSE_GRACE_S, STOP_DEADLINE_S, start_own_engine
 from headrace.frontend.prompts import Prompt, parse_single_prompt, tokenize
 from headrace.frontend.sampling_params import SamplingParams
 from headrace.frontend.transport import Transport, ZmqTransport
@@ -210,7 +210,7 @@ class AsyncLLM(AsyncControls):
 
     async def _start(self) -> CoreClient:
         assert self._child is not None
-        ready = await asyncio.to_thread(self._child.wait_ready, START_TIMEOUT_S)
+        ready = await asyncio.to_thread(self._child.wait_ready)
         client = CoreClient(ZmqTransport(ready.address), cause_grace_s=CAUSE_GRACE_S)
         await client.start()
         self._child.on_exit(client.fail_threadsafe)

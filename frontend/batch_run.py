@@ -38,7 +38,7 @@ from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.generation import Plan
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from headrace.frontend.own_engine import START_TIMEOUT_S, STOP_DEADLINE_S
+from headrace.frontend.own_engine import STOP_DEADLINE_S
 from headrace.frontend.request import RequestStream
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError, QueueFullError
 
@@ -50,7 +50,7 @@ def engine_source(arguments: argparse.Namespace) -> Source:
     options = options_from_arguments(arguments)
     if arguments.engine is None:
         child = start_engine(options)
-        return Owned(lambda: start_engine(options), child, restarts=0, timeout_s=START_TIMEOUT_S)
+        return Owned(lambda: start_engine(options), child, restarts=0)
     given = [flag(name) for name in option_specs(Options) if name in vars(arguments)]
     if given or arguments.config:
         raise OptionError(

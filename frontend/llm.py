@@ -18,7 +18,6 @@ from headrace.frontend.control import Controls
 from headrace.frontend.outputs import RequestOutput
 from headrace.frontend.own_engine import (
     CAUSE_GRACE_S,
-    START_TIMEOUT_S,
     STOP_DEADLINE_S,
     run_in_process,
     start_own_engine,
@@ -61,7 +60,7 @@ class LLM(Controls):
             return
         child = start_own_engine(model, options)
         try:
-            ready = child.wait_ready(START_TIMEOUT_S)
+            ready = child.wait_ready()
             self._open(ZmqTransport(ready.address), CONNECT_TIMEOUT_S, child)
         except BaseException:
             child.kill()

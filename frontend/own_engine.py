@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from headrace.core.options import Options
     from headrace.core.supervisor import Child
 
-START_TIMEOUT_S = 3600.0
-"""A large model may have to be downloaded first."""
 STOP_DEADLINE_S = 5.0
 CAUSE_GRACE_S = 1.0
 """How long the supervisor may take to say how the core ended, once its connection is lost."""

@@ -15,11 +15,12 @@ import pytest
 from multiproc_parts import HERE, Ranks, bring_up, options
 from test_multinode import cluster
 
+from headrace.core.engine import EngineThread
 from headrace.core.options import Options
 from headrace.core.startup_table import REST, startup_table
 from headrace.core.supervisor import start_engine
 from headrace.executor.load_turn import turn_to_load
-from headrace.ipc.failure import EngineStartError
+from headrace.ipc.failure import EngineStartError, OptionError
 
 
 @pytest.fixture(autouse=True)
@@ -143,6 +144,11 @@ def test_a_core_that_hangs_while_it_starts_is_ended_and_its_stacks_are_shown(mon
     assert (failure.type, failure.phase) == ("Timeout", "load weights")
     assert "null.py" in "\n".join(failure.log_tail)
     assert not child.alive
+
+
+def test_a_start_on_the_callers_own_thread_has_no_deadline() -> None:
+    with pytest.raises(OptionError, match="startup_timeout=5 cannot apply: the model is loaded on the caller's own"):
+        EngineThread(Options(startup_timeout=5.0))
 
 
 def test_a_daemon_that_hangs_while_it_starts_says_where_and_ends(runtime_directory: Path) -> None:

@@ -66,9 +66,9 @@ class Attached:
 class Owned:
     """An engine-core child of this process."""
 
-    def __init__(self, start: Callable[[], Child], first: Child, *, restarts: int, timeout_s: float) -> None:
+    def __init__(self, start: Callable[[], Child], first: Child, *, restarts: int) -> None:
         """`first` runs already; `start` starts another at the same address, up to `restarts` times in a row."""
-        self._start, self._child, self._timeout_s = start, first, timeout_s
+        self._start, self._child = start, first
         self._used = False
         self._restarts = self._restarts_left = restarts
         self._ready_s = math.inf
@@ -92,8 +92,7 @@ class Owned:
         report = self.on_progress
         ready = await asyncio.to_thread(
             self._child.wait_ready,
-            self._timeout_s,
-            None if report is None else lambda progress: report(progress.phase),
+            on_progress=None if report is None else lambda progress: report(progress.phase),
         )
         self.address = ready.address
         client = CoreClient(ZmqTransport(ready.address), cause_grace_s=CAUSE_GRACE_S)

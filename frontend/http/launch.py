@@ -18,7 +18,6 @@ from headrace.core.options import Options
 from headrace.core.supervisor import Child, start_engine
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.phases import PhaseLog, process_began_s, say
-from headrace.frontend.own_engine import START_TIMEOUT_S
 from headrace.ipc.failure import Failure
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -59,9 +58,7 @@ def _serve_here(engine_options: Options, options: ServeOptions, child: Child | N
         phases.enter("attach to the engine")
         sources = [Attached(address) for address in options.engine]
     else:
-        owned = Owned(
-            lambda: _start_again(engine_options), child, restarts=options.restart_engine, timeout_s=START_TIMEOUT_S
-        )
+        owned = Owned(lambda: _start_again(engine_options), child, restarts=options.restart_engine)
         owned.on_progress = lambda phase: phases.enter(f"engine: {phase}")
         sources = [owned]
     server.on_ready = lambda: phases.finish(ready_text(url))

@@ -34,7 +34,6 @@ from headrace.frontend.http.server import (
     url_of,
 )
 from headrace.frontend.http.worker import WorkerOptions
-from headrace.frontend.own_engine import START_TIMEOUT_S
 from headrace.ipc.channel import ChannelClosedError
 from headrace.ipc.failure import EngineStartError, Failure
 from headrace.ipc.messages import SCHEMA_HASH, Ready, Start
@@ -277,7 +276,7 @@ def _watch_start(
 
     def watch() -> None:
         try:
-            ready = child.wait_ready(START_TIMEOUT_S, lambda progress: on_phase(progress.phase))
+            ready = child.wait_ready(on_progress=lambda progress: on_phase(progress.phase))
         except EngineStartError as error:
             on_end(Failure.of(error, process=child.name, phase="start"))
         else:
