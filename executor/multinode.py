@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from headrace.core.memory import tightest
 from headrace.core.options import Options
 from headrace.core.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.base import Executor, Report
@@ -38,7 +39,7 @@ from headrace.executor.nodes import STOP_S, Lobby, LocalNode, Node, RemoteNode, 
 from headrace.executor.step_codec import StepCodec
 from headrace.executor.worker_messages import AllocateCache, Allocated, Loaded, MakeTokenizer, TokenizerMade
 from headrace.ipc.channel import Channel
-from headrace.ipc.control import WorkerAnswer, WorkerCommand
+from headrace.ipc.control import DoIdleWork, WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError
 from headrace.ipc.messages import ChildFailed, Message, Stop, TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
@@ -91,6 +92,7 @@ class MultiNodeExecutor(Executor):
         found = [message.description for message in described]
         check_equal(found, "node")
         self._store = next(message.store for message in described if message.store is not None)
+        self.has_own_memory = described[0].has_own_memory
         # Each host has a memory of its own; blocks are as many as fit where a token takes most.
         return msgspec.structs.replace(found[0], **{name: max(getattr(d, name) for d in found) for name in SHARES})
 
@@ -106,6 +108,8 @@ class MultiNodeExecutor(Executor):
         self._send(LoadNode(plan=plan, store=self._store, turns=secrets.token_hex(8)))
         loaded = self._said.gather(Loaded, report=report, deadline=self._start_ends)
         readings = [message.reading for message in loaded]
+        if self.has_own_memory:
+            return tightest(plan, readings)
         scarcest = min(readings, key=lambda reading: reading.available_bytes)
         most = max(reading.activation_bytes for reading in readings)
         return msgspec.structs.replace(scarcest, activation_bytes=most)
@@ -140,6 +144,10 @@ class MultiNodeExecutor(Executor):
             if message.failure is not None:
                 raise HeadraceError(failure=message.failure)
         return tuple(answer for message in answered for answer in message.answers)
+
+    def idle(self) -> bool:
+        """As MultiprocExecutor's."""
+        return self.has_own_memory and any(answer.did_something for answer in self.control(DoIdleWork()))
 
     def watch(self, on_failure: Callable[[Failure], None]) -> None:
         self._on_failure = on_failure

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from headrace import __version__
 from headrace.core.options import Options
+from headrace.executor.base import Reporter
 from headrace.executor.multiproc import MultiprocExecutor
 from headrace.executor.node_messages import (
     JoinNode,
@@ -64,6 +65,7 @@ class NodeAgent:
         self._executor: MultiprocExecutor | None = None
         self._plans, self._answers = StepCodec(StepPlan), StepCodec(StepResult)
         self._ends = False
+        self._reporter = Reporter(self._report, self._read)
 
     def take(self, message: Message) -> None:
         self._orders.put(message)
@@ -99,7 +101,7 @@ class NodeAgent:
             threading.Thread(target=self._make_tokenizer, name="tokenizer", daemon=True).start()
         elif isinstance(message, LoadNode):
             executor.meet(message.store, self._host, message.turns)
-            self._send(Loaded(reading=executor.load(message.plan, self._report)))
+            self._send(Loaded(reading=executor.load(message.plan, self._reporter)))
         elif isinstance(message, AllocateCache):
             executor.allocate(message.num_blocks, message.max_model_len)
             if executor.replies:
@@ -118,11 +120,11 @@ class NodeAgent:
             store = socket.create_server((self._host, 0))
         executor = self._executor = MultiprocExecutor(message.options, ranks, store.fileno() if store else None)
         executor.watch(self._fail)
-        description = executor.describe(self._report)
+        description = executor.describe(self._reporter)
         address = (self._host, store.getsockname()[1]) if store else None
         if store is not None:
             store.close()  # the worker has inherited it
-        self._send(NodeDescribed(description=description, store=address))
+        self._send(NodeDescribed(description=description, store=address, has_own_memory=executor.has_own_memory))
 
     def _collect(self) -> None:
         assert self._executor is not None, "steps come after RunNode"
@@ -144,6 +146,9 @@ class NodeAgent:
 
     def _report(self, phase: str) -> None:
         self._send(Progress(phase=phase, seconds=0.0))
+
+    def _read(self, read_bytes: int, total_bytes: int) -> None:
+        self._send(Progress(phase="", seconds=0.0, read_bytes=read_bytes, total_bytes=total_bytes))
 
     def _fail(self, failure: Failure) -> None:
         self._send(ChildFailed(failure=failure))

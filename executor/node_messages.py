@@ -58,6 +58,8 @@ class NodeDescribed(Message, frozen=True):
     description: ModelDescription
     store: tuple[str, int] | None
     """Where rank 0 will meet the others; from its node only."""
+    has_own_memory: bool = False
+    """See Executor: of each of its ranks."""
 
 
 class LoadNode(Message, frozen=True):

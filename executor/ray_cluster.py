@@ -19,6 +19,8 @@ from headrace.executor.multinode import MultiNodeExecutor
 from headrace.executor.node import KEY_VARIABLE
 from headrace.ipc.failure import EngineStartError, OptionError
 
+PASSED_ON, PASSED_ON_STARTS = ("PYTHONPATH", "HEADRACE_LOG_LEVEL"), ("NCCL_", "TORCH_NCCL_", "GLOO_")
+"""Environment variables that ranks elsewhere get from the core's, NCCL's settings among them."""
 STRATEGY = "PACK"
 """Ranks on as few hosts as have room for them."""
 
@@ -60,7 +62,7 @@ class RayExecutor(MultiNodeExecutor):
         from ray.util.placement_group import placement_group
 
         host, port = self.address
-        each = {"GPU": 1.0} if self._options.device.startswith("cuda") else {"CPU": 1.0}
+        each = {"GPU": 1.0} if self._wants_gpus() else {"CPU": 1.0}
         group = self._group = placement_group([each] * self._num_nodes, strategy=STRATEGY)
         if not group.wait(self._options.node_join_timeout):
             (kind,) = each
@@ -79,6 +81,11 @@ class RayExecutor(MultiNodeExecutor):
             ).remote()
             placed.run.remote(msgspec.msgpack.encode(options))
             self._actors.append(placed)
+
+    def _wants_gpus(self) -> bool:
+        """Ray shows a rank the GPU that it was given, and none to the others."""
+        device, there = self._options.device, self._ray.cluster_resources().get("GPU", 0)
+        return device.startswith("cuda") or (device == "auto" and there >= self._num_nodes)
 
     def _strategy(self, group: Any, number: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -110,5 +117,5 @@ class RankActor:
 
 def _environment(key: str) -> dict[str, str]:
     """What an agent needs of the core's environment."""
-    kept = {name: os.environ[name] for name in ("PYTHONPATH", "HEADRACE_LOG_LEVEL") if name in os.environ}
+    kept = {name: value for name, value in os.environ.items() if name in PASSED_ON or name.startswith(PASSED_ON_STARTS)}
     return {**kept, KEY_VARIABLE: key}
