@@ -4,8 +4,9 @@
 
 Latencies are one way, from the writer's clock to the reader's (the same clock: CLOCK_MONOTONIC), with a message of a
 decode step's size. `paced` leaves a millisecond between messages, so that readers have gone to sleep: a model's step
-is longer than that. `at once` sends the next when the last was answered, so that they still spin. A step through
-multiproc is paired with the same step in this process, in alternating blocks; the budget is on the difference.
+is longer than that. `at once` sends the next when the last was answered, so that they still spin. `bare` is the same as
+`paced` in C with nothing but the futex calls (ring_limit.c), where there is a C compiler: what the kernel takes. A step
+through multiproc is paired with the same step in this process, in alternating blocks; the budget is on the difference.
 Expected on two cores: below 20 us one way, below 150 us a step, below 300 MB a worker.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -87,6 +89,20 @@ def latency_us(num_readers: int, pace_s: float) -> list[float]:
     for fd in fds:
         os.close(fd)
     return [int(ns) / 1e3 for ns in heard[0].split()][NUM_MESSAGES // 10 :]
+
+
+def bare_latency_us(num_readers: int) -> list[float]:
+    """The same without Python and without a ring: what waking processes takes. Empty where nothing compiles C."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "ring_limit"
+        source = Path(__file__).with_name("ring_limit.c")
+        subprocess.run([compiler, "-O2", "-o", str(program), str(source)], check=True)
+        asked = [str(program), str(num_readers), str(NUM_MESSAGES), str(round(1e6 * PACE_S))]
+        heard = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60).stdout
+    return [int(ns) / 1e3 for ns in heard.split()][NUM_MESSAGES // 10 :]
 
 
 class Stepper:
@@ -185,8 +201,10 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))  # the workers'
     results: dict[str, Any] = {"latency": {"budget_p50_us": BUDGET_LATENCY_US}}
     for num_readers in (1, 2):
-        for name, pace_s in (("paced", PACE_S), ("at once", 0.0)):
-            samples = latency_us(num_readers, pace_s)
+        for name, pace_s in (("paced", PACE_S), ("at once", 0.0), ("bare", None)):
+            samples = bare_latency_us(num_readers) if pace_s is None else latency_us(num_readers, pace_s)
+            if not samples:
+                continue
             p50, p99 = statistics.median(samples), statistics.quantiles(samples, n=100)[98]
             print(f"ring, {num_readers} readers, {name}: one way p50 {p50:.1f} us, p99 {p99:.1f} us")
             results["latency"][f"{num_readers} readers, {name}"] = {"p50_us": p50, "p99_us": p99, "raw_us": samples}

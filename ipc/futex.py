@@ -22,41 +22,51 @@ _SYS_FUTEX = {"x86_64": 202, "ppc64le": 221, "s390x": 238}.get(platform.machine(
 """98 is its number on every architecture with the kernel's generic table: aarch64, riscv64, loongarch64."""
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # not the private kind: the word is shared between processes
 _EVERYBODY = (1 << 31) - 1
-_syscall = ctypes.CDLL(None, use_errno=True).syscall  # releases the interpreter lock meanwhile
-_syscall.restype = ctypes.c_long
-_syscall.argtypes = [
-    ctypes.c_long,
-    ctypes.c_void_p,
-    ctypes.c_int,
-    ctypes.c_uint32,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_int,
-]
+_wait = ctypes.CDLL(None, use_errno=True).syscall  # releases the interpreter lock meanwhile
+_wait.restype = ctypes.c_long
+_wake = ctypes.PyDLL(None).syscall  # keeps it: this call never sleeps, and another thread would take the lock
 
 
 class _Timespec(ctypes.Structure):
     _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
 
 
-def futex_wait(address: int, seen: int, timeout_s: float | None) -> None:
-    """Sleeps until woken or `timeout_s` has passed; returns at once if the u32 at `address` is not `seen`.
+class Futex:
+    """A u32 of shared memory to sleep on; one thread at a time waits by one object.
 
-    May also return early, as when a signal came: the caller looks again. Raises OSError where there are no futexes.
+    The calls' arguments are made once: after a sleep, when nothing is in the caches, converting them takes longer
+    than the kernel's part.
     """
-    timeout = None
-    if timeout_s is not None:
-        seconds = int(timeout_s)
-        timeout = ctypes.byref(_Timespec(seconds, int((timeout_s - seconds) * 1e9)))
-    if _syscall(_SYS_FUTEX, address, _FUTEX_WAIT, seen, timeout, None, 0) != 0:
-        code = ctypes.get_errno()
-        if code not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
-            raise OSError(code, os.strerror(code))
 
+    __slots__ = ("_seen", "_timeout", "_wait_args", "_wait_timed_args", "_wake_args")
 
-def futex_wake(address: int) -> None:
-    """Wakes every thread and process that sleeps on the word at `address`."""
-    _syscall(_SYS_FUTEX, address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
+    def __init__(self, address: int) -> None:
+        number, where = ctypes.c_long(_SYS_FUTEX), ctypes.c_void_p(address)
+        self._seen, self._timeout = ctypes.c_uint32(), _Timespec()
+        wait = (number, where, ctypes.c_int(_FUTEX_WAIT), self._seen)
+        self._wait_args = (*wait, ctypes.c_void_p(None))
+        self._wait_timed_args = (*wait, ctypes.byref(self._timeout))
+        self._wake_args = (number, where, ctypes.c_int(_FUTEX_WAKE), ctypes.c_int(_EVERYBODY))
+
+    def wait(self, seen: int, timeout_s: float | None) -> None:
+        """Sleeps until woken or `timeout_s` has passed; returns at once if the word is not `seen`.
+
+        May also return early, as when a signal came: the caller looks again. Raises OSError where there are no
+        futexes.
+        """
+        self._seen.value = seen
+        if timeout_s is None:
+            code = _wait(*self._wait_args)
+        else:
+            self._timeout.tv_sec = seconds = int(timeout_s)
+            self._timeout.tv_nsec = int((timeout_s - seconds) * 1e9)
+            code = _wait(*self._wait_timed_args)
+        if code != 0 and (error := ctypes.get_errno()) not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
+            raise OSError(error, os.strerror(error))
+
+    def wake(self) -> None:
+        """Wakes every thread and process that sleeps on the word."""
+        _wake(*self._wake_args)
 
 
 class Fence:

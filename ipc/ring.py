@@ -39,7 +39,7 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.ipc.failure import HeadraceError
-from headrace.ipc.futex import Fence, futex_wait, futex_wake
+from headrace.ipc.futex import Fence, Futex
 from headrace.ipc.wait import Deadline
 
 FIRST = (1 << 32) - 1000
@@ -141,13 +141,16 @@ class _End:
         self._slots_at, self._message_bytes = layout.header_bytes, layout.message_bytes
         self._spin_s = MAX_SPIN_S
         self._interrupted = False
-        self._sleeps_on = 0
+        self._sleeps_on: Futex | None = None
+
+    def _futex(self, word: int) -> Futex:
+        return Futex(self._address + 4 * word)
 
     def interrupt(self) -> None:
         """From another thread: ends the wait of now and every later one with RingInterruptedError."""
         self._interrupted = True
-        while word_address := self._sleeps_on:  # it may be between its last look and its sleep
-            futex_wake(word_address)
+        while (futex := self._sleeps_on) is not None:  # it may be between its last look and its sleep
+            futex.wake()
             time.sleep(1e-3)
 
     def close(self) -> None:
@@ -156,8 +159,8 @@ class _End:
         self._view.release()
         self._memory.close()
 
-    def _await_change(self, word: int, seen: int, flag: int, deadline: Deadline, what: str) -> None:
-        """Returns once words[word] is not `seen`; words[flag] says meanwhile that somebody sleeps."""
+    def _await_change(self, word: int, futex: Futex, seen: int, flag: int, deadline: Deadline, what: str) -> None:
+        """Returns once words[word], `futex`'s word, is not `seen`; words[flag] says meanwhile that somebody sleeps."""
         words = self._words
         end_s = time.perf_counter() + self._spin_s
         while words[word] == seen:
@@ -168,10 +171,9 @@ class _End:
         else:
             self._spin_s = min(MAX_SPIN_S, self._spin_s * 2)
             return
-        address = self._address + 4 * word
         words[flag] = 1
         self._fence()
-        self._sleeps_on = address
+        self._sleeps_on = futex
         try:
             while words[word] == seen:
                 if self._interrupted:
@@ -179,10 +181,10 @@ class _End:
                 remaining_s = deadline.remaining_s
                 if remaining_s == 0.0:
                     raise deadline.fail(what)
-                futex_wait(address, seen, remaining_s)
+                futex.wait(seen, remaining_s)
         finally:
             words[flag] = 0
-            self._sleeps_on = 0
+            self._sleeps_on = None
 
 
 class RingWriter(_End):
@@ -193,17 +195,19 @@ class RingWriter(_End):
         self._aside = aside
         self._number = self._words[_HEAD]
         self._readers = [_LINE_WORDS * (1 + reader) for reader in range(layout.num_readers)]
+        self._head = self._futex(_HEAD)
+        self._taken = {reader: self._futex(reader + _TAKEN) for reader in self._readers}
+        self._room = 0  # messages that can be put before anybody needs to be asked for what it has taken
 
     def put(self, data: bytes, deadline: Deadline, kind: int = 0) -> int:
         """Publishes one message and returns its number. Waits only while num_slots are not taken by all.
 
         Raises WaitTimeoutError, or RingInterruptedError.
         """
-        words, number, num_slots = self._words, self._number, self._num_slots
-        for reader in self._readers:
-            while (number - (taken := words[reader + _TAKEN])) & _MASK >= num_slots:
-                self._await_change(reader + _TAKEN, taken, _WRITER, deadline, "taking a message from the full ring")
-        at = self._slots_at + number % num_slots * self._slot_bytes
+        words, number = self._words, self._number
+        if self._room == 0:
+            self._room = self._await_room(deadline)
+        at = self._slots_at + number % self._num_slots * self._slot_bytes
         is_aside = len(data) > self._message_bytes
         if is_aside:
             assert self._aside is not None, f"a message of {len(data)} bytes; slots take {self._message_bytes}"
@@ -216,9 +220,21 @@ class RingWriter(_End):
         self._fence()
         for reader in self._readers:
             if words[reader + _SLEEPING]:
-                futex_wake(self._address)  # all that sleep on the head, at once
+                self._head.wake()  # all that sleep on the head, at once
                 break
+        self._room -= 1
         return number
+
+    def _await_room(self, deadline: Deadline) -> int:
+        """How many messages there is room for, once there is room for one."""
+        words, number, room = self._words, self._number, self._num_slots
+        for reader in self._readers:
+            word = reader + _TAKEN
+            while (left := self._num_slots - ((number - (taken := words[word])) & _MASK)) <= 0:
+                what = "taking a message from the full ring"
+                self._await_change(word, self._taken[reader], taken, _WRITER, deadline, what)
+            room = min(room, left)
+        return room
 
     @property
     def last(self) -> int:
@@ -249,12 +265,13 @@ class RingReader(_End):
         self._line = _LINE_WORDS * (1 + reader)
         self._mailbox = mailbox
         self._number = self._words[self._line + _TAKEN]
+        self._head, self._taken = self._futex(_HEAD), self._futex(self._line + _TAKEN)
 
     def take(self, deadline: Deadline) -> tuple[int, bytearray | bytes]:
         """The next message's kind and content. Raises WaitTimeoutError, or RingInterruptedError."""
         words, number = self._words, self._number
         while words[_HEAD] == number:
-            self._await_change(_HEAD, number, self._line + _SLEEPING, deadline, "the next message")
+            self._await_change(_HEAD, self._head, number, self._line + _SLEEPING, deadline, "the next message")
         self._fence()
         at = self._slots_at + number % self._num_slots * self._slot_bytes
         length, kind, is_aside = _SLOT.unpack_from(self._view, at)
@@ -263,7 +280,7 @@ class RingReader(_End):
         self._number = words[self._line + _TAKEN] = (number + 1) & _MASK
         self._fence()
         if words[_WRITER]:
-            futex_wake(self._address + 4 * (self._line + _TAKEN))
+            self._taken.wake()
         if data is not None:
             return kind, data
         assert self._mailbox is not None, f"a message of {length} bytes came another way, and there is no mailbox"
