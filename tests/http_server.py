@@ -103,7 +103,8 @@ def null_engine_arguments(**model: Any) -> list[str]:
 
 def events_of(response: httpx.Response) -> list[Any]:
     """The JSON of a stream's events; the last one is [DONE], which is checked and left out."""
-    lines = [line for line in response.iter_lines() if line.startswith("data: ")]
+    # Not by iter_lines, which takes some characters within an event for ends of lines.
+    lines = [line for line in response.read().decode().split("\n\n") if line.startswith("data: ")]
     assert lines[-1] == "data: [DONE]", lines[-3:]
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 

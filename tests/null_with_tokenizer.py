@@ -1,15 +1,18 @@
-"""The null executor with a small byte-level tokenizer and a chat template, for servers started as programs."""
+"""Null executors with a small byte-level tokenizer and a chat template, for servers started as programs."""
 
 from __future__ import annotations
 
+import numpy as np
 from fake_tokenizers import bundle_of, byte_level_tokenizer
 
 from headrace.core.options import Options
-from headrace.executor.null import NullExecutor, NullModel
+from headrace.executor.null import FIRST_ORDINARY_TOKEN, NullExecutor, NullModel, _Rows
 from headrace.ipc.control import WorkerAnswer, WorkerCommand
+from headrace.ipc.step import NewRow
 
 VOCAB_SIZE = 400
 BACKEND = "null_with_tokenizer:TokenizingNullExecutor"
+PARROT = "null_with_tokenizer:ParrotExecutor"
 
 
 class TokenizingNullExecutor(NullExecutor):
@@ -21,3 +24,30 @@ class TokenizingNullExecutor(NullExecutor):
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
         """Agrees to everything, as there is nothing to do."""
         return (WorkerAnswer(),)
+
+
+class ParrotExecutor(TokenizingNullExecutor):
+    """Answers with its prompt, over and over: so a test chooses what is generated, byte by byte."""
+
+    def allocate(self, num_blocks: int, max_model_len: int) -> None:
+        super().allocate(num_blocks, max_model_len)
+        assert self._plan is not None
+        self._rows = _ParrotRows(self._plan.max_num_seqs, self.model)
+
+
+class _ParrotRows(_Rows):
+    def __init__(self, num_rows: int, model: NullModel) -> None:
+        super().__init__(num_rows, model)
+        self._heard: dict[int, np.ndarray] = {}
+
+    def _enter(self, new: NewRow) -> None:
+        super()._enter(new)
+        prompt = np.asarray(new.token_ids[: new.num_prompt_tokens], np.int32)
+        self._heard[new.row] = prompt[prompt >= FIRST_ORDINARY_TOKEN]
+
+    def _draw(self, rows: np.ndarray) -> np.ndarray:
+        said = self._num_tokens[rows] - self._num_prompt_tokens[rows]
+        return np.array(
+            [self._heard[row][count % len(self._heard[row])] for row, count in zip(rows.tolist(), said, strict=True)],
+            np.int32,
+        )

@@ -11,8 +11,6 @@ import httpx
 import openai
 import pytest
 from http_server import Server, serving, stream
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -198,33 +196,3 @@ def test_models_version_load_and_docs(client):
     page = client.get("/docs").text
     assert "/v1/chat/completions" in page
     assert "http" not in page.split("curl")[0].replace("http-equiv", ""), "the page must need no other server"
-
-
-TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("😀é世 ü\u0301STOP"), min_size=1, max_size=20)
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(text=TEXT, stops=st.integers(0, 3), logprobs=st.sampled_from([None, 0, 2]), data=st.data())
-def test_stream_and_whole_are_the_same(client, text, stops, logprobs, data):
-    """Text, tokens and log-probabilities; with stop strings cut out of the output itself at every place."""
-    body: dict[str, Any] = {"prompt": text, "max_tokens": 24, "seed": 1, "logprobs": logprobs, "return_token_ids": True}
-    free = ask(client, COMPLETIONS, **body)["choices"][0]["text"]
-    starts = data.draw(st.lists(st.integers(0, max(0, len(free) - 1)), min_size=stops, max_size=stops))
-    cut = [free[start : start + data.draw(st.integers(1, 6))] for start in starts]
-    body["stop"] = [stop for stop in cut if stop] or None
-    body["include_stop_str_in_output"] = data.draw(st.booleans())
-    whole = ask(client, COMPLETIONS, **body)
-    events = stream(client, COMPLETIONS, {**body, "stream_options": {"include_usage": True}})
-    choices = [event["choices"][0] for event in events[:-1]]
-    (choice,) = whole["choices"]
-    assert "".join(each["text"] for each in choices) == choice["text"]
-    assert joined(each["token_ids"] for each in choices) == choice["token_ids"]
-    assert choices[-1]["finish_reason"] == choice["finish_reason"]
-    assert choices[-1]["stop_reason"] == choice["stop_reason"]
-    assert events[-1]["usage"] | {"prompt_tokens_details": None} == whole["usage"] | {"prompt_tokens_details": None}
-    if logprobs is not None:
-        for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-            assert joined(each["logprobs"][field] for each in choices) == choice["logprobs"][field]
-    if body["stop"] and not body["include_stop_str_in_output"]:
-        assert choice["finish_reason"] == "stop"
-        assert not any(stop in choice["text"] for stop in body["stop"])
