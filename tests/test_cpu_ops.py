@@ -17,7 +17,7 @@ from headrace import kernels
 from headrace.kernels import reference
 from headrace.kernels.cpu import build, program_args
 from headrace.kernels.cpu.linear import Runtime
-from headrace.kernels.cpu.ops import CacheScales, CpuOps
+from headrace.kernels.cpu.ops import LAYOUT_GROUPS, CacheScales, CpuOps, best_layout, describe_cache
 from headrace.kernels.cpu.threads import Pool, Step
 from headrace.kernels.reference_attention import AttentionParams, PagedBatch
 
@@ -112,6 +112,28 @@ def make_case(
     return Case(query, keys, values, [tokens for tokens, _ in lens], [context for _, context in lens], tables)
 
 
+def in_groups(cache: Tensor, *, is_key: bool) -> Tensor:
+    """A cache in rows as one in groups: the same blocks, each group of 16 keys in the order of attention_cache.h."""
+    blocks, heads, block_size, head_dim = cache.shape
+    pair = 1 if cache.dtype == torch.float32 else 2
+    if is_key:
+        parts = cache.view(blocks, heads, block_size // 16, 16, head_dim // pair, pair).transpose(3, 4)
+    else:
+        parts = cache.view(blocks, heads, block_size // 16, 16 // pair, pair, head_dim).transpose(4, 5)
+    return parts.reshape(cache.shape)
+
+
+def attend(ops: CpuOps, case: Case, params: AttentionParams | None = None, scales: CacheScales | None = None) -> Tensor:
+    """All sequences' attention over the cache in rows, and to the bit the same over it in groups where they fit."""
+    params = params or PARAMS["plain"]
+    found = ops.paged_attention(case.query, case.keys, case.values, case.batch(), params, scales)
+    if best_layout(case.keys.shape[2], case.keys.shape[3]) == LAYOUT_GROUPS:
+        keys, values = in_groups(case.keys, is_key=True), in_groups(case.values, is_key=False)
+        again = ops.paged_attention(case.query, keys, values, case.batch(), params, scales, LAYOUT_GROUPS)
+        assert torch.equal(again, found)
+    return found
+
+
 MIXED = [(1, 1), (5, 5), (0, 9), (1, 300), (30, 77), (200, 600), (1, 129), (17, 128)]
 HEADS = [(9, 3, 64), (4, 4, 80), (5, 1, 72), (7, 7, 8), (8, 2, 128), (2, 1, 256), (6, 2, 96)]
 PARAMS = {
@@ -129,7 +151,7 @@ PARAMS = {
 def test_fp32_attention_is_exact_to_rounding(ops: CpuOps, heads: tuple[int, int, int], params: AttentionParams) -> None:
     case = make_case(MIXED, heads, 16, torch.float32, torch.float32)
     params = replace(params, scale=params.scale * (64 / heads[2]) ** 0.5)
-    found = ops.paged_attention(case.query, case.keys, case.values, case.batch(), params)
+    found = attend(ops, case, params)
     # Values are around 1; a score of size s adds s * 2^-24 to a weight, and there are head_dim products in one.
     assert (found - case.expected(params, case.keys, case.values)).abs().max() < 4e-6
 
@@ -138,7 +160,7 @@ def test_fp32_attention_is_exact_to_rounding(ops: CpuOps, heads: tuple[int, int,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bf16_attention_is_within_its_roundings(ops: CpuOps, dtype: torch.dtype, params: AttentionParams) -> None:
     case = make_case(MIXED, (9, 3, 64), 16, dtype, torch.bfloat16)
-    found = ops.paged_attention(case.query, case.keys, case.values, case.batch(), params).double()
+    found = attend(ops, case, params).double()
     # The query rounded to bf16 moves a score by 2^-8 of its products (exact for a bf16 query), each weight is
     # rounded to 2^-8, and the output to its type.
     error = (found - case.expected(params, case.keys, case.values)).abs()
@@ -150,21 +172,22 @@ def test_bf16_attention_is_within_its_roundings(ops: CpuOps, dtype: torch.dtype,
 def test_scores_far_apart_leave_the_highest_key_alone(ops: CpuOps, dtype: torch.dtype) -> None:
     case = make_case([(1, 300), (40, 131)], (6, 2, 64), 16, dtype, dtype)
     # Scores of tens of thousands: the weight of every key but one is zero, and none of a power overflows.
-    found = ops.paged_attention(case.query * 1e4, case.keys, case.values, case.batch(), PARAMS["plain"])
-    wanted = replace(case, query=case.query * 1e4).expected(PARAMS["plain"], case.keys, case.values)
+    case = replace(case, query=case.query * 1e4)
+    found = attend(ops, case)
+    wanted = case.expected(PARAMS["plain"], case.keys, case.values)
     assert (found - wanted).abs().max() < (2.0**-7 if dtype == torch.bfloat16 else 1e-5) * wanted.abs().max()
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16, 17, 128])
 def test_blocks_of_any_size(ops: CpuOps, block_size: int) -> None:
     case = make_case([(1, 200), (40, 131)], (4, 2, 32), block_size, torch.float32, torch.float32)
-    found = ops.paged_attention(case.query, case.keys, case.values, case.batch(), PARAMS["plain"])
+    found = attend(ops, case)
     assert (found - case.expected(PARAMS["plain"], case.keys, case.values)).abs().max() < 4e-6
 
 
 def test_fp16_cache(ops: CpuOps) -> None:
     case = make_case(MIXED, (4, 2, 64), 16, torch.float16, torch.float16)
-    found = ops.paged_attention(case.query, case.keys, case.values, case.batch(), PARAMS["plain"])
+    found = attend(ops, case)
     expected = case.expected(PARAMS["plain"], case.keys, case.values)
     assert (found - expected).abs().max() < 2.0**-11 * expected.abs().max()
 
@@ -194,7 +217,7 @@ def test_quantised_caches(ops: CpuOps, cache_dtype: torch.dtype, per_row: bool) 
     # Half the distance of neighbours: 1 in int8, 32 among the largest of e4m3.
     step = 5 / largest * (0.5 if cache_dtype == torch.int8 else 16)
     assert (exact_keys - wide.keys)[written].abs().max() <= step * 1.01
-    found = ops.paged_attention(wide.query, keys, values, wide.batch(), PARAMS["plain"], scales)
+    found = attend(ops, replace(wide, keys=keys, values=values), PARAMS["plain"], scales)
     error = (found - wide.expected(PARAMS["plain"], exact_keys, exact_values)).abs()
     assert error.max() < 0.03  # the roundings of bf16 products, as above
     assert error.mean() < 0.002
@@ -223,9 +246,9 @@ def test_attention_is_the_same_whatever_the_threads_batch_and_chunks(
 ) -> None:
     case = make_case(MIXED, heads, 16, torch.float32, cache_dtype)
     params = AttentionParams(0.15, sliding_window=400, soft_cap=8.0)
-    wanted = ops.paged_attention(case.query, case.keys, case.values, case.batch(), params)
+    wanted = attend(ops, case, params)
     for other in other_ops:
-        assert torch.equal(other.paged_attention(case.query, case.keys, case.values, case.batch(), params), wanted)
+        assert torch.equal(attend(other, case, params), wanted)
     for seq, part in enumerate(wanted.split(case.query_lens)):
         query, (start, end) = case.query_of(seq), case.span(seq)
         for chunk in (1, 13, 64, 600):
@@ -244,11 +267,10 @@ def test_attention_is_the_same_whatever_the_threads_batch_and_chunks(
 
 def test_a_lone_long_sequence_is_divided_and_stays_the_same(ops: CpuOps, other_ops: list[CpuOps]) -> None:
     case = make_case([(1, 3000)], (6, 2, 64), 16, torch.bfloat16, torch.bfloat16)
-    alone = other_ops[0].paged_attention(case.query, case.keys, case.values, case.batch(), PARAMS["plain"])
+    alone = attend(other_ops[0], case)
     for other in (ops, *other_ops[1:]):
         for _ in range(3):  # the counters of finished tiles are left ready for the next
-            found = other.paged_attention(case.query, case.keys, case.values, case.batch(), PARAMS["plain"])
-            assert torch.equal(found, alone)
+            assert torch.equal(attend(other, case), alone)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
@@ -322,6 +344,30 @@ def test_write_cache_touches_its_slots_alone(ops: CpuOps, cache_dtype: torch.dty
     assert torch.equal(caches, wanted)
 
 
+@pytest.mark.parametrize("cache_dtype", [*FLOAT_TYPES, torch.int8, torch.float8_e4m3fn])
+def test_a_cache_in_groups_has_the_rows_in_another_order(ops: CpuOps, cache_dtype: torch.dtype) -> None:
+    key, value = torch.randn(5, 2, 2, 48).unbind(1)
+    slots = torch.tensor([3, 39, 32, 16, 94])  # of 3 blocks of 32
+    batch = PagedBatch(torch.tensor([0, 5]), torch.tensor([5]), torch.zeros(1, 1), slots, 32)
+    rows, groups = torch.full((2, 2, 3, 2, 32, 48), 7.0).to(cache_dtype).unbind(0)
+    scales = torch.zeros(2, 2, 3, 2, 32)
+    ops.write_cache(key, value, rows[0], rows[1], batch, CacheScales(keys=scales[0, 0], values=scales[0, 1]))
+    in_order = CacheScales(keys=scales[1, 0], values=scales[1, 1])
+    ops.write_cache(key, value, groups[0], groups[1], batch, in_order, LAYOUT_GROUPS)
+    assert torch.equal(in_groups(rows[0], is_key=True).float(), groups[0].float())
+    assert torch.equal(in_groups(rows[1], is_key=False).float(), groups[1].float())
+    assert torch.equal(scales[0], scales[1])
+
+
+def test_a_cache_that_cannot_be_in_groups_is_refused() -> None:
+    for block_size, head_dim in ((8, 64), (16, 72)):
+        cache = torch.zeros(1, 1, block_size, head_dim)
+        with pytest.raises(
+            ValueError, match=f"whole multiples of 16, not blocks of {block_size} and heads of {head_dim}"
+        ):
+            describe_cache(cache, cache, layout=LAYOUT_GROUPS)
+
+
 @pytest.mark.parametrize("level", ["avx512", "avx2", "portable"])
 def test_every_instruction_set_level_computes_the_same_things(level: str) -> None:
     try:
@@ -342,6 +388,7 @@ def test_every_instruction_set_level_computes_the_same_things(level: str) -> Non
         test_norms(ops, dtype, 577, with_residual=True)
         test_rotary_leaves_the_rest_of_a_head_alone(ops, dtype, 5)
         test_write_cache_touches_its_slots_alone(ops, dtype)
+        test_a_cache_in_groups_has_the_rows_in_another_order(ops, dtype)
         for kind in ("silu", "gelu", "gelu_tanh", "relu"):
             test_activations(ops, dtype, kind, 101)
 

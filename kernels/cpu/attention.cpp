@@ -14,7 +14,7 @@
 namespace headrace {
 namespace {
 
-constexpr int64_t kPackingRows = 8;       // packing a tile costs about as much as this many query rows
+constexpr int64_t kReadingRows = 8;       // reading a group of keys costs about as much as this many query rows
 constexpr int64_t kCounterBytes = 16384;  // of the workspace: finished tiles of each split (sequence, KV head)
 constexpr int64_t kEnoughItems = 6;       // for each thread: the work is balanced without splitting sequences
 
@@ -69,7 +69,8 @@ class Division {
 
  private:
   int64_t cost(const Item& item) const {
-    return (item.end_tile - item.first_tile) * (kPackingRows + item.tokens * shape_.group);
+    const int first = first_visible(item.first_position, args_.window) / kGroupKeys;
+    return (item.last_position() / kGroupKeys + 1 - first) * (kReadingRows + item.tokens * shape_.group);
   }
 
   // visit(item) for every few tokens of every sequence, in the order of the step; its kv_head is 0.
@@ -145,9 +146,9 @@ void write_key_value(const RotaryArgs& args, const Step& step, int64_t row, int 
   if (slot < 0) return;
   const int64_t index = cache_row(cache, slot, kv_head);
   prepare_head(args, step, row, head_at(args.key, row, args.key_stride, kv_head, args), args.key_norm, work);
-  write_cache_row(cache, cache.keys, cache.key_scales, cache.key_scale, index, work);
+  write_cache_row(cache, true, index, work);
   load_values(head_at(args.value, row, args.value_stride, kv_head, args), args.type, cache.head_dim, work);
-  write_cache_row(cache, cache.values, cache.value_scales, cache.value_scale, index, work);
+  write_cache_row(cache, false, index, work);
 }
 
 void rotary_and_cache_write(const void* raw, const Step& step, int thread, int num_threads) {

@@ -1,6 +1,13 @@
 // The rows of a paged KV cache: where they lie, how a float row is stored and how it is read back.
 //
-// One layer's keys (and values alike) are [num_blocks, num_kv_heads, block_size, head_dim] in the storage dtype.
+// One layer's keys (and values alike) are [num_blocks, num_kv_heads, block_size, head_dim] in the storage dtype: rows
+// as they are, or in groups of kGroupKeys keys, each in the order in which attention multiplies it, so that a step
+// packs nothing and reads every group as one run. With values of one or two bytes side by side in pairs (float alone):
+//
+//   a group of keys:    [head_dim / pair][kGroupKeys][pair]    the pair is of neighbouring dimensions
+//   a group of values:  [kGroupKeys / pair][head_dim][pair]    the pair is of neighbouring keys
+//
+// Groups lie where their rows would, so a block is the same bytes long and as contiguous in either layout.
 // int8 and e4m3 rows carry a scale: either one for the layer (key_scale, value_scale) or one per row, made when the
 // row is written, in [num_blocks, num_kv_heads, block_size] float.
 #pragma once
@@ -10,6 +17,10 @@
 namespace headrace {
 
 enum class CacheType : int32_t { kFloat = 0, kBf16 = 1, kHalf = 2, kInt8 = 3, kE4m3 = 4 };
+enum class CacheLayout : int32_t { kRows = 0, kGroups = 1 };
+
+// Keys of a group. Blocks of a cache in groups are whole multiples of it, and so are its heads' dimensions.
+constexpr int kGroupKeys = 16;
 
 struct KvCache {
   void* keys;
@@ -22,6 +33,7 @@ struct KvCache {
   int32_t num_kv_heads;
   int32_t head_dim;
   int32_t block_size;
+  CacheLayout layout;
 };
 
 // The largest head that the kernels take.
@@ -60,61 +72,87 @@ inline uint8_t e4m3_of_float(float value) {
   return static_cast<uint8_t>(sign | (((bits + 0x7ffffu + ((bits >> 20) & 1)) >> 20) - (120u << 3)));
 }
 
+inline Floats magnitude(Floats value) { return larger(value, -value); }
+
+// Of a row in whole vectors.
 inline float largest_magnitude(const float* row, int count) {
-  float largest = 0.0f;
-  for (int i = 0; i < count; ++i) largest = std::fmax(largest, std::fabs(row[i]));
-  return largest;
+  Floats largest = {};
+  int i = 0;
+  for (; i + kLanes <= count; i += kLanes) largest = larger(largest, magnitude(load_floats(row + i)));
+  float found = largest_lane(largest);
+  for (; i < count; ++i) found = std::fmax(found, std::fabs(row[i]));
+  return found;
 }
 
-// Stores one head's row at cache row `index`, with a scale of its own where the cache keeps them.
-inline void write_cache_row(const KvCache& cache, void* rows, float* scales, float layer_scale, int64_t index,
-                            const float* from) {
-  const int count = cache.head_dim;
-  char* to = static_cast<char*>(rows) + index * count * bytes_of(cache.type);
-  float scale = layer_scale;
-  if (scales != nullptr && is_scaled(cache.type)) {
-    const float largest = largest_magnitude(from, count);
-    scale = largest > 0.0f ? largest / (cache.type == CacheType::kInt8 ? 127.0f : 448.0f) : 1.0f;
-    scales[index] = scale;
-  }
-  const float inverse = 1.0f / scale;
-  switch (cache.type) {
+// A float row in the storage type: `to` holds head_dim elements.
+inline void store_cache_row(CacheType type, const float* from, int count, float inverse_scale, void* to) {
+  switch (type) {
     case CacheType::kFloat: std::memcpy(to, from, sizeof(float) * static_cast<size_t>(count)); break;
     case CacheType::kBf16:
     case CacheType::kHalf: {
-      const DType type = cache.type == CacheType::kBf16 ? DType::kBF16 : DType::kF16;
+      const DType stored = type == CacheType::kBf16 ? DType::kBF16 : DType::kF16;
       int i = 0;
-      for (; i + kLanes <= count; i += kLanes) store_vector(to, i, type, load_floats(from + i));
-      for (; i < count; ++i) store_one(to, i, type, from[i]);
+      for (; i + kLanes <= count; i += kLanes) store_vector(to, i, stored, load_floats(from + i));
+      for (; i < count; ++i) store_one(to, i, stored, from[i]);
       break;
     }
     case CacheType::kInt8:
       for (int i = 0; i < count; ++i)
-        reinterpret_cast<int8_t*>(to)[i] =
-            static_cast<int8_t>(std::fmax(-127.0f, std::fmin(127.0f, std::nearbyint(from[i] * inverse))));
+        static_cast<int8_t*>(to)[i] =
+            static_cast<int8_t>(std::fmax(-127.0f, std::fmin(127.0f, std::nearbyint(from[i] * inverse_scale))));
       break;
     case CacheType::kE4m3:
-      for (int i = 0; i < count; ++i) reinterpret_cast<uint8_t*>(to)[i] = e4m3_of_float(from[i] * inverse);
+      for (int i = 0; i < count; ++i) static_cast<uint8_t*>(to)[i] = e4m3_of_float(from[i] * inverse_scale);
       break;
   }
 }
 
-// Widens one row, without its scale: every int8 and e4m3 value is exact in bf16 too.
-inline void read_cache_row(CacheType type, const char* from, int count, float* to) {
-  switch (type) {
-    case CacheType::kFloat: std::memcpy(to, from, sizeof(float) * static_cast<size_t>(count)); break;
-    case CacheType::kBf16:
-      for (int i = 0; i < count; ++i) to[i] = float_of_bf16(reinterpret_cast<const uint16_t*>(from)[i]);
-      break;
-    case CacheType::kHalf:
-      for (int i = 0; i < count; ++i) to[i] = float_of_f16(reinterpret_cast<const uint16_t*>(from)[i]);
-      break;
-    case CacheType::kInt8:
-      for (int i = 0; i < count; ++i) to[i] = reinterpret_cast<const int8_t*>(from)[i];
-      break;
-    case CacheType::kE4m3:
-      for (int i = 0; i < count; ++i) to[i] = float_of_e4m3(reinterpret_cast<const uint8_t*>(from)[i]);
-      break;
+// Puts a stored row of Units in its place among those of its group: unit i goes `step` units after unit i - 1.
+template <class Unit>
+inline void spread(const char* from, int units, char* to, int64_t step) {
+  constexpr int64_t kBytes = sizeof(Unit);
+  for (int i = 0; i < units; ++i) std::memcpy(to + i * step * kBytes, from + i * kBytes, sizeof(Unit));
+}
+
+template <class Unit>
+inline void spread_row(const char* from, int head_dim, bool is_key, int pair, int key, char* group) {
+  struct Pair {
+    Unit units[2];
+  };
+  if (is_key) {
+    if (pair == 2)
+      spread<Pair>(from, head_dim / 2, group + key * static_cast<int64_t>(sizeof(Pair)), kGroupKeys);
+    else
+      spread<Unit>(from, head_dim, group + key * static_cast<int64_t>(sizeof(Unit)), kGroupKeys);
+  } else {
+    const int64_t first = int64_t{key / pair} * head_dim * pair + key % pair;
+    spread<Unit>(from, head_dim, group + first * static_cast<int64_t>(sizeof(Unit)), pair);
+  }
+}
+
+// Stores one head's row (a key's or a value's) at cache row `index`, with a scale of its own where the cache keeps
+// them. Writers of neighbouring rows do not disturb each other: no byte of another row is written.
+inline void write_cache_row(const KvCache& cache, bool is_key, int64_t index, const float* from) {
+  float* scales = is_key ? cache.key_scales : cache.value_scales;
+  float scale = is_key ? cache.key_scale : cache.value_scale;
+  if (scales != nullptr && is_scaled(cache.type)) {
+    const float largest = largest_magnitude(from, cache.head_dim);
+    scale = largest > 0.0f ? largest / (cache.type == CacheType::kInt8 ? 127.0f : 448.0f) : 1.0f;
+    scales[index] = scale;
+  }
+  const int64_t bytes = bytes_of(cache.type), row_bytes = cache.head_dim * bytes;
+  char* const rows = static_cast<char*>(is_key ? cache.keys : cache.values);
+  if (cache.layout == CacheLayout::kRows)
+    return store_cache_row(cache.type, from, cache.head_dim, 1.0f / scale, rows + index * row_bytes);
+  alignas(64) char stored[kMostHeadDim * sizeof(float)];
+  store_cache_row(cache.type, from, cache.head_dim, 1.0f / scale, stored);
+  // Blocks are whole groups, so a group begins at each multiple of kGroupKeys rows.
+  const int key = static_cast<int>(index % kGroupKeys);
+  char* const group = rows + (index - key) * row_bytes;
+  switch (bytes) {
+    case 1: spread_row<uint8_t>(stored, cache.head_dim, is_key, 2, key, group); break;
+    case 2: spread_row<uint16_t>(stored, cache.head_dim, is_key, 2, key, group); break;
+    default: spread_row<float>(stored, cache.head_dim, is_key, 1, key, group); break;
   }
 }
 

@@ -9,6 +9,9 @@
 namespace headrace {
 
 constexpr float kLog2E = 1.44269504f;
+
+// Weights are made and added up so many at a time, counted from the start of a tile.
+constexpr int kWeightKeys = 2 * kLanes > kGroupKeys ? 2 * kLanes : kGroupKeys;
 constexpr float kInfinity = __builtin_inff();
 
 // How the scores of a tile are made from the products of queries and keys.
@@ -30,12 +33,12 @@ struct RowStates {
   float* sums;     // [rows in whole vectors]
 };
 
-// The keys [first, end) that a row sees, in whole vectors from `low` to `high`.
+// The keys [first, end) that a row sees, in whole steps of two vectors from `low` to `high`.
 struct Sight {
   int first, end, low, high;
 
-  Sight(int first, int end, int keys)
-      : first(first), end(end), low(first / kLanes * kLanes), high(std::min(keys, round_up_to(end, kLanes))) {
+  Sight(int first, int end)
+      : first(first), end(end), low(first / (2 * kLanes) * (2 * kLanes)), high(round_up_to(end, 2 * kLanes)) {
     if (end <= first) low = high = 0;
   }
   bool is_edge(int key) const { return key < first || key + kLanes > end; }
@@ -64,81 +67,98 @@ inline float score_row(float* scores, const Sight& sight, const ScoreRule& rule)
   return plain ? largest_lane(most) * rule.power_scale() : largest_lane(most);
 }
 
-// The sum of weights as they were rounded, so that they add up to one and rounding does not shrink the output.
+// 2^x for x up to 0, or -infinity. Rounded to bf16 (2^-9) soon, it may be off by 8e-5 of itself.
+inline Floats weight_of(Floats x, const Bf16*) {
+#if defined(HEADRACE_AVX512)
+  // 2^f for f in [0, 1), the polynomial of least relative error; scalef takes x down to whole powers by itself, and
+  // what is left of an infinity is 0.
+  const Floats f = reinterpret_cast<Floats>(
+      _mm512_reduce_ps(reinterpret_cast<__m512>(x), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
+  Floats p = fused(f, all_lanes(0.0780244595f), all_lanes(0.2260672453f));
+  p = fused(p, f, all_lanes(0.6958335096f));
+  p = fused(p, f, all_lanes(0.9999252200f));
+  return times_power_of_two(p, x);
+#else
+  return power_of_two<false>(x);
+#endif
+}
+
+inline Floats weight_of(Floats x, const float*) { return power_of_two<true>(x); }
+
+// Stores weights, and adds them up as they were rounded: then they add up to one, and rounding does not shrink the
+// output.
 template <class T>
-struct WeightSum {
+struct Weights {
   Floats sum = {};
-  void add(const T* weights) { sum += load_weights(weights); }
-  float total() const { return sum_of_lanes(sum); }
+
+  void add(Floats first, Floats second, T* to) {
+    if constexpr (sizeof(T) == 4) {
+      store_floats(to, first);
+      store_floats(to + kLanes, second);
+      sum += first + second;
+    } else {
+      store_bf16(to, first);
+      store_bf16(to + kLanes, second);
+      sum += load_bf16(to) + load_bf16(to + kLanes);
+    }
+  }
 };
 
 #if defined(HEADRACE_AVX512) && defined(HEADRACE_BF16_DOT)
 template <>
-struct WeightSum<Bf16> {
-  __m256 sum = {};
-  void add(const Bf16* weights) {
-    const __m256i rounded = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights));
-    sum = _mm256_dpbf16_ps(sum, (__m256bh)rounded, (__m256bh)_mm256_set1_epi16(0x3f80));
+struct Weights<Bf16> {
+  Floats sum = {};
+
+  void add(Floats first, Floats second, Bf16* to) {
+    const __m512bh both = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(second), reinterpret_cast<__m512>(first));
+    std::memcpy(to, &both, sizeof(both));
+    sum = reinterpret_cast<Floats>(
+        _mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), both, (__m512bh)_mm512_set1_epi16(0x3f80)));
   }
-  float total() const { return _mm512_reduce_add_ps(_mm512_zextps256_ps512(sum)); }
 };
 #endif
 
 // What score_row left [keys] -> weights[keys] = 2^(score - largest), 0 out of sight; returns the sum of weights.
+// `keys` is in whole steps of kWeightKeys.
 template <class T>
 inline float weigh_row(const float* scores, int keys, const Sight& sight, const ScoreRule& rule, float largest,
                        T* weights) {
-  for (int key = 0; key < sight.low; key += kLanes) store_weights(weights + key, Floats{});
-  for (int key = sight.high; key < keys; key += kLanes) store_weights(weights + key, Floats{});
+  constexpr int kStep = 2 * kLanes;
+  std::fill_n(weights, sight.low, T{});
+  if (sight.high < keys) std::fill(weights + sight.high, weights + keys, T{});
   const Floats scale = all_lanes(rule.power_scale()), less = all_lanes(-largest);
-  if (rule.value_scales != nullptr) {
-    Floats sum = {};
-    for (int key = sight.low; key < sight.high; key += kLanes) {
-      Floats weight = power_of_two<sizeof(T) == 4>(fused(load_floats(scores + key), scale, less));
-      if (sight.is_edge(key)) weight = sight.only_seen(key, weight, 0.0f);
-      sum += weight;
-      store_weights(weights + key, weight * load_floats(rule.value_scales + key));
+  const auto weigh = [&](int key) {
+    const Floats weight = weight_of(fused(load_floats(scores + key), scale, less), weights);
+    return sight.is_edge(key) ? sight.only_seen(key, weight, 0.0f) : weight;
+  };
+  Weights<T> stored;
+  Floats exact = {};  // before values' scales
+  for (int key = sight.low; key < sight.high; key += kStep) {
+    Floats first = weigh(key), second = weigh(key + kLanes);
+    if (rule.value_scales != nullptr) {
+      exact += first + second;
+      first *= load_floats(rule.value_scales + key);
+      second *= load_floats(rule.value_scales + key + kLanes);
     }
-    return sum_of_lanes(sum);
+    stored.add(first, second, weights + key);
   }
-  WeightSum<T> sum;
-  for (int key = sight.low; key < sight.high; key += kLanes) {
-    Floats weight = power_of_two<sizeof(T) == 4>(fused(load_floats(scores + key), scale, less));
-    if (sight.is_edge(key)) weight = sight.only_seen(key, weight, 0.0f);
-    store_weights(weights + key, weight);
-    sum.add(weights + key);
-  }
-  return sum.total();
+  return sum_of_lanes(rule.value_scales != nullptr ? exact : stored.sum);
 }
 
-// Adds a tile's outcome to the rows' running one: output [rows, padded], tile_output [rows, tile_stride]. Always called
-// tile by tile in the order of the context; a row's result does not depend on the rows beside it.
-inline void merge_tile(const RowStates& states, float* output, const RowStates& tile, const float* tile_output,
-                       int tile_stride, int rows, int padded) {
+// Adds a tile's largest scores and sums to the rows' running ones, and says how their outputs are to be joined: keep
+// and take are [rows in whole vectors]. Always called tile by tile in the order of the context; a row's result does
+// not depend on the rows beside it.
+inline void merge_states(const RowStates& states, const RowStates& tile, int rows, float* keep, float* take) {
   const Floats none = all_lanes(-kInfinity);
-  alignas(64) float keep[kLanes], take[kLanes];
-  for (int first = 0; first < rows; first += kLanes) {
-    const Floats before = load_floats(states.largest + first), new_one = load_floats(tile.largest + first);
+  for (int row = 0; row < rows; row += kLanes) {
+    const Floats before = load_floats(states.largest + row), new_one = load_floats(tile.largest + row);
     const Floats largest = larger(before, new_one);
     const Floats kept = choose(before == none, Floats{}, power_of_two<true>(before - largest));
     const Floats taken = choose(new_one == none, Floats{}, power_of_two<true>(new_one - largest));
-    store_floats(keep, kept);
-    store_floats(take, taken);
-    store_floats(states.largest + first, largest);
-    store_floats(states.sums + first,
-                 fused(load_floats(states.sums + first), kept, load_floats(tile.sums + first) * taken));
-    for (int row = first; row < rows && row < first + kLanes; ++row) {
-      if (tile.largest[row] == -kInfinity) continue;
-      float* to = output + row * padded;
-      const float* from = tile_output + row * tile_stride;
-      if (keep[row - first] == 0.0f && take[row - first] == 1.0f) {
-        std::memcpy(to, from, sizeof(float) * static_cast<size_t>(padded));
-        continue;
-      }
-      const Floats factor = all_lanes(keep[row - first]), new_factor = all_lanes(take[row - first]);
-      for (int i = 0; i < padded; i += kLanes)
-        store_floats(to + i, fused(load_floats(to + i), factor, load_floats(from + i) * new_factor));
-    }
+    store_floats(keep + row, kept);
+    store_floats(take + row, taken);
+    store_floats(states.largest + row, largest);
+    store_floats(states.sums + row, fused(load_floats(states.sums + row), kept, load_floats(tile.sums + row) * taken));
   }
 }
 

@@ -1,16 +1,20 @@
 // One thread's share of an attention: a stream of units, each one tile of keys for a few query rows. While a unit is
 // computed, the keys and values of the next are fetched: their blocks lie all over memory, each too short for the
 // hardware to see a stream.
+//
+// A unit's keys begin at a whole number of kWeightKeys into its tile, also where a window hides some: a key's place in
+// every sum is the same whatever is left out.
 #pragma once
 
 #include <algorithm>
 
 #include "attention.h"
 #include "attention_softmax.h"
+#include "attention_stage.h"
 
 namespace headrace {
 
-constexpr int kTileRows = 48;  // query rows of one item, about: enough to pay for packing the keys
+constexpr int kTileRows = 48;  // query rows of one item, about: enough to pay for reading the keys
 
 struct Shape {
   int group;            // query heads of a KV head
@@ -54,36 +58,37 @@ struct Unit {
   uint32_t* finished;  // tiles done, of a unit with partials
 };
 
-// Where the rows of a unit's keys and values are.
+// Where a unit's keys and values are.
 struct Places {
-  int base;   // the first key's position: whole vectors of keys that no row may see are left out
-  int count;  // keys that are there
-  int keys;   // count in whole vectors
-  const char* rows[2 * kTileKeys];  // of the keys, then of the values, `keys` each; beyond `count` they are zeros
+  int base;    // the first key's position: what no row may see is left out in steps of kWeightKeys
+  int count;   // keys that are there
+  int groups;  // count in whole groups
+  const char* runs[2 * kTileGroups];  // in a cache of groups: those of the keys, then those of the values
 
-  const char* const* key_rows() const { return rows; }
-  const char* const* value_rows() const { return rows + keys; }
+  const char* const* end() const { return runs + 2 * groups; }
 };
 
 // What one thread keeps while it works. Rows are padded to whole vectors.
 template <class T>
 struct Scratch {
-  T* queries;             // [rows, padded]
-  T* keys;                // [padded / kPairs][kTileKeys][kPairs]
-  T* values;              // [kTileKeys / kPairs][padded][kPairs]
-  T* staging;             // [kTileKeys, padded], where the storage type is not T
-  T* weights;             // [rows, kTileKeys]
-  char* zeros;            // [4 padded]
-  float* scores;          // [rows, kTileKeys]
-  float* tile_output;     // [rows, padded]
-  float* output;          // [rows, padded]
-  float* row;             // [padded]
-  float* key_scales;      // [kTileKeys]
-  float* value_scales;    // [kTileKeys]
-  RowStates tile_states;  // [rows in whole vectors]
-  RowStates states;       // the same
-  const T** staged;       // [kTileKeys]
-  Places* places;         // [2]: of the unit that is computed, and of the next
+  T* queries;              // [rows, padded]
+  T* keys;                 // [kTileGroups][padded / kPairs][kGroupKeys][kPairs], where the cache holds others
+  T* values;               // [kTileGroups][kGroupKeys / kPairs][padded][kPairs]
+  T* rows;                 // [kGroupKeys, padded], of a cache in rows
+  T* weights;              // [rows, kTileKeys]
+  float* scores;           // [rows, kTileKeys]
+  float* tile_output;      // [rows, padded]
+  float* output;           // [rows, padded]
+  float* row;              // [padded]
+  float* key_scales;       // [kTileKeys]
+  float* value_scales;     // [kTileKeys]
+  float* keep;             // [rows in whole vectors]
+  float* take;             // the same
+  RowStates tile_states;   // the same
+  RowStates states;        // the same
+  const T** key_groups;    // [kTileGroups]
+  const T** value_groups;  // [kTileGroups]
+  Places* places;          // [2]: of the unit that is computed, and of the next
 };
 
 template <class Part>
@@ -99,20 +104,23 @@ char* lay_out(const Shape& shape, char* from, Scratch<T>& scratch) {
   take(from, rows * padded, scratch.queries);
   take(from, padded * kTileKeys, scratch.keys);
   take(from, padded * kTileKeys, scratch.values);
-  take(from, padded * kTileKeys, scratch.staging);
+  take(from, padded * kGroupKeys, scratch.rows);
   take(from, rows * kTileKeys, scratch.weights);
-  take(from, 4 * padded, scratch.zeros);
   take(from, rows * kTileKeys, scratch.scores);
   take(from, rows * padded, scratch.tile_output);
   take(from, rows * padded, scratch.output);
   take(from, padded, scratch.row);
   take(from, int64_t{kTileKeys}, scratch.key_scales);
   take(from, int64_t{kTileKeys}, scratch.value_scales);
+  const int64_t vector_rows = round_up_to(shape.rows, kLanes);
+  take(from, vector_rows, scratch.keep);
+  take(from, vector_rows, scratch.take);
   for (RowStates* states : {&scratch.tile_states, &scratch.states}) {
-    take(from, round_up_to(shape.rows, kLanes), states->largest);
-    take(from, round_up_to(shape.rows, kLanes), states->sums);
+    take(from, vector_rows, states->largest);
+    take(from, vector_rows, states->sums);
   }
-  take(from, int64_t{kTileKeys}, scratch.staged);
+  take(from, int64_t{kTileGroups}, scratch.key_groups);
+  take(from, int64_t{kTileGroups}, scratch.value_groups);
   take(from, int64_t{2}, scratch.places);
   return from;
 }
@@ -125,27 +133,29 @@ inline void store_row(Bf16* to, const float* from, int count) {
 inline bool is_stored_as(CacheType type, const float*) { return type == CacheType::kFloat; }
 inline bool is_stored_as(CacheType type, const Bf16*) { return type == CacheType::kBf16; }
 
+constexpr int kRowSteps = 4;  // of fetching, while a row's query or weights are made
+
 template <class T>
 class Worker {
  public:
   Worker(const AttentionArgs& args, const Step& step, int thread)
       : args_(args), cache_(args.source.cache), step_(step), shape_(shape_of(args)) {
     lay_out(shape_, step.thread_scratch(thread), scratch_);
-    std::fill_n(scratch_.zeros, 4 * shape_.padded, 0);
     // Rows that fill the last vector up are merged with the others; nothing reads them.
     reset(scratch_.tile_states);
     row_bytes_ = cache_.head_dim * bytes_of(cache_.type);
     places_ = scratch_.places;
+    places_->groups = 0;
     next_places_ = scratch_.places + 1;
   }
 
   // Takes the next unit, and computes the one before it.
   void feed(const Unit& unit) {
     locate(unit, *next_places_);
-    if (has_pending_)
-      compute(pending_, next_places_);
-    else
-      fetch_of(next_places_).take(2 * kTileKeys);
+    // A step for each pair of dimensions and keys at least, more with many rows.
+    fetch_ = fetch_of(*next_places_, (shape_.padded + places_->groups * kGroupKeys) / kPairs<T>);
+    if (has_pending_) compute(pending_);
+    fetch_.finish();
     std::swap(places_, next_places_);
     pending_ = unit;
     has_pending_ = true;
@@ -153,28 +163,23 @@ class Worker {
 
   // Computes the last unit.
   void finish() {
-    if (has_pending_) compute(pending_, nullptr);
+    fetch_ = {};
+    if (has_pending_) compute(pending_);
     has_pending_ = false;
   }
 
  private:
-  // The pending unit, whose rows are at places_, while the rows of `next` are fetched.
-  void compute(const Unit& unit, const Places* next) {
+  // The pending unit, whose keys are at places_, while those of the next are fetched.
+  void compute(const Unit& unit) {
     const Item& item = unit.item;
-    const int rows = item.tokens * shape_.group, padded = shape_.padded;
+    const int rows = item.tokens * shape_.group;
     const bool split = unit.partials != nullptr;
     if (split || unit.tile == item.first_tile) {
       prepare(item, !split || unit.tile == item.end_tile - 1);
       reset(rows);
     }
-    compute_tile(item, next);
-    if (split) {
-      if (!leave_partial(unit, rows)) return;
-    } else {
-      merge_tile(scratch_.states, scratch_.output, scratch_.tile_states, scratch_.tile_output, padded, rows, padded);
-      if (unit.tile != item.end_tile - 1) return;
-    }
-    write_output(item);
+    compute_tile(item, !split);
+    if (split ? leave_partial(unit, rows) : unit.tile == item.end_tile - 1) write_output(item);
   }
 
   // Queries in T. In a fused decode step also the token's own key and value, which the last tile then reads.
@@ -187,6 +192,7 @@ class Worker {
       for (int g = 0; g < shape_.group; ++g, to += shape_.padded) {
         const int64_t row = item.first_row + token;
         const int head = item.kv_head * shape_.group + g;
+        for (int i = 0; i < kRowSteps; ++i) fetch_.step();
         if (fused)
           prepare_query(source, step_, row, head, scratch_.row);
         else
@@ -209,22 +215,22 @@ class Worker {
     std::fill_n(states.sums, rows, 0.0f);
   }
 
-  // Every row's softmax over the tile at places_, into tile_states and tile_output.
-  void compute_tile(const Item& item, const Places* next) {
-    const int rows = item.tokens * shape_.group, padded = shape_.padded, head_dim = cache_.head_dim;
-    const int keys = places_->keys, steps = round_up_to(head_dim, kPairs<T>) / kPairs<T>;
-    Fetch fetch = fetch_of(next);
-    pack_keys(typed(places_->key_rows()), keys, steps * kPairs<T>, scratch_.keys, fetch);
-    product(scratch_.queries, padded, rows, scratch_.keys, keys * kPairs<T>, steps, keys, scratch_.scores, kTileKeys,
-            fetch);
+  // Every row's softmax over the tile at places_: joined to the item's output, or by itself in tile_states and
+  // tile_output.
+  void compute_tile(const Item& item, bool joined) {
+    const int rows = item.tokens * shape_.group, padded = shape_.padded;
+    make_groups(item);
+    score_product(scratch_.queries, padded, rows, scratch_.key_groups, places_->groups, padded / kPairs<T>,
+                  scratch_.scores, fetch_);
 
     const ScoreRule rule = rule_for(item);
+    const int keys = round_up_to(places_->count, kWeightKeys);
     for (int token = 0, row = 0; token < item.tokens; ++token) {
       const int position = item.first_position + token;
       const Sight sight(std::max(0, first_visible(position, args_.window) - places_->base),
-                        std::min(keys, position + 1 - places_->base), keys);
+                        std::min(places_->count, position + 1 - places_->base));
       for (int g = 0; g < shape_.group; ++g, ++row) {
-        fetch.take(8);
+        for (int i = 0; i < kRowSteps; ++i) fetch_.step();
         float* const scores = scratch_.scores + row * kTileKeys;
         const float largest = scratch_.tile_states.largest[row] = score_row(scores, sight, rule);
         scratch_.tile_states.sums[row] =
@@ -232,14 +238,10 @@ class Worker {
       }
     }
 
-    const T* const* value_rows = typed(places_->value_rows());
-    if (!direct_values(scratch_.weights, kTileKeys, rows, value_rows, keys, head_dim, scratch_.tile_output, padded,
-                       fetch)) {
-      pack_values(value_rows, keys, head_dim, padded, scratch_.values);
-      product(scratch_.weights, kTileKeys, rows, scratch_.values, padded * kPairs<T>, keys / kPairs<T>, padded,
-              scratch_.tile_output, padded, fetch);
-    }
-    fetch.take(2 * kTileKeys);  // what is left
+    if (joined) merge_states(scratch_.states, scratch_.tile_states, rows, scratch_.keep, scratch_.take);
+    const Factors factors = joined ? Factors{scratch_.keep, scratch_.take} : Factors{nullptr, nullptr};
+    value_product(scratch_.weights, rows, scratch_.value_groups, places_->groups, padded,
+                  joined ? scratch_.output : scratch_.tile_output, factors, fetch_);
   }
 
   // True for the thread that finished the item's last tile: it has merged all of them, in order.
@@ -260,71 +262,108 @@ class Worker {
         scratch_.tile_states.largest[row] = from[row * stride + padded];
         scratch_.tile_states.sums[row] = from[row * stride + padded + 1];
       }
-      merge_tile(scratch_.states, scratch_.output, scratch_.tile_states, from, static_cast<int>(stride), rows, padded);
+      merge_states(scratch_.states, scratch_.tile_states, rows, scratch_.keep, scratch_.take);
+      for (int row = 0; row < rows; ++row) {
+        float* const to = scratch_.output + row * padded;
+        for (int i = 0; i < padded; i += kLanes)
+          store_floats(to + i, join(load_floats(to + i), scratch_.keep[row], load_floats(from + row * stride + i),
+                                    scratch_.take[row]));
+      }
     }
     return true;
   }
 
-  // Beyond the keys that are there, where a slot may hold anything, the rows are zeros.
   void locate(const Unit& unit, Places& places) const {
     const Item& item = unit.item;
     const int tile_start = unit.tile * kTileKeys;
-    // A vector's place in the tile stays the same whatever is left out, and with it the order of every sum.
     const int hidden = std::max(0, first_visible(item.first_position, args_.window) - tile_start);
-    places.base = tile_start + hidden / kLanes * kLanes;
+    places.base = tile_start + hidden / kWeightKeys * kWeightKeys;
     places.count = std::min(tile_start + kTileKeys, item.last_position() + 1) - places.base;
-    places.keys = round_up_to(places.count, kLanes);
-    for_each_row(item, places.base, places.count, [&](int key, int64_t index) {
-      places.rows[key] = static_cast<const char*>(cache_.keys) + index * row_bytes_;
-      places.rows[places.keys + key] = static_cast<const char*>(cache_.values) + index * row_bytes_;
-    });
-    for (int key = places.count; key < places.keys; ++key)
-      places.rows[key] = places.rows[places.keys + key] = scratch_.zeros;
-  }
-
-  // visit(key, row of the cache) for keys [base, base + count) of the item's sequence.
-  template <class Visit>
-  void for_each_row(const Item& item, int base, int count, Visit visit) const {
-    const int32_t* blocks = step_.block_table + item.seq * step_.block_table_stride;
-    int block = base / cache_.block_size, offset = base % cache_.block_size;
-    for (int key = 0; key < count; ++block, offset = 0) {
-      const int64_t first = (int64_t{blocks[block]} * cache_.num_kv_heads + item.kv_head) * cache_.block_size;
-      const int end = std::min(cache_.block_size, offset + count - key);
-      for (; offset < end; ++offset, ++key) visit(key, first + offset);
+    places.groups = round_up_to(places.count, kGroupKeys) / kGroupKeys;
+    if (cache_.layout != CacheLayout::kGroups) return;
+    for (int group = 0; group < places.groups; ++group) {
+      const int64_t index = row_of(item, places.base + group * kGroupKeys);
+      places.runs[group] = static_cast<const char*>(cache_.keys) + index * row_bytes_;
+      places.runs[places.groups + group] = static_cast<const char*>(cache_.values) + index * row_bytes_;
+      if (cache_.key_scales != nullptr) __builtin_prefetch(cache_.key_scales + index);
+      if (cache_.value_scales != nullptr) __builtin_prefetch(cache_.value_scales + index);
     }
   }
 
-  Fetch fetch_of(const Places* places) const {
-    if (places == nullptr) return {nullptr, nullptr, 0};
-    return {places->rows, places->rows + 2 * places->keys, row_bytes_};
+  // The cache's row of a position.
+  int64_t row_of(const Item& item, int position) const {
+    const int64_t block = step_.block_table[item.seq * step_.block_table_stride + position / cache_.block_size];
+    return (block * cache_.num_kv_heads + item.kv_head) * cache_.block_size + position % cache_.block_size;
   }
 
-  // Rows as values of T: where they lie, or widened into the staging room, which the next call overwrites.
-  const T* const* typed(const char* const* rows) {
-    if (is_stored_as(cache_.type, scratch_.staging)) return reinterpret_cast<const T* const*>(rows);
-    std::fill_n(scratch_.row, shape_.padded, 0.0f);
-    for (int key = 0; key < places_->keys; ++key) {
-      T* to = scratch_.staging + key * shape_.padded;
-      read_cache_row(cache_.type, rows[key], cache_.head_dim, scratch_.row);
-      store_row(to, scratch_.row, shape_.padded);
-      scratch_.staged[key] = to;
+  Fetch fetch_of(const Places& places, int64_t steps) const {
+    if (cache_.layout != CacheLayout::kGroups) return {};
+    return {places.runs, places.end(), kGroupKeys * row_bytes_, steps};
+  }
+
+  // The groups of the tile at places_: where they lie if they can be read so, else made from what is there.
+  void make_groups(const Item& item) {
+    const int64_t size = int64_t{kGroupKeys} * shape_.padded;
+    for (int group = 0; group < places_->groups; ++group) {
+      const int count = std::min(kGroupKeys, places_->count - group * kGroupKeys);
+      T* const keys = scratch_.keys + group * size;
+      T* const values = scratch_.values + group * size;
+      scratch_.key_groups[group] = keys;
+      scratch_.value_groups[group] = values;
+      if (cache_.layout == CacheLayout::kRows) {
+        group_keys(rows_of(item, cache_.keys, group, count), shape_.padded, keys);
+        group_values(rows_of(item, cache_.values, group, count), shape_.padded, values);
+        continue;
+      }
+      const char* const key_run = places_->runs[group];
+      const char* const value_run = places_->runs[places_->groups + group];
+      const bool as_stored = is_stored_as(cache_.type, keys);
+      if (as_stored)
+        scratch_.key_groups[group] = reinterpret_cast<const T*>(key_run);
+      else
+        widen_group(cache_.type, key_run, cache_.head_dim / 2, kGroupKeys, keys);
+      // Beyond the keys that are there a slot may hold anything: a score of it is never used, but a value that is no
+      // number would be, for all that it weighs nothing.
+      if (as_stored && count == kGroupKeys) {
+        scratch_.value_groups[group] = reinterpret_cast<const T*>(value_run);
+      } else {
+        widen_group(cache_.type, value_run, kGroupKeys / 2, cache_.head_dim, values);
+        clear_values(values, shape_.padded, count);
+      }
     }
-    return scratch_.staged;
+  }
+
+  // A group's rows [kGroupKeys, padded] from a cache in rows; zeros beyond `count`.
+  const T* rows_of(const Item& item, const void* from, int group, int count) {
+    const int64_t padded = shape_.padded;
+    for (int key = 0; key < count; ++key) {
+      const int64_t index = row_of(item, places_->base + group * kGroupKeys + key);
+      widen_row(cache_.type, static_cast<const char*>(from) + index * row_bytes_, cache_.head_dim, shape_.padded,
+                scratch_.rows + key * padded);
+    }
+    std::fill_n(scratch_.rows + count * padded, (kGroupKeys - count) * padded, T{});
+    return scratch_.rows;
   }
 
   ScoreRule rule_for(const Item& item) {
     ScoreRule rule = {args_.scale, args_.soft_cap, nullptr, nullptr};
     if (!is_scaled(cache_.type)) return rule;
     if (cache_.key_scales == nullptr) rule.scale *= cache_.key_scale;
-    if (cache_.key_scales != nullptr) rule.key_scales = scratch_.key_scales;
-    if (cache_.value_scales != nullptr) rule.value_scales = scratch_.value_scales;
-    for_each_row(item, places_->base, places_->count, [&](int key, int64_t index) {
-      if (rule.key_scales != nullptr) scratch_.key_scales[key] = cache_.key_scales[index];
-      if (rule.value_scales != nullptr) scratch_.value_scales[key] = cache_.value_scales[index];
-    });
-    for (int key = places_->count; key < places_->keys; ++key)
-      scratch_.key_scales[key] = scratch_.value_scales[key] = 0.0f;
+    if (cache_.key_scales != nullptr) rule.key_scales = scales_of(item, cache_.key_scales, scratch_.key_scales);
+    if (cache_.value_scales != nullptr) rule.value_scales = scales_of(item, cache_.value_scales, scratch_.value_scales);
     return rule;
+  }
+
+  // Those of the tile at places_; zeros where there are no keys.
+  const float* scales_of(const Item& item, const float* from, float* to) const {
+    for (int key = 0; key < places_->count;) {
+      const int position = places_->base + key, left = cache_.block_size - position % cache_.block_size;
+      const int count = std::min(left, places_->count - key);
+      std::copy_n(from + row_of(item, position), count, to + key);
+      key += count;
+    }
+    std::fill(to + places_->count, to + kTileKeys, 0.0f);
+    return to;
   }
 
   void write_output(const Item& item) {
@@ -335,7 +374,6 @@ class Worker {
       float* from = scratch_.output + row * shape_.padded;
       const float factor = value_scale / scratch_.states.sums[row];
       for (int i = 0; i < shape_.padded; i += kLanes) store_floats(from + i, load_floats(from + i) * factor);
-      restore_columns(scratch_.queries, head_dim, from);
       const int head = item.kv_head * shape_.group + row % shape_.group;
       store_values(from, args_.output_type, head_dim,
                    row_at(args_.output, item.first_row + row / shape_.group, args_.output_stride, args_.output_type) +
@@ -353,6 +391,7 @@ class Worker {
   Places* next_places_;
   Unit pending_;
   bool has_pending_ = false;
+  Fetch fetch_;  // of the unit after the one that is computed
 };
 
 }  // namespace headrace

@@ -24,13 +24,24 @@ from .program_args import ActivationArgs, AttentionArgs, KvCacheC, NormArgs, Rot
 from .threads import Step
 
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
+LAYOUT_ROWS, LAYOUT_GROUPS = 0, 1
+"""`CacheLayout` in attention_cache.h, which draws both."""
+GROUP_KEYS = 16
+"""`kGroupKeys` there."""
 MOST_HEAD_DIM = 256
 MOST_ROW_VALUES = 32768
 WORKSPACE_BYTES = 8 << 20
 """Partial results of sequences whose context is divided among threads; those that do not fit are not divided."""
 
 
-def describe_cache(key_cache: Tensor, value_cache: Tensor, scales: CacheScales | None = None) -> KvCacheC:
+def best_layout(block_size: int, head_dim: int) -> int:
+    """How a cache that nothing but the kernels reads is best kept: in groups, where they fit."""
+    return LAYOUT_GROUPS if block_size % GROUP_KEYS == 0 and head_dim % GROUP_KEYS == 0 else LAYOUT_ROWS
+
+
+def describe_cache(
+    key_cache: Tensor, value_cache: Tensor, scales: CacheScales | None = None, layout: int = LAYOUT_ROWS
+) -> KvCacheC:
     """The kernels' view of one layer's cache, [num_blocks, num_kv_heads, block_size, head_dim] each.
 
     Raises ValueError where the kernels cannot use it.
@@ -43,6 +54,9 @@ def describe_cache(key_cache: Tensor, value_cache: Tensor, scales: CacheScales |
         raise ValueError("the key and value caches differ in shape or type; they must be alike.")
     if reason := why_no_attention(head_dim=head_dim):
         raise ValueError(reason)
+    if layout == LAYOUT_GROUPS and best_layout(block_size, head_dim) != LAYOUT_GROUPS:
+        sizes = f"not blocks of {block_size} and heads of {head_dim}"
+        raise ValueError(f"a cache in groups has blocks and heads in whole multiples of {GROUP_KEYS}, {sizes}.")
     scales = scales or CacheScales()
     return KvCacheC(
         keys=key_cache.data_ptr(),
@@ -55,6 +69,7 @@ def describe_cache(key_cache: Tensor, value_cache: Tensor, scales: CacheScales |
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         block_size=block_size,
+        layout=layout,
     )
 
 
@@ -183,6 +198,7 @@ class CpuOps:
         value_cache: Tensor,
         batch: PagedBatch,
         scales: CacheScales | None = None,
+        layout: int = LAYOUT_ROWS,
     ) -> None:
         """As `reference.write_cache`; an int8 or e4m3 cache is written divided by its scales."""
         key, value = _rows_of_heads(key), _rows_of_heads(value)
@@ -191,7 +207,7 @@ class CpuOps:
             value=value.data_ptr(),
             key_stride=key.stride(0),
             value_stride=value.stride(0),
-            cache=describe_cache(key_cache, value_cache, scales),
+            cache=describe_cache(key_cache, value_cache, scales, layout),
             type=DTYPES[key.dtype],
         )
         self.runtime.pool.run_op("hr_op_rotary_and_cache_write", args, step_of(batch))
@@ -204,6 +220,7 @@ class CpuOps:
         batch: PagedBatch,
         params: AttentionParams,
         scales: CacheScales | None = None,
+        layout: int = LAYOUT_ROWS,
     ) -> Tensor:
         """As `reference_attention.paged_attention`, and for caches in int8 and e4m3 with their scales.
 
@@ -217,7 +234,7 @@ class CpuOps:
             source=RotaryArgs(
                 query=query.data_ptr(),
                 query_stride=query.stride(0),
-                cache=describe_cache(key_cache, value_cache, scales),
+                cache=describe_cache(key_cache, value_cache, scales, layout),
                 num_heads=num_heads,
                 type=DTYPES[query.dtype],
             ),

@@ -19,6 +19,7 @@ class KvCacheC(ctypes.Structure):
         ("num_kv_heads", ctypes.c_int32),
         ("head_dim", ctypes.c_int32),
         ("block_size", ctypes.c_int32),
+        ("layout", ctypes.c_int32),
     )
 
 

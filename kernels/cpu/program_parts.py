@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .linear import DTYPES, ROWS_FIXED, Runtime
-from .ops import CacheScales, describe_cache
+from .ops import CacheScales, best_layout, describe_cache
 from .program_args import RotaryArgs, SampleArgs
 
 FEW_ROWS = 16
@@ -103,11 +103,18 @@ class Rotary:
 
 @dataclass(frozen=True, eq=False)
 class LayerCache:
-    """One layer's keys and values, each [num_blocks, num_kv_heads, block_size, head_dim]."""
+    """One layer's keys and values, each [num_blocks, num_kv_heads, block_size, head_dim].
+
+    A program keeps a block's rows of a head in the order of `layout`: nothing else reads them, and blocks stay whole.
+    """
 
     keys: Tensor
     values: Tensor
     scales: CacheScales | None = None
+
+    @property
+    def layout(self) -> int:
+        return best_layout(self.keys.shape[2], self.keys.shape[3])
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +133,7 @@ class Attention:
 
 def rotary_args(qkv: Buffer, layer: Attention) -> RotaryArgs:
     """What a layer's attention knows of queries, keys and values. Raises ValueError for what does not fit."""
-    cache = describe_cache(layer.cache.keys, layer.cache.values, layer.cache.scales)
+    cache = describe_cache(layer.cache.keys, layer.cache.values, layer.cache.scales, layer.cache.layout)
     head_dim, num_kv_heads = cache.head_dim, cache.num_kv_heads
     if layer.num_heads % num_kv_heads:
         raise ValueError(f"{layer.num_heads} query heads cannot share {num_kv_heads} KV heads evenly.")

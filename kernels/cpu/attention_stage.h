@@ -1,0 +1,176 @@
+// Reading a paged cache as groups of keys in the form that attention multiplies: T is float, or bf16 where the machine
+// multiplies that. A group that is stored so is read where it lies; others are made so first, here.
+//
+//   keys:    [padded / kPairs][kGroupKeys][kPairs]
+//   values:  [kGroupKeys / kPairs][padded][kPairs]
+#pragma once
+
+#include <array>
+
+#include "attention_tile.h"
+
+namespace headrace {
+
+// The bf16 bits of number * 2^exponent, for a whole number of at most 8 bits.
+constexpr uint16_t bf16_bits(unsigned number, int exponent) {
+  if (number == 0) return 0;
+  int top = 7;
+  while ((number >> top) == 0) --top;
+  return static_cast<uint16_t>((static_cast<unsigned>(127 + exponent + top) << 7) | ((number << (7 - top)) & 0x7f));
+}
+
+constexpr uint16_t bf16_bits_of_e4m3(unsigned code) {
+  const unsigned exponent = code >> 3, mantissa = code & 7;
+  return exponent == 0 ? bf16_bits(mantissa, -9) : bf16_bits(8 + mantissa, static_cast<int>(exponent) - 10);
+}
+
+// The two bytes of the bf16 values of the magnitudes 0 .. 127.
+struct ByteTable {
+  std::array<uint8_t, 128> low, high;
+};
+
+template <bool kIsE4m3>
+constexpr ByteTable byte_table() {
+  ByteTable table = {};
+  for (unsigned code = 0; code < 128; ++code) {
+    const uint16_t bits = kIsE4m3 ? bf16_bits_of_e4m3(code) : bf16_bits(code, 0);
+    table.low[code] = static_cast<uint8_t>(bits & 0xff);
+    table.high[code] = static_cast<uint8_t>(bits >> 8);
+  }
+  return table;
+}
+
+// kLanes numbers of one byte as floats, without their scale.
+template <bool kIsE4m3>
+inline Floats float_of_byte(Ints byte) {
+  if (!kIsE4m3) return __builtin_convertvector((byte << 24) >> 24, Floats);
+  // The exponent is off by 2^120.
+  const Floats magnitude = reinterpret_cast<Floats>((byte & 0x7f) << 20) * 1.329227995784916e36f;
+  return reinterpret_cast<Floats>(reinterpret_cast<Ints>(magnitude) | ((byte & 0x80) << 24));
+}
+
+inline Floats float_of_bf16(Ints word) { return reinterpret_cast<Floats>(word << 16); }
+
+inline Floats float_of_f16(Ints word) {
+  alignas(64) uint16_t halves[kLanes];
+  *reinterpret_cast<UnalignedHalves*>(halves) = __builtin_convertvector(word, Halves);
+  return load_f16(halves);
+}
+
+// Rows of pairs from [rows][words] become two rows of floats each, the first of each pair and the second.
+template <int kPairBytes, class Widen>
+inline void part_pairs(const char* from, int rows, int words, float* to, int to_stride, Widen widen) {
+  constexpr int kBits = 4 * kPairBytes, kMask = (1 << kBits) - 1;
+  for (int row = 0; row < rows; ++row, from += int64_t{words} * kPairBytes, to += 2 * to_stride) {
+    for (int i = 0; i < words; i += kLanes) {
+      Ints pair;
+      if constexpr (kPairBytes == 4)
+        pair = load_ints(reinterpret_cast<const int32_t*>(from) + i);
+      else
+        pair = __builtin_convertvector(*reinterpret_cast<const UnalignedHalves*>(from + int64_t{i} * 2), Ints);
+      store_floats(to + i, widen(pair & kMask));
+      store_floats(to + to_stride + i, widen((pair >> kBits) & kMask));
+    }
+  }
+}
+
+// A stored group of [rows][words] pairs as [2 * rows][words] floats: keys and values alike.
+inline void widen_group(CacheType type, const char* from, int rows, int words, float* to) {
+  switch (type) {
+    case CacheType::kBf16: return part_pairs<4>(from, rows, words, to, words, [](Ints x) { return float_of_bf16(x); });
+    case CacheType::kHalf: return part_pairs<4>(from, rows, words, to, words, [](Ints x) { return float_of_f16(x); });
+    case CacheType::kInt8: return part_pairs<2>(from, rows, words, to, words, float_of_byte<false>);
+    case CacheType::kE4m3: return part_pairs<2>(from, rows, words, to, words, float_of_byte<true>);
+    default: std::memcpy(to, from, sizeof(float) * 2 * static_cast<size_t>(rows * words));
+  }
+}
+
+// The same in bf16, where pairs stay together: every value of one byte is exact.
+template <bool kIsE4m3>
+inline void widen_bytes(const char* from, int count, Bf16* to) {
+  int i = 0;
+#if defined(HEADRACE_AVX512) && defined(__AVX512VBMI__)
+  static constexpr ByteTable kTable = byte_table<kIsE4m3>();
+  const __m512i low_0 = _mm512_loadu_si512(kTable.low.data()), low_1 = _mm512_loadu_si512(kTable.low.data() + 64);
+  const __m512i high_0 = _mm512_loadu_si512(kTable.high.data()), high_1 = _mm512_loadu_si512(kTable.high.data() + 64);
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), sign = _mm512_set1_epi8(-128);
+  for (; i + 64 <= count; i += 64) {
+    const __m512i codes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(from + i));
+    const __m512i index = kIsE4m3 ? codes : _mm512_abs_epi8(codes);  // a look-up takes the lower seven bits
+    const __m512i low = _mm512_permutex2var_epi8(low_0, index, low_1);
+    const __m512i high = _mm512_permutex2var_epi8(high_0, index, high_1);
+    const __m512i with_sign = _mm512_ternarylogic_epi32(high, codes, sign, 0xf8);  // high | (codes & sign)
+    _mm512_storeu_si512(to + i, _mm512_unpacklo_epi8(low, with_sign));
+    _mm512_storeu_si512(to + i + 32, _mm512_unpackhi_epi8(low, with_sign));
+  }
+#endif
+  for (; i < count; ++i) {
+    const uint8_t code = static_cast<uint8_t>(from[i]);
+    to[i] = bf16_of_float(kIsE4m3 ? float_of_e4m3(code) : static_cast<float>(static_cast<int8_t>(code)));
+  }
+}
+
+inline void widen_group(CacheType type, const char* from, int rows, int words, Bf16* to) {
+  const int count = 2 * rows * words;
+  switch (type) {
+    case CacheType::kInt8: return widen_bytes<false>(from, count, to);
+    case CacheType::kE4m3: return widen_bytes<true>(from, count, to);
+    default: std::memcpy(to, from, sizeof(Bf16) * static_cast<size_t>(count));
+  }
+}
+
+// One stored row as T, zeros beyond it; its scale is left out.
+inline void widen_row(CacheType type, const char* from, int count, int padded, float* to) {
+  const auto* bytes = reinterpret_cast<const uint8_t*>(from);
+  switch (type) {
+    case CacheType::kFloat: std::memcpy(to, from, sizeof(float) * static_cast<size_t>(count)); break;
+    case CacheType::kBf16: load_values(from, DType::kBF16, count, to); break;
+    case CacheType::kHalf: load_values(from, DType::kF16, count, to); break;
+    case CacheType::kInt8:
+      for (int i = 0; i < count; ++i) to[i] = static_cast<int8_t>(bytes[i]);
+      break;
+    case CacheType::kE4m3:
+      for (int i = 0; i < count; ++i) to[i] = float_of_e4m3(bytes[i]);
+      break;
+  }
+  for (int i = count; i < padded; ++i) to[i] = 0.0f;
+}
+
+inline void widen_row(CacheType type, const char* from, int count, int padded, Bf16* to) {
+  switch (type) {
+    case CacheType::kInt8: widen_bytes<false>(from, count, to); break;
+    case CacheType::kE4m3: widen_bytes<true>(from, count, to); break;
+    default: std::memcpy(to, from, sizeof(Bf16) * static_cast<size_t>(count));
+  }
+  for (int i = count; i < padded; ++i) to[i] = 0;
+}
+
+// rows [kGroupKeys][padded] -> a group of keys.
+template <class T>
+inline void group_keys(const T* rows, int padded, T* group) {
+  constexpr int kPair = kPairs<T>;
+  for (int i = 0; i < padded / kPair; ++i)
+    for (int key = 0; key < kGroupKeys; ++key, group += kPair)
+      std::memcpy(group, rows + key * padded + i * kPair, sizeof(T) * kPair);
+}
+
+// rows [kGroupKeys][padded] -> a group of values.
+template <class T>
+inline void group_values(const T* rows, int padded, T* group) {
+  constexpr int kPair = kPairs<T>;
+  for (int key = 0; key < kGroupKeys; key += kPair, group += kPair * padded)
+    for (int i = 0; i < padded; ++i)
+      for (int of = 0; of < kPair; ++of) group[i * kPair + of] = rows[(key + of) * padded + i];
+}
+
+// Makes the values of keys [count, kGroupKeys) zeros: they weigh nothing, but what was left there may be no number.
+template <class T>
+inline void clear_values(T* group, int padded, int count) {
+  constexpr int kPair = kPairs<T>;
+  if (count % kPair != 0)
+    for (int i = 0; i < padded; ++i) group[count / kPair * padded * kPair + i * kPair + 1] = 0;
+  const int whole = round_up_to(count, kPair);
+  std::fill_n(group + whole * padded, (kGroupKeys - whole) * padded, T{});
+}
+
+}  // namespace headrace
