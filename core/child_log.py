@@ -63,3 +63,13 @@ def write_beside_bars(text: str) -> None:
         else:
             sys.stderr.write(text)
         sys.stderr.flush()
+
+
+class BesideBars:
+    """A stream for a log handler: stderr, above the progress bars."""
+
+    def write(self, text: str) -> None:
+        write_beside_bars(text)
+
+    def flush(self) -> None:
+        """It never keeps anything back."""

@@ -16,6 +16,8 @@ import sys
 import threading
 from types import FrameType
 
+from headrace.core.child_log import BesideBars
+from headrace.core.load_bar import LoadBar
 from headrace.core.option_parsing import OptionParser, add_options, options_from_arguments, parse_options
 from headrace.core.options import Options
 from headrace.core.supervisor import START_GRACE_S
@@ -75,7 +77,12 @@ def run_alone(options: Options, address: str) -> int:
         return EXIT_START_FAILED
     core = EngineCore(options, port)
     _stop_on_signals(core, options.shutdown_timeout)
-    phase = ["start"]
+    phase, bar = ["start"], LoadBar(options.use_tqdm_on_load)
+
+    def on_phase(name: str, seconds: float) -> None:
+        phase[0] = name
+        bar.close(is_done=True)
+
     limit_s = options.startup_timeout
 
     def too_slow() -> str:
@@ -84,7 +91,7 @@ def run_alone(options: Options, address: str) -> int:
 
     try:
         with exit_when_slow(limit_s + START_GRACE_S, too_slow, EXIT_START_FAILED):
-            core.start(lambda name, seconds: phase.__setitem__(0, name))
+            core.start(on_phase, bar.read)
         print(f"engine-core: ready at {port.address}", flush=True)
         return _serve(core)
     except HeadraceError as error:
@@ -93,6 +100,7 @@ def run_alone(options: Options, address: str) -> int:
     except SystemExit as ended:  # a signal, before there was anything to drain
         return ended.code if isinstance(ended.code, int) else EXIT_START_FAILED
     finally:
+        bar.close(is_done=False)
         core.close()
 
 
@@ -124,6 +132,9 @@ def run_as_child(fd: int) -> int:
         phase[0] = name
         channel.send(Progress(phase=name, seconds=seconds))
 
+    def on_read(read_bytes: int, total_bytes: int) -> None:
+        channel.send(Progress(phase=phase[0], seconds=0.0, read_bytes=read_bytes, total_bytes=total_bytes))
+
     core: EngineCore | None = None
     try:
         start = channel.receive(Deadline(10.0))
@@ -136,7 +147,7 @@ def run_as_child(fd: int) -> int:
             target=obey_parent, args=(channel, core.stop, EXIT_ENGINE_FAILED), name="parent", daemon=True
         ).start()
         _stop_on_signals(core, options.shutdown_timeout)
-        core.start(on_phase)
+        core.start(on_phase, on_read)
         channel.send(Ready(address=port.address, startup_s=core.startup_s))
         phase[0] = "serve"
         return _serve(core)
@@ -183,7 +194,7 @@ def _set_up_logging(default_level: str) -> None:
         level=os.environ.get("HEADRACE_LOG_LEVEL", default_level).upper(),
         format="%(levelname)s %(asctime)s engine-core: %(message)s",
         datefmt="%H:%M:%S",
-        stream=sys.stderr,
+        stream=BesideBars(),
     )
 
 

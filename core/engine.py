@@ -19,6 +19,7 @@ import msgspec
 from headrace.core.commands import profile_folder
 from headrace.core.desk import Desk, ExecutorFailed, Inbox, StopOrder
 from headrace.core.in_flight import steps_in_flight
+from headrace.core.load_bar import LoadBar
 from headrace.core.loop import Loop, scheduler_class
 from headrace.core.memory import fit_cache, ledger
 from headrace.core.memory_port import MemoryPort
@@ -42,12 +43,19 @@ EXECUTORS = {
     "mp on several nodes": "headrace.executor.multinode:MultiNodeExecutor",
 }
 
+OnPhase = Callable[[str, float], None]
+"""The name of the phase that begins, and how many seconds the one before it took."""
+OnRead = Callable[[int, int], None]
+"""Bytes of the weights that have been read, and of how many."""
+
 
 class Phases:
     """Times the start-up: each phase lasts until the next begins."""
 
-    def __init__(self, on_phase: Callable[[str, float], None]) -> None:
+    def __init__(self, on_phase: OnPhase, read: OnRead) -> None:
         self._on_phase = on_phase
+        self.read = read
+        """Hears how much of the weights has been read; see Reporter in executor/base.py."""
         self._name = ""
         self._began_s = time.monotonic()
         self.seconds: dict[str, float] = {}
@@ -76,9 +84,11 @@ class EngineCore:
         self.facts: Facts | None = None
         self.startup_s: dict[str, float] = {}
 
-    def start(self, on_phase: Callable[[str, float], None] = lambda name, seconds: None) -> None:
+    def start(
+        self, on_phase: OnPhase = lambda name, seconds: None, on_read: OnRead = lambda done_bytes, total_bytes: None
+    ) -> None:
         """Loads everything and begins to answer clients. Raises OptionError or ModelError with the cause."""
-        phases = Phases(on_phase)
+        phases = Phases(on_phase, on_read)
         phases("import")
         for check in (scheduler_class, profile_folder):  # what is wrong is told before a model is loaded
             check(self._options)
@@ -224,9 +234,11 @@ class EngineThread:
         self.port = MemoryPort()
         self._on_exit: list[Callable[[Failure], None]] = []
         self._core = EngineCore(options, self.port, executor)
+        bar = LoadBar(options.use_tqdm_on_load)
         try:
-            self._core.start()
+            self._core.start(lambda name, seconds: bar.close(is_done=True), bar.read)
         except BaseException:
+            bar.close(is_done=False)
             self._core.close()
             raise
         self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.child_log import ChildLog
+from headrace.core.load_bar import LoadBar
 from headrace.core.options import Options
 from headrace.ipc.channel import Channel, ChannelClosedError
 from headrace.ipc.codec import CodecError
@@ -64,6 +65,8 @@ class Kind(msgspec.Struct, frozen=True):
     rank: int = 0
     startup_timeout_s: float = 3600.0
     """How long it may take until it is ready."""
+    shows_loading: bool | None = False
+    """A bar while it reads weights; None is where stderr is a terminal."""
     at_end: Callable[[], object] | None = None
     """Called from the watching thread once it has ended, in whatever way."""
 
@@ -81,6 +84,7 @@ class Child:
         self.status: int | None = None
         """Its exit status once it has ended; a signal's number, negative, if that ended it."""
         self.log = ChildLog()
+        self._bar = LoadBar(self.kind.shows_loading)  # for the watching thread
         self._arguments = arguments
         self._phase = "start"
         self._stopping = False
@@ -252,7 +256,10 @@ class Child:
         except (ChannelClosedError, CodecError):
             return False
         with self._changed:
-            if isinstance(message, Progress):
+            if isinstance(message, Progress) and message.total_bytes:
+                self._bar.read(message.read_bytes, message.total_bytes)
+            elif isinstance(message, Progress):
+                self._bar.close(is_done=True)
                 self._phase = message.phase
                 self._progress.append(message)
             elif isinstance(message, Ready):
@@ -270,6 +277,7 @@ class Child:
         if process.stdout is not None:
             process.stdout.close()
         self._channel.close()
+        self._bar.close(is_done=False)
         if self.kind.at_end is not None:
             self.kind.at_end()
         with self._changed:
@@ -326,7 +334,7 @@ def start_engine(options: Options, address: str = "") -> Child:
     """Starts an engine-core of one's own: it ends when this process does. `wait_ready` gives its address."""
     start = Start(schema_hash=SCHEMA_HASH, options=msgspec.to_builtins(options), bind=address)
     # One that is killed leaves its socket.
-    kind = Kind(startup_timeout_s=options.startup_timeout, at_end=sweep_sockets)
+    kind = Kind(startup_timeout_s=options.startup_timeout, shows_loading=options.use_tqdm_on_load, at_end=sweep_sockets)
     return Child("engine-core", ["-m", "headrace.core.daemon", "--parent-fd"], start, kind)
 
 

@@ -17,6 +17,7 @@ from headrace.ipc.failure import ModelError, OptionError
 if TYPE_CHECKING:
     from headrace.executor.gguf_file import GGUFFile
     from headrace.executor.safetensors_weights import Strategy
+    from headrace.executor.watched_weights import OnRead
     from headrace.executor.weights import WeightSource
 
 Format = Literal["safetensors", "pt", "gguf", "sharded_state", "dummy"]
@@ -62,12 +63,25 @@ class Checkpoint:
         """Memory of a GGUF file's tensors as they are stored; None for other formats."""
         return None if self.gguf is None else sum(record.nbytes for record in self.gguf.tensors.values())
 
+    on_read: OnRead | None = field(default=None, repr=False)
+    """Hears how much of the weights has been read."""
+
     def weights(self, shapes: Mapping[str, tuple[int, ...]] | None = None, place: Place = SINGLE) -> WeightSource:
         """Where the weights come from. `shapes`: of dummy weights; by default what the config calls for. `place`: of
         the rank that reads them, which is all that a sharded state has for it.
 
         Raises ModelError, naming the file, when one is missing, foreign or truncated.
         """
+        source = self._source(shapes, place)
+        if self.on_read is None:
+            return source
+        from headrace.executor.families import spec_from_config
+        from headrace.executor.watched_weights import WatchedWeights
+
+        layers = place.layers(spec_from_config(self.config).num_layers)
+        return WatchedWeights(source, self.on_read, layers, self.stored_bytes)
+
+    def _source(self, shapes: Mapping[str, tuple[int, ...]] | None, place: Place) -> WeightSource:
         if self.format == "dummy":
             return _dummy(self.config, shapes)
         if self.gguf is not None:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from headrace.executor.base import Report
+from headrace.executor.base import Report, reader_of
 from headrace.executor.worker_messages import WAIT_FOR_CORE
 from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.messages import Message, Progress
@@ -37,14 +37,14 @@ class Gathering:
         """Held while any of this changes; notified after."""
         self._error, self._late, self._lagging = error, late, lagging
         self._heard: list[list[Message]] = [[] for _ in range(size)]
-        self._phases: list[str] = []  # of the first, until they are reported
+        self._phases: list[Progress] = []  # of the first, until they are reported
 
     def hear(self, number: int, message: Message) -> None:
         with self.changed:
             if not isinstance(message, Progress):
                 self._heard[number].append(message)
             elif number == 0 and message.phase != WAIT_FOR_CORE:
-                self._phases.append(message.phase)
+                self._phases.append(message)
             self.changed.notify_all()
 
     def fail(self, failure: Failure) -> bool:
@@ -85,8 +85,8 @@ class Gathering:
                     self._take(kind, wanted, found)
                 phases, self._phases = (self._phases, []) if report else ([], self._phases)
             self.check()
-            for phase in phases if report else ():
-                report(phase)  # type: ignore[misc]
+            for progress in phases if report else ():
+                _tell(report, progress)
             missing = [number for number in wanted if number not in found]
             if not missing:
                 return [found[number] for number in wanted]
@@ -107,6 +107,15 @@ class Gathering:
                 self._heard[number].remove(message)
                 found[number] = message
         return len(found) > before or len(found) == len(wanted) or self.failure is not None
+
+
+def _tell(report: Report | None, progress: Progress) -> None:
+    read = reader_of(report)
+    if progress.total_bytes:
+        if read is not None:
+            read(progress.read_bytes, progress.total_bytes)
+    elif report is not None:
+        report(progress.phase)
 
 
 def _sooner(*deadlines: Deadline) -> float | None:

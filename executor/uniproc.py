@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from headrace.core.options import Options
 from headrace.core.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor import kv_cache
 from headrace.executor.arch import ArchSpec
-from headrace.executor.base import Executor, Report
+from headrace.executor.base import Executor, Report, reader_of
 from headrace.executor.checkpoint import Checkpoint, open_checkpoint
 from headrace.executor.cpu_decoder import CpuDecoder, CpuRank, why_not
 from headrace.executor.cpu_program import StepLimits
@@ -95,7 +96,7 @@ class UniprocExecutor(Executor):
 
     def _find_model(self, report: Report) -> ModelDescription:
         report("find model")
-        checkpoint = self._checkpoint = open_checkpoint(self._options)
+        checkpoint = self._checkpoint = replace(open_checkpoint(self._options), on_read=reader_of(report))
         spec = self._spec = spec_from_config(checkpoint.config)
         check_shares(spec, self._place)
         return ModelDescription(

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from headrace.executor.base import Executor
+from headrace.executor.base import Executor, Reporter
 from headrace.executor.cpu_share import take_share
 from headrace.executor.load_turn import turn_to_load
 from headrace.executor.meeting import Meeting
@@ -92,6 +92,9 @@ class Worker:
         self._channel.send(Progress(phase=phase, seconds=took_s))
         self.phase, self._phase_began_s = phase, now_s
 
+    def _read(self, read_bytes: int, total_bytes: int) -> None:
+        self._channel.send(Progress(phase=self.phase, seconds=0.0, read_bytes=read_bytes, total_bytes=total_bytes))
+
     def stop(self, deadline_s: float) -> None:
         """Leaves after the step that runs; at once while it loads, as there is nothing to finish."""
         self._is_stopped = True
@@ -114,7 +117,8 @@ class Worker:
         """From loading the class to the last step. Raises what went wrong."""
         self.report("import")
         executor = self._executor = load_class(self._options.worker_cls)(self._options, place=self._place)
-        description = executor.describe(self.report)
+        report = Reporter(self.report, self._read)
+        description = executor.describe(report)
         self._channel.send(Described(description=description, has_own_memory=executor.has_own_memory))
         self.report(WAIT_FOR_CORE)
         load = self._orders.get()
@@ -125,7 +129,7 @@ class Worker:
         self.report("meet the other ranks")
         self._connect(executor, load)
         with self._turn(lambda: self.report(WAIT_FOR_TURN)):
-            reading = executor.load(load.plan, self.report)
+            reading = executor.load(load.plan, report)
         reading = executor.measure(reading, self.report)
         self._channel.send(Loaded(reading=reading))
         self.report(WAIT_FOR_CORE)

@@ -337,6 +337,9 @@ class Progress(Message):
 
     phase: str
     seconds: float
+    read_bytes: int = 0
+    """Of the weights, while they are read: the phase is the same then."""
+    total_bytes: int = 0
 
 
 class Ready(Message):
