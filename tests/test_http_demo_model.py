@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 from http_server import Server, address_of_engine, serving
 
@@ -77,8 +78,20 @@ def test_a_seeded_sample_is_llms(sdk, llm):
     assert answer.choices[0].text == ours.outputs[0].text
 
 
+def test_the_process_that_speaks_http_is_small(server, sdk):
+    """With the model's own tokenizer and template in use; torch and numpy are the engine's alone."""
+    sdk.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=2)
+    with server.client() as client:
+        assert client.get("/metrics").status_code == client.get("/docs").status_code == 200
+    process = psutil.Process(server.process.pid)
+    assert process.memory_info().rss < 120e6
+    mapped = {Path(region.path).name for region in process.memory_maps()}
+    assert not [name for name in mapped if "torch" in name or "numpy" in name or "multiarray" in name]
+    assert any("tokenizers" in name for name in mapped)
+
+
 def test_log_probabilities_are_transformers(sdk, server, demo_model_path):
-    """As lm-eval asks for them: echo, with one token more than it needs."""
+    """Of a prompt, as lm-eval asks for them (echo), and of what is generated after it; in float32."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -90,8 +103,11 @@ def test_log_probabilities_are_transformers(sdk, server, demo_model_path):
     model.load_state_dict({name: weights.get(name) for name in weights.names()}, strict=False)
     with server.client() as client:
         token_ids = client.post("/tokenize", json={"prompt": PROMPTS[0] + " Paris, and"}).json()["tokens"]
-    answer = sdk.completions.create(model="demo", prompt=token_ids, echo=True, logprobs=1, max_tokens=1, temperature=0)
-    told = answer.choices[0].logprobs
+    ask = {"model": "demo", "prompt": token_ids, "logprobs": 1, "max_tokens": MAX_TOKENS, "temperature": 0}
+    (choice,) = sdk.completions.create(**ask, echo=True, extra_body={"return_token_ids": True}).choices
+    told, num_prompt = choice.logprobs, len(token_ids)
+    token_ids = token_ids + choice.token_ids
+    assert len(told.token_logprobs) == len(token_ids) == num_prompt + MAX_TOKENS
     with torch.inference_mode():
         logprobs = model(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
     assert told.token_logprobs[0] is None

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from http_server import Server, metric, serving, wait_until
 
@@ -107,6 +108,28 @@ def test_a_body_that_is_too_large_is_refused_while_it_comes(client, chunked):
     refused = client.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
     assert refused.status_code == 413
     assert "max_body_bytes" in refused.json()["error"]["message"]
+    assert client.post(COMPLETIONS, json=BODY).status_code == 200
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_of_100_megabytes_takes_no_memory(server, client, chunked):
+    """All of it is sent, as a client would that does not look at the answer before it is through."""
+    process, part = psutil.Process(server.process.pid), b'"' + b"x" * (1 << 20)
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer first\r\ncontent-type: application/json\r\n"
+    )
+    with connection(server) as sock:
+        before_bytes = process.memory_info().rss
+        sock.sendall(
+            head + (b"transfer-encoding: chunked\r\n\r\n" if chunked else b"content-length: 104857700\r\n\r\n")
+        )
+        for _ in range(100):
+            sock.sendall(b"%x\r\n%b\r\n" % (len(part), part) if chunked else part)
+        if chunked:
+            sock.sendall(b"0\r\n\r\n")
+        answer = read_all(sock)
+    assert answer.startswith(b"HTTP/1.1 413"), answer[:200]
+    assert process.memory_info().rss - before_bytes < 16 << 20
     assert client.post(COMPLETIONS, json=BODY).status_code == 200
 
 
