@@ -166,7 +166,7 @@ class StepNews:
         token_ids = table.token_ids[rows[owners], told[owners] + nth_of_owner]
         told[due] = known[due]
         table.num_told[rows] = told
-        self._quiet_steps = int(np.minimum.reduce(told + every - known, initial=1)) - 1
+        self._quiet_steps = int((told + every - known).min()) - 1
         return owners, token_ids
 
     def _shares_of(self, rows: np.ndarray, owners: np.ndarray | None) -> list[_Share]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from headrace.frontend.prompts import Prompt
 from headrace.frontend.request import LogprobRow, RequestStream, SequenceState, split_rows
-from headrace.frontend.sampling_params import SamplingParams
+from headrace.frontend.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import (
@@ -19,6 +19,8 @@ from headrace.ipc.failure import (
 )
 from headrace.ipc.messages import Abort, AddRequest, ClientMessage, Finish, FinishReason, StepOutputs
 
+UNREAD_TOKENS = 32
+"""Tokens of an output that is read at its end, told at once: so many at most are missing when it is aborted."""
 _REASON_NAMES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 
 
@@ -72,6 +74,7 @@ class RequestTable:
                     sampling=params.to_wire(stream.max_tokens, sequence.index),
                     priority=stream.priority,
                     cache_salt=prompt.cache_salt,
+                    news_every=_news_every(params),
                 )
             )
 
@@ -209,6 +212,12 @@ class RequestTable:
         if slots:
             self._aborted.update(slots)
             self._send(Abort(slots=tuple(slots)))
+
+
+def _news_every(params: SamplingParams) -> int:
+    """Who reads nothing before the end, and looks for no stop strings meanwhile, need not be woken for each token."""
+    only_end = params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop_strings
+    return UNREAD_TOKENS if only_end else 1
 
 
 def _error_of(finish: Finish) -> HeadraceError:

@@ -130,14 +130,17 @@ class RequestMeter:
 
     def __init__(self, block: memoryview[float]) -> None:
         self._block = block
-        self._last_s: dict[RequestStream, float] = {}
+        self._last: dict[RequestStream, tuple[float, int]] = {}  # time and tokens of its last news
 
     def on_step(self, stream: RequestStream, now_s: float) -> None:
-        last_s = self._last_s.get(stream)
-        self._last_s[stream] = now_s
-        if last_s is not None:
-            block, interval_s = self._block, now_s - last_s
-            block[_INTER_TOKEN + bisect.bisect_left(_TOKEN, interval_s)] += 1.0
+        last = self._last.get(stream)
+        # Of several outputs that come together, the first stands for all.
+        num_tokens = len(stream.sequences[0].token_ids)
+        self._last[stream] = (now_s, num_tokens)
+        if last is not None:
+            block, interval_s = self._block, now_s - last[0]
+            count = max(1, num_tokens - last[1])  # several may come at once
+            block[_INTER_TOKEN + bisect.bisect_left(_TOKEN, interval_s / count)] += count
             block[_INTER_TOKEN_SUM] += interval_s
 
     def on_done(self, stream: RequestStream) -> None:
