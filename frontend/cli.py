@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser(given)
     if given and not given[0].startswith("-") and given[0] not in commands():
-        return _complain(_unknown_command(given[0]), EXIT_USAGE)
+        return _misused(_unknown_command(given[0]), "headrace --help")
     parsed = parser.parse_args(given)
     if parsed.version:
         parsed.command = "version"
@@ -50,9 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _load(parsed.command).run(parsed)
         sys.stdout.flush()
     except OptionError as error:
-        status = _complain(error, EXIT_USAGE)
-        print(f"Try: headrace {parsed.command} --help", file=sys.stderr)
-        return status
+        return _misused(error, f"headrace {parsed.command} --help")
     except HeadraceError as error:
         return _complain(error, EXIT_ERROR)
     except KeyboardInterrupt:
@@ -104,6 +102,12 @@ def _complain(error: HeadraceError, status: int) -> int:
         file=sys.stderr,
     )
     return status
+
+
+def _misused(error: OptionError, help_command: str) -> int:
+    _complain(error, EXIT_USAGE)
+    print(f"Try: {help_command}", file=sys.stderr)
+    return EXIT_USAGE
 
 
 if __name__ == "__main__":

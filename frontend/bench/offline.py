@@ -211,7 +211,7 @@ def engine_facts(llm: LLM) -> dict[str, Any]:
     """What the engine decided, as it tells its clients, and its counters at the end."""
     facts = {name: msgspec.to_builtins(value) for name, value in msgspec.structs.asdict(llm.engine).items()}
     del facts["tokenizer"]
-    return {**facts, "stats": msgspec.structs.asdict(llm.get_stats())}
+    return {**facts, "stats": msgspec.to_builtins(llm.get_stats())}
 
 
 def shows_progress(result: ResultOptions) -> bool:
