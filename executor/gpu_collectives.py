@@ -91,7 +91,7 @@ class GpuCollectives(GlooCollectives):
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return self._each(x.contiguous()).transpose(0, 1).reshape(len(x), -1)
+        return self._each(x.contiguous()).transpose(0, 1).reshape(len(x), self._world.tp_size * x.shape[1])
 
     def send(self, x: Tensor) -> None:
         x, to = x.contiguous(), self._rank + self._world.tp_size
