@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -46,7 +47,7 @@ class KVCache:
         """Gives its memory back, with what it held, until `restore`. The tensors stay the same objects; on a device
         they then have no memory, and new addresses afterwards."""
         for page in self.pages:
-            page.madvise(mmap.MADV_REMOVE)
+            page.madvise(mmap.MADV_DONTNEED)
         if not self.pages:
             for tensor in self._tensors:
                 tensor.untyped_storage().resize_(0)
@@ -101,7 +102,11 @@ def allocate(
         if torch.device(device).type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
         # torch.zeros would write every page; fresh anonymous memory reads as zeros and costs nothing until written.
-        pages.append(mmap.mmap(-1, math.prod(shape) * dtype.itemsize))
+        pages.append(mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # Blocks lie in any order, and each short one would cost a walk of the page tables.
+            with suppress(OSError):  # of a kernel without them
+                pages[-1].madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(pages[-1], dtype=dtype).view(shape)
 
     try:

@@ -206,6 +206,6 @@ def test_a_cache_that_sleeps_takes_no_memory() -> None:
 
 
 def resident_bytes() -> int:
-    """Of this process's shared memory, which a CPU's cache is."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem"))
+    """Of this process."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
     return int(line.split()[1]) << 10
