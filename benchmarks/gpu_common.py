@@ -10,7 +10,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,10 @@ from headrace.core.options import Options
 from headrace.core.resolve import resolve
 from headrace.executor.device_state import HostDevice
 from headrace.executor.gpu import GpuExecutor
+from headrace.executor.gpu_collectives import GpuCollectives
 from headrace.executor.gpu_device import GpuFacts, choose_device, gpu_facts
 from headrace.executor.host import host_memory
+from headrace.executor.meeting import Meeting
 from headrace.executor.uniproc import make_executor
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow, StepPlan, StepResult
@@ -171,6 +173,17 @@ class DryBackend:
 
     def meter(self) -> DryBackend:
         return self
+
+    def side_stream(self) -> DryBackend:
+        return self
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        for into, source in pairs:
+            into.copy_(source)
+        return lambda: None
+
+    def link(self, meeting: Meeting, options: Options) -> GpuCollectives:
+        raise NotImplementedError("a dry run has one rank")
 
     def peak_bytes(self, run: Callable[[], Any]) -> int:
         run()

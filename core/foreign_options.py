@@ -177,7 +177,6 @@ FOREIGN: Mapping[str, Foreign] = types.MappingProxyType(
         ),
         **_rows(
             "not supported yet: weights and cache must fit the device's memory",
-            cpu_offload_gb=(0,),
             kv_offloading_size=(),
             kv_offloading_backend=("native",),
         ),

@@ -194,6 +194,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             maximum=1.0,
         ),
     ] = 0.9
+    cpu_offload_gb: Annotated[
+        float,
+        Option(
+            MODEL,
+            "On a GPU, how much of its weights to keep in the host's memory; whole layers, copied to the GPU ahead of "
+            "their use in every step, so each step takes at least as long as the copies",
+            "GiB",
+            minimum=0.0,
+        ),
+    ] = 0.0
     enable_sleep_mode: Annotated[
         bool,
         Option(

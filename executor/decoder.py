@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -177,6 +178,11 @@ class PostNormLayer(Layer):
         return hidden, None
 
 
+CallLayer = Callable[[Tensor, Tensor | None, Step, LayerCache], tuple[Tensor, Tensor | None]]
+"""A `Layer`, or what does more around one."""
+KeepLayer = Callable[[int, Layer], CallLayer]
+
+
 class Decoder:
     """A decoder-only model, or one rank's part of it.
 
@@ -191,7 +197,9 @@ class Decoder:
         device: torch.device | str = "cpu",
         place: Place = SINGLE,
         choose: ChooseKernel = kernels.choose,
+        keep: KeepLayer | None = None,
     ) -> None:
+        """keep: is given each layer as it is read, and gives what is called in its place."""
         spec, weights = padded_for(spec, weights, place)
         checked = CheckedWeights(weights, dtype, torch.device(device), choose)
         prefix = spec.names.prefix_in(checked)
@@ -214,9 +222,10 @@ class Decoder:
         if place.is_first_stage:
             self._read_beginning(checked, prefix)
         kind = PostNormLayer if spec.norm_placement == "post" else Layer
-        self._layers = [
-            kind(checked, f"{prefix}layers.{i}.", spec, spec.layers[i], place) for i in place.layers(spec.num_layers)
-        ]
+        self._layers: list[CallLayer] = []
+        for i in place.layers(spec.num_layers):
+            layer = kind(checked, f"{prefix}layers.{i}.", spec, spec.layers[i], place)
+            self._layers.append(layer if keep is None else keep(i, layer))
         if place.is_last_stage:
             self._read_end(checked, prefix)
         self._rotaries = tuple(Rotary(rope, self.device) for rope in spec.ropes)

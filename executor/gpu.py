@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from headrace import kernels
 from headrace.core.options import Options
 from headrace.core.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor import kv_cache
+from headrace.executor.arch import ArchSpec
 from headrace.executor.base import Report
 from headrace.executor.checkpoint import Checkpoint
 from headrace.executor.decoder import Decoder
@@ -19,9 +21,10 @@ from headrace.executor.device_state import Device
 from headrace.executor.dummy_shapes import weight_shapes
 from headrace.executor.gpu_collectives import AgreedCapturer, GpuCollectives
 from headrace.executor.gpu_cuda import CudaBackend
-from headrace.executor.gpu_device import GpuFacts, check_free_memory, check_gpu
+from headrace.executor.gpu_device import GpuFacts, check_free_memory, check_gpu, gib
 from headrace.executor.gpu_kernels import Rounding, chooser_for
 from headrace.executor.gpu_memory import Meter, measure
+from headrace.executor.gpu_offload import Offload, SideStream, layers_to_offload
 from headrace.executor.gpu_residence import Residence
 from headrace.executor.gpu_runner import STEPS_IN_FLIGHT, GpuRunner, RunnerLimits
 from headrace.executor.gpu_stages import make_runner, runner_kind
@@ -29,7 +32,7 @@ from headrace.executor.gpu_weights import DeviceDummyWeights, StagedWeights
 from headrace.executor.graphs import Capturer, capture_sizes
 from headrace.executor.layers import ChooseKernel
 from headrace.executor.meeting import Meeting
-from headrace.executor.memory_estimate import weight_elements
+from headrace.executor.memory_estimate import layer_elements, weight_elements
 from headrace.executor.new_weights import open_again
 from headrace.executor.place import Place
 from headrace.executor.profiling import WorkerProfile
@@ -38,6 +41,8 @@ from headrace.executor.uniproc import CACHE_DTYPES, DTYPES, UniprocExecutor
 from headrace.executor.weights import WeightSource
 from headrace.ipc.control import DoIdleWork, WorkerAnswer, WorkerCommand
 from headrace.ipc.step import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
 
 
 class Backend(Protocol):
@@ -49,6 +54,7 @@ class Backend(Protocol):
     def here(self) -> AbstractContextManager[Any]: ...
     def host_side(self) -> Device: ...
     def capturer(self) -> Capturer | None: ...
+    def side_stream(self) -> SideStream: ...
     def meter(self) -> Meter: ...
     def link(self, meeting: Meeting, options: Options) -> GpuCollectives: ...
     def memory(self) -> tuple[int, int]: ...
@@ -98,9 +104,9 @@ class GpuExecutor(UniprocExecutor):
         elements = weight_elements(self._spec) / self._place.world_size
         what = f"holding {elements / 1e9:.2f} billion weights of {plan.model.name} as {plan.dtype}"
         # Quantised matrices take less in the end, and each of them its whole size for a moment.
-        rounding = Rounding.of(plan)
-        bits = 8 * dtype.itemsize if rounding is None else rounding.bits
-        check_free_memory(self._device, facts, int(elements * bits / 8), what)
+        needed_bytes = int(elements * Rounding.bits_of(plan, dtype.itemsize) / 8)
+        offload_bytes = int(plan.options.cpu_offload_gb * (1 << 30))
+        check_free_memory(self._device, facts, max(0, needed_bytes - offload_bytes), what)
         self._plan = plan
         with self._backend.here():
             report("load weights")
@@ -196,7 +202,13 @@ class GpuExecutor(UniprocExecutor):
             source = DeviceDummyWeights(weight_shapes(self._spec), dtype, self._device)
         else:
             source = StagedWeights(checkpoint.weights(place=place), self._backend.host_side())
-        return Decoder(self._spec, source, dtype, self._device, place, choose=chooser_for(self.choose, plan, place))
+        offload = offload_of(plan, self._spec, place, self._backend)
+        choose, keep = chooser_for(self.choose, plan, place), None if offload is None else offload.keep
+        decoder = Decoder(self._spec, source, dtype, self._device, place, choose, keep)
+        if offload is not None:
+            decoder.weight_bytes -= offload.saved_bytes
+            logger.info("%s of weights are kept in the host's memory", gib(offload.offloaded_bytes))
+        return decoder
 
     def _read_again(self, path: str) -> Decoder:
         assert self._spec is not None, "describe comes before control"
@@ -235,6 +247,17 @@ class GpuExecutor(UniprocExecutor):
         if plan.options.enforce_eager or capturer is None:
             return None
         return AgreedCapturer(capturer, link.agree) if isinstance(link, GpuCollectives) else capturer
+
+
+def offload_of(plan: Plan, spec: ArchSpec, place: Place, backend: Backend) -> Offload | None:
+    """What keeps layers in the host's memory, where that is asked for."""
+    offload_bytes = int(plan.options.cpu_offload_gb * (1 << 30))
+    if not offload_bytes:
+        return None
+    bits = Rounding.bits_of(plan, DTYPES[plan.dtype].itemsize)
+    layer_bytes = int(layer_elements(spec) / place.tp_size * bits / 8)
+    which = layers_to_offload(place.layers(spec.num_layers), layer_bytes, offload_bytes)
+    return Offload(which, backend.host_side(), backend.side_stream())
 
 
 def runner_limits(plan: Plan, max_model_len: int) -> RunnerLimits:

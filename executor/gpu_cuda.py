@@ -5,7 +5,7 @@ Needs a GPU; everything that decides anything is elsewhere, and runs on a CPU wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +17,7 @@ from headrace.executor.device_state import Device, Event
 from headrace.executor.gpu_collectives import GpuCollectives
 from headrace.executor.gpu_device import GpuFacts, gpu_facts
 from headrace.executor.gpu_memory import Meter
+from headrace.executor.gpu_offload import SideStream
 from headrace.executor.graphs import Capturer, Replay
 from headrace.executor.meeting import Meeting
 
@@ -88,6 +89,23 @@ def _abandon(graph: torch.cuda.CUDAGraph) -> None:
         return
 
 
+class CudaSideStream:
+    """Copies on a stream of their own. In a capture that stream becomes part of it, by the events between the two."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        done = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            for into, source in pairs:
+                into.copy_(source, non_blocking=True)
+            done.record()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(done)
+
+
 class CudaMeter:
     """What torch's allocator handed out at most."""
 
@@ -122,6 +140,9 @@ class CudaBackend:
 
     def capturer(self) -> Capturer:
         return CudaCapturer(self.device)
+
+    def side_stream(self) -> SideStream:
+        return CudaSideStream(self.device)
 
     def meter(self) -> Meter:
         return CudaMeter(self.device)

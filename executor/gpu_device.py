@@ -107,6 +107,11 @@ def check_no_gpu_options(options: Options) -> None:
     ):
         if value:
             raise OptionError(f"{name} is for CUDA graphs, and the model runs on the CPU (device={options.device})")
+    if options.cpu_offload_gb:
+        raise OptionError(
+            "cpu_offload_gb keeps a GPU's weights in the host's memory, which is where they are when the model runs on "
+            f"the CPU (device={options.device})"
+        )
     if options.batch_invariant:
         raise OptionError(f"batch_invariant is for GPUs, and the model runs on the CPU (device={options.device})")
     if options.quantization == "fp8":

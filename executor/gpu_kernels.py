@@ -39,6 +39,12 @@ class Rounding:
         kind = {8: "int8", 4: "int4"}.get(plan.weight_bits or 0, plan.options.quantization)
         return None if kind in (None, "gguf") else cls(str(kind), plan.options.quantization_group_size)
 
+    @classmethod
+    def bits_of(cls, plan: Plan, itemsize: int) -> float:
+        """Of one weight of the layers as the plan has them; itemsize: of those that stay as they are."""
+        rounding = cls.of(plan)
+        return 8 * itemsize if rounding is None else rounding.bits
+
     @property
     def bits(self) -> float:
         """Of one weight, its share of the scales included."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from headrace.executor.device_state import Device
 from headrace.executor.gpu_device import gib
 from headrace.executor.host import host_memory
+from headrace.executor.place import Place
 from headrace.ipc.failure import HeadraceError
 
 PIECE_BYTES = 64 << 20
@@ -22,13 +23,16 @@ PIECE_BYTES = 64 << 20
 
 
 def tensors_of(root: object) -> list[Tensor]:
-    """Every tensor that an object of ours holds, by its attributes, containers and the objects in them, each once."""
+    """Every tensor that an object of ours holds, by its attributes, containers and the objects in them, each once.
+
+    What ranks talk through (`Place`) belongs to nobody's weights and is left out.
+    """
     seen: set[int] = set()
     return list(_tensors(root, seen))
 
 
 def _tensors(found: object, seen: set[int]) -> Iterator[Tensor]:
-    if id(found) in seen:
+    if id(found) in seen or isinstance(found, Place):
         return
     seen.add(id(found))
     if isinstance(found, Tensor):
@@ -75,7 +79,7 @@ class HostCopy:
         self._moves: list[tuple[Tensor, int, int]] = []  # pinned memory, which storage's, from which byte on
         room = torch.empty(0, dtype=torch.int8)
         for index, storage in enumerate(storages):
-            source, at = _bytes(storage), 0
+            source, at = bytes_of(storage), 0
             while at < len(source):
                 if not len(room):
                     room = device.host_buffer(PIECE_BYTES // 4).view(torch.int8)
@@ -90,7 +94,7 @@ class HostCopy:
         for storage, size in zip(self._storages, self._sizes, strict=True):
             storage.resize_(size)
         for piece, index, at in self._moves:
-            _bytes(self._storages[index])[at : at + len(piece)].copy_(piece, non_blocking=True)
+            bytes_of(self._storages[index])[at : at + len(piece)].copy_(piece, non_blocking=True)
         self._wait()
 
     def _wait(self) -> None:
@@ -109,6 +113,6 @@ def check_room(needed_bytes: int, memory: tuple[int, int], what: str) -> None:
         )
 
 
-def _bytes(storage: Any) -> Tensor:
+def bytes_of(storage: Any) -> Tensor:
     """[nbytes] int8, the storage itself."""
     return torch.empty(0, dtype=torch.int8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))

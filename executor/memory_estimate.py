@@ -19,9 +19,13 @@ def weight_elements(spec: ArchSpec) -> int:
         embeddings += 2 * width * spec.hidden_size
     if spec.learned_position_offset is not None:
         embeddings += (spec.max_positions + spec.learned_position_offset) * spec.hidden_size
+    return embeddings + spec.num_layers * layer_elements(spec)
+
+
+def layer_elements(spec: ArchSpec) -> int:
+    """Of one layer."""
     attention = spec.hidden_size * spec.head_dim * 2 * (spec.num_heads + spec.num_kv_heads)
-    mlp = (3 if spec.gated_mlp else 2) * spec.hidden_size * spec.intermediate_size
-    return embeddings + spec.num_layers * (attention + mlp)
+    return attention + (3 if spec.gated_mlp else 2) * spec.hidden_size * spec.intermediate_size
 
 
 def activation_bytes(spec: ArchSpec, plan: Plan, itemsize: int, place: Place = SINGLE) -> int:

@@ -3,7 +3,7 @@ purpose."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -112,12 +112,31 @@ class LateDevice(HostDevice):
                 into.copy_(snapshot)
 
 
+class LateSide:
+    """A side stream whose copies arrive only when they are waited for; until then their place holds nonsense."""
+
+    def __init__(self) -> None:
+        self.num_copies = 0
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        self.num_copies += 1
+        for into, _ in pairs:
+            into.fill_(-77)
+
+        def wait() -> None:
+            for into, source in pairs:
+                into.copy_(source)
+
+        return wait
+
+
 class HostBackend:
     """`executor.gpu.Backend` for the CPU: the awkward device, and memory figures that a test gives."""
 
     def __init__(self, gpu: GpuFacts, capturer: Any = None) -> None:
         self.device = torch.device("cpu")
         self.side = LateDevice()
+        self.copies = LateSide()
         self._gpu, self._capturer = gpu, capturer
         self.num_measured = 0
 
@@ -132,6 +151,9 @@ class HostBackend:
 
     def capturer(self) -> Any:
         return self._capturer
+
+    def side_stream(self) -> LateSide:
+        return self.copies
 
     def meter(self) -> HostBackend:
         return self
