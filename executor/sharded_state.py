@@ -138,9 +138,10 @@ def save(options: Options, folder: Path) -> list[Path]:
 
     checkpoint = open_checkpoint(options)
     if checkpoint.format not in ("safetensors", "pt"):
+        reason = ", of which each rank reads its own rows and blocks alone as it is" if checkpoint.gguf else ""
         raise OptionError(
             f"a sharded state is made of a folder of safetensors or PyTorch files, and {checkpoint.path} is "
-            f"{checkpoint.format}"
+            f"{checkpoint.format}{reason}"
         )
     if folder.resolve() == checkpoint.path.resolve():
         raise OptionError(f"{folder} is the model's own folder; name another for the sharded state")

@@ -111,7 +111,9 @@ def test_what_is_no_sharded_state_is_said(model: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="is the model's own folder; name another"):
         sharded(model, model)
     file = save_gguf(tiny_models.build("llama"), tmp_path / "model.gguf", Kind.Q8_0)
-    with pytest.raises(OptionError, match=r"made of a folder of safetensors or PyTorch files, and .*gguf is gguf"):
+    with pytest.raises(
+        OptionError, match=r"made of a folder of safetensors or PyTorch files, .*gguf is gguf, of which each"
+    ):
         sharded(file, tmp_path / "sharded")
     with pytest.raises(ModelError, match="4 attention heads cannot be divided among 5 ranks"):
         sharded(model, tmp_path / "sharded", tensor_parallel_size=5)
