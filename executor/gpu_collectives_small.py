@@ -51,15 +51,26 @@ class SymmetricSums:
         )
 
     def add(self, x: Tensor) -> Tensor:
-        flat = x.view(-1)
-        shared = self._views[x.dtype][: len(flat)]
-        if x.nbytes <= ONE_SHOT_BYTES[self._size]:
-            # A thread has read what it overwrites: it copies the very elements whose sums it writes.
-            self._ops.one_shot_all_reduce_copy_out(shared, flat, "sum", self._name, flat)
-        else:
-            shared.copy_(flat)
-            self._ops.two_shot_all_reduce_out(shared, "sum", self._name, flat)
+        return self.one_shot(x) if x.nbytes <= ONE_SHOT_BYTES[self._size] else self.two_shot(x)
+
+    def one_shot(self, x: Tensor) -> Tensor:
+        """`add` by one kernel that reads every part whole."""
+        flat, shared = self._flat(x)
+        # A thread has read what it overwrites: it copies the very elements whose sums it writes.
+        self._ops.one_shot_all_reduce_copy_out(shared, flat, "sum", self._name, flat)
         return x
+
+    def two_shot(self, x: Tensor) -> Tensor:
+        """`add` by a copy, and a kernel that reduces a piece and reads the other ranks' pieces."""
+        flat, shared = self._flat(x)
+        shared.copy_(flat)
+        self._ops.two_shot_all_reduce_out(shared, "sum", self._name, flat)
+        return x
+
+    def _flat(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x and as much of the shared memory, [x.numel()]."""
+        flat = x.view(-1)
+        return flat, self._views[x.dtype][: len(flat)]
 
 
 def open_small_sums(

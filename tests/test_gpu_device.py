@@ -15,12 +15,13 @@ import tiny_models
 import torch
 from plan_maker import PlanMaker
 
+from headrace import LLM, SamplingParams
 from headrace.core.memory import fit_cache
 from headrace.core.options import Options
 from headrace.core.resolve import resolve
 from headrace.executor.gpu import GpuExecutor
 from headrace.executor.gpu_device import choose_device
-from headrace.ipc.failure import OptionError
+from headrace.ipc.failure import HeadraceError, OptionError
 from headrace.kernels import ops
 from headrace.kernels.reference_attention import AttentionParams, PagedBatch
 from headrace.kernels.reference_sampling import DeviceDraws
@@ -234,3 +235,47 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(tmp_path: Path) 
 def test_an_index_that_does_not_exist_is_named() -> None:
     with pytest.raises(OptionError, match="device=cuda:77 does not exist: "):
         choose_device("cuda:77")
+
+
+# --- several GPUs -----------------------------------------------------------------------------------------------
+
+NUM_GPUS = 0 if WHY_NO_GPU else torch.cuda.device_count()
+WORLDS = [
+    ({"tensor_parallel_size": 2}, "symmetric memory"),
+    ({"tensor_parallel_size": 2, "disable_custom_all_reduce": True}, "process group"),
+    ({"tensor_parallel_size": 2, "enforce_eager": True}, "symmetric memory"),
+    ({"pipeline_parallel_size": 2}, "process group"),
+    ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, ""),
+]
+
+
+@needs_gpu
+@pytest.mark.parametrize(("options", "sums"), WORLDS)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_ranks_on_gpus_of_their_own_answer_like_one(
+    name: str, options: dict[str, Any], sums: str, tmp_path: Path
+) -> None:
+    ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
+    if ranks > NUM_GPUS:
+        pytest.skip(f"{ranks} GPUs are needed, and there are {NUM_GPUS}")
+    model = tiny_models.save(name, tmp_path)
+    settings = {"dtype": "float32", "max_num_seqs": 8, "max_model_len": 256, "skip_tokenizer_init": True}
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+    answers = []
+    for world in ({"gpu_memory_utilization": 0.2}, options):
+        with LLM(str(model), device="cuda", **settings, **world) as llm:
+            outputs = [llm.generate([list(p) for p in PROMPTS], params, use_tqdm=False) for _ in range(2)]
+            answers += [[list(output.outputs[0].token_ids) for output in each] for each in outputs]
+            workers = llm.describe_engine().workers
+    assert answers[1:] == answers[:1] * 3
+    assert len(workers) == ranks
+    for facts in workers:
+        assert facts["why_eager"] == ("enforce_eager is set" if "enforce_eager" in options else "")
+        assert facts["sums"].startswith(sums), "which way sums go depends on access between the GPUs, and on its size"
+
+
+@needs_gpu
+def test_more_ranks_than_gpus_are_refused_with_the_numbers(tmp_path: Path) -> None:
+    model = tiny_models.save("llama", tmp_path)
+    with pytest.raises(HeadraceError, match=rf"{NUM_GPUS + 1} ranks on this host .* need a GPU each"):
+        LLM(str(model), device="cuda", tensor_parallel_size=NUM_GPUS + 1, skip_tokenizer_init=True)
