@@ -5,7 +5,6 @@ The interpreter is chosen by an environment variable before triton is imported, 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 import torch
 from interpreted_decode import dtype_of, model_and_spec, quantised, tokens_of
 from model_driver import DictSource
+from triton_cases import why_not_interpreted
 
 from headrace.executor import kv_cache
 from headrace.executor.batch import BatchState
@@ -23,8 +23,8 @@ from headrace.executor.decoder import Decoder
 from headrace.executor.runner import ModelRunner
 from headrace.kernels.registry import choose_reference
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton has no build for this platform", allow_module_level=True)
+if reason := why_not_interpreted():
+    pytest.skip(reason, allow_module_level=True)
 
 RUNNER = Path(__file__).with_name("interpreted_decode.py")
 NAMES = (

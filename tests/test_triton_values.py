@@ -6,7 +6,6 @@ process of their own (`triton_cases.py`) and each is a test here.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,12 +13,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from triton_cases import case_names
+from triton_cases import case_names, why_not_interpreted
 
 RUNNER = Path(__file__).with_name("triton_cases.py")
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton has no build for this platform", allow_module_level=True)
+if reason := why_not_interpreted():
+    pytest.skip(reason, allow_module_level=True)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -13,9 +14,20 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 Case = Callable[[], None]
+
+
+def why_not_interpreted() -> str:
+    """Why Triton's interpreter is of no use here, without importing it; "" where it is."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton has no build for this platform"
+    triton, numpy = (tuple(map(int, metadata.version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    if triton < (3, 7) and numpy >= (2, 4):
+        return "Triton 3.6's interpreter makes numbers of arrays with one element, which NumPy 2.4 refuses"
+    return ""
 
 
 def find_cases() -> dict[str, Case]:
