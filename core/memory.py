@@ -37,14 +37,14 @@ def fit_cache(plan: Plan, reading: MemoryReading) -> Facts:
     Raises OptionError with the numbers when even one block does not fit, or the named max_model_len does not.
     """
     options, size = plan.options, block_bytes(plan)
-    usable = max(0, _usable_bytes(plan, reading))
+    usable = max(0, reading.room_bytes(options.gpu_memory_utilization))
     if options.num_gpu_blocks_override is not None:
         num_blocks, source = options.num_gpu_blocks_override, "num_gpu_blocks_override"
     elif options.kv_cache_memory_bytes is not None:
         num_blocks, source = options.kv_cache_memory_bytes // size, "kv_cache_memory_bytes"
     else:
         num_blocks, source = min(usable // size, _useful_blocks(plan, reading)), "gpu_memory_utilization"
-    available = max(0, reading.available_bytes - _step_bytes(reading))
+    available = max(0, reading.available_bytes - reading.step_bytes)
     if source != "gpu_memory_utilization" and num_blocks * size > available:
         raise OptionError(
             f"{source} asks for a KV cache of {num_blocks * size:,} bytes, but {available:,} are free once the "
@@ -77,12 +77,6 @@ def fit_cache(plan: Plan, reading: MemoryReading) -> Facts:
     )
 
 
-def tightest(plan: Plan, readings: list[MemoryReading]) -> MemoryReading:
-    """Of ranks that have a memory each, the reading of the one with the least room for a cache: all have as many
-    blocks."""
-    return min(readings, key=lambda reading: _usable_bytes(plan, reading))
-
-
 def ledger(facts: Facts, plan: Plan) -> str:
     """Where the bytes go, as a small table."""
     tokens = (facts.num_blocks - NULL_BLOCKS) * plan.block_size
@@ -105,19 +99,6 @@ def ledger(facts: Facts, plan: Plan) -> str:
     total = sum(count for _, count, _ in rows)
     rows.append(("total", total, f"of {_human(reading.total_bytes)} on the {reading.device}"))
     return "\n".join(f"{name:<12}{_human(count):>12}  {what}" for name, count, what in rows)
-
-
-def _usable_bytes(plan: Plan, reading: MemoryReading) -> int:
-    share = plan.options.gpu_memory_utilization
-    left = reading.available_bytes - _step_bytes(reading)
-    if reading.device == "cpu":
-        return int(share * reading.available_bytes) - _step_bytes(reading)
-    return min(int(share * reading.total_bytes) - reading.weights_bytes - _step_bytes(reading), left)
-
-
-def _step_bytes(reading: MemoryReading) -> int:
-    """What steps need besides weights and cache."""
-    return reading.activation_bytes + reading.graph_bytes + reading.state_bytes
 
 
 def _useful_blocks(plan: Plan, reading: MemoryReading) -> int:

@@ -83,6 +83,23 @@ class MemoryReading(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: int = 0
     """Of what a GPU remembers of each row beside the cache, not yet taken."""
 
+    @property
+    def step_bytes(self) -> int:
+        """What steps need besides weights and cache."""
+        return self.activation_bytes + self.graph_bytes + self.state_bytes
+
+    def room_bytes(self, share: float) -> int:
+        """For a cache, of this share of the memory. Less than 0 where there is none."""
+        left = self.available_bytes - self.step_bytes
+        if self.device == "cpu":
+            return int(share * self.available_bytes) - self.step_bytes
+        return min(int(share * self.total_bytes) - self.weights_bytes - self.step_bytes, left)
+
+    @staticmethod
+    def tightest(readings: list[MemoryReading], share: float) -> MemoryReading:
+        """Of ranks that have a memory each, the reading of the one with the least room: all have as many blocks."""
+        return min(readings, key=lambda reading: reading.room_bytes(share))
+
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Found at run time, after the plan."""

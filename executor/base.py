@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace.core.plan import MemoryReading, ModelDescription, Plan
-from headrace.ipc.control import WorkerAnswer, WorkerCommand
+from headrace.ipc.control import DoIdleWork, WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
@@ -98,9 +98,10 @@ class Executor(ABC):
     def idle(self) -> bool:
         """A piece of work of at most some 100 ms that no request waits for; False when there is none (left).
 
-        Called while there is nothing to compute, again and again until it is false or something comes.
+        Called while there is nothing to compute, again and again until it is false or something comes. Ranks with a
+        memory of their own are told to do theirs, all at once.
         """
-        return False
+        return self.has_own_memory and any(answer.did_something for answer in self.control(DoIdleWork()))
 
     def agree(self, count: int) -> int:
         """How many of the `count` requests that have come may be taken before the next step.

@@ -18,7 +18,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from headrace.core.memory import tightest
 from headrace.core.options import Options
 from headrace.core.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.base import Executor, Report
@@ -39,7 +38,7 @@ from headrace.executor.nodes import STOP_S, Lobby, LocalNode, Node, RemoteNode, 
 from headrace.executor.step_codec import StepCodec
 from headrace.executor.worker_messages import AllocateCache, Allocated, Loaded, MakeTokenizer, TokenizerMade
 from headrace.ipc.channel import Channel
-from headrace.ipc.control import DoIdleWork, WorkerAnswer, WorkerCommand
+from headrace.ipc.control import WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError
 from headrace.ipc.messages import ChildFailed, Message, Stop, TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
@@ -109,7 +108,7 @@ class MultiNodeExecutor(Executor):
         loaded = self._said.gather(Loaded, report=report, deadline=self._start_ends)
         readings = [message.reading for message in loaded]
         if self.has_own_memory:
-            return tightest(plan, readings)
+            return MemoryReading.tightest(readings, self._options.gpu_memory_utilization)
         scarcest = min(readings, key=lambda reading: reading.available_bytes)
         most = max(reading.activation_bytes for reading in readings)
         return msgspec.structs.replace(scarcest, activation_bytes=most)
@@ -144,10 +143,6 @@ class MultiNodeExecutor(Executor):
             if message.failure is not None:
                 raise HeadraceError(failure=message.failure)
         return tuple(answer for message in answered for answer in message.answers)
-
-    def idle(self) -> bool:
-        """As MultiprocExecutor's."""
-        return self.has_own_memory and any(answer.did_something for answer in self.control(DoIdleWork()))
 
     def watch(self, on_failure: Callable[[Failure], None]) -> None:
         self._on_failure = on_failure

@@ -20,7 +20,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from headrace.core.memory import tightest
 from headrace.core.options import Options
 from headrace.core.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.base import Executor, Report
@@ -45,7 +44,7 @@ from headrace.executor.worker_messages import (
     StartWorker,
     TokenizerMade,
 )
-from headrace.ipc.control import DoIdleWork, WorkerAnswer, WorkerCommand
+from headrace.ipc.control import WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import Failure, HeadraceError, ModelError
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.ring import Mailbox, RingInterruptedError, RingLayout, RingReader, RingWriter, lay_out_ring
@@ -161,7 +160,11 @@ class MultiprocExecutor(Executor):
         rings = {"steps": steps, "results": results}
         self._group.send(LoadModel(plan=plan, **rings, turns=self._turns, store=self._store, host=self._host))
         readings = [message.reading for message in self._group.gather(Loaded, report=report)]
-        return tightest(plan, readings) if self.has_own_memory else self._sum(readings)
+        return (
+            MemoryReading.tightest(readings, self._options.gpu_memory_utilization)
+            if self.has_own_memory
+            else self._sum(readings)
+        )
 
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
         assert self._plan is not None, "load comes before allocate"
@@ -196,10 +199,6 @@ class MultiprocExecutor(Executor):
             if answered.failure is not None:
                 raise HeadraceError(failure=answered.failure)
         return tuple(answered.answer for answered in answers if answered.answer is not None)
-
-    def idle(self) -> bool:
-        """Ranks on GPUs capture graphs, in the same order everywhere; on a CPU there is nothing to do."""
-        return self.has_own_memory and any(answer.did_something for answer in self.control(DoIdleWork()))
 
     def stop(self) -> None:
         with self._ending:

@@ -17,7 +17,7 @@ from graph_recorder import RecordingCapturer
 from torch import Tensor
 
 from headrace.core.engine import load_executor
-from headrace.core.memory import fit_cache, tightest
+from headrace.core.memory import fit_cache
 from headrace.core.options import Options
 from headrace.core.plan import MemoryReading, ModelDescription
 from headrace.core.resolve import resolve
@@ -318,6 +318,6 @@ def test_blocks_are_as_many_as_fit_the_rank_with_the_least_room() -> None:
     crowded = MemoryReading(
         total_bytes=64 << 20, available_bytes=9 << 20, weights_bytes=4 << 20, activation_bytes=1 << 20, device="GPU"
     )
-    assert tightest(plan, [whole, heavier]) is heavier
-    assert tightest(plan, [whole, crowded, heavier]) is crowded
+    assert MemoryReading.tightest([whole, heavier], 0.9) is heavier
+    assert MemoryReading.tightest([whole, crowded, heavier], 0.9) is crowded
     assert fit_cache(plan, crowded).num_blocks < fit_cache(plan, heavier).num_blocks < fit_cache(plan, whole).num_blocks
