@@ -199,7 +199,7 @@ def test_packed_weights_are_divided_between_blocks_or_turned_into_floats(
     path = save_gguf(tiny_models.build("llama", **config), tmp_path / "q8.gguf", Kind.Q8_0)
     one = first_logprobs(path)
     ranks = first_logprobs(path, distributed_executor_backend=THREADS, tensor_parallel_size=tp_size)
-    assert ranks == pytest.approx(one, abs=0.25 if said == FLOATS else 0.02)
+    assert ranks == pytest.approx(one, abs=0.25 if said == FLOATS else 0.06)
     assert said in caplog.text
     assert (FLOATS in caplog.text) == (said == FLOATS)
 
@@ -211,7 +211,7 @@ def test_weights_quantised_as_they_are_read_are_those_of_one(tmp_path: Path, opt
     path = tiny_models.save("llama", tmp_path / "model", **NINE_HEADS)
     one = first_logprobs(path, **options)
     ranks = first_logprobs(path, distributed_executor_backend=THREADS, tensor_parallel_size=4, **options)
-    assert ranks == pytest.approx(one, abs=0.02)
+    assert ranks == pytest.approx(one, abs=0.06)
 
 
 @pytest.mark.parametrize("name", ["llama_biases", "opt_projected_post_norm", "gemma3"])
