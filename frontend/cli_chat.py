@@ -13,12 +13,18 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from headrace.frontend.command_engine import add_engine_arguments, open_engine, sampling_params
+from headrace.frontend.command_engine import (
+    add_engine_arguments,
+    add_server_arguments,
+    open_engine_or_server,
+    sampling_params,
+)
 from headrace.ipc.failure import EngineDeadError, HeadraceError
 
 if TYPE_CHECKING:
     from headrace.frontend.conversation import Conversation
     from headrace.frontend.llm import LLM
+    from headrace.frontend.remote import RemoteLLM
     from headrace.frontend.sampling_params import SamplingParams
 
 PROMPT = "> "
@@ -36,6 +42,7 @@ A message that begins with / is written with two: //etc/hosts"""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="The system message")
+    add_server_arguments(parser)
     add_engine_arguments(parser)
 
 
@@ -45,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     interactive = sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # a bad line is then one line's error
-    with open_engine(arguments) as llm:
+    with open_engine_or_server(arguments) as llm:
         params = sampling_params(arguments, llm.get_default_sampling_params())
         conversation = Conversation(llm.get_tokenizer(), llm.engine.max_model_len, system=arguments.system)
         chat = Chat(llm, conversation, params)
@@ -55,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 class Chat:
     """A conversation with an engine, line by line."""
 
-    def __init__(self, llm: LLM, conversation: Conversation, params: SamplingParams) -> None:
+    def __init__(self, llm: LLM | RemoteLLM, conversation: Conversation, params: SamplingParams) -> None:
         self._llm, self.conversation = llm, conversation
         self._defaults, self._params = params, params.clone()
         self._saved: set[str] = set()

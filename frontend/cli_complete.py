@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from headrace.frontend.command_engine import add_engine_arguments, open_engine, sampling_params
+from headrace.frontend.command_engine import (
+    add_engine_arguments,
+    add_server_arguments,
+    open_engine_or_server,
+    sampling_params,
+)
 from headrace.ipc.failure import OptionError
 
 
@@ -16,15 +21,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PROMPT",
         help="The text to continue, as it is: no chat template is applied (default: what stdin holds)",
     )
+    add_server_arguments(parser)
     add_engine_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     prompt = _prompt_from_stdin() if arguments.prompt is None else arguments.prompt
-    with open_engine(arguments) as llm:
+    with open_engine_or_server(arguments) as llm:
         params = sampling_params(arguments, llm.get_default_sampling_params())
-        for output in llm.stream(prompt, params):
-            print(output.outputs[0].text, end="", flush=True)
+        with llm.stream(prompt, params) as stream:
+            for output in stream:
+                print(output.outputs[0].text, end="", flush=True)
     print()
     return 0
 

@@ -14,6 +14,7 @@ from headrace.ipc.failure import OptionError
 
 if TYPE_CHECKING:
     from headrace.frontend.llm import LLM
+    from headrace.frontend.remote import RemoteLLM
     from headrace.frontend.sampling_params import SamplingParams
 
 SAMPLING = "Sampling"
@@ -67,6 +68,28 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_options(parser, SamplingFlags)
     add_options(parser)
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """For commands that `open_engine_or_server`."""
+    parser.add_argument(
+        "--url", metavar="URL", help="Attach to the server there instead, such as http://127.0.0.1:8000"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="For --url (default: the environment's HEADRACE_API_KEY)")
+
+
+def open_engine_or_server(arguments: argparse.Namespace) -> LLM | RemoteLLM:
+    """What the arguments name. Raises OptionError for options that contradict each other."""
+    if arguments.url is None:
+        if arguments.api_key is not None:
+            raise OptionError("--api-key is for a server: give its --url")
+        return open_engine(arguments)
+    given = [flag(name) for name in (*option_specs(Options), "config", "engine") if vars(arguments).get(name)]
+    if given:
+        raise OptionError(f"--url attaches to a server that has its options; leave out {', '.join(given)}")
+    from headrace.frontend.remote import RemoteLLM
+
+    return RemoteLLM(arguments.url, arguments.api_key)
 
 
 def open_engine(arguments: argparse.Namespace) -> LLM:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from headrace.frontend.sampling_params import SamplingParams, nearest
-from headrace.frontend.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
 
 ANSWER_TOKENS = 512
@@ -35,10 +34,20 @@ class Turn(msgspec.Struct):
     answer: str = ""
 
 
+class Renderer(Protocol):
+    """The part of a tokenizer that a conversation needs."""
+
+    def get_chat_template(self, chat_template: Any, tools: Any) -> Any:
+        """Raises InvalidRequestError when the model has none."""
+        ...
+
+    def apply_chat_template(self, conversation: Any, *, add_generation_prompt: bool) -> Any: ...
+
+
 class Conversation:
     """The system message and the turns since. Between `ask` and `answered` the last turn is open."""
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int, *, system: str | None = None) -> None:
+    def __init__(self, tokenizer: Renderer, max_model_len: int, *, system: str | None = None) -> None:
         """Raises InvalidRequestError when the model has no chat template."""
         tokenizer.get_chat_template(None, None)
         self._tokenizer, self._max_model_len = tokenizer, max_model_len

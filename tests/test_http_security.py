@@ -209,6 +209,19 @@ def test_a_unix_socket(tmp_path):
         server.close()
 
 
+def test_behind_a_proxy_that_takes_its_prefix_off_or_leaves_it_on():
+    with serving("--root-path", "/llm", "--api-key", "first") as server, httpx.Client() as client:
+        assert server.url.endswith("/llm")
+        bare = server.url.removesuffix("/llm")
+        for url in (server.url, bare):
+            assert client.get(f"{url}/health").status_code == 200
+            assert client.get(f"{url}/v1/models").status_code == 401
+            assert client.post(url + COMPLETIONS, json=BODY).status_code == 401
+            answer = client.post(url + COMPLETIONS, json=BODY, headers={"authorization": "Bearer first"})
+            assert answer.status_code == 200
+        assert client.get(f"{bare}/llm/llm/v1/models", headers={"authorization": "Bearer first"}).status_code == 404
+
+
 def test_tls(tmp_path):
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"

@@ -52,6 +52,8 @@ class App:
         options = self._state.options
         exchange = Exchange(scope, receive, send, options.max_body_bytes, options.read_timeout)
         scope[EXCHANGE] = exchange
+        # Here and not in uvicorn, which would put it before the path: proxies take it off, others may leave it on.
+        scope["root_path"] = options.root_path
         scope["app"] = self  # without it, Starlette answers a wrong method by itself
         began_s = time.monotonic()
         outcome = "done"

@@ -144,6 +144,8 @@ class ModelCard(msgspec.Struct):
     root: str
     parent: None
     max_model_len: int
+    default_sampling_params: dict[str, float | int]
+    """What the model's own configuration sets for fields that a request leaves out."""
 
 
 class ModelList(msgspec.Struct):

@@ -200,7 +200,16 @@ def _card(state: ServerState, name: str) -> ModelCard:
     if engine.client is None:
         raise state.pool.why_unavailable()
     welcome = engine.client.welcome
-    return ModelCard(name, "model", state.started_at, "headrace", welcome.model, None, welcome.max_model_len)
+    return ModelCard(
+        id=name,
+        object="model",
+        created=state.started_at,
+        owned_by="headrace",
+        root=welcome.model,
+        parent=None,
+        max_model_len=welcome.max_model_len,
+        default_sampling_params=welcome.generation_defaults,
+    )
 
 
 class RouteSpec(msgspec.Struct, frozen=True, kw_only=True):

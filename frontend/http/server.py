@@ -226,7 +226,6 @@ class HttpServer:
             log_config=None,
             access_log=False,
             server_header=False,
-            root_path=self._options.root_path,
             backlog=_BACKLOG,
             timeout_keep_alive=self._options.timeout_keep_alive,
             timeout_graceful_shutdown=int(_LAST_WORDS_S),
