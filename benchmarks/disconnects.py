@@ -5,7 +5,8 @@
 The engine computes nothing (`tests/null_with_tokenizer.py`), so most of the time goes into coming and leaving. Half of
 the clients leave: before the answer, within it, or near its end, streaming or not. Afterwards nothing may run or hold
 blocks, and descriptors and resident memory are compared with those at half time. The prefix cache is small, so that it
-is full by then: a larger one goes on growing, by the names of its blocks.
+is full by then: a larger one goes on growing, by the names of its blocks. At the end the idle server is looked at for
+10 s: all its processes together should use no processor time.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from report import write_report
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "disconnects.json"
 MODEL = {"step_delay_s": 0.0005}
+IDLE_S = 10.0
 
 
 async def one_request(session: aiohttp.ClientSession, url: str, numbers: random.Random, counts: dict[str, int]) -> None:
@@ -110,11 +112,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT / "tests"))
-    from http_server import serving
+    from http_server import processor_share, serving
 
     with serving("--num-gpu-blocks-override", "2048", null_model=MODEL) as server:
         results = asyncio.run(run(server.url, server.process.pid, arguments.requests, arguments.streams))
-    for name in ("counts", "seconds", "left_over", "growth_of_last_half"):
+        process = psutil.Process(server.process.pid)
+        pids = [process.pid, *(each.pid for each in process.children(recursive=True))]
+        results["idle"] = {"seconds": IDLE_S, "share_of_a_core": processor_share(pids, IDLE_S)}
+    for name in ("counts", "seconds", "left_over", "growth_of_last_half", "idle"):
         print(name, results[name])
     write_report(arguments.out, "disconnects", results)
     if any(results["left_over"].values()) or results["counts"]["broken"]:
