@@ -154,6 +154,8 @@ def run_as_child(fd: int) -> int:
     except ChannelClosedError:
         return EXIT_START_FAILED  # nobody is left to tell
     except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit):
+            error = HeadraceError(f"engine-core (pid {os.getpid()}) was told to end, by a signal, while it started")
         with contextlib.suppress(ChannelClosedError):
             channel.send(ChildFailed(failure=Failure.of(error, process="engine-core", phase=phase[0])))
         return EXIT_START_FAILED

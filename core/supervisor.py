@@ -40,7 +40,7 @@ from headrace.ipc.messages import (
 from headrace.ipc.sockets import sweep_sockets
 from headrace.ipc.wait import Deadline, WaitTimeoutError, open_pidfd
 
-START_GRACE_S = 3.0
+START_GRACE_S = 5.0
 """By how much a parent's patience outlasts `startup_timeout`, as an engine may notice which of its workers hangs."""
 STACKS_WITHIN_S = 0.5
 """How long a program that hangs may take to write where its threads are."""

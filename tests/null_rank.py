@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,6 +36,31 @@ class Misbehaviour(msgspec.Struct, frozen=True, kw_only=True):
     """exception, hang, sigkill, sigterm, exit"""
     load_log: str = ""
     """A file to which each rank writes + when it begins to load, and - when it has."""
+
+
+def told_to() -> str:
+    """How this very process is to misbehave now: what the file with its number in the folder TRIGGERS says; or ""."""
+    folder = os.environ.get("TRIGGERS")
+    if not folder:
+        return ""
+    try:
+        return Path(folder, str(os.getpid())).read_text()
+    except OSError:
+        return ""
+
+
+def misbehave(how: str, who: str, where: str) -> None:
+    """exception, hang, sigkill, sigterm or exit; with "" it is good."""
+    if not how:
+        return
+    print(f"{who} is about to {how}", file=sys.stderr, flush=True)
+    if how == "exception":
+        raise RuntimeError(f"{who} was told to fail in {where}")
+    if how == "exit":
+        os._exit(3)
+    if how != "hang":
+        os.kill(os.getpid(), {"sigkill": signal.SIGKILL, "sigterm": signal.SIGTERM}[how])
+    threading.Event().wait()
 
 
 class NullRank(NullExecutor):
@@ -64,6 +90,7 @@ class NullRank(NullExecutor):
     def submit(self, plan: StepPlan) -> None:
         if plan.step == self._bad.at_step:
             self._perhaps("step")
+        misbehave(told_to(), f"rank {self._place.rank}", "a step")
         super().submit(plan)
 
     def collect(self) -> StepResult:
@@ -72,6 +99,7 @@ class NullRank(NullExecutor):
         return result if self._place.replies else msgspec.structs.replace(result, token_ids=result.token_ids * 0)
 
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
+        misbehave(told_to(), f"rank {self._place.rank}", "a command")
         if not isinstance(command, DescribeEngine):
             raise HeadraceError(f"rank {self._place.rank} does not know {type(command).__name__}")
         facts = {
@@ -88,14 +116,5 @@ class NullRank(NullExecutor):
                 file.write(sign)
 
     def _perhaps(self, phase: str) -> None:
-        if (self._bad.rank, self._bad.phase) != (self._place.rank, phase):
-            return
-        print(f"rank {self._place.rank} is about to {self._bad.how}", file=sys.stderr, flush=True)
-        if self._bad.how == "exception":
-            raise RuntimeError(f"rank {self._place.rank} was told to fail in {phase}")
-        if self._bad.how == "exit":
-            os._exit(3)
-        if self._bad.how == "hang":
-            threading.Event().wait()
-        os.kill(os.getpid(), {"sigkill": signal.SIGKILL, "sigterm": signal.SIGTERM}[self._bad.how])
-        threading.Event().wait()
+        if (self._bad.rank, self._bad.phase) == (self._place.rank, phase):
+            misbehave(self._bad.how, f"rank {self._place.rank}", phase)

@@ -1,0 +1,32 @@
+"""Schedulers that misbehave when their engine core is told to; see null_rank.told_to. For `scheduler_cls`.
+
+`bad_core:BadScheduler` does so in a turn of the loop, `bad_core:BadLoad` while it is made, at the end of loading, and
+`bad_core:BadImport` cannot be had at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from null_rank import misbehave, told_to
+
+from headrace.core.scheduler import Scheduler, SchedulerConfig
+
+
+class BadScheduler(Scheduler):
+    @property
+    def has_work(self) -> bool:
+        """Asked for at every turn of the loop, whether or not there is any."""
+        misbehave(told_to(), "the core", "a turn")
+        return super().has_work
+
+
+class BadLoad(Scheduler):
+    def __init__(self, config: SchedulerConfig) -> None:
+        raise RuntimeError("the core was told to fail in loading")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "BadImport":
+        raise RuntimeError("the core was told to fail in starting")
+    raise AttributeError(name)
