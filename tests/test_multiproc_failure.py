@@ -1,4 +1,4 @@
-"""The kill matrix of workers: each rank, each phase, each way to go; the cause reaches the caller, nothing stays."""
+"""How workers fail, as their executor sees it: in each phase and way the cause is told, and nothing stays."""
 
 from __future__ import annotations
 
@@ -6,19 +6,12 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
-import msgspec
-import psutil
 import pytest
 from multiproc_parts import HERE, Ranks, options, wait_until
-from wire_client import WireClient
 
-from headrace.core.supervisor import Child, start_engine
-from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure
-from headrace.ipc.messages import Draining, EngineFailed, StepOutputs
+from headrace.core.supervisor import start_engine
+from headrace.ipc.failure import EngineDeadError, EngineStartError
 
 WITHIN_S = 5.0
 """What the design promises, from a death to the caller's error."""
@@ -53,7 +46,7 @@ def run_steps(ranks: Ranks) -> None:
         ranks.step()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [1])
 @pytest.mark.parametrize("how", ["sigkill", "sigterm", "exception", "exit"])
 @pytest.mark.parametrize(
     ("where", "phase"), [("describe", "read config"), ("load", "load weights"), ("allocate", "allocate")]
@@ -129,67 +122,7 @@ def test_both_ranks_killed_at_once_is_one_failure_and_a_new_executor_starts() ->
         assert ranks.bring_up().step().step == 0
 
 
-# --- with an engine core around it ----------------------------------------------------------------------------------
-
-
-@contextmanager
-def engine(**overrides: Any) -> Iterator[tuple[Child, str, list[psutil.Process], list[Failure]]]:
-    """A core as a program, its address, its workers by rank, and what its end is reported with."""
-    child = start_engine(options(step_timeout=STEP_TIMEOUT_S, **overrides))
-    reported: list[Failure] = []
-    child.on_exit(reported.append)
-    try:
-        address = child.wait_ready(30).address
-        workers = [p for p in psutil.Process(child.pid).children() if "headrace.executor.worker" in p.cmdline()]
-        yield child, address, sorted(workers, key=lambda p: p.pid), reported
-        _, alive = psutil.wait_procs(workers, timeout=WITHIN_S)
-        assert not alive or child.alive
-    finally:
-        child.stop(0.0)
-        assert not child.alive
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("when", ["idle", "decode", "drain"])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
-def test_the_caller_hears_which_worker_is_gone(how: signal.Signals, when: str, rank: int) -> None:
-    with engine(step_delay_s=0.01) as (child, address, workers, reported), WireClient(address) as client:
-        client.add(1, [5, 6], max_tokens=30_000 if when != "idle" else 3, ignore_eos=True)
-        client.receive(StepOutputs)
-        if when == "idle":
-            client.finish(1)
-        if when == "drain":
-            os.kill(child.pid, signal.SIGTERM)
-            client.receive(Draining)
-        workers[rank].send_signal(how)
-        if when == "idle" and how == signal.SIGSTOP:
-            client.add(2, [5, 6], max_tokens=30_000, ignore_eos=True)
-        failure = client.receive(EngineFailed, timeout_s=WITHIN_S).failure
-        assert (failure.process, failure.rank, failure.pid) == ("worker", rank, workers[rank].pid)
-        assert ("step_timeout" if how == signal.SIGSTOP else f"signal {how.value} ({how.name})") in failure.message
-        wait_until(lambda: not child.alive, WITHIN_S, "the core's end")
-        assert child.status == 70
-        assert len(reported) == 1
-
-
-def test_workers_end_with_a_killed_core() -> None:
-    with engine() as (child, _, workers, _reported):
-        assert len(workers) == 2
-        os.kill(child.pid, signal.SIGKILL)
-        _, alive = psutil.wait_procs(workers, timeout=WITHIN_S)
-        assert not alive
-
-
-def test_a_worker_that_hangs_while_the_engine_starts_is_named_with_its_phase_and_its_stacks() -> None:
-    child = start_engine(msgspec.structs.replace(options(rank=1, phase="load", how="hang"), startup_timeout=3.0))
-    words = r"worker 1 \(pid \d+\) did not become ready within 3 s \(startup_timeout\)"
-    with pytest.raises(EngineStartError, match=words) as caught:
-        child.wait_ready()
-    failure = caught.value.failure
-    assert failure is not None
-    assert (failure.process, failure.rank, failure.phase) == ("worker", 1, "load weights")
-    assert "in _perhaps" in "\n".join(failure.log_tail)
-    wait_until(lambda: not child.alive, WITHIN_S, "the engine's end")
+# --- with an engine core around it; all of its deaths are in test_multiproc_kill_matrix.py ---------------------------
 
 
 def test_an_engine_whose_worker_cannot_start_gives_the_cause_whole() -> None:

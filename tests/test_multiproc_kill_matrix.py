@@ -133,6 +133,7 @@ def run(cell: Cell, folder: Path) -> None:
             fail_serving(cell, child, seen, folder)
         if cell.how != "hang" or cell.is_rank:
             wait_until(lambda: not child.alive, WITHIN_S, "the core's end")
+            assert not cell.is_rank or child.status == (1 if cell.starts else 70)
     finally:
         child.kill()
     check_nothing_is_left(seen)
