@@ -96,11 +96,19 @@ inline void store_cache_row(CacheType type, const float* from, int count, float 
       for (; i < count; ++i) store_one(to, i, stored, from[i]);
       break;
     }
-    case CacheType::kInt8:
-      for (int i = 0; i < count; ++i)
-        static_cast<int8_t*>(to)[i] =
-            static_cast<int8_t>(std::fmax(-127.0f, std::fmin(127.0f, std::nearbyint(from[i] * inverse_scale))));
+    case CacheType::kInt8: {
+      typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1)));
+      const auto rounded = [&](Floats value) {
+        const Floats whole = round_to_integer(value * inverse_scale);
+        return __builtin_convertvector(larger(smaller(whole, all_lanes(127.0f)), all_lanes(-127.0f)), Ints);
+      };
+      int8_t* const bytes = static_cast<int8_t*>(to);
+      int i = 0;
+      for (; i + kLanes <= count; i += kLanes)
+        *reinterpret_cast<Bytes*>(bytes + i) = __builtin_convertvector(rounded(load_floats(from + i)), Bytes);
+      for (; i < count; ++i) bytes[i] = static_cast<int8_t>(rounded(all_lanes(from[i]))[0]);
       break;
+    }
     case CacheType::kE4m3:
       for (int i = 0; i < count; ++i) static_cast<uint8_t*>(to)[i] = e4m3_of_float(from[i] * inverse_scale);
       break;

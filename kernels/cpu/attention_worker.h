@@ -72,8 +72,7 @@ struct Places {
 template <class T>
 struct Scratch {
   T* queries;              // [rows, padded]
-  T* keys;                 // [kTileGroups][padded / kPairs][kGroupKeys][kPairs], where the cache holds others
-  T* values;               // [kTileGroups][kGroupKeys / kPairs][padded][kPairs]
+  T* made;                 // [kTileGroups][kGroupKeys * padded]: keys, then values, where the cache holds others
   T* rows;                 // [kGroupKeys, padded], of a cache in rows
   T* weights;              // [rows, kTileKeys]
   float* scores;           // [rows, kTileKeys]
@@ -86,8 +85,7 @@ struct Scratch {
   float* take;             // the same
   RowStates tile_states;   // the same
   RowStates states;        // the same
-  const T** key_groups;    // [kTileGroups]
-  const T** value_groups;  // [kTileGroups]
+  const T** groups;        // [kTileGroups]
   Places* places;          // [2]: of the unit that is computed, and of the next
 };
 
@@ -102,8 +100,7 @@ template <class T>
 char* lay_out(const Shape& shape, char* from, Scratch<T>& scratch) {
   const int64_t rows = shape.rows, padded = shape.padded;
   take(from, rows * padded, scratch.queries);
-  take(from, padded * kTileKeys, scratch.keys);
-  take(from, padded * kTileKeys, scratch.values);
+  take(from, padded * kTileKeys, scratch.made);
   take(from, padded * kGroupKeys, scratch.rows);
   take(from, rows * kTileKeys, scratch.weights);
   take(from, rows * kTileKeys, scratch.scores);
@@ -119,8 +116,7 @@ char* lay_out(const Shape& shape, char* from, Scratch<T>& scratch) {
     take(from, vector_rows, states->largest);
     take(from, vector_rows, states->sums);
   }
-  take(from, int64_t{kTileGroups}, scratch.key_groups);
-  take(from, int64_t{kTileGroups}, scratch.value_groups);
+  take(from, int64_t{kTileGroups}, scratch.groups);
   take(from, int64_t{2}, scratch.places);
   return from;
 }
@@ -219,8 +215,7 @@ class Worker {
   // tile_output.
   void compute_tile(const Item& item, bool joined) {
     const int rows = item.tokens * shape_.group, padded = shape_.padded;
-    make_groups(item);
-    score_product(scratch_.queries, padded, rows, scratch_.key_groups, places_->groups, padded / kPairs<T>,
+    score_product(scratch_.queries, padded, rows, key_groups(item), places_->groups, padded / kPairs<T>,
                   scratch_.scores, fetch_);
 
     const ScoreRule rule = rule_for(item);
@@ -240,7 +235,7 @@ class Worker {
 
     if (joined) merge_states(scratch_.states, scratch_.tile_states, rows, scratch_.keep, scratch_.take);
     const Factors factors = joined ? Factors{scratch_.keep, scratch_.take} : Factors{nullptr, nullptr};
-    value_product(scratch_.weights, rows, scratch_.value_groups, places_->groups, padded,
+    value_product(scratch_.weights, rows, value_groups(item), places_->groups, padded,
                   joined ? scratch_.output : scratch_.tile_output, factors, fetch_);
   }
 
@@ -301,41 +296,51 @@ class Worker {
     return {places.runs, places.end(), kGroupKeys * row_bytes_, steps};
   }
 
-  // The groups of the tile at places_: where they lie if they can be read so, else made from what is there.
-  void make_groups(const Item& item) {
-    const int64_t size = int64_t{kGroupKeys} * shape_.padded;
+  // The groups of keys of the tile at places_: where they lie if they can be read so, else made from what is there.
+  const T* const* key_groups(const Item& item) {
     for (int group = 0; group < places_->groups; ++group) {
-      const int count = std::min(kGroupKeys, places_->count - group * kGroupKeys);
-      T* const keys = scratch_.keys + group * size;
-      T* const values = scratch_.values + group * size;
-      scratch_.key_groups[group] = keys;
-      scratch_.value_groups[group] = values;
-      if (cache_.layout == CacheLayout::kRows) {
-        group_keys(rows_of(item, cache_.keys, group, count), shape_.padded, keys);
-        group_values(rows_of(item, cache_.values, group, count), shape_.padded, values);
-        continue;
-      }
-      const char* const key_run = places_->runs[group];
-      const char* const value_run = places_->runs[places_->groups + group];
-      const bool as_stored = is_stored_as(cache_.type, keys);
-      if (as_stored)
-        scratch_.key_groups[group] = reinterpret_cast<const T*>(key_run);
+      T* const made = scratch_.made + group * group_size();
+      scratch_.groups[group] = made;
+      if (cache_.layout == CacheLayout::kRows)
+        group_keys(rows_of(item, cache_.keys, group), shape_.padded, made);
+      else if (is_stored_as(cache_.type, made))
+        scratch_.groups[group] = reinterpret_cast<const T*>(places_->runs[group]);
       else
-        widen_group(cache_.type, key_run, cache_.head_dim / 2, kGroupKeys, keys);
-      // Beyond the keys that are there a slot may hold anything: a score of it is never used, but a value that is no
-      // number would be, for all that it weighs nothing.
-      if (as_stored && count == kGroupKeys) {
-        scratch_.value_groups[group] = reinterpret_cast<const T*>(value_run);
-      } else {
-        widen_group(cache_.type, value_run, kGroupKeys / 2, cache_.head_dim, values);
-        clear_values(values, shape_.padded, count);
-      }
+        widen_group(cache_.type, places_->runs[group], cache_.head_dim / 2, kGroupKeys, made);
     }
+    return scratch_.groups;
   }
 
-  // A group's rows [kGroupKeys, padded] from a cache in rows; zeros beyond `count`.
-  const T* rows_of(const Item& item, const void* from, int group, int count) {
+  // The same of the values, in the room of the keys.
+  const T* const* value_groups(const Item& item) {
+    for (int group = 0; group < places_->groups; ++group) {
+      T* const made = scratch_.made + group * group_size();
+      scratch_.groups[group] = made;
+      if (cache_.layout == CacheLayout::kRows) {
+        group_values(rows_of(item, cache_.values, group), shape_.padded, made);
+        continue;
+      }
+      // Beyond the keys that are there a slot may hold anything: a score of it is never used, but a value that is no
+      // number would be, for all that it weighs nothing.
+      const int count = keys_of(group);
+      const char* const run = places_->runs[places_->groups + group];
+      if (is_stored_as(cache_.type, made) && count == kGroupKeys) {
+        scratch_.groups[group] = reinterpret_cast<const T*>(run);
+      } else {
+        widen_group(cache_.type, run, kGroupKeys / 2, cache_.head_dim, made);
+        clear_values(made, shape_.padded, count);
+      }
+    }
+    return scratch_.groups;
+  }
+
+  int64_t group_size() const { return int64_t{kGroupKeys} * shape_.padded; }
+  int keys_of(int group) const { return std::min(kGroupKeys, places_->count - group * kGroupKeys); }
+
+  // A group's rows [kGroupKeys, padded] from a cache in rows; zeros where there are no keys.
+  const T* rows_of(const Item& item, const void* from, int group) {
     const int64_t padded = shape_.padded;
+    const int count = keys_of(group);
     for (int key = 0; key < count; ++key) {
       const int64_t index = row_of(item, places_->base + group * kGroupKeys + key);
       widen_row(cache_.type, static_cast<const char*>(from) + index * row_bytes_, cache_.head_dim, shape_.padded,
@@ -356,12 +361,11 @@ class Worker {
 
   // Those of the tile at places_; zeros where there are no keys.
   const float* scales_of(const Item& item, const float* from, float* to) const {
-    for (int key = 0; key < places_->count;) {
-      const int position = places_->base + key, left = cache_.block_size - position % cache_.block_size;
-      const int count = std::min(left, places_->count - key);
-      std::copy_n(from + row_of(item, position), count, to + key);
-      key += count;
-    }
+    if (cache_.layout == CacheLayout::kGroups)
+      for (int key = 0; key < places_->count; key += kGroupKeys)
+        std::memcpy(to + key, from + row_of(item, places_->base + key), sizeof(float) * kGroupKeys);
+    else
+      for (int key = 0; key < places_->count; ++key) to[key] = from[row_of(item, places_->base + key)];
     std::fill(to + places_->count, to + kTileKeys, 0.0f);
     return to;
   }
