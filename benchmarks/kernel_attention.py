@@ -7,6 +7,8 @@ can do, measured by the same threads in the same run.
 from __future__ import annotations
 
 import argparse
+import math
+import mmap
 import statistics
 import time
 from collections.abc import Callable
@@ -15,18 +17,28 @@ from typing import Any
 
 import torch
 from report import write_report
+from torch import Tensor
 
+from headrace.executor.kv_cache import SCALED
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.limits import limits
 from headrace.kernels.cpu.linear import Runtime
-from headrace.kernels.cpu.ops import CpuOps
+from headrace.kernels.cpu.ops import CacheScales, CpuOps, best_layout
 from headrace.kernels.cpu.threads import Pool
 from headrace.kernels.reference_attention import AttentionParams, PagedBatch
 
 BLOCK_SIZE = 16
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
 """Of the demo model."""
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.int8}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+def huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory of the kind that an engine's cache lies in."""
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def samples_of(run: Callable[[], object], count: int) -> list[float]:
@@ -43,13 +55,16 @@ def samples_of(run: Callable[[], object], count: int) -> list[float]:
 def attention_case(
     ops: CpuOps, measured: dict[str, Any], num_seqs: int, query_len: int, context: int, cache: str, runs: int
 ) -> dict[str, Any]:
-    """One call of attention over blocks that lie in random order."""
+    """One call of attention over blocks that lie in random order, as an engine's program keeps and scales them."""
     dtype, blocks_each = DTYPES[cache], -(-context // BLOCK_SIZE)
     shape = (num_seqs * blocks_each, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-    keys, values = (
-        torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.randint(-127, 128, shape, dtype=dtype)
-        for _ in range(2)
-    )
+    keys, values = (huge_pages(shape, dtype) for _ in range(2))
+    for part in (keys, values):
+        part.copy_(torch.randn(shape) if dtype.is_floating_point else torch.randint(-127, 128, shape))
+    scales = None
+    if dtype in SCALED:
+        scales = CacheScales(keys=torch.full(shape[:3], 0.02), values=torch.full(shape[:3], 0.02))
+    layout = best_layout(BLOCK_SIZE, HEAD_DIM)
     tables = torch.randperm(num_seqs * blocks_each).int().view(num_seqs, blocks_each)
     batch = PagedBatch(
         torch.arange(num_seqs + 1, dtype=torch.int32) * query_len,
@@ -60,7 +75,7 @@ def attention_case(
     )
     query = torch.randn(num_seqs * query_len, HEADS, HEAD_DIM, dtype=torch.bfloat16)
     params = AttentionParams(HEAD_DIM**-0.5)
-    samples = samples_of(lambda: ops.paged_attention(query, keys, values, batch, params), runs)
+    samples = samples_of(lambda: ops.paged_attention(query, keys, values, batch, params, scales, layout), runs)
     best = min(samples)
     read = num_seqs * context * KV_HEADS * HEAD_DIM * 2 * dtype.itemsize
     seen = num_seqs * sum(range(context - query_len + 1, context + 1))
