@@ -143,10 +143,10 @@ class Scheduler:
 
         Decodes come first and always fit (a token each); what is left of the budget is shared among prefills.
         """
-        if self._steady is not None and self._steady.steps_left > 0:
+        if self._steady is not None and (plan := self._steady.next_plan(self._step + 1)) is not None:
             self._step += 1
             self.num_in_flight += 1
-            return self._steady.next_plan(self._step)
+            return plan
         self._end_steady()
         draft = StepDraft(self.config.max_num_batched_tokens)
         while True:
@@ -238,21 +238,16 @@ class Scheduler:
         self._step += 1
         plan = draft.seal(self._step, self.rows, self._released)
         self._released = []
-        table, sampled = self.rows, plan.rows[plan.sampled]
+        table = self.rows
         table.num_computed_tokens[plan.rows] += plan.num_tokens
-        if self.hasher is not None:
-            computed = table.num_computed_tokens[draft.decodes]
-            full = draft.decodes[computed % self.config.block_size == 0]
-            is_known = table.num_known_tokens[full] == table.num_tokens[full]
-            for row in full[is_known].tolist():  # what is not is hashed once it is known
-                self._publish(row, int(table.num_computed_tokens[row]) - 1, 1)
-        table.num_tokens[sampled] += 1
+        self._publish_full(draft.decodes)
+        table.num_tokens[plan.rows[plan.sampled]] += 1
         if not self.config.rows_run_ahead:
             self._last_step[plan.rows] = self._step
         self.num_in_flight += 1
         decodes_alone = len(draft.decodes) == self.num_running == len(plan.rows) and not self.waiting
         if decodes_alone and self.config.rows_run_ahead and not self._has_own_stages:
-            self._steady = SteadyBatch(plan, table, frozenset(self.config.eos_token_ids))
+            self._steady = SteadyBatch(plan, table, self.pool, self.config.eos_token_ids, self._publish_full)
         return plan
 
     # --- the answer ---------------------------------------------------------------------------------------------
@@ -266,8 +261,8 @@ class Scheduler:
         self.num_in_flight -= 1
         table, rows, token_ids = self.rows, result.rows, result.token_ids
         if self._steady is not None:
-            if rows is self._steady.rows and not self._steady.may_end(token_ids):
-                self._steady.take(token_ids)
+            names_blocks = self.hasher is not None and self.num_in_flight
+            if rows is self._steady.rows and not names_blocks and self._steady.take(token_ids):
                 return Advance(rows, token_ids, [])
             self.settle()
         num_tokens = table.num_known_tokens[rows]
@@ -353,6 +348,15 @@ class Scheduler:
             hashes += self.hasher.extend(parent, table.token_ids[row, len(hashes) * block_size : end * block_size])
         for index in range(first, end):
             self.pool.publish(int(table.block_table[row, index]), hashes[index])
+
+    def _publish_full(self, rows: np.ndarray) -> None:
+        """Of these decodes, those whose planned token fills a block and is known; `advance` does the others."""
+        if self.hasher is None:
+            return
+        computed = self.rows.num_computed_tokens[rows]
+        is_full = (computed % self.config.block_size == 0) & (self.rows.num_known_tokens[rows] >= computed)
+        for index in is_full.nonzero()[0].tolist():
+            self._publish(int(rows[index]), int(computed[index]) - 1, 1)
 
     def _last_served(self) -> int:
         rows = np.flatnonzero(self.rows.active).tolist()

@@ -147,7 +147,7 @@ class BatchState:
         for new in plan.new_rows:
             self._enter(new)
         if plan.block_rows.size:
-            self._append_blocks(plan.block_rows, plan.block_ids)
+            self.append_blocks(plan.block_rows, plan.block_ids)
 
     def append_sampled(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
         """One sampled token for each of rows [n] (distinct), token_ids [n]."""
@@ -229,7 +229,7 @@ class BatchState:
         self.num_tokens[rows] += steps
         self._repeated.clear()
 
-    def _append_blocks(self, rows: np.ndarray, block_ids: np.ndarray) -> None:
+    def append_blocks(self, rows: np.ndarray, block_ids: np.ndarray) -> None:
         """A row may occur several times; its blocks keep their order."""
         order = np.argsort(rows, kind="stable")
         rows, block_ids = rows[order], block_ids[order]

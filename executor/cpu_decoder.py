@@ -12,7 +12,7 @@ from headrace.executor.collectives import SharedCollectives
 from headrace.executor.cpu_layers import CpuModel, read_model
 from headrace.executor.cpu_program import ProgramWriter, StepLimits, WrittenProgram
 from headrace.executor.cpu_weights import Blocks, CpuWeights, inner_block
-from headrace.executor.inputs import Chosen, StepLogits, no_logits
+from headrace.executor.inputs import BegunBlocks, Chosen, StepLogits, no_logits
 from headrace.executor.kv_cache import KVCache
 from headrace.executor.padding import padded_for
 from headrace.executor.place import SINGLE, Place
@@ -96,7 +96,7 @@ class CpuDecoder:
         chosen = Chosen(written.columns.token_ids[:count].copy(), written.columns.best[:count])
         return StepLogits(self._logits[count], self._logits_at, chosen)
 
-    def repeat(self) -> Chosen:
+    def repeat(self, begun: BegunBlocks | None) -> Chosen:
         """The step before once more, which computed and chose a token for each of its sequences: see `StepPlan`."""
         assert self._written is not None, "a step comes first"
         buffers, columns = self._written.buffers, self._written.columns
@@ -104,6 +104,9 @@ class CpuDecoder:
         buffers.token_ids[:count] = columns.token_ids[:count]
         for moves_on in (buffers.positions, buffers.slot_mapping, buffers.seq_lens, columns.position):
             moves_on[:count] += 1
+        if begun is not None:
+            buffers.slot_mapping[begun.sequences] = begun.block_ids * np.int64(self._written.kv_cache.block_size)
+            _block_tables(buffers)[begun.sequences, begun.places] = begun.block_ids
         self._written.program.run_filled(buffers)
         return Chosen(columns.token_ids[:count].copy(), columns.best[:count])
 
@@ -156,9 +159,9 @@ class CpuRank(CpuDecoder):
         place.link.send(hidden[None])
         return no_logits()
 
-    def repeat(self) -> Chosen:
+    def repeat(self, begun: BegunBlocks | None) -> Chosen:
         """As in `CpuDecoder`; with stages no plan repeats the one before."""
-        chosen = super().repeat()
+        chosen = super().repeat(begun)
         self._check_ranks()
         return chosen
 
@@ -176,8 +179,9 @@ class CpuRank(CpuDecoder):
 def _fill(buffers: StepBuffers, arrays: StepArrays) -> None:
     step, tables = buffers.step, arrays.block_tables
     num_tokens, num_seqs, num_logits = len(arrays.token_ids), len(arrays.seq_lens), len(arrays.logits_indices)
-    width = tables.shape[1]
-    step.num_tokens, step.num_seqs, step.num_logits, step.block_table_stride = num_tokens, num_seqs, num_logits, width
+    own_tables = _block_tables(buffers)
+    step.num_tokens, step.num_seqs, step.num_logits = num_tokens, num_seqs, num_logits
+    step.block_table_stride = own_tables.shape[1]  # whatever the step's width, so that a row may gain a block in place
     step.only_highest = not arrays.reads_logits
     buffers.token_ids[:num_tokens] = arrays.token_ids
     buffers.positions[:num_tokens] = arrays.positions
@@ -185,4 +189,9 @@ def _fill(buffers: StepBuffers, arrays: StepArrays) -> None:
     buffers.query_start[: num_seqs + 1] = arrays.query_start
     buffers.seq_lens[:num_seqs] = arrays.seq_lens
     buffers.logits_rows[:num_logits] = arrays.logits_indices
-    buffers.block_tables[: num_seqs * width].reshape(num_seqs, width)[:] = tables
+    own_tables[:num_seqs, : tables.shape[1]] = tables
+
+
+def _block_tables(buffers: StepBuffers) -> np.ndarray:
+    """[max_seqs, max_blocks] int32"""
+    return buffers.block_tables.reshape(len(buffers.seq_lens), -1)

@@ -65,6 +65,15 @@ class StepInputs:
         return cls(block_size=block_size, max_query_len=longest, **tensors)
 
 
+class BegunBlocks(NamedTuple):
+    """Sequences of a repeated step whose token begins a block."""
+
+    sequences: list[int]
+    """By their place in the step."""
+    places: np.ndarray  # [num_sequences] int32: the block's, in its sequence's block table
+    block_ids: np.ndarray  # [num_sequences] int32
+
+
 class Chosen(NamedTuple):
     """Tokens for rows of logits."""
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from headrace.executor.batch import BatchState, Draws, Needs, StepArrays
-from headrace.executor.inputs import Chosen, StepLogits
+from headrace.executor.inputs import BegunBlocks, Chosen, StepLogits
 from headrace.executor.logprobs import logprob_rows
 from headrace.executor.sampler import Choose, Sampled, find_problems, sample
 from headrace.ipc.failure import Failure
@@ -37,8 +37,8 @@ class Model(Protocol):
 class RepeatingModel(Protocol):
     """A model that can do the same step again with little effort."""
 
-    def repeat(self) -> Chosen:
-        """The step before, a decode whose tokens it chose, with each sequence one token on, in the same block."""
+    def repeat(self, begun: BegunBlocks | None) -> Chosen:
+        """The step before, a decode whose tokens it chose, with each sequence one token on."""
 
 
 class ModelRunner:
@@ -82,8 +82,13 @@ class ModelRunner:
         return self._result(plan, rows, sampled, (), _by_row(rows, sampled.problems))
 
     def _repeat(self, plan: StepPlan, model: RepeatingModel) -> StepResult:
+        begun = None
+        if plan.block_rows.size:
+            self._batch.append_blocks(plan.block_rows, plan.block_ids)
+            places, order = self._batch.num_blocks[plan.block_rows] - 1, plan.rows.tolist()
+            begun = BegunBlocks([order.index(row) for row in plan.block_rows.tolist()], places, plan.block_ids)
         self._began_s = time.monotonic()
-        chosen = model.repeat()
+        chosen = model.repeat(begun)
         self._ended_s = time.monotonic()
         sampled = Sampled(chosen.token_ids, find_problems(chosen.best))
         self._batch.append_repeated(plan.rows, sampled.token_ids)

@@ -89,11 +89,11 @@ class PlanMaker:
 
     def _repeats(self, rows: list[int], computed: np.ndarray) -> bool:
         before = self._before
-        if before is None or before.rows.tolist() != rows or self._released or self._new or self._appended:
+        if before is None or before.rows.tolist() != rows or self._released or self._new:
             return False
         decodes = before.sampled.all() and before.num_tokens.tolist() == [1] * len(rows) == [n for _, n in self._work]
-        within_block = (computed % self.block_size != 0).all()
-        return bool(rows and decodes and within_block and (computed == before.num_computed_tokens + 1).all())
+        follows = (computed == before.num_computed_tokens + 1).all()
+        return bool(rows and decodes and follows)
 
     def sampled(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
         for row, token in zip(rows.tolist(), token_ids.tolist(), strict=True):
