@@ -70,7 +70,8 @@ class CoreClient:
         self._next_call = 0
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._welcome: asyncio.Future[Welcome] | None = None
-        self._failure: Failure | None = None
+        self.failure: Failure | None = None
+        """Why the session has ended; None while it goes on."""
         self._closed = False
         self._draining = False
         self.last_step_s = 0.0
@@ -154,21 +155,16 @@ class CoreClient:
 
     def check_alive(self) -> None:
         """Raises EngineDeadError when the session has ended or is about to."""
-        if self._failure is not None:
-            raise EngineDeadError.from_failure(self._failure)
+        if self.failure is not None:
+            raise EngineDeadError.from_failure(self.failure)
         if self._draining:
             raise EngineDeadError("the engine is shutting down and takes no new requests")
 
-    @property
-    def failure(self) -> Failure | None:
-        """Why the session has ended; None while it goes on."""
-        return self._failure
-
     def fail(self, failure: Failure) -> None:
         """The core is dead, because of this: ends every stream and wait. The first cause counts."""
-        if self._failure is not None:
+        if self.failure is not None:
             return
-        self._failure = failure
+        self.failure = failure
         replaced = not self._closed and self.is_replaced()
         self.requests.fail_all(failure, EngineDeadError, keep_untouched=replaced)
         for waiting in (*self._calls.values(), self._welcome):
@@ -187,7 +183,7 @@ class CoreClient:
         if self._closed:
             return
         self._closed = True
-        if self._failure is None:
+        if self.failure is None:
             self.requests.abort_all()
         self._transport.send(Goodbye())
         self._transport.close()
@@ -199,8 +195,8 @@ class CoreClient:
         timeout_s: float | None,
         **fields: Any,
     ) -> Any:
-        if self._failure is not None:
-            raise EngineDeadError.from_failure(self._failure)
+        if self.failure is not None:
+            raise EngineDeadError.from_failure(self.failure)
         call, self._next_call = self._next_call, self._next_call + 1
         future = self._calls[call] = self._loop.create_future()
         try:

@@ -236,9 +236,7 @@ class FakeCore:
         return None
 
     def _stats(self) -> EngineStats:
-        counts: dict[str, Any] = {
-            each.name: each.type(0) for each in msgspec.structs.fields(EngineStats) if each.required
-        }
+        counts: Any = dict.fromkeys((each.name for each in msgspec.structs.fields(EngineStats) if each.required), 0)
         return EngineStats(**{**counts, "num_running": len(self.running), "steps": self.steps})
 
 

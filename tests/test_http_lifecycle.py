@@ -49,9 +49,10 @@ def slow_server() -> Iterator[Server]:
         yield server
 
 
-def test_phases_sum_to_the_time_until_the_address():
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_phases_sum_to_the_time_until_the_address(processes):
     began_s = time.time()
-    with serving() as server:
+    with serving("--api-server-count", processes) as server:
         wall_s = time.time() - began_s
         phases = [float(seconds) for seconds in re.findall(r"\[ *([\d.]+) s\]", server.log)]
         (total,) = re.findall(r"ready: .* \(([\d.]+) s\)", server.log)
@@ -107,6 +108,15 @@ def test_a_client_that_leaves_is_aborted_at_once(slow_server, how):
         wait_until(lambda: metric(watcher, "headrace:num_requests_running") == 0, 5, "the abort")
         assert time.monotonic() - left_s < 1.0
         assert metric(watcher, "headrace:kv_cache_usage_perc") == 0
+
+
+def test_what_is_computed_for_nobody_is_counted():
+    """The step that is under way when a client leaves brings a token that nobody wants."""
+    with serving(null_model={"step_delay_s": 0.2}) as server, server.client() as watcher:
+        with server.client() as client, streaming(client):
+            assert metric(watcher, "headrace:tokens_after_disconnect_total") == 0
+        wait_until(lambda: metric(watcher, "headrace:tokens_after_disconnect_total") == 1, 5, "the step's end")
+        assert metric(watcher, "headrace:http_disconnects_total") == 1
 
 
 def test_two_requests_of_one_name(slow_server):
