@@ -148,7 +148,9 @@ def run_as_child(fd: int) -> int:
         ).start()
         _stop_on_signals(core, options.shutdown_timeout)
         core.start(on_phase, on_read)
-        channel.send(Ready(address=port.address, startup_s=core.startup_s))
+        assert core.facts is not None, "the start is over"
+        of_ranks = core.facts.ranks_startup_s
+        channel.send(Ready(address=port.address, startup_s=core.startup_s, ranks_startup_s=of_ranks))
         phase[0] = "serve"
         return _serve(core)
     except ChannelClosedError:

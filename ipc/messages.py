@@ -347,6 +347,8 @@ class Ready(Message):
 
     address: str
     startup_s: dict[str, float]
+    ranks_startup_s: tuple[dict[str, float], ...] = ()
+    """Of each worker process of an engine; see Facts."""
 
 
 class ChildFailed(Message):

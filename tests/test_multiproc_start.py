@@ -12,9 +12,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from http_server import serving
 from multiproc_parts import HERE, Ranks, bring_up, options
 from test_multinode import cluster
 
+from headrace import LLM
 from headrace.core.engine import EngineThread
 from headrace.core.options import Options
 from headrace.core.startup_table import REST, startup_table
@@ -122,6 +124,27 @@ def test_workers_account_for_their_whole_start() -> None:
             assert list(rank) == ["start", "import", "read config", "wait for the core", *list(rank)[4:]]
             assert rank["load weights"] >= 0.2
             assert rank["start"] > 0.0
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_server_shows_the_table_of_its_engines_start(processes: str) -> None:
+    flags = ["--model=null", "--worker-cls=null_rank:NullRank", "--tensor-parallel-size=2", "--skip-tokenizer-init"]
+    with serving(*flags, "--api-server-count", processes, attached=True) as server:
+        lines = server.log.splitlines()
+        at = next(number for number, line in enumerate(lines) if line.startswith("seconds"))
+        assert lines[at].split() == ["seconds", "core", "rank", "0", "rank", "1"]
+        end = next(number for number in range(at, len(lines)) if lines[number].startswith("sum"))
+        table = columns_of("\n".join(lines[at : end + 1]))
+        assert table["sum"][0] == table["sum"][1] == table["sum"][2]
+        assert all(table["load weights"])
+
+
+def test_a_running_engine_tells_how_its_start_went() -> None:
+    asked = {"tensor_parallel_size": 2, "worker_cls": "null_rank:NullRank", "skip_tokenizer_init": True}
+    with LLM("null", **asked) as llm:
+        facts = llm.describe_engine().facts
+    assert "load weights" in facts["startup_s"]
+    assert [next(iter(rank)) for rank in facts["ranks_startup_s"]] == ["start", "start"]
 
 
 # --- a core that hangs itself ---------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ MAY_IMPORT = MappingProxyType(
         "frontend": {
             *("headrace.frontend", "headrace.ipc", "headrace.core.options", "headrace.core.option_parsing"),
             *("headrace.core.option_values", "headrace.core.options_doc", "headrace.core.supervisor"),
+            "headrace.core.startup_table",
             *("msgspec", "zmq", "tokenizers", "jinja2", "psutil", "tqdm", "uvloop"),
             *("starlette", "uvicorn", "httptools", "prometheus_client"),
         },

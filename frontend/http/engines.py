@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from headrace.frontend.client import CoreClient
 from headrace.frontend.http.errors import ApiError, unavailable
+from headrace.frontend.http.phases import say_workers
 from headrace.frontend.request_table import RequestTable
 from headrace.frontend.transport import ZmqTransport
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
@@ -94,6 +95,8 @@ class Owned:
             self._child.wait_ready,
             on_progress=None if report is None else lambda progress: report(progress.phase),
         )
+        if report is not None:
+            say_workers(ready)
         self.address = ready.address
         client = CoreClient(ZmqTransport(ready.address), cause_grace_s=CAUSE_GRACE_S)
         await client.start()

@@ -8,6 +8,9 @@ import threading
 import time
 from pathlib import Path
 
+from headrace.core.startup_table import startup_table
+from headrace.ipc.messages import Ready
+
 
 class PhaseLog:
     """Thread-safe."""
@@ -35,6 +38,12 @@ class PhaseLog:
         if self._phase is not None:
             say(f"[{now_s - self._entered_s:7.3f} s] {self._phase}")
         self._entered_s, self._phase = now_s, None
+
+
+def say_workers(ready: Ready) -> None:
+    """Where the time of an engine's start went, process by process, if it has several."""
+    if ready.ranks_startup_s:
+        say(f"the engine's start by process\n{startup_table(ready.startup_s, ready.ranks_startup_s)}")
 
 
 def say(text: str) -> None:

@@ -23,7 +23,7 @@ from headrace.frontend.http.kept_engine import EngineDown, EngineUp
 from headrace.frontend.http.launch import ready_text
 from headrace.frontend.http.metrics import pages_bytes
 from headrace.frontend.http.options import ServeOptions
-from headrace.frontend.http.phases import PhaseLog, say
+from headrace.frontend.http.phases import PhaseLog, say, say_workers
 from headrace.frontend.http.server import (
     EXIT_DONE,
     EXIT_ENGINE_FAILED,
@@ -120,9 +120,14 @@ class _EngineKeeper:
         """EngineReady will come, or EngineEnded; and after the one, some day, the other."""
         child = self.child
         assert child is not None, "an engine of somebody else is not ours to watch"
+
+        def on_ready(ready: Ready) -> None:
+            say_workers(ready)
+            self._events.put(EngineReady(ready.address))
+
         _watch_start(
             child,
-            lambda ready: self._events.put(EngineReady(ready.address)),
+            on_ready,
             lambda failure: self._events.put(EngineEnded(failure)),
             on_phase,
         )
