@@ -13,8 +13,9 @@ num_computed stays 0, so a padding row reads and writes slot 0 of block 0, which
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -35,6 +36,14 @@ class Event(Protocol):
         ...
 
 
+class Mark(Event, Protocol):
+    """An event whose time is known once it has passed."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """By the device's clock; `earlier` is a mark of the same device that has passed too."""
+        ...
+
+
 class Device(Protocol):
     """How a device is fed and read. `HostDevice` is the CPU, `gpu_cuda.CudaDevice` a GPU."""
 
@@ -46,6 +55,10 @@ class Device(Protocol):
 
     def event(self) -> Event:
         """Marks a point in the stream of work; waiting for it waits for all before."""
+        ...
+
+    def mark(self) -> Mark:
+        """An event that tells the time too."""
         ...
 
     def to_host(self, into: Tensor, source: Tensor) -> None:
@@ -60,14 +73,19 @@ class Device(Protocol):
 class _Passed:
     """An event of a device that does everything at once."""
 
+    at_s = 0.0
+
     def record(self) -> None:
-        pass
+        self.at_s = time.monotonic()
 
     def synchronize(self) -> None:
         pass
 
     def query(self) -> bool:
         return True
+
+    def seconds_since(self, earlier: _Passed) -> float:
+        return self.at_s - earlier.at_s
 
 
 class HostDevice:
@@ -80,6 +98,9 @@ class HostDevice:
         return torch.zeros(num_elements, dtype=torch.int32)
 
     def event(self) -> Event:
+        return _Passed()
+
+    def mark(self) -> Mark:
         return _Passed()
 
     def to_host(self, into: Tensor, source: Tensor) -> None:

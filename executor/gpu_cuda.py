@@ -13,13 +13,20 @@ import torch
 from torch import Tensor
 
 from headrace.core.options import Options
-from headrace.executor.device_state import Device, Event
+from headrace.executor.device_state import Device, Event, Mark
 from headrace.executor.gpu_collectives import GpuCollectives
 from headrace.executor.gpu_device import GpuFacts, gpu_facts
 from headrace.executor.gpu_memory import Meter
 from headrace.executor.gpu_offload import SideStream
 from headrace.executor.graphs import Capturer, Replay
 from headrace.executor.meeting import Meeting
+
+
+class CudaMark(torch.cuda.Event):
+    """As torch's event, of which both ends of a time must be on one GPU."""
+
+    def seconds_since(self, earlier: torch.cuda.Event) -> float:
+        return float(earlier.elapsed_time(self)) / 1e3
 
 
 class CudaDevice:
@@ -34,6 +41,10 @@ class CudaDevice:
     def event(self) -> Event:
         event: Event = torch.cuda.Event()
         return event
+
+    def mark(self) -> Mark:
+        mark: Mark = CudaMark(enable_timing=True)
+        return mark
 
     def to_host(self, into: Tensor, source: Tensor) -> None:
         into.copy_(source, non_blocking=True)

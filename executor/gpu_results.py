@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.device_state import Device, Event
+from headrace.executor.device_state import Device, Mark
 from headrace.executor.gpu_steps import BEST, NUM_RESULTS, RAW_BEST, TOKEN
 from headrace.executor.logprobs import logprob_tensors
 from headrace.executor.sampler import ALL_FORBIDDEN, Sampled, find_problems
@@ -61,7 +61,8 @@ class StepInFlight:
     columns: np.ndarray  # [num_sampled] int32: where in its row each sampled token goes
     generations: np.ndarray  # [num_sampled]: which occupant of the row it was sampled for
     host: Tensor  # [at least num_sampled * NUM_RESULTS] int32
-    done: Event
+    began: Mark
+    done: Mark
     changed: bool = False
     """Logits were changed before the choice; RAW_BEST then has their highest before that."""
     reporting: np.ndarray | None = None  # [num_logprob_rows], ascending: indices of rows with log-probabilities
@@ -89,9 +90,9 @@ class StepInFlight:
         return self.sampled
 
     def result(self) -> StepResult:
-        """What the core is told. A row with a problem is a failure and none of its numbers are reported."""
+        """What the core is told, once `done` has passed. A row with a problem is a failure, and none of its numbers are
+        reported."""
         sampled = self.settle()
-        self.done.synchronize()
         runs, problems = self._prompt_logprobs()
         for index, why in sampled.problems.items():
             problems.setdefault(int(self.rows[index]), why)

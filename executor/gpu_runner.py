@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from headrace.executor.batch import BatchState, Needs
+from headrace.executor.device_clock import DeviceClock
 from headrace.executor.device_state import DecodeRows, Deltas, Device, DeviceState, Staging, StateShape
 from headrace.executor.gpu_choosing import Choosing
 from headrace.executor.gpu_results import StepInFlight
@@ -86,7 +87,8 @@ class GpuRunner:
         # A result is read after the next step is submitted, so one buffer more than steps in flight.
         words = (limits.max_num_seqs + 1) * NUM_RESULTS
         self._buffers = deque(device.host_buffer(words) for _ in range(STEPS_IN_FLIGHT + 1))
-        self._events = deque(device.event() for _ in range(STEPS_IN_FLIGHT + 1))
+        self._marks = deque((device.mark(), device.mark()) for _ in range(STEPS_IN_FLIGHT + 1))
+        self._clock = DeviceClock(device)
         self._in_flight: deque[StepInFlight] = deque()
         rows = limits.max_num_seqs + 1
         self._num_computed = np.zeros(rows, np.int32)
@@ -102,23 +104,29 @@ class GpuRunner:
             self._apply(plan)
             rows = plan.rows[plan.sampled]
             columns = self.batch.num_tokens[rows]
-            buffer, event = self._buffers[0], self._events[0]
+            buffer, (began, done) = self._buffers[0], self._marks[0]
             self._buffers.rotate(-1)
-            self._events.rotate(-1)
-            step = StepInFlight(plan, rows, columns, self._generation[rows], buffer, event)
+            self._marks.rotate(-1)
+            step = StepInFlight(plan, rows, columns, self._generation[rows], buffer, began, done)
+        began.record()
         if len(plan.rows):
             self._start(plan, step)
         else:
             self.deltas.ship()
-        event.record()
+        done.record()
         self._in_flight.append(step)
         self.times.submitted()
 
     def collect(self) -> StepResult:
         """The oldest submitted step's result. A row whose logits are not finite becomes a RowFailure."""
+        step, waits = self._in_flight[0], not self._in_flight[0].done.query()
         with self.times.phase("wait"):
-            self._settle(self._in_flight[0])
+            self._settle(step)
+            step.done.synchronize()
         with self.times.phase("result"):
+            times = self._clock.times(step.began, step.done, waits)
+            if len(step.plan.rows):
+                step.began_s, step.ended_s = times
             result = self._in_flight.popleft().result()
         self.times.collected(result)
         return result

@@ -3,6 +3,7 @@ purpose."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -76,7 +77,11 @@ class LateEvent:
 
     def record(self) -> None:
         self._before = self._device.num_copies
+        self._at_s = time.monotonic()
         self._asked = 0
+
+    def seconds_since(self, earlier: LateEvent) -> float:
+        return self._at_s - earlier._at_s
 
     def query(self) -> bool:
         """Not yet, and not yet; then, as a device would have come so far, it has passed."""
@@ -98,6 +103,8 @@ class LateDevice(HostDevice):
 
     def event(self) -> LateEvent:
         return LateEvent(self)
+
+    mark = event
 
     def to_host(self, into: Tensor, source: Tensor) -> None:
         into.fill_(-77)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
 
 import numpy as np
@@ -58,6 +59,7 @@ class Twins:
         self.runner = GpuRunner(TensorHashModel(), self.cache, device or HostDevice(), LIMITS, capturer)
         self._ahead = ahead
         self._expected: deque[StepResult] = deque()
+        self._ended_s = 0.0
 
     def step(self, *work: int | tuple[int, int]) -> StepResult:
         for item in work:
@@ -74,6 +76,10 @@ class Twins:
     def compare(self) -> None:
         expected, found = self._expected.popleft(), self.runner.collect()
         same(found, expected)
+        if found.ended_s:
+            assert max(self._ended_s, found.began_s) <= found.ended_s <= time.monotonic()
+            self._ended_s = found.ended_s
+        assert bool(found.ended_s) == bool(expected.ended_s), "steps that compute nothing have no time"
 
     def drain(self) -> None:
         while self._expected:
