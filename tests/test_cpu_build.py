@@ -97,6 +97,31 @@ def test_a_cache_from_another_cpu_is_not_loaded(folder: Path, monkeypatch: pytes
     assert here.path != there.path
 
 
+def test_each_unit_is_in_one_part_but_for_what_both_need() -> None:
+    units, _ = build.sources(build.FOLDER)
+    core, packed = (set(build.units_of(part, units)) for part in (build.CORE, build.PACKED))
+    assert core | packed == set(units)
+    assert {unit.stem for unit in core & packed} == build.SHARED_UNITS
+    assert {unit.stem for unit in packed} == build.SHARED_UNITS | build.PACKED_UNITS
+
+
+def test_packed_weights_alone_need_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    attempt = build.attempt
+    if isinstance(attempt("native", build.FOLDER, build.CORE), str):
+        pytest.skip("no compiler")
+
+    def without_packed(level: str, folder: Path, part: str) -> build.Library | str:
+        return "the disk is full." if part == build.PACKED else attempt(level, folder, part)
+
+    monkeypatch.setattr(build, "attempt", without_packed)
+    weight = torch.randn(8, 32)
+    assert torch.allclose(linear.pack(weight).apply(torch.eye(32)), weight.T)
+    with pytest.raises(ValueError, match="The weight cannot be packed: the disk is full"):
+        linear.pack(linear.quantise(weight, 8))
+
+
 @pytest.mark.parametrize("damage", ["truncated", "changed", "emptied"])
 def test_a_damaged_file_is_built_again(folder: Path, damage: str) -> None:
     path = Path(build.build("native", folder).path)

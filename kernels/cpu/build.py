@@ -42,6 +42,11 @@ BASE_FLAGS = (
 # Units whose templates take the compiler seconds. The others are compiled as one: a third of their time goes into
 # reading the same headers.
 LARGE_UNITS = frozenset({"attention", "quant_4", "quant_5", "quant_8"})
+# The kernels are two libraries, and the second is built when the first packed weight is met: most models have none,
+# and the start with an empty cache is a matter of how much there is to compile.
+CORE, PACKED = "core", "packed"
+PACKED_UNITS = frozenset({"quant_4", "quant_5", "quant_8", "quant_tiles"})
+SHARED_UNITS = frozenset({"linear_write", "team"})
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,-z,defs")
 
 # Instruction-set levels: the compiler's flags, and what /proc/cpuinfo must list.
@@ -79,32 +84,32 @@ class Library:
 
 
 @functools.cache
-def attempt(level: str = "native", folder: Path = FOLDER) -> Library | str:
+def attempt(level: str = "native", folder: Path = FOLDER, part: str = CORE) -> Library | str:
     """The library, or why there is none in a sentence; tried once per process, with one warning if it fails."""
     try:
-        return build(level, folder)
+        return build(level, folder, part)
     except BuildError as error:
         logger.warning("The CPU kernels are not used, the torch reference is: %s", error)
         return str(error)
 
 
-def load(level: str = "native") -> Library | None:
+def load(level: str = "native", part: str = CORE) -> Library | None:
     """This process's library for an instruction-set level; None (warned of once) where it cannot be built."""
-    found = attempt(level)
+    found = attempt(level, FOLDER, part)
     return found if isinstance(found, Library) else None
 
 
-def why_not(level: str = "native") -> str | None:
+def why_not(level: str = "native", part: str = CORE) -> str | None:
     """Why `load` gives None, in a sentence; None when it gives a library."""
-    found = attempt(level)
+    found = attempt(level, FOLDER, part)
     return found if isinstance(found, str) else None
 
 
-def build(level: str = "native", folder: Path = FOLDER) -> Library:
-    """Compile (or find) the library of all C++ files in `folder` and load it. Raises BuildError."""
+def build(level: str = "native", folder: Path = FOLDER, part: str = CORE) -> Library:
+    """Compile (or find) the library of a part of the C++ files in `folder` and load it. Raises BuildError."""
     flags = _level_flags(level)
     compiler = find_compiler()
-    key = build_key(folder, compiler, flags)
+    key, units = build_key(folder, compiler, flags, part), units_of(part, sources(folder)[0])
     cache = cache_folder()
     if cache is not None:
         path = cache / f"cpu-{key}.so"
@@ -113,13 +118,13 @@ def build(level: str = "native", folder: Path = FOLDER) -> Library:
         with _lock(cache / f"cpu-{key}.lock"):
             found = _intact(path)  # another process may have built it while we waited
             if not found:
-                _compile(folder, compiler, flags, path)
+                _compile(units, compiler, flags, path)
         return Library(_open(path), level, str(path), compiled=not found)
     logger.warning("The CPU kernels are compiled at every start: nothing can be kept in %s.", _cache_path())
     # Nowhere to keep it: a private folder that is gone once the file is mapped.
     with tempfile.TemporaryDirectory(prefix="headrace-kernels-") as private:
         path = Path(private) / f"cpu-{key}.so"
-        _compile(folder, compiler, flags, path)
+        _compile(units, compiler, flags, path)
         return Library(_open(path), level, str(path), compiled=True)
 
 
@@ -185,16 +190,22 @@ def sources(folder: Path) -> tuple[list[Path], list[Path]]:
     return sorted(folder.glob("*.cpp")), sorted(folder.glob("*.h"))
 
 
-def build_key(folder: Path, compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
-    """The digest that names a library: sources, flags, compiler version, CPU."""
+def units_of(part: str, units: list[Path]) -> list[Path]:
+    """The C++ files that make a part."""
+    wanted = PACKED_UNITS | SHARED_UNITS
+    return [unit for unit in units if (unit.stem in wanted if part == PACKED else unit.stem not in PACKED_UNITS)]
+
+
+def build_key(folder: Path, compiler: tuple[str, ...], flags: tuple[str, ...], part: str = CORE) -> str:
+    """The digest that names a library: part, sources, flags, compiler version, CPU."""
     digest = hashlib.sha256()
     units, headers = sources(folder)
     if not units:
         raise BuildError(f"no C++ sources in {folder}; the installation is incomplete.")
     for path in [*units, *headers]:
         digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
-    for part in (compiler, flags, BASE_FLAGS, LINK_FLAGS, sorted(cpu_features())):
-        digest.update("\0".join(part).encode() + b"\1")
+    for words in ((part,), compiler, flags, BASE_FLAGS, LINK_FLAGS, sorted(cpu_features())):
+        digest.update("\0".join(words).encode() + b"\1")
     digest.update(_compiler_version(compiler).encode() + b"\1" + cpu_model().encode())
     return digest.hexdigest()[:32]
 
@@ -228,16 +239,15 @@ def _run(command: list[str], doing: str) -> str:
     return done.stdout
 
 
-def _compile(folder: Path, compiler: tuple[str, ...], flags: tuple[str, ...], target: Path) -> None:
+def _compile(units: list[Path], compiler: tuple[str, ...], flags: tuple[str, ...], target: Path) -> None:
     """All units in parallel, then the link, then the seal and the rename that publishes the file."""
-    units, _ = sources(folder)
     try:
         with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
             small = [unit for unit in units if unit.stem not in LARGE_UNITS]
             together = Path(scratch) / "small.cpp"
             together.write_text("".join(f'#include "{unit}"\n' for unit in small), encoding="utf-8")
-            jobs = [(together, ", ".join(unit.name for unit in small))] if small else []
-            jobs += [(unit, unit.name) for unit in units if unit.stem in LARGE_UNITS]
+            jobs = [(unit, unit.name) for unit in units if unit.stem in LARGE_UNITS]  # those that take longest first
+            jobs += [(together, ", ".join(unit.name for unit in small))] if small else []
             objects = [os.path.join(scratch, source.stem + ".o") for source, _ in jobs]
 
             def compile_unit(source: Path, names: str, output: str) -> None:

@@ -1,112 +1,7 @@
-// The ops of linear layers: dispatch by weight type, the writing of results, packing, and the look-up of rows.
+// The ops of linear layers: dispatch by weight type, packing, and the look-up of rows.
 #include "linear_driver.h"
 
 namespace headrace {
-
-namespace {
-
-// A whole panel's columns, whose residual (if any) is fp32.
-template <bool kGated, DType kOut>
-void write_whole_tile(const LinearArgs& args, const float* sums, int64_t sums_stride, int64_t first_row, int num_rows,
-                      int64_t first) {
-  constexpr int kVectors = kPanelRows / kLanes;
-  const int64_t columns = args.weight.n / args.weight.fan;
-  const float* residual = static_cast<const float*>(args.residual);
-  if (residual) residual += first_row * args.residual_stride + first;
-  Floats bias[kVectors] = {}, up_bias[kVectors] = {};
-  if (args.bias) {
-    for (int v = 0; v < kVectors; ++v) {
-      bias[v] = load_floats(args.bias + first + v * kLanes);
-      if (kGated) up_bias[v] = load_floats(args.bias + columns + first + v * kLanes);
-    }
-  }
-  int64_t out_at = first_row * args.out_stride + first;
-  for (int row = 0; row < num_rows; ++row) {
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) {
-      Floats value = activate(args.activation, load_floats(sums + v * kLanes) + bias[v]);
-      if (kGated) value = value * (load_floats(sums + kPanelRows + v * kLanes) + up_bias[v]);
-      if (residual) value = value + load_floats(residual + v * kLanes);
-      store_vector(args.out, out_at + v * kLanes, kOut, value);
-    }
-    sums += sums_stride;
-    out_at += args.out_stride;
-    if (residual) residual += args.residual_stride;
-  }
-}
-
-template <bool kGated>
-void write_whole_tile(const LinearArgs& args, const float* sums, int64_t sums_stride, int64_t first_row, int num_rows,
-                      int64_t first) {
-  const auto write = args.out_dtype == DType::kF32    ? write_whole_tile<kGated, DType::kF32>
-                     : args.out_dtype == DType::kBF16 ? write_whole_tile<kGated, DType::kBF16>
-                                                      : write_whole_tile<kGated, DType::kF16>;
-  write(args, sums, sums_stride, first_row, num_rows, first);
-}
-
-}  // namespace
-
-void write_tile(const LinearArgs& args, const float* sums, int64_t sums_stride, int64_t first_row, int num_rows,
-                int64_t unit) {
-  const int64_t columns = args.weight.n / args.weight.fan, first = unit * kPanelRows;
-  const int64_t count = columns - first < kPanelRows ? columns - first : kPanelRows;
-  const bool gated = args.weight.fan == 2;
-  if (count == kPanelRows && (!args.residual || args.residual_dtype == DType::kF32))
-    return (gated ? write_whole_tile<true> : write_whole_tile<false>)(args, sums, sums_stride, first_row, num_rows,
-                                                                      first);
-  for (int row = 0; row < num_rows; ++row) {
-    const float* from = sums + row * sums_stride;
-    alignas(64) float line[kPanelRows];
-    for (int i = 0; i < kPanelRows; i += kLanes) {
-      Floats value = load_floats(from + i);
-      Floats up = gated ? load_floats(from + kPanelRows + i) : Floats{};
-      if (args.bias) {
-        alignas(64) float bias[kLanes] = {}, up_bias[kLanes] = {};
-        for (int j = 0; j < kLanes && i + j < count; ++j) {
-          bias[j] = args.bias[first + i + j];
-          if (gated) up_bias[j] = args.bias[columns + first + i + j];
-        }
-        value = value + load_floats(bias);
-        up = up + load_floats(up_bias);
-      }
-      value = activate(args.activation, value);
-      if (gated) value = value * up;
-      store_floats(line + i, value);
-    }
-    const int64_t out_at = (first_row + row) * args.out_stride + first;
-    const int64_t residual_at = (first_row + row) * args.residual_stride + first;
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) {
-      Floats value = load_floats(line + i);
-      if (args.residual) value = value + load_vector(args.residual, residual_at + i, args.residual_dtype);
-      store_vector(args.out, out_at + i, args.out_dtype, value);
-    }
-    for (; i < count; ++i) {
-      float value = line[i];
-      if (args.residual) value += load_one(args.residual, residual_at + i, args.residual_dtype);
-      store_one(args.out, out_at + i, args.out_dtype, value);
-    }
-  }
-}
-
-void keep_highest(const LinearArgs& args, const float* sums, int64_t sums_stride, LaneHighest* rows, int num_rows,
-                  int64_t unit) {
-  const int64_t first = unit * kPanelRows, count = args.weight.n - first;
-  for (int row = 0; row < num_rows; ++row) {
-    LaneHighest& kept = rows[row];
-    for (int i = 0; i < kPanelRows; i += kLanes) {
-      Floats value = load_floats(sums + row * sums_stride + i);
-      if (i + kLanes > count)  // the panel's filling is no result
-        value = choose(lane_numbers() < all_lanes(static_cast<int32_t>(count - i)), value, all_lanes(-__builtin_inff()));
-      const Floats most = load_floats(kept.values + i);
-      const Ints is_higher = (value > most) | (value != value);
-      const Ints columns = load_ints(kept.columns + i), here = lane_numbers() + static_cast<int32_t>(first + i);
-      store_floats(kept.values + i, choose(is_higher, value, most));
-      store_ints(kept.columns + i, is_higher ? here : columns);
-    }
-  }
-}
-
 namespace {
 
 // Arguments of hr_op_pack: source [n, k] (quantised: n rows of GGUF blocks) into weight.data.
@@ -142,7 +37,7 @@ HR_EXPORT void hr_op_linear(const void* raw, const Step& step, int thread, int n
     case WeightType::kF32: return linear_f32(args, step, thread, num_threads);
     case WeightType::kF16: return linear_f16(args, step, thread, num_threads);
     case WeightType::kBF16: return linear_bf16(args, step, thread, num_threads);
-    default: return linear_quant(args, step, thread, num_threads);
+    default: return args.weight.tiles(args, step, thread, num_threads);
   }
 }
 

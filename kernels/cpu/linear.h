@@ -36,6 +36,8 @@ enum class WeightType : int32_t {
 };
 constexpr int kWeightTypes = 11;
 
+using LinearFn = void (*)(const struct LinearArgs& args, const Step& step, int thread, int num_threads);
+
 // A weight [n, k] in packed form.
 struct PackedWeight {
   const void* data;  // 64-byte aligned
@@ -45,6 +47,9 @@ struct PackedWeight {
   // 1, or 2 for a gated pair: rows [0, n/2) are the gate and [n/2, n) the up projection, packed as alternating panels
   // (gate panel j, up panel j, ...), so that one thread has both halves of an output at hand.
   int32_t fan;
+  // Of a quantised type, what hr_packed_tiles has for it: its tiles are in a library of their own, for they take the
+  // compiler as long as all the rest, and most models need none. Null for the float types.
+  LinearFn tiles;
 };
 
 enum class Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2, kGelu = 3, kRelu = 4 };
@@ -129,6 +134,5 @@ void unpack_quant_row(const PackedWeight& w, int64_t row, float* out);
 void linear_f32(const LinearArgs& args, const Step& step, int thread, int num_threads);
 void linear_f16(const LinearArgs& args, const Step& step, int thread, int num_threads);
 void linear_bf16(const LinearArgs& args, const Step& step, int thread, int num_threads);
-void linear_quant(const LinearArgs& args, const Step& step, int thread, int num_threads);
 
 }  // namespace headrace

@@ -68,7 +68,7 @@ def why_not(type_name: str, n: int, k: int, *, gated: bool = False, level: str =
         return f"{type_name} stores blocks of {block} weights, and rows of {k} are not a multiple of that."
     if gated and n % 2 != 0:
         return f"a gated pair needs as many gate rows as up rows, and {n} rows cannot be halved."
-    return build.why_not(level)
+    return build.why_not(level) or (build.why_not(level, build.PACKED) if WEIGHT_TYPES[type_name].quantised else None)
 
 
 @dataclass
@@ -254,7 +254,9 @@ def pack(
     used = runtime_ or runtime()
     if source.stride(1) != 1:
         source = source.contiguous()
-    descriptor = PackedWeightC(n=n, k=k, type=WEIGHT_TYPES[type_name].number, fan=2 if gated else 1)
+    kind = WEIGHT_TYPES[type_name]
+    tiles = _tiles(used.library.level, kind.number) if kind.quantised else None
+    descriptor = PackedWeightC(n=n, k=k, type=kind.number, fan=2 if gated else 1, tiles=tiles)
     nbytes = used.library.dll.hr_linear_bytes(ctypes.byref(descriptor))
     memory, address = (arena or used.arena).take(nbytes)
     descriptor.data = address
@@ -303,6 +305,15 @@ def _why_no_layer(device: torch.device | None = None, dtype: torch.dtype | None 
 
 
 VERSIONS = (Version("linear", "cpu_packed", _pack_layer, _why_no_layer),)
+
+
+@functools.cache
+def _tiles(level: str, number: int) -> int:
+    """The address of what multiplies by weights of a quantised type; `why_not` has said that there is one."""
+    library = build.load(level, build.PACKED)
+    assert library is not None
+    library.dll.hr_packed_tiles.restype = ctypes.c_void_p
+    return int(library.dll.hr_packed_tiles(number))
 
 
 def _k_of_rows(type_name: str, rows: Tensor) -> int:

@@ -57,6 +57,7 @@ class PackedWeightC(ctypes.Structure):
         ("k", ctypes.c_int64),
         ("type", ctypes.c_int32),
         ("fan", ctypes.c_int32),
+        ("tiles", ctypes.c_void_p),
     )
 
 

@@ -1,4 +1,4 @@
-// Packing of GGUF blocks, the way back for one row, and the choice of a quantised type's kernel.
+// Packing of GGUF blocks, and the way back for one row.
 // The formats are those of ggml; the reference for what a block means is gguf/quants.py of the gguf package.
 #include "quant.h"
 
@@ -129,9 +129,7 @@ void pack_block(const QuantLayout& layout, const Block& block, int row, uint8_t*
 
 int64_t quant_panel_bytes(WeightType type, int64_t k) { return layout_of(type).panel_bytes(k); }
 
-int64_t quant_prepared_bytes(WeightType, int64_t k) {
-  return (k / kBlock * static_cast<int64_t>(sizeof(QuantBlock)) + 63) / 64 * 64;
-}
+int64_t quant_prepared_bytes(WeightType, int64_t k) { return bytes_of_blocks(k); }
 
 void pack_quant_panels(const PackedWeight& w, const void* source, int64_t source_stride, void* packed, Range panels) {
   const QuantLayout layout = layout_of(w.type);
@@ -175,15 +173,6 @@ void unpack_quant_row(const PackedWeight& w, int64_t row, float* out) {
       const int code = get_code(layout, high, high + layout.high_bytes(), at, i);
       out[index * kBlock + i] = scale[i / 16] * static_cast<float>(code - layout.offset) + minimum;
     }
-  }
-}
-
-void linear_quant(const LinearArgs& args, const Step& step, int thread, int num_threads) {
-  const WeightType type = args.weight.type;
-  switch (layout_of(type).bits) {
-    case 4: return linear_of_4_bits(type)(args, step, thread, num_threads);
-    case 5: return linear_of_5_bits(type)(args, step, thread, num_threads);
-    default: return linear_of_6_and_8_bits(type)(args, step, thread, num_threads);
   }
 }
 

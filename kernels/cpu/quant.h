@@ -78,7 +78,11 @@ struct QuantBlock {
 };
 static_assert(sizeof(QuantBlock) == 80, "tiles and prepared_bytes rely on it");
 
-using LinearFn = void (*)(const LinearArgs& args, const Step& step, int thread, int num_threads);
+// Bytes of a row of activations.
+inline int64_t bytes_of_blocks(int64_t k) {
+  return (k / kBlock * static_cast<int64_t>(sizeof(QuantBlock)) + 63) / 64 * 64;
+}
+
 LinearFn linear_of_4_bits(WeightType type);
 LinearFn linear_of_5_bits(WeightType type);
 LinearFn linear_of_6_and_8_bits(WeightType type);

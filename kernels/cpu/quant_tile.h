@@ -46,7 +46,7 @@ struct QuantKernel {
   static int64_t block_k(int64_t k) { return k; }
   static int64_t block_offset(int64_t) { return 0; }
   static int64_t x_offset(int64_t) { return 0; }
-  static int64_t prepared_bytes(int64_t k) { return quant_prepared_bytes(kType, k); }
+  static int64_t prepared_bytes(int64_t k) { return bytes_of_blocks(k); }
   static bool usable(const LinearArgs&) { return false; }
 
   static void prepare(const LinearArgs& args, const char* from, char* to) {

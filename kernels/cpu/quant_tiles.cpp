@@ -1,0 +1,14 @@
+// The way into the library of packed weights.
+#include "quant.h"
+
+using namespace headrace;
+
+// What multiplies by weights of a quantised type: PackedWeight.tiles.
+HR_EXPORT LinearFn hr_packed_tiles(int32_t number) {
+  const auto type = static_cast<WeightType>(number);
+  switch (layout_of(type).bits) {
+    case 4: return linear_of_4_bits(type);
+    case 5: return linear_of_5_bits(type);
+    default: return linear_of_6_and_8_bits(type);
+  }
+}
