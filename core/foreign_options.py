@@ -29,7 +29,7 @@ def _rows(reason: str, **neutral: tuple[Any, ...]) -> dict[str, Foreign]:
     return {name: Foreign(values, reason) for name, values in neutral.items()}
 
 
-ONE_DEVICE = "not supported yet, a model runs on one device in this version; leave it out"
+OTHER_PARALLELISM = "not supported yet, ranks share a model by tensor and pipeline parallelism alone; leave it out"
 QUANTIZED = "not supported yet; a GGUF file is recognised without it, and other checkpoints are read unquantised"
 ADAPTERS = "LoRA adapters are not supported yet; merge the adapter into the model's weights"
 SPECULATION = "speculative decoding is not supported yet; leave it out, outputs are the same without it"
@@ -46,7 +46,7 @@ EITHER = (True, False)
 FOREIGN: Mapping[str, Foreign] = types.MappingProxyType(
     {
         **_rows(
-            ONE_DEVICE,
+            OTHER_PARALLELISM,
             data_parallel_size=(1,),
             data_parallel_size_local=(1,),
             data_parallel_rank=(0,),

@@ -50,6 +50,8 @@ def _groups(meeting: Meeting, store: dist.Store, device: torch.device) -> Device
         timeout=timeout,
         device_id=device,  # communicators are made now: the first use of one cannot be captured
     )
+    if 1 in (world.tp_size, world.pp_size):  # a stage is the world, or a rank of its own
+        return DeviceGroups(world=dist.group.WORLD, stage=dist.group.WORLD)
     stages = []
     for stage in range(world.pp_size):  # every rank takes part in making every group
         ranks = list(range(stage * world.tp_size, (stage + 1) * world.tp_size))
