@@ -213,6 +213,55 @@ def test_bf16_answers_are_transformers_wherever_its_margin_exceeds_rounding(name
 
 
 @needs_gpu
+def test_offloaded_layers_change_nothing_through_graphs_and_eagerly(tmp_path: Path) -> None:
+    model = tiny_models.save("llama", tmp_path, num_hidden_layers=5)
+    found = []
+    for options in ({}, {"cpu_offload_gb": 1.0}, {"cpu_offload_gb": 1.0, "enforce_eager": True}):
+        tokens, executor = generate(model, PROMPTS, 40, **options)
+        assert executor.steps.graphs.why_eager in ("", "enforce_eager is set")
+        executor.stop()
+        found.append(tokens)
+    assert found[0] == found[1] == found[2]
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", [{"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}])
+def test_quantised_weights_and_caches_answer_through_graphs_as_eagerly(kind: dict[str, str], tmp_path: Path) -> None:
+    model = tiny_models.save("llama", tmp_path)
+    found, executor = generate(model, PROMPTS, 40, **kind)
+    executor.stop()
+    eager, executor = generate(model, PROMPTS, 40, enforce_eager=True, **kind)
+    executor.stop()
+    assert found == eager
+
+
+@needs_gpu
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_gpu_that_slept_gave_its_memory_back_and_answers_as_before(level: int, tmp_path: Path) -> None:
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    model = tiny_models.save("llama", tmp_path, **shape)
+    prompts, greedy = [{"prompt_token_ids": each} for each in PROMPTS], SamplingParams(temperature=0.0, max_tokens=20)
+    with LLM(
+        str(model), in_process=True, device="cuda", dtype="float32", max_model_len=256, enable_sleep_mode=True,
+        skip_tokenizer_init=True, gpu_memory_utilization=0.3,
+    ) as llm:  # fmt: skip
+
+        def answer() -> list[list[int]]:
+            return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, greedy, use_tqdm=False)]
+
+        before, held = answer(), torch.cuda.memory_allocated()
+        report = llm.describe_engine()
+        llm.sleep(level=level)
+        asleep_bytes = report.workers[0]["weight_bytes"] + report.facts["kv_cache_bytes"]
+        assert held - torch.cuda.memory_allocated() > 0.9 * asleep_bytes
+        llm.wake_up()
+        assert answer() == before
+        llm.reload_weights()
+        assert answer() == before
+        assert answer() == before, "through new graphs too"
+
+
+@needs_gpu
 def test_a_model_that_does_not_fit_is_refused_before_it_is_read(tmp_path: Path) -> None:
     model = tiny_models.save("llama", tmp_path)
     _, total_bytes = torch.cuda.mem_get_info()
