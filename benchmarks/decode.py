@@ -2,6 +2,9 @@
 
     python benchmarks/decode.py [--only gguf] [--case decode_1 ...] [--out FILE.json]
 
+`gap_us` is the mean time from the end of one forward pass to the begin of the next: Python's, with the model standing
+still; `gap_share` is its share of both. They are of all cases of a run together.
+
 `startup_s` is from `LLM()` to its return, `first_token_s` from there to the first token of a short prompt. With
 `--cold` the kernels are compiled anew, in a cache folder of its own. Nothing else may run on the machine meanwhile.
 """
@@ -33,8 +36,17 @@ def measure(path: Path, options: dict[str, Any], only: list[str] | None) -> dict
         llm.generate("The river", SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         first_token_s = time.perf_counter() - began - startup_s
 
+        before = llm.get_stats()
         cases = run_cases(generator(llm), only)
-    return {"startup_s": startup_s, "first_token_s": first_token_s, "cases": cases}
+        after = llm.get_stats()
+    gap_s, forward_s = after.step_gap_s - before.step_gap_s, after.forward_s - before.forward_s
+    return {
+        "startup_s": startup_s,
+        "first_token_s": first_token_s,
+        "gap_us": 1e6 * gap_s / max(1, after.num_step_gaps - before.num_step_gaps),
+        "gap_share": gap_s / (gap_s + forward_s),
+        "cases": cases,
+    }
 
 
 @contextmanager
@@ -66,6 +78,7 @@ def main() -> None:
             found = measure(path, KINDS[kind], arguments.case)
         results[kind] = {"options": KINDS[kind], "cold": arguments.cold, **found}
         print(f"{kind}: ready in {found['startup_s']:.2f} s, first token {found['first_token_s']:.2f} s later")
+        print(f"  {found['gap_us']:.0f} us between forward passes, {found['gap_share']:.1%} of the time")
         for name, row in found["cases"].items():
             print(f"  {name:<14} {row['out_tok_s']:>8.1f} out tok/s {row['in_tok_s']:>9.1f} in tok/s")
     if arguments.out:
