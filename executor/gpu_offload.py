@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headrace.executor.device_state import Device
 from headrace.executor.gpu_device import gib
-from headrace.executor.gpu_sleep import PIECE_BYTES, bytes_of, storages_of, tensors_of
+from headrace.executor.gpu_sleep import PIECE_BYTES, bytes_of, pinned, storages_of, tensors_of
 from headrace.executor.host import host_memory
 from headrace.ipc.failure import ModelError
 
@@ -124,7 +124,7 @@ class Offload:
         """whole [n] int8 on the device -> its pieces, each with a pinned copy."""
         pairs = []
         for into in whole.split(PIECE_BYTES):
-            piece = self._device.host_buffer(-(-len(into) // 4)).view(torch.int8)[: len(into)]
+            piece = pinned(self._device, len(into), "cpu_offload_gb")
             self._device.to_host(piece, into)
             pairs.append((into, piece))
         done = self._device.event()

@@ -82,7 +82,7 @@ class HostCopy:
             source, at = bytes_of(storage), 0
             while at < len(source):
                 if not len(room):
-                    room = device.host_buffer(PIECE_BYTES // 4).view(torch.int8)
+                    room = pinned(device, PIECE_BYTES, what)
                 piece, room = room.tensor_split([min(len(room), len(source) - at)])
                 device.to_host(piece, source[at : at + len(piece)])
                 self._moves.append((piece, index, at))
@@ -101,6 +101,16 @@ class HostCopy:
         done = self._device.event()
         done.record()
         done.synchronize()
+
+
+def pinned(device: Device, size: int, what: str) -> Tensor:
+    """[size] int8 of pinned memory. Raises HeadraceError when the host gives no more, as a limit may be lower than
+    what is free."""
+    try:
+        return device.host_buffer(-(-size // 4)).view(torch.int8)[:size]
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        raise HeadraceError(f"{what} needs pinned memory of the host, which cannot be had: {why}") from error
 
 
 def check_room(needed_bytes: int, memory: tuple[int, int], what: str) -> None:

@@ -18,7 +18,7 @@ from headrace.executor import gpu_sleep
 from headrace.executor.decoder import Decoder
 from headrace.executor.families import spec_from_config
 from headrace.executor.gpu_kernels import Rounding, quantising
-from headrace.executor.gpu_sleep import HostCopy, check_room, free, storages_of, tensors_of
+from headrace.executor.gpu_sleep import HostCopy, check_room, free, pinned, storages_of, tensors_of
 from headrace.executor.host import HostMemory
 from headrace.ipc.failure import HeadraceError
 from headrace.kernels.registry import choose_reference
@@ -101,6 +101,11 @@ def test_new_weights_take_the_old_ones_place_or_these_come_back(llm: LLM, folder
     assert tokens_of(llm) == before
 
 
+class Stingy(LateDevice):
+    def host_buffer(self, num_elements: int) -> torch.Tensor:
+        raise RuntimeError("too much\nmore than anybody wants to know")
+
+
 def test_what_has_no_room_is_refused_with_numbers_and_can_be_tried_again(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +130,8 @@ def test_what_has_no_room_is_refused_with_numbers_and_can_be_tried_again(
     assert llm.is_sleeping()
     llm.wake_up()
     assert tokens_of(llm) == before
+    with pytest.raises(HeadraceError, match="a nap needs pinned memory of the host, which cannot be had: too much"):
+        pinned(Stingy(), 100, "a nap")
     with pytest.raises(HeadraceError, match="waking the cache needs"):
         check_room(1 << 31, (1 << 30, 1 << 32), "waking the cache")
 
