@@ -6,11 +6,13 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from socket import create_server
 from typing import Any
 
 import pytest
 import tiny_models
 from multiproc_parts import HERE
+from test_multinode import start_node
 
 from headrace import LLM, SamplingParams
 from headrace.core.options import Options
@@ -42,21 +44,29 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
-def test_workers_answer_like_one_process_and_name_the_one_that_is_killed(
+def test_workers_of_two_hosts_answer_like_one_process_and_name_the_one_that_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", HERE)
     tiny_models.save("llama", tmp_path)
     ranks: dict[str, Any] = {"worker_cls": "gpu_parts:GpuOnCpu", "pipeline_parallel_size": 2}
-    with start(tmp_path, **ranks) as llm:
+    with create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    asked = {
+        name: value for name, value in (OPTIONS | ranks).items() if name not in ("in_process", "skip_tokenizer_init")
+    }
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in asked.items()]
+    node = start_node(port, f"--model={tmp_path}", "--skip-tokenizer-init", *flags)
+    with start(tmp_path, **ranks, nnodes=2, master_port=port) as llm:
         found = [tokens(llm) for _ in range(2)]
         workers = llm.describe_engine().workers
         assert [facts["sums"] for facts in workers] == ["process group"] * 2
         assert workers[0]["graphs"] == workers[1]["graphs"] >= 3, "captured while nothing ran"
-        os.kill(workers[0]["pid"], signal.SIGKILL)
-        with pytest.raises(EngineDeadError, match=rf"worker 0 \(pid {workers[0]['pid']}\) was killed by signal 9"):
+        os.kill(workers[1]["pid"], signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match=rf"worker 1 \(pid {workers[1]['pid']}\) was killed by signal 9"):
             tokens(llm)
+    assert node.wait(5) == 70, "it ends with the engine"
     with start(tmp_path, device="cpu") as llm:
         assert found == [tokens(llm)] * 2
 
