@@ -121,9 +121,14 @@ char* lay_out(const Shape& shape, char* from, Scratch<T>& scratch) {
   return from;
 }
 
-inline void store_row(float* to, const float* from, int count) { std::copy(from, from + count, to); }
-inline void store_row(Bf16* to, const float* from, int count) {
-  for (int i = 0; i < count; i += kLanes) store_bf16(to + i, load_floats(from + i));
+constexpr DType type_of(const float*) { return DType::kF32; }
+constexpr DType type_of(const Bf16*) { return DType::kBF16; }
+
+// count values times a factor, from one type to another.
+inline void convert_row(const void* from, DType type, int count, float factor, void* to, DType to_type) {
+  int i = 0;
+  for (; i + kLanes <= count; i += kLanes) store_vector(to, i, to_type, load_vector(from, i, type) * factor);
+  for (; i < count; ++i) store_one(to, i, to_type, load_one(from, i, type) * factor);
 }
 
 inline bool is_stored_as(CacheType type, const float*) { return type == CacheType::kFloat; }
@@ -182,19 +187,20 @@ class Worker {
   void prepare(const Item& item, bool has_last_tile) {
     const RotaryArgs& source = args_.source;
     const bool fused = fuses_decode(source, step_);
-    std::fill_n(scratch_.row, shape_.padded, 0.0f);
+    const int head_dim = cache_.head_dim;
     T* to = scratch_.queries;
     for (int token = 0; token < item.tokens; ++token) {
       for (int g = 0; g < shape_.group; ++g, to += shape_.padded) {
         const int64_t row = item.first_row + token;
         const int head = item.kv_head * shape_.group + g;
         for (int i = 0; i < kRowSteps; ++i) fetch_.step();
+        const void* from = head_at(source.query, row, source.query_stride, head, source);
+        if (fused) prepare_query(source, step_, row, head, scratch_.row);
         if (fused)
-          prepare_query(source, step_, row, head, scratch_.row);
+          convert_row(scratch_.row, DType::kF32, head_dim, 1.0f, to, type_of(to));
         else
-          load_values(head_at(source.query, row, source.query_stride, head, source), source.type, cache_.head_dim,
-                      scratch_.row);
-        store_row(to, scratch_.row, shape_.padded);
+          convert_row(from, source.type, head_dim, 1.0f, to, type_of(to));
+        std::fill(to + head_dim, to + shape_.padded, T{});
       }
     }
     if (fused && has_last_tile) write_key_value(source, step_, item.first_row, item.kv_head, scratch_.row);
@@ -375,13 +381,11 @@ class Worker {
     const bool scaled = is_scaled(cache_.type) && cache_.value_scales == nullptr;
     const float value_scale = scaled ? cache_.value_scale : 1.0f;
     for (int row = 0; row < item.tokens * shape_.group; ++row) {
-      float* from = scratch_.output + row * shape_.padded;
-      const float factor = value_scale / scratch_.states.sums[row];
-      for (int i = 0; i < shape_.padded; i += kLanes) store_floats(from + i, load_floats(from + i) * factor);
       const int head = item.kv_head * shape_.group + row % shape_.group;
-      store_values(from, args_.output_type, head_dim,
-                   row_at(args_.output, item.first_row + row / shape_.group, args_.output_stride, args_.output_type) +
-                       head * head_dim * size_of(args_.output_type));
+      void* to = row_at(args_.output, item.first_row + row / shape_.group, args_.output_stride, args_.output_type) +
+                 head * head_dim * size_of(args_.output_type);
+      convert_row(scratch_.output + row * shape_.padded, DType::kF32, head_dim,
+                  value_scale / scratch_.states.sums[row], to, args_.output_type);
     }
   }
 
