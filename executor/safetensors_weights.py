@@ -213,9 +213,9 @@ def _read_whole(path: Path) -> Tensor:
     """From beginning to end, in large pieces. Raises OSError."""
     with path.open("rb", buffering=0) as file:
         data = torch.empty(os.fstat(file.fileno()).st_size, dtype=torch.uint8)
-        into, done = memoryview(data.numpy()), 0
+        into, done = data.numpy(), 0
         while done < len(into):
-            count = file.readinto(into[done : done + BLOCK_BYTES])
+            count = file.readinto(into[done : done + BLOCK_BYTES].data)
             if not count:
                 raise OSError(f"{path} ends after {done} of {len(into)} bytes")
             done += count
