@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -137,7 +138,8 @@ class GpuExecutor(UniprocExecutor):
             limits = runner_limits(plan, max_model_len)
             device, capturer = self._backend.host_side(), self._capturer(plan)
             self._steps = make_runner(self._place, decoder, cache, device, limits, capturer)
-            self._residence = Residence(decoder, cache, self._steps, self._backend, self._read_again)
+            self._residence = Residence(decoder, cache, self._steps, self._backend, self._open_again)
+        self._decoder = None  # it may be replaced from now on
         folder = self._options.profiler_config.get("torch_profiler_dir")
         self._profile = WorkerProfile(folder, self._place.rank, self._steps.times)
 
@@ -210,10 +212,11 @@ class GpuExecutor(UniprocExecutor):
             logger.info("%s of weights are kept in the host's memory", gib(offload.offloaded_bytes))
         return decoder
 
-    def _read_again(self, path: str) -> Decoder:
+    def _open_again(self, path: str) -> Callable[[], Decoder]:
         assert self._spec is not None, "describe comes before control"
         assert self._plan is not None, "load comes before control"
-        return self._new_decoder(open_again(path, self._options, self._plan, self._spec))
+        checkpoint = open_again(path, self._options, self._plan, self._spec)
+        return lambda: self._new_decoder(checkpoint)
 
     def _new_cache(self, plan: Plan, num_blocks: int) -> kv_cache.KVCache:
         assert self._spec is not None, "describe comes before load"

@@ -23,6 +23,9 @@ from headrace.executor.kv_cache import KVCache
 from headrace.ipc.control import ASLEEP, PrepareWeights, Sleep, UseWeights, WakeUp, WorkerCommand
 from headrace.ipc.failure import HeadraceError, ModelError
 
+Read = Callable[[], Decoder]
+"""Reads a checkpoint that has been found fit. Raises ModelError, and RuntimeError for want of memory."""
+
 
 class Memory(Protocol):
     """The part of `executor.gpu.Backend` that is of use here."""
@@ -37,11 +40,11 @@ class Residence:
     """Owns the model from `allocate` on. For one thread, with no step in flight."""
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, runner: GpuRunner, backend: Memory, read: Callable[[str], Decoder]
+        self, decoder: Decoder, cache: KVCache, runner: GpuRunner, backend: Memory, find: Callable[[str], Read]
     ) -> None:
-        """read: makes a model of the checkpoint at a path, empty for the model's own."""
+        """find: looks for the checkpoint at a path, empty for the model's own, and says how to read it."""
         self.decoder = decoder
-        self._cache, self._runner, self._backend, self._read = cache, runner, backend, read
+        self._cache, self._runner, self._backend, self._find = cache, runner, backend, find
         self._asleep: frozenset[str] = frozenset()
         self._aside: HostCopy | None = None
         self._prepared: Decoder | None = None
@@ -82,17 +85,18 @@ class Residence:
 
     def _wake_weights(self) -> None:
         if self._aside is None:
-            self._use(self._read_safely(""))
+            self._use(self._read_safely(self._find("")))
             return
         check_room(self._aside.nbytes, self._backend.memory(), "waking the weights")
         self._aside.restore()
         self._aside = None
 
     def _prepare(self, path: str) -> None:
+        read = self._find(path)
         self._put_aside("to keep the old weights while new ones are read")
         assert self._aside is not None, "they have just been put aside"
         try:
-            self._prepared = self._read_safely(path)
+            self._prepared = self._read_safely(read)
         except HeadraceError:
             self._use_prepared(False)
             raise
@@ -119,11 +123,11 @@ class Residence:
         free(storages)
         self._backend.memory()
 
-    def _read_safely(self, path: str) -> Decoder:
+    def _read_safely(self, read: Read) -> Decoder:
         """Raises HeadraceError, nothing of what was read remaining."""
         problem: HeadraceError
         try:
-            return self._read(path)
+            return read()
         except HeadraceError as error:
             problem = error.with_traceback(None)
         except RuntimeError as error:  # the device's memory

@@ -36,8 +36,9 @@ def tokens_of(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
-def held_bytes() -> int:
-    return sum(storage.nbytes() for storage in storages_of(GpuOnCpu.latest._residence.decoder, CPU))
+def held_bytes(executor: Any = None) -> int:
+    decoder = (executor or GpuOnCpu.latest)._residence.decoder
+    return sum(storage.nbytes() for storage in storages_of(decoder, CPU))
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +85,10 @@ def test_an_engine_that_slept_answers_as_before_through_new_graphs(level: int, l
     assert GpuOnCpu.latest.recorder.num_replays > replays
 
 
-def test_new_weights_take_the_old_ones_place_or_these_come_back(llm: LLM, folders: dict[str, Path]) -> None:
-    before, held = tokens_of(llm), held_bytes()
+def test_new_weights_take_the_old_ones_place_or_these_come_back(
+    llm: LLM, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, before, held = GpuOnCpu.latest, tokens_of(llm), held_bytes()
     captured(llm)
     llm.reload_weights(str(folders["other"]))
     assert held_bytes() == held
@@ -93,10 +96,23 @@ def test_new_weights_take_the_old_ones_place_or_these_come_back(llm: LLM, folder
     with LLM(str(folders["other"]), **SETTINGS) as fresh:
         expected = tokens_of(fresh)
     assert tokens_of(llm) == expected != before
+    num_graphs = len(executor.steps.graphs)
+    assert num_graphs > 0
     for path, words in (("foreign", "cannot replace those of"), ("missing", "missing")):
         with pytest.raises(HeadraceError, match=words):
             llm.reload_weights(str(folders.get(path, folders["own"] / path)))
         assert tokens_of(llm) == expected, "what was read before still serves"
+    assert len(executor.steps.graphs) >= num_graphs, "nothing was moved for a checkpoint that is not fit"
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no more memory\nand so on")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("headrace.executor.decoder.Decoder._read_end", fail)
+        with pytest.raises(HeadraceError, match=r"could not be read: no more memory\n  in"):
+            llm.reload_weights()
+    assert held_bytes(executor) == held
+    assert tokens_of(llm) == expected, "the old ones have come back"
     llm.reload_weights()
     assert tokens_of(llm) == before
 
