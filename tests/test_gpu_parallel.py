@@ -15,6 +15,7 @@ from gpu_rank_threads import GpuRankThreads
 from headrace import LLM, SamplingParams
 from headrace.core.options import Options
 
+RANKS: dict[str, Any] = {"cudagraph_capture_sizes": [4]}
 THREADS = f"{GpuRankThreads.__module__}:{GpuRankThreads.__name__}"
 # Little memory and small steps: prompts are read in chunks, and requests give way to each other.
 TIGHT: dict[str, Any] = {
@@ -26,13 +27,13 @@ TIGHT: dict[str, Any] = {
     "max_model_len": 96,
     "skip_tokenizer_init": True,
 }
-GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 PARAMS = [
     GREEDY,
-    SamplingParams(max_tokens=14, temperature=1.5, seed=3, top_p=0.9, ignore_eos=True),
-    SamplingParams(max_tokens=14, temperature=0.8, seed=4, top_k=5, repetition_penalty=1.3, ignore_eos=True),
-    SamplingParams(max_tokens=10, temperature=0, logprobs=3, prompt_logprobs=2, ignore_eos=True),
-    SamplingParams(max_tokens=14, temperature=1.0, seed=5, min_tokens=5),
+    SamplingParams(max_tokens=9, temperature=1.5, seed=3, top_p=0.9, ignore_eos=True),
+    SamplingParams(max_tokens=9, temperature=0.8, seed=4, top_k=5, repetition_penalty=1.3, ignore_eos=True),
+    SamplingParams(max_tokens=8, temperature=0, logprobs=3, prompt_logprobs=2, ignore_eos=True),
+    SamplingParams(max_tokens=9, temperature=1.0, seed=5, min_tokens=5),
 ]
 
 
@@ -69,7 +70,7 @@ def alone(folder: Path, name: str) -> list[list[int]]:
 @pytest.mark.parametrize(("name", "tp_size", "pp_size"), [("llama", 2, 1), ("gemma3", 1, 2), ("qwen3", 2, 2)])
 def test_ranks_on_gpus_answer_like_one_process(folder: Path, name: str, tp_size: int, pp_size: int) -> None:
     sizes = {"tensor_parallel_size": tp_size, "pipeline_parallel_size": pp_size}
-    assert generate(saved(folder, name), distributed_executor_backend=THREADS, **sizes) == alone(folder, name)
+    assert generate(saved(folder, name), distributed_executor_backend=THREADS, **RANKS, **sizes) == alone(folder, name)
     ranks = GpuRankThreads.latest.ranks
     for rank in ranks:
         assert rank.most_in_flight == 2
@@ -78,17 +79,17 @@ def test_ranks_on_gpus_answer_like_one_process(folder: Path, name: str, tp_size:
 
 
 class OneCannotCapture(GpuRankThreads):
-    """The second rank runs out of memory at its fourth graph, of which two measure."""
+    """The second rank runs out of memory at its second graph; the first measures."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self.ranks[1].recorder._fail_at = 4
+        self.ranks[1].recorder._fail_at = 2
 
 
 def test_ranks_go_on_eagerly_together_when_one_cannot_capture(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     sys.modules.setdefault("test_gpu_parallel", sys.modules[__name__])
     backend = f"test_gpu_parallel:{OneCannotCapture.__name__}"
-    found = generate(saved(folder, "llama"), distributed_executor_backend=backend, pipeline_parallel_size=2)
+    found = generate(saved(folder, "llama"), distributed_executor_backend=backend, **RANKS, pipeline_parallel_size=2)
     assert found == alone(folder, "llama")
     lines = sorted(line.message.rpartition(": ")[2] for line in caplog.records if "run eagerly" in line.message)
     assert lines == ["CUDA out of memory. Tried to allocate 2.00 GiB", "another rank could not capture it"]
