@@ -92,6 +92,8 @@ class Gathering:
                 return [found[number] for number in wanted]
             if deadline.passed:
                 self._late(missing)
+                if self.failure is None:  # it is stopping, and blames nobody any more
+                    raise deadline.fail(f"{kind.__name__} from {len(missing)} processes")
             elif lag.passed and report:
                 report(self._lagging(missing))
                 lag = Deadline(float("inf"))  # said once

@@ -239,7 +239,8 @@ def test_ranks_that_ray_places_answer_as_one_process_does(tmp_path: Path) -> Non
     prompt = [5, 6, 7, 8, 9] * 6
     with LLM(str(tmp_path), **common) as llm:
         expected = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
-    with LLM(str(tmp_path), **common, tensor_parallel_size=2, distributed_executor_backend="ray") as llm:
+    placed = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray", "max_parallel_loading_workers": 1}
+    with LLM(str(tmp_path), **common, **placed) as llm:
         assert llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids == expected
         workers = [process for process in psutil.Process().children(recursive=True) if _is_worker(process)]
         assert len(workers) == 2
