@@ -136,6 +136,8 @@ class UniprocExecutor(Executor):
         assert self._checkpoint is not None, "describe comes before load"
         assert self._spec is not None, "describe comes before load"
         report("compile kernels")
+        if plan.weights_stay_packed or plan.weight_bits:
+            build.load(part=build.PACKED)  # beside the other part, which is still compiling where this one must be
         self._compiling.join()
         report("load weights")
         dtype = DTYPES[plan.dtype]
