@@ -173,4 +173,14 @@ inline void clear_values(T* group, int padded, int count) {
   std::fill_n(group + whole * padded, (kGroupKeys - whole) * padded, T{});
 }
 
+constexpr DType type_of(const float*) { return DType::kF32; }
+constexpr DType type_of(const Bf16*) { return DType::kBF16; }
+
+// count values times a factor, from one type to another.
+inline void convert_row(const void* from, DType type, int count, float factor, void* to, DType to_type) {
+  int i = 0;
+  for (; i + kLanes <= count; i += kLanes) store_vector(to, i, to_type, load_vector(from, i, type) * factor);
+  for (; i < count; ++i) store_one(to, i, to_type, load_one(from, i, type) * factor);
+}
+
 }  // namespace headrace
