@@ -190,6 +190,14 @@ class RowTable:
         self.free.append(row)
         return request
 
+    def num_missing(self, row: int) -> int:
+        """Its tokens that are still to be computed."""
+        return int(self.num_tokens[row] - self.num_computed_tokens[row])
+
+    def last_served(self) -> int:
+        """The running request that is last in the order of service."""
+        return max(self.active.nonzero()[0].tolist(), key=lambda row: self.requests[row].order)  # type: ignore[union-attr]
+
     def still_there(self, rows: np.ndarray, step: int) -> np.ndarray:
         """[num_rows] bool: which rows still hold the request that they held in the plan of `step`."""
         return self.active[rows] & (self.entered_step[rows] <= step)

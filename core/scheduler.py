@@ -113,7 +113,7 @@ class Scheduler:
         request.arrival = self._arrivals
         request.order = (self.waiting.era, *order_of(self.config.policy, priority, request.arrival))
         self.waiting.push(request)
-        self._end_steady()
+        self.settle(ended=True)
 
     def drop(self, request: Request, *, forget_blocks: bool = False) -> None:
         """Ends a request that has not finished, wherever it is, and frees what it holds.
@@ -147,7 +147,7 @@ class Scheduler:
             self._step += 1
             self.num_in_flight += 1
             return plan
-        self._end_steady()
+        self.settle(ended=True)
         draft = StepDraft(self.config.max_num_batched_tokens)
         while True:
             if not self._extend_decodes(draft):
@@ -157,7 +157,7 @@ class Scheduler:
             self._top_up_prefills(draft)
             if not draft.is_empty or not self.num_running or self.num_in_flight:
                 break
-            self.preempt(self._last_served())  # partial prefills block each other: the last to be served yields
+            self.preempt(self.rows.last_served())  # partial prefills block each other: the last to be served yields
         if draft.is_empty:
             return None
         return self._seal(draft)
@@ -184,7 +184,7 @@ class Scheduler:
                 break
             if self.num_in_flight:
                 return False
-            self.preempt(self._last_served())
+            self.preempt(self.rows.last_served())
         blocks = self.pool.allocate(len(full))
         table.block_table[full, table.num_blocks[full]] = blocks
         table.num_blocks[full] += 1
@@ -199,7 +199,9 @@ class Scheduler:
         pending.sort(key=lambda row: table.requests[row].order)  # type: ignore[union-attr]
         for position, row in enumerate(pending):
             others_wait = position + 1 < len(pending) or len(self.waiting) > 0
-            self._extend(draft, row, prefill_share(self._missing(row), draft.budget, self._step_limits, others_wait))
+            self._extend(
+                draft, row, prefill_share(self.rows.num_missing(row), draft.budget, self._step_limits, others_wait)
+            )
 
     def _admit_waiting(self, draft: StepDraft) -> None:
         """In order, and only when the whole prompt finds blocks: half-admitted prompts would block each other."""
@@ -230,7 +232,7 @@ class Scheduler:
             if draft.budget <= 0:
                 break
             already = draft.granted(row)
-            rest = self._missing(row) - already
+            rest = self.rows.num_missing(row) - already
             if rest > 0:
                 self._extend(draft, row, min(rest, draft.budget))
 
@@ -292,9 +294,6 @@ class Scheduler:
         return Advance(rows, token_ids, ended)
 
     # --- pieces of the stages -----------------------------------------------------------------------------------
-
-    def _missing(self, row: int) -> int:
-        return int(self.rows.num_tokens[row] - self.rows.num_computed_tokens[row])
 
     def _extend(self, draft: StepDraft, row: int, count: int) -> None:
         """Plans up to `count` more tokens of a row, as far as there are blocks for them."""
@@ -358,10 +357,6 @@ class Scheduler:
         for index in is_full.nonzero()[0].tolist():
             self._publish(int(rows[index]), int(computed[index]) - 1, 1)
 
-    def _last_served(self) -> int:
-        rows = np.flatnonzero(self.rows.active).tolist()
-        return max(rows, key=lambda row: self.rows.requests[row].order)  # type: ignore[union-attr]
-
     def preempt(self, row: int) -> None:
         """By recomputation: the request gives up row and blocks and waits in its old place in the order.
 
@@ -374,20 +369,17 @@ class Scheduler:
         self.waiting.push(request)
 
     def _leave(self, row: int) -> Request:
-        self._end_steady()
+        self.settle(ended=True)
         self.pool.release(self.rows.blocks(row))
         self._released.append(row)
         return self.rows.leave(row)
 
-    def settle(self) -> None:
-        """Brings the row table up to date with what was planned and taken."""
+    def settle(self, *, ended: bool = False) -> None:
+        """Brings the row table up to date with what was planned and taken. `ended`: the stages make the next plan."""
         if self._steady is not None:
             self._steady.settle()
-
-    def _end_steady(self) -> None:
-        """The next plan is made by the stages."""
-        self.settle()
-        self._steady = None
+        if ended:
+            self._steady = None
 
     def check(self) -> None:
         """Raises AssertionError unless blocks and rows agree. Cheap enough for whenever the loop goes idle."""
