@@ -33,7 +33,7 @@ WORLDS = [(2, 1), (4, 1), (1, 2), (2, 2)]
 TIGHT: dict[str, Any] = {
     "dtype": "float32",
     "block_size": 8,
-    "num_gpu_blocks_override": 20,
+    "num_gpu_blocks_override": 16,
     "max_num_batched_tokens": 40,
     "max_num_seqs": 6,
     "max_model_len": 96,
