@@ -125,15 +125,15 @@ class Work:
 
 
 def work_of(num_seqs: int, query_len: int, context: int) -> dict[str, Work]:
-    """By the names of the program's ops, over all layers; of those that have much to do."""
-    found = {
-        f"linear {name}": Work(2 * LAYERS * n * k, 2 * LAYERS * num_seqs * query_len * n * k)
-        for name, (n, k) in LINEARS.items()
-    }
+    """By the names of the program's ops, over all layers; of those that have much to do.
+
+    In the last layer only the queries, keys and values are of all tokens."""
+    rows = dict.fromkeys(LINEARS, num_seqs * ((LAYERS - 1) * query_len + 1)) | {"qkv": num_seqs * LAYERS * query_len}
+    found = {f"linear {name}": Work(2 * LAYERS * n * k, 2 * rows[name] * n * k) for name, (n, k) in LINEARS.items()}
     found["linear head"] = Work(2 * VOCAB * HIDDEN, 2 * num_seqs * VOCAB * HIDDEN)
     seen = num_seqs * sum(range(context - query_len + 1, context + 1))  # pairs of a query and a key
     cached = num_seqs * context * KV_HEADS * HEAD_DIM * 2 * 2
-    found["attention"] = Work(LAYERS * cached, LAYERS * 4 * seen * HEADS * HEAD_DIM)
+    found["attention"] = Work(LAYERS * cached, 4 * ((LAYERS - 1) * seen + num_seqs * context) * HEADS * HEAD_DIM)
     return found
 
 
