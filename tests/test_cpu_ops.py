@@ -239,6 +239,17 @@ def test_e4m3_writes_round_as_torch_does_and_saturate(ops: CpuOps) -> None:
     assert torch.equal(caches[0].view(torch.uint8).flatten(), wanted.view(torch.uint8).flatten())
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_every_number_of_one_byte_is_read_exactly(ops: CpuOps, cache_dtype: torch.dtype) -> None:
+    case = make_case([(1, 1)], (1, 1, 256), 16, torch.float32, torch.float32)
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[[127, 128, 255]] = 0  # no numbers in e4m3; int8 has no -128
+    case.values = codes.view(cache_dtype).expand(case.values.shape).contiguous()
+    case.keys = torch.zeros_like(case.values)
+    # Of a single key the output is the value.
+    assert torch.equal(attend(ops, case)[0, 0], codes.view(cache_dtype).float())
+
+
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(9, 3, 64), (3, 3, 40)])
 def test_attention_is_the_same_whatever_the_threads_batch_and_chunks(
@@ -384,6 +395,8 @@ def test_every_instruction_set_level_computes_the_same_things(level: str) -> Non
     test_quantised_caches(ops, torch.int8, per_row=True)
     test_quantised_caches(ops, torch.float8_e4m3fn, per_row=False)
     test_e4m3_writes_round_as_torch_does_and_saturate(ops)
+    for one_byte in (torch.int8, torch.float8_e4m3fn):
+        test_every_number_of_one_byte_is_read_exactly(ops, one_byte)
     for dtype in FLOAT_TYPES:
         test_norms(ops, dtype, 577, with_residual=True)
         test_rotary_leaves_the_rest_of_a_head_alone(ops, dtype, 5)
