@@ -181,8 +181,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "int8"],
         Option(
             CACHE,
-            "Type that keys and values are kept in; auto is dtype. fp8 (which is fp8_e4m3) and int8 come with a scale "
-            "for each token and head, taken from what is written",
+            "Type that keys and values are kept in; auto is dtype, or float16 beside weights that are computed packed. "
+            "fp8 (which is fp8_e4m3) and int8 come with a scale for each token and head, taken from what is written",
         ),
     ] = "auto"
     gpu_memory_utilization: Annotated[

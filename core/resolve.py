@@ -51,11 +51,10 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
     weight_bits, bits_reason = _weight_bits(options, model)
     if options.quantization is not None:
         decide("quantization", options.quantization, bits_reason)
-    kv_cache_dtype = _KV_CACHE_DTYPES.get(options.kv_cache_dtype, options.kv_cache_dtype)
-    if kv_cache_dtype == "auto":
-        kv_cache_dtype = dtype
-    else:
-        decide("kv_cache_dtype", kv_cache_dtype, "asked for")
+    packed = options.dtype == "auto" and model.checkpoint_dtype not in _FLOAT_DTYPES
+    kv_cache_dtype, kv_reason = _kv_cache_dtype(options, dtype, packed)
+    if kv_cache_dtype != dtype or options.kv_cache_dtype != "auto":
+        decide("kv_cache_dtype", kv_cache_dtype, kv_reason)
     decide("served_model_name", ", ".join(names), _asked(bool(options.served_model_name), "the model's own name"))
     if options.seed is None:
         seed = decide("seed", (draw_seed or _draw_seed)(), "drawn at random, as asked; give it to repeat this run")
@@ -75,7 +74,7 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
         model=msgspec.structs.replace(model, generation_defaults=defaults),
         served_model_names=names,
         dtype=dtype,
-        weights_stay_packed=options.dtype == "auto" and model.checkpoint_dtype not in _FLOAT_DTYPES,
+        weights_stay_packed=packed,
         weight_bits=weight_bits,
         kv_cache_dtype=kv_cache_dtype,
         max_model_len=max_model_len,
@@ -108,6 +107,14 @@ def _dtype(options: Options, model: ModelDescription) -> tuple[str, str]:
     if model.checkpoint_dtype == "float32":
         return "bfloat16", "half the memory of the checkpoint's float32; ask for float32 to keep it"
     return "bfloat16", f"activations of a checkpoint of {model.checkpoint_dtype}; weights stay packed"
+
+
+def _kv_cache_dtype(options: Options, dtype: str, packed: bool) -> tuple[str, str]:
+    if options.kv_cache_dtype != "auto":
+        return _KV_CACHE_DTYPES.get(options.kv_cache_dtype, options.kv_cache_dtype), "asked for"
+    if packed:
+        return "float16", f"finer than {dtype}, as packed weights are; {dtype} where the model runs op by op"
+    return dtype, "dtype"
 
 
 def _weight_bits(options: Options, model: ModelDescription) -> tuple[int | None, str]:

@@ -38,7 +38,7 @@ from headrace.executor.new_weights import open_again
 from headrace.executor.place import Place
 from headrace.executor.profiling import WorkerProfile
 from headrace.executor.rank_device import rank_device
-from headrace.executor.uniproc import CACHE_DTYPES, DTYPES, UniprocExecutor
+from headrace.executor.uniproc import DTYPES, UniprocExecutor, cache_dtype
 from headrace.executor.weights import WeightSource
 from headrace.ipc.control import DoIdleWork, WorkerAnswer, WorkerCommand
 from headrace.ipc.step import StepPlan, StepResult
@@ -220,9 +220,8 @@ class GpuExecutor(UniprocExecutor):
 
     def _new_cache(self, plan: Plan, num_blocks: int) -> kv_cache.KVCache:
         assert self._spec is not None, "describe comes before load"
-        return kv_cache.allocate(
-            self._spec, num_blocks, plan.block_size, CACHE_DTYPES[plan.kv_cache_dtype], self._device, self._place
-        )
+        dtype = cache_dtype(plan, is_program=False)
+        return kv_cache.allocate(self._spec, num_blocks, plan.block_size, dtype, self._device, self._place)
 
     def _measure(self, plan: Plan, decoder: Decoder, facts: GpuFacts) -> MemoryReading:
         backend = self._backend

@@ -161,8 +161,8 @@ class UniprocExecutor(Executor):
         plan, model = self._plan, self._model
         assert plan is not None, "load comes before allocate"
         assert model is not None, "load comes before allocate"
-        cache_dtype = CACHE_DTYPES[plan.kv_cache_dtype]
-        cache = kv_cache.allocate(model.spec, num_blocks, plan.block_size, cache_dtype, self._device, self._place)
+        dtype = cache_dtype(plan, is_program=isinstance(model, CpuDecoder))
+        cache = kv_cache.allocate(model.spec, num_blocks, plan.block_size, dtype, self._device, self._place)
         self._cache = cache
         batch_args = (plan.max_num_seqs, max_model_len, plan.block_size, plan.model.eos_token_ids)
         self._runner = make_runner(model, cache, batch_args, self._place, vocab_size=model.spec.vocab_size)
@@ -321,6 +321,13 @@ def own_kv_rows(spec: ArchSpec, place: Place) -> int:
     return 2 * len(place.layers(spec.num_layers)) * spec.local_kv_heads(place.tp_size)
 
 
+def cache_dtype(plan: Plan, *, is_program: bool) -> torch.dtype:
+    """Of keys and values. The finer type that packed weights come with is for the CPU kernels' program alone."""
+    if plan.options.kv_cache_dtype == "auto" and not is_program:
+        return DTYPES[plan.dtype]
+    return CACHE_DTYPES[plan.kv_cache_dtype]
+
+
 def check_op_by_op(plan: Plan, reason: str) -> None:
     """Raises OptionError for what only the program of the CPU kernels computes; `reason` is why it cannot serve."""
     if plan.weight_bits:
@@ -328,7 +335,7 @@ def check_op_by_op(plan: Plan, reason: str) -> None:
             f"quantization={plan.options.quantization} needs the CPU kernels' program, which cannot run "
             f"{plan.model.name}: {reason}"
         )
-    if plan.kv_cache_dtype != plan.dtype:
+    if plan.options.kv_cache_dtype != "auto" and plan.kv_cache_dtype != plan.dtype:
         raise OptionError(
             f"kv_cache_dtype={plan.options.kv_cache_dtype} beside dtype={plan.dtype} needs the CPU kernels' program, "
             f"which cannot run {plan.model.name}: {reason}"
