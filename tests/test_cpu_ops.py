@@ -1,287 +1,26 @@
-"""The CPU's attention, row ops and sampling against torch in float64 (or the sampler itself), to stated bounds."""
+"""The CPU's row ops against torch in float64, to stated bounds."""
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pytest
+import test_cpu_attention
 import torch
 import torch.nn.functional as F
 from cpu_pools import many_threads_ops, two_threads_ops  # noqa: F401
-from torch import Tensor
+from test_cpu_attention import EPSILON, FLOAT_TYPES
 
 from headrace import kernels
 from headrace.kernels import reference
 from headrace.kernels.cpu import build, program_args
 from headrace.kernels.cpu.linear import Runtime
-from headrace.kernels.cpu.ops import LAYOUT_GROUPS, CacheScales, CpuOps, best_layout, describe_cache
+from headrace.kernels.cpu.ops import CpuOps
 from headrace.kernels.cpu.threads import Pool, Step
-from headrace.kernels.reference_attention import AttentionParams, PagedBatch
+from headrace.kernels.reference_attention import PagedBatch
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
-
-FLOAT_TYPES = [torch.float32, torch.bfloat16, torch.float16]
-EPSILON = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""Largest relative error of rounding to a type."""
-
-
-@dataclass
-class Case:
-    """Sequences over a paged cache whose unused slots hold NaN, in the cache's own type where it has one."""
-
-    query: Tensor  # [num_tokens, num_heads, head_dim]
-    keys: Tensor  # [num_blocks, num_kv_heads, block_size, head_dim]
-    values: Tensor
-    query_lens: list[int]
-    context_lens: list[int]
-    tables: Tensor  # [num_seqs, max_blocks]
-
-    def batch(self, seqs: list[int] | None = None, spans: list[tuple[int, int]] | None = None) -> PagedBatch:
-        """All sequences, or some; `spans` are the positions that each computes, by default its query's."""
-        seqs = list(range(len(self.context_lens))) if seqs is None else seqs
-        spans = [self.span(i) for i in seqs] if spans is None else spans
-        block_size = self.keys.shape[2]
-        slots = [
-            int(self.tables[i, p // block_size]) * block_size + p % block_size
-            for i, (start, end) in zip(seqs, spans, strict=True)
-            for p in range(start, end)
-        ]
-        return PagedBatch(
-            torch.tensor([0, *np.cumsum([end - start for start, end in spans])], dtype=torch.int32),
-            torch.tensor([end for _, end in spans], dtype=torch.int32),
-            self.tables[seqs],
-            torch.tensor(slots, dtype=torch.int64),
-            block_size,
-        )
-
-    def span(self, seq: int) -> tuple[int, int]:
-        return self.context_lens[seq] - self.query_lens[seq], self.context_lens[seq]
-
-    def query_of(self, seq: int) -> Tensor:
-        start = sum(self.query_lens[:seq])
-        return self.query[start : start + self.query_lens[seq]]
-
-    def expected(self, params: AttentionParams, keys: Tensor, values: Tensor) -> Tensor:
-        """Attention of every sequence in float64, from caches that hold the exact values."""
-        num_heads, kv_heads, block_size = self.query.shape[1], keys.shape[1], keys.shape[2]
-        found = []
-        for seq, length in enumerate(self.context_lens):
-            blocks = self.tables[seq, : -(-length // block_size)].long()
-            k, v = (cache[blocks].double().transpose(0, 1).flatten(1, 2)[:, :length] for cache in (keys, values))
-            k, v = (x.repeat_interleave(num_heads // kv_heads, 0) for x in (k, v))
-            start, end = self.span(seq)
-            scores = torch.einsum("qhd,hkd->hqk", self.query_of(seq).double(), k) * params.scale
-            if params.soft_cap is not None:
-                scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
-            row, column = torch.arange(start, end)[:, None], torch.arange(length)
-            hidden = column > row
-            if params.sliding_window is not None:
-                hidden |= column <= row - params.sliding_window
-            found.append(torch.einsum("hqk,hkd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
-        return torch.cat(found)
-
-
-def make_case(
-    lens: list[tuple[int, int]],
-    heads: tuple[int, int, int],
-    block_size: int,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    seed: int = 0,
-) -> Case:
-    """lens: (tokens to compute, context) of each sequence; heads: (query, key/value, size)."""
-    generator = torch.Generator().manual_seed(seed)
-    num_heads, kv_heads, head_dim = heads
-    counts = [-(-context // block_size) for _, context in lens]
-    order = torch.randperm(sum(counts) + 2, generator=generator).int()
-    tables = torch.full((len(lens), max(counts)), -1, dtype=torch.int32)
-    keys, values = torch.full((2, sum(counts) + 2, kv_heads, block_size, head_dim), torch.nan).unbind(0)
-    used = 0
-    for seq, ((_, context), count) in enumerate(zip(lens, counts, strict=True)):
-        tables[seq, :count] = order[used : used + count]
-        used += count
-        for position in range(context):
-            block = tables[seq, position // block_size]
-            for cache in (keys, values):
-                cache[block, :, position % block_size] = torch.randn(kv_heads, head_dim, generator=generator)
-    query = torch.randn(sum(tokens for tokens, _ in lens), num_heads, head_dim, generator=generator).to(dtype)
-    keys, values = keys.to(cache_dtype), values.to(cache_dtype)
-    return Case(query, keys, values, [tokens for tokens, _ in lens], [context for _, context in lens], tables)
-
-
-def in_groups(cache: Tensor, *, is_key: bool) -> Tensor:
-    """A cache in rows as one in groups: the same blocks, each group of 16 keys in the order of attention_cache.h."""
-    blocks, heads, block_size, head_dim = cache.shape
-    pair = 1 if cache.dtype == torch.float32 else 2
-    if is_key:
-        parts = cache.view(blocks, heads, block_size // 16, 16, head_dim // pair, pair).transpose(3, 4)
-    else:
-        parts = cache.view(blocks, heads, block_size // 16, 16 // pair, pair, head_dim).transpose(4, 5)
-    return parts.reshape(cache.shape)
-
-
-def attend(ops: CpuOps, case: Case, params: AttentionParams | None = None, scales: CacheScales | None = None) -> Tensor:
-    """All sequences' attention over the cache in rows, and to the bit the same over it in groups where they fit."""
-    params = params or PARAMS["plain"]
-    found = ops.paged_attention(case.query, case.keys, case.values, case.batch(), params, scales)
-    if best_layout(case.keys.shape[2], case.keys.shape[3]) == LAYOUT_GROUPS:
-        keys, values = in_groups(case.keys, is_key=True), in_groups(case.values, is_key=False)
-        again = ops.paged_attention(case.query, keys, values, case.batch(), params, scales, LAYOUT_GROUPS)
-        assert torch.equal(again, found)
-    return found
-
-
-MIXED = [(1, 1), (5, 5), (0, 9), (1, 300), (30, 77), (200, 600), (1, 129), (17, 128)]
-HEADS = [(9, 3, 64), (4, 4, 80), (5, 1, 72), (7, 7, 8), (8, 2, 128), (2, 1, 256), (6, 2, 96)]
-PARAMS = {
-    "plain": AttentionParams(0.125),
-    "window": AttentionParams(0.2, sliding_window=20),
-    "window of one": AttentionParams(0.2, sliding_window=1),
-    "soft cap": AttentionParams(0.3, soft_cap=2.0),
-    "window and cap": AttentionParams(0.2, sliding_window=140, soft_cap=5.0),
-    "negative scale": AttentionParams(-0.125),
-}
-
-
-@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
-@pytest.mark.parametrize("heads", HEADS)
-def test_fp32_attention_is_exact_to_rounding(ops: CpuOps, heads: tuple[int, int, int], params: AttentionParams) -> None:
-    case = make_case(MIXED, heads, 16, torch.float32, torch.float32)
-    params = replace(params, scale=params.scale * (64 / heads[2]) ** 0.5)
-    found = attend(ops, case, params)
-    # Values are around 1; a score of size s adds s * 2^-24 to a weight, and there are head_dim products in one.
-    assert (found - case.expected(params, case.keys, case.values)).abs().max() < 4e-6
-
-
-@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_bf16_attention_is_within_its_roundings(ops: CpuOps, dtype: torch.dtype, params: AttentionParams) -> None:
-    case = make_case(MIXED, (9, 3, 64), 16, dtype, torch.bfloat16)
-    found = attend(ops, case, params).double()
-    # The query rounded to bf16 moves a score by 2^-8 of its products (exact for a bf16 query), each weight is
-    # rounded to 2^-8, and the output to its type.
-    error = (found - case.expected(params, case.keys, case.values)).abs()
-    assert error.max() < 0.03
-    assert error.mean() < 0.002
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_scores_far_apart_leave_the_highest_key_alone(ops: CpuOps, dtype: torch.dtype) -> None:
-    case = make_case([(1, 300), (40, 131)], (6, 2, 64), 16, dtype, dtype)
-    # Scores of tens of thousands: the weight of every key but one is zero, and none of a power overflows.
-    case = replace(case, query=case.query * 1e4)
-    found = attend(ops, case)
-    wanted = case.expected(PARAMS["plain"], case.keys, case.values)
-    assert (found - wanted).abs().max() < (2.0**-7 if dtype == torch.bfloat16 else 1e-5) * wanted.abs().max()
-
-
-@pytest.mark.parametrize("block_size", [1, 8, 16, 17, 128])
-def test_blocks_of_any_size(ops: CpuOps, block_size: int) -> None:
-    case = make_case([(1, 200), (40, 131)], (4, 2, 32), block_size, torch.float32, torch.float32)
-    found = attend(ops, case)
-    assert (found - case.expected(PARAMS["plain"], case.keys, case.values)).abs().max() < 4e-6
-
-
-def test_fp16_cache(ops: CpuOps) -> None:
-    case = make_case(MIXED, (4, 2, 64), 16, torch.float16, torch.float16)
-    found = attend(ops, case)
-    expected = case.expected(PARAMS["plain"], case.keys, case.values)
-    assert (found - expected).abs().max() < 2.0**-11 * expected.abs().max()
-
-
-@pytest.mark.parametrize("per_row", [False, True], ids=["one scale", "a scale per row"])
-@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
-def test_quantised_caches(ops: CpuOps, cache_dtype: torch.dtype, per_row: bool) -> None:
-    wide = make_case(MIXED, (6, 2, 64), 16, torch.float32, torch.float32)
-    shape = wide.keys.shape
-    keys, values = torch.zeros(2, *shape, dtype=torch.float32).to(cache_dtype).unbind(0)
-    largest = 127.0 if cache_dtype == torch.int8 else 448.0
-    if per_row:
-        row_scales = torch.full((2, *shape[:3]), torch.nan)
-        scales = CacheScales(keys=row_scales[0], values=row_scales[1])
-    else:
-        scales = CacheScales(key=5 / largest, value=6 / largest)
-    for seq, length in enumerate(wide.context_lens):
-        every = wide.batch([seq], [(0, length)])
-        blocks, offsets = every.slot_mapping // 16, every.slot_mapping % 16
-        ops.write_cache(wide.keys[blocks, :, offsets], wide.values[blocks, :, offsets], keys, values, every, scales)
-
-    def exact(cache: Tensor, rows: Tensor | None, scale: float) -> Tensor:
-        return cache.float() * (scale if rows is None else rows.nan_to_num()[..., None])
-
-    exact_keys, exact_values = exact(keys, scales.keys, scales.key), exact(values, scales.values, scales.value)
-    written = ~wide.keys.isnan()
-    # Half the distance of neighbours: 1 in int8, 32 among the largest of e4m3.
-    step = 5 / largest * (0.5 if cache_dtype == torch.int8 else 16)
-    assert (exact_keys - wide.keys)[written].abs().max() <= step * 1.01
-    found = attend(ops, replace(wide, keys=keys, values=values), PARAMS["plain"], scales)
-    error = (found - wide.expected(PARAMS["plain"], exact_keys, exact_values)).abs()
-    assert error.max() < 0.03  # the roundings of bf16 products, as above
-    assert error.mean() < 0.002
-
-
-def test_e4m3_writes_round_as_torch_does_and_saturate(ops: CpuOps) -> None:
-    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    halfway = (values[1:] + values[:-1]) / 2  # to the even one
-    beyond = torch.tensor([447.0, 449.0, 500.0, 1e6])
-    every = torch.cat((values, halfway, halfway * 1.001, halfway * 0.999, beyond))
-    every = torch.cat((every, -every, torch.zeros(-2 * len(every) % 32))).view(-1, 1, 32)
-    count = len(every)
-    caches = torch.zeros(2, count, 1, 1, 32).to(torch.float8_e4m3fn)
-    batch = PagedBatch(
-        torch.tensor([0, count]), torch.tensor([count]), torch.arange(count)[None], torch.arange(count), 1
-    )
-    ops.write_cache(every, every, caches[0], caches[1], batch)
-    wanted = every.clamp(-448, 448).to(torch.float8_e4m3fn)
-    assert torch.equal(caches[0].view(torch.uint8).flatten(), wanted.view(torch.uint8).flatten())
-
-
-@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
-def test_every_number_of_one_byte_is_read_exactly(ops: CpuOps, cache_dtype: torch.dtype) -> None:
-    case = make_case([(1, 1)], (1, 1, 256), 16, torch.float32, torch.float32)
-    codes = torch.arange(256, dtype=torch.uint8)
-    codes[[127, 128, 255]] = 0  # no numbers in e4m3; int8 has no -128
-    case.values = codes.view(cache_dtype).expand(case.values.shape).contiguous()
-    case.keys = torch.zeros_like(case.values)
-    # Of a single key the output is the value.
-    assert torch.equal(attend(ops, case)[0, 0], codes.view(cache_dtype).float())
-
-
-@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [(9, 3, 64), (3, 3, 40)])
-def test_attention_is_the_same_whatever_the_threads_batch_and_chunks(
-    ops: CpuOps, other_ops: list[CpuOps], heads: tuple[int, int, int], cache_dtype: torch.dtype
-) -> None:
-    case = make_case(MIXED, heads, 16, torch.float32, cache_dtype)
-    params = AttentionParams(0.15, sliding_window=400, soft_cap=8.0)
-    wanted = attend(ops, case, params)
-    for other in other_ops:
-        assert torch.equal(attend(other, case, params), wanted)
-    for seq, part in enumerate(wanted.split(case.query_lens)):
-        query, (start, end) = case.query_of(seq), case.span(seq)
-        for chunk in (1, 13, 64, 600):
-            found = [
-                ops.paged_attention(
-                    query[low - start : low - start + chunk],
-                    case.keys,
-                    case.values,
-                    case.batch([seq], [(low, min(low + chunk, end))]),
-                    params,
-                )
-                for low in range(start, end, chunk)
-            ]
-            assert torch.equal(torch.cat([part[:0], *found]), part)
-
-
-def test_a_lone_long_sequence_is_divided_and_stays_the_same(ops: CpuOps, other_ops: list[CpuOps]) -> None:
-    case = make_case([(1, 3000)], (6, 2, 64), 16, torch.bfloat16, torch.bfloat16)
-    alone = attend(other_ops[0], case)
-    for other in (ops, *other_ops[1:]):
-        for _ in range(3):  # the counters of finished tiles are left ready for the next
-            assert torch.equal(attend(other, case), alone)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
@@ -355,30 +94,6 @@ def test_write_cache_touches_its_slots_alone(ops: CpuOps, cache_dtype: torch.dty
     assert torch.equal(caches, wanted)
 
 
-@pytest.mark.parametrize("cache_dtype", [*FLOAT_TYPES, torch.int8, torch.float8_e4m3fn])
-def test_a_cache_in_groups_has_the_rows_in_another_order(ops: CpuOps, cache_dtype: torch.dtype) -> None:
-    key, value = torch.randn(5, 2, 2, 48).unbind(1)
-    slots = torch.tensor([3, 39, 32, 16, 94])  # of 3 blocks of 32
-    batch = PagedBatch(torch.tensor([0, 5]), torch.tensor([5]), torch.zeros(1, 1), slots, 32)
-    rows, groups = torch.full((2, 2, 3, 2, 32, 48), 7.0).to(cache_dtype).unbind(0)
-    scales = torch.zeros(2, 2, 3, 2, 32)
-    ops.write_cache(key, value, rows[0], rows[1], batch, CacheScales(keys=scales[0, 0], values=scales[0, 1]))
-    in_order = CacheScales(keys=scales[1, 0], values=scales[1, 1])
-    ops.write_cache(key, value, groups[0], groups[1], batch, in_order, LAYOUT_GROUPS)
-    assert torch.equal(in_groups(rows[0], is_key=True).float(), groups[0].float())
-    assert torch.equal(in_groups(rows[1], is_key=False).float(), groups[1].float())
-    assert torch.equal(scales[0], scales[1])
-
-
-def test_a_cache_that_cannot_be_in_groups_is_refused() -> None:
-    for block_size, head_dim in ((8, 64), (16, 72)):
-        cache = torch.zeros(1, 1, block_size, head_dim)
-        with pytest.raises(
-            ValueError, match=f"whole multiples of 16, not blocks of {block_size} and heads of {head_dim}"
-        ):
-            describe_cache(cache, cache, layout=LAYOUT_GROUPS)
-
-
 @pytest.mark.parametrize("level", ["avx512", "avx2", "portable"])
 def test_every_instruction_set_level_computes_the_same_things(level: str) -> None:
     try:
@@ -387,21 +102,21 @@ def test_every_instruction_set_level_computes_the_same_things(level: str) -> Non
         pytest.skip(str(error))
     ops = CpuOps(Runtime(library, Pool(library, 2)))
     for heads in ((9, 3, 64), (5, 1, 72), (7, 7, 8)):
-        for params in PARAMS.values():
-            test_fp32_attention_is_exact_to_rounding(ops, heads, params)
-    for params in PARAMS.values():
-        test_bf16_attention_is_within_its_roundings(ops, torch.bfloat16, params)
-    test_fp16_cache(ops)
-    test_quantised_caches(ops, torch.int8, per_row=True)
-    test_quantised_caches(ops, torch.float8_e4m3fn, per_row=False)
-    test_e4m3_writes_round_as_torch_does_and_saturate(ops)
+        for params in test_cpu_attention.PARAMS.values():
+            test_cpu_attention.test_fp32_attention_is_exact_to_rounding(ops, heads, params)
+    for params in test_cpu_attention.PARAMS.values():
+        test_cpu_attention.test_bf16_attention_is_within_its_roundings(ops, torch.bfloat16, params)
+    test_cpu_attention.test_fp16_cache(ops)
+    test_cpu_attention.test_quantised_caches(ops, torch.int8, per_row=True)
+    test_cpu_attention.test_quantised_caches(ops, torch.float8_e4m3fn, per_row=False)
+    test_cpu_attention.test_e4m3_writes_round_as_torch_does_and_saturate(ops)
     for one_byte in (torch.int8, torch.float8_e4m3fn):
-        test_every_number_of_one_byte_is_read_exactly(ops, one_byte)
+        test_cpu_attention.test_every_number_of_one_byte_is_read_exactly(ops, one_byte)
     for dtype in FLOAT_TYPES:
         test_norms(ops, dtype, 577, with_residual=True)
         test_rotary_leaves_the_rest_of_a_head_alone(ops, dtype, 5)
         test_write_cache_touches_its_slots_alone(ops, dtype)
-        test_a_cache_in_groups_has_the_rows_in_another_order(ops, dtype)
+        test_cpu_attention.test_a_cache_in_groups_has_the_rows_in_another_order(ops, dtype)
         for kind in ("silu", "gelu", "gelu_tanh", "relu"):
             test_activations(ops, dtype, kind, 101)
 
