@@ -50,8 +50,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     sampled: np.ndarray
     """[num_scheduled] bool: rows that reach their last known token, and so sample the next one"""
     repeats: bool = False
-    """The plan before once more: it computed and sampled one token of each of these rows, in this order, and each is one
-    token on; those that begin a block with it get that. Nobody came or left. All fields above say so too."""
+    """The plan before once more: it computed and sampled one token of each of these rows, in this order, and each is
+    one token on; those that begin a block with it get that. Nobody came or left. All fields above say so too."""
 
     @property
     def total_tokens(self) -> int:

@@ -36,6 +36,12 @@ def new_driver(**options: Any) -> Driver:
     return Driver(SteppedCore(model, executor_class=LightSleeper, **{"enable_sleep_mode": True, **options}))
 
 
+def commands_of(driver: Driver) -> list[Any]:
+    executor = driver.core.executor
+    assert isinstance(executor, LightSleeper)
+    return executor.commands
+
+
 def failure_of(driver: Driver, call: int) -> str:
     reply = driver.reply(call)
     assert reply is not None
@@ -65,7 +71,7 @@ def test_requests_that_are_kept_wait_for_the_waking_and_compute_anew() -> None:
     assert not driver.core.loop.stats().sleeping
     assert (driver.num_tokens(0), driver.num_tokens(1)) == (20, 3)
     assert driver.core.loop.scheduler.num_preemptions == 1
-    assert driver.core.executor.commands == [Sleep(mode="keep"), WakeUp()]
+    assert commands_of(driver) == [Sleep(mode="keep"), WakeUp()]
 
 
 def test_requests_end_or_finish_first_as_the_mode_says() -> None:
@@ -116,7 +122,7 @@ def test_a_sleep_that_fails_leaves_the_engine_awake_and_at_work() -> None:
     call = driver.send(Sleep(level=2, mode="keep"))
     driver.core.run_until_idle()
     assert failure_of(driver, call) == "there is no room for its dreams"
-    assert driver.core.executor.commands[-1] == WakeUp(), "for the ranks that slept already"
+    assert commands_of(driver)[-1] == WakeUp(), "for the ranks that slept already"
     assert driver.num_tokens(0) == 20
     refused = new_driver(enable_sleep_mode=False)
     call = refused.send(Sleep())
