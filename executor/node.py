@@ -110,6 +110,8 @@ class NodeAgent:
         elif isinstance(message, NodeCommand):
             try:
                 self._send(NodeAnswered(answers=executor.control(message.command)))
+            except EngineDeadError:
+                raise  # not a command that failed: the workers are no more
             except HeadraceError as error:
                 self._send(NodeAnswered(answers=(), failure=Failure.of(error, process="node", phase="control")))
 

@@ -209,9 +209,11 @@ class _EngineTokenizer:
 
 def engine_facts(llm: LLM) -> dict[str, Any]:
     """What the engine decided, as it tells its clients, and its counters at the end."""
-    facts = {name: msgspec.to_builtins(value) for name, value in msgspec.structs.asdict(llm.engine).items()}
+    asdict = msgspec.structs.asdict
+    facts = {name: msgspec.to_builtins(value) for name, value in asdict(llm.engine).items()}
     del facts["tokenizer"]
-    return {**facts, "stats": msgspec.to_builtins(llm.get_stats())}
+    stats = llm.get_stats()
+    return {**facts, "stats": {**asdict(stats), "times": asdict(stats.times)}}
 
 
 def shows_progress(result: ResultOptions) -> bool:
