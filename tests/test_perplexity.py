@@ -11,7 +11,7 @@ from headrace import LLM, SamplingParams
 
 pytestmark = pytest.mark.demo_model
 
-PASSAGES, PASSAGE_TOKENS = 6, 400
+PASSAGES, PASSAGE_TOKENS = 6, 250
 
 
 def perplexity(**options: Any) -> float:
