@@ -173,8 +173,9 @@ def _serve(core: EngineCore) -> int:
     gc.freeze()
     try:
         core.run()
-    except Exception:
-        logger.exception("the engine failed")
+    except Exception as error:
+        # An error of ours is a sentence for the user; where it was raised would only bury it.
+        logger.error("the engine failed: %s", error, exc_info=not isinstance(error, HeadraceError))
         return EXIT_ENGINE_FAILED
     return 0
 

@@ -28,7 +28,7 @@ from headrace.core.plan import Facts, Plan
 from headrace.core.resolve import resolve
 from headrace.core.startup_table import startup_table
 from headrace.core.zmq_port import ZmqPort
-from headrace.ipc.failure import Failure, OptionError
+from headrace.ipc.failure import Failure, HeadraceError, OptionError
 from headrace.ipc.messages import TokenizerBundle, TokenizerInfo, Welcome
 
 if TYPE_CHECKING:
@@ -258,6 +258,6 @@ class EngineThread:
         try:
             self._core.run()
         except Exception as error:
-            logger.exception("the engine core ended")
+            logger.error("the engine core ended: %s", error, exc_info=not isinstance(error, HeadraceError))
             for callback in self._on_exit:
                 callback(Failure.of(error, process="engine-core", phase="step"))

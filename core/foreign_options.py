@@ -36,6 +36,8 @@ SPECULATION = "speculative decoding is not supported yet; leave it out, outputs 
 MULTIMODAL = "multimodal input is not supported yet; models run on text alone"
 STRUCTURED = "structured outputs are not supported yet"
 COMPILED = "not supported: there is no compiler to configure; cudagraph_capture_sizes and enforce_eager set graphs"
+TOOLS = "not supported yet: tools reach the chat template, and the answer is its text, not parsed into tool calls"
+REASONING = "not supported yet: reasoning is part of the answer's text"
 SERVER = "an option of the HTTP server, which is not part of the engine"
 EXTENSION = "not supported: vLLM's plug-in classes and platform settings do not fit this engine; leave it out"
 OBSERVED = "not supported yet; the engine logs its load every 10 s unless disable_log_stats is set"
@@ -101,6 +103,8 @@ FOREIGN: Mapping[str, Foreign] = types.MappingProxyType(
             lora_extra_vocab_size=(256,),
             long_lora_scaling_factors=(),
             fully_sharded_loras=OFF,
+            lora_modules=(),
+            prompt_adapters=(),
             default_mm_loras=(),
             enable_prompt_adapter=OFF,
             max_prompt_adapters=(1,),
@@ -154,12 +158,11 @@ FOREIGN: Mapping[str, Foreign] = types.MappingProxyType(
             STRUCTURED,
             guided_decoding_backend=("auto", "xgrammar"),
             structured_outputs_config=({},),
-            reasoning_parser=("",),
-            reasoning_parser_plugin=("",),
-            enable_reasoning=OFF,
             logits_processor_pattern=(),
             logits_processors=(),
         ),
+        **_rows(REASONING, reasoning_parser=("",), reasoning_parser_plugin=("",), enable_reasoning=OFF),
+        **_rows(TOOLS, enable_auto_tool_choice=OFF, tool_call_parser=(), tool_parser_plugin=("",), tool_server=()),
         **_rows(
             "only generation is supported so far",
             task=("auto", "generate"),
@@ -249,6 +252,11 @@ FOREIGN: Mapping[str, Foreign] = types.MappingProxyType(
             aggregate_engine_logging=OFF,
         ),
         **_rows("not supported: the engine never logs requests", enable_log_requests=OFF, disable_log_requests=(True,)),
+        **_rows("not supported: the server logs no accesses", disable_uvicorn_access_log=EITHER),
+        **_rows(
+            "not supported: HEADRACE_LOG_LEVEL in the environment sets how much is logged", uvicorn_log_level=("info",)
+        ),
+        **_rows("not supported: the server runs no code of others; put a proxy before it", middleware=()),
         **_rows(SERVER, disable_frontend_multiprocessing=OFF, max_log_len=()),
     }
 )

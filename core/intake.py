@@ -111,13 +111,13 @@ class Intake:
             retry_after_s=retry_after_s,
         )
 
-    def refusal(self, why: str, *, retry_after_s: float = 0.0) -> Failure:
+    def refusal(self, why: str, *, retry_after_s: float = 0.0, type: str = "InvalidRequestError") -> Failure:
         return Failure(
             message=why,
-            type="QueueFullError" if retry_after_s else "InvalidRequestError",
+            type="QueueFullError" if retry_after_s else type,
             process="engine-core",
             pid=os.getpid(),
-            phase="intake",
+            phase="intake" if type == "InvalidRequestError" else "serve",
             retry_after_s=retry_after_s,
         )
 

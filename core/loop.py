@@ -269,7 +269,7 @@ class Loop:
 
     def _end_what_is_left(self) -> None:
         """An answer cut short must not look like a whole one: it fails, and says why."""
-        failure = self._intake.refusal("the engine was shut down before this request was finished")
+        failure = self._intake.refusal("the engine was shut down before this request was finished", type="ShutDown")
         for client, live in self._requests.items():
             for request in live.values():
                 self.scheduler.drop(request)

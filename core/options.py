@@ -377,7 +377,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Option(
             PROCESS,
             "How long the engine may take to start, a model's download included; after that what hangs is named and "
-            "the start has failed",
+            "the start has failed: workers at once, an engine-core by itself 5 s later",
             "seconds",
             minimum=0.1,
         ),

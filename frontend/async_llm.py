@@ -9,12 +9,13 @@ import itertools
 import os
 import weakref
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from headrace.frontend.batch import params_for
 from headrace.frontend.chat_prompts import chat_options, chat_prompt, refuse_adapter
 from headrace.frontend.client import CONNECT_TIMEOUT_S, CoreClient
 from headrace.frontend.control import AsyncControls
+from headrace.frontend.missing import NamesWhatIsMissing
 from headrace.frontend.outputs import RequestOutput
 from headrace.frontend.own_engine import CAUSE_GRACE_S, STOP_DEADLINE_S, start_own_engine
 from headrace.frontend.prompts import Prompt, parse_single_prompt, tokenize
@@ -25,6 +26,7 @@ from headrace.ipc.failure import HeadraceError, InvalidRequestError
 if TYPE_CHECKING:
     from headrace.core.supervisor import Child
     from headrace.frontend.chat_template import Message
+    from headrace.frontend.llm_engine import EngineArgs
     from headrace.frontend.tokenizer import Tokenizer
     from headrace.ipc.messages import EngineStats, Welcome
 
@@ -32,7 +34,7 @@ _TOKENIZE_INLINE_CHARACTERS = 16384
 """Longer texts are tokenised in a thread, so that other requests' streams do not wait for it."""
 
 
-class AsyncLLM(AsyncControls):
+class AsyncLLM(AsyncControls, NamesWhatIsMissing):
     """A language model for one asyncio loop.
 
         async with AsyncLLM() as llm:
@@ -48,6 +50,11 @@ class AsyncLLM(AsyncControls):
         Raises OptionError for a bad or unknown option. The first call raises EngineStartError with what went wrong.
         """
         self._prepare(start_own_engine(model, options))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Starts an engine-core, and does not wait for it: the first call does."""
+        return cls(**vars(engine_args))
 
     @classmethod
     async def connect(cls, address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> AsyncLLM:
@@ -97,7 +104,7 @@ class AsyncLLM(AsyncControls):
         refuse_adapter(lora_request)
         client = await self._ready()
         parsed = parse_single_prompt(prompt)
-        await self._tokenize(parsed, client)
+        await _tokenize(parsed, client)
         defaults = SamplingParams(**client.welcome.generation_defaults)
         chosen = sampling_params or defaults
         kind = chosen.output_kind if isinstance(chosen, SamplingParams) else defaults.output_kind
@@ -150,10 +157,6 @@ class AsyncLLM(AsyncControls):
     async def get_stats(self) -> EngineStats:
         return await (await self._ready()).get_stats()
 
-    async def reset_prefix_cache(self) -> None:
-        """Forgets every cached block that no request is using."""
-        await (await self._ready()).reset_prefix_cache()
-
     async def engine(self) -> Welcome:
         """What the engine said of itself: model, limits, start-up times."""
         return (await self._ready()).welcome
@@ -171,7 +174,14 @@ class AsyncLLM(AsyncControls):
             await self._client.close()
         await asyncio.to_thread(self._stop_child)
 
-    shutdown = close
+    def shutdown(self) -> None:
+        """The same without asyncio, as vLLM's: requests that run fail, and it waits until the engine has ended."""
+        self._closed = True
+        if self._starting is not None:
+            self._starting.cancel()
+        self._stop_child()
+        if self._client is not None and self._loop is not None and not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self._client.close(), self._loop)
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -217,11 +227,12 @@ class AsyncLLM(AsyncControls):
         self._client = client
         return client
 
-    async def _tokenize(self, prompt: Prompt, client: CoreClient) -> None:
-        if prompt.token_ids is None and len(prompt.text or "") > _TOKENIZE_INLINE_CHARACTERS:
-            await asyncio.to_thread(tokenize, [prompt], client.tokenizer)
-        else:
-            tokenize([prompt], client.tokenizer)
+
+async def _tokenize(prompt: Prompt, client: CoreClient) -> None:
+    if prompt.token_ids is None and len(prompt.text or "") > _TOKENIZE_INLINE_CHARACTERS:
+        await asyncio.to_thread(tokenize, [prompt], client.tokenizer)
+    else:
+        tokenize([prompt], client.tokenizer)
 
 
 def _stop_child(process_id: int, child: Child | None) -> None:

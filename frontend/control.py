@@ -84,6 +84,11 @@ class Controls:
         self._check_usable()
         return self._background.run(self._client.control(command, timeout_s))
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached block that no request is using."""
+        self._check_usable()
+        self._background.run(self._client.reset_prefix_cache())
+
     def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
         """Stops computing until `resume_generation`; new requests wait meanwhile. Returns once nothing runs.
 
@@ -157,6 +162,10 @@ class AsyncControls:
 
     async def _control(self, command: Any, timeout_s: float | None = QUICK_S) -> Any:
         return await (await self._ready()).control(command, timeout_s)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forgets every cached block that no request is using."""
+        await (await self._ready()).reset_prefix_cache()
 
     async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         """As LLM.pause_generation."""

@@ -15,6 +15,7 @@ from headrace.frontend.batch import OnDone, check_batch, params_for, priorities_
 from headrace.frontend.chat_prompts import chat_options, chat_prompt, refuse_adapter
 from headrace.frontend.client import CONNECT_TIMEOUT_S, CoreClient
 from headrace.frontend.control import Controls
+from headrace.frontend.missing import NamesWhatIsMissing
 from headrace.frontend.outputs import RequestOutput
 from headrace.frontend.own_engine import (
     CAUSE_GRACE_S,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from headrace.ipc.messages import EngineStats, Welcome
 
 
-class LLM(Controls):
+class LLM(Controls, NamesWhatIsMissing):
     """A language model to call. Thread-safe; a context manager; closes itself when it is forgotten or Python exits.
 
         with LLM("HuggingFaceTB/SmolLM2-135M-Instruct") as llm:
@@ -176,11 +177,6 @@ class LLM(Controls):
         """The engine's load and counters."""
         self._check_usable()
         return self._background.run(self._client.get_stats())
-
-    def reset_prefix_cache(self) -> None:
-        """Forgets every cached block that no request is using."""
-        self._check_usable()
-        self._background.run(self._client.reset_prefix_cache())
 
     @property
     def engine(self) -> Welcome:

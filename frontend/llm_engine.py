@@ -153,9 +153,4 @@ class LLMEngine:
 
 
 class AsyncLLMEngine(AsyncLLM):
-    """`AsyncLLM`, made of EngineArgs."""
-
-    @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLMEngine:
-        """Starts an engine-core, and does not wait for it: the first call does."""
-        return cls(**vars(engine_args))
+    """`AsyncLLM` by vLLM's older name."""

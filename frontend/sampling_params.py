@@ -8,6 +8,7 @@ import enum
 import functools
 import math
 import numbers
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -27,7 +28,16 @@ NOT_SUPPORTED = frozenset(
         *("truncate_prompt_tokens", "use_beam_search"),
     }
 )
-"""vLLM's fields that this version refuses by name. None, which asks for nothing, is accepted."""
+"""vLLM's fields that this version refuses by name. What asks for nothing, None and NEUTRAL, is accepted."""
+NEUTRAL: Mapping[str, tuple[object, ...]] = types.MappingProxyType(
+    {
+        "bad_words": ([],),
+        "best_of": (1,),
+        "early_stopping": (False,),
+        "length_penalty": (1,),
+        "use_beam_search": (False,),
+    }
+)
 
 
 class RequestOutputKind(enum.Enum):
@@ -52,7 +62,7 @@ def _refuse_unknown_fields(cls: type[T]) -> type[T]:
         for name in unknown:
             if name not in NOT_SUPPORTED:
                 raise InvalidRequestError(f"SamplingParams has no field {name!r}{nearest(name, known)}")
-            if given.pop(name) is not None:
+            if given.pop(name) not in (None, *NEUTRAL.get(name, ())):
                 raise InvalidRequestError(f"SamplingParams.{name} is not supported by this version; leave it out")
         generated(self, **given)
 

@@ -89,7 +89,9 @@ __all__ = [  # noqa: RUF022 - the first few are what people come for
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+        missing = importlib.import_module("headrace.frontend.missing")
+        error = missing.no_attribute("headrace", name, missing.PACKAGE)
+        raise ImportError(str(error)) if name in missing.PACKAGE else error
     value = globals()[name] = getattr(importlib.import_module(f"headrace.{home}"), name)
     return value
 

@@ -187,7 +187,19 @@ async def test_closing_ends_what_runs() -> None:
         core.pause()
         reading = asyncio.create_task(anext(llm.generate("Hello", LONG)))
         await until(lambda: bool(core.core.running))
-        await llm.shutdown()
+        await llm.close()
+        assert (await reading).outputs[0].finish_reason == "abort"
+        with pytest.raises(HeadraceError, match="closed"):
+            await llm.check_health()
+
+
+@run
+async def test_shutdown_is_no_coroutine_and_ends_what_runs() -> None:
+    async with attached() as (core, llm):
+        core.pause()
+        reading = asyncio.create_task(anext(llm.generate("Hello", LONG)))
+        await until(lambda: bool(core.core.running))
+        llm.shutdown()
         assert (await reading).outputs[0].finish_reason == "abort"
         with pytest.raises(HeadraceError, match="closed"):
             await llm.check_health()

@@ -7,6 +7,9 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import headrace
 
@@ -75,6 +78,23 @@ def test_the_public_names_are_there() -> None:
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     assert not hasattr(headrace, "LLMs")
+
+
+def test_what_vllm_has_and_headrace_lacks_is_named_with_the_reason() -> None:
+    with pytest.raises(ImportError, match="'PoolingParams': only generation is supported"):
+        from headrace import PoolingParams  # noqa: F401
+    with pytest.raises(ImportError, match="'StructuredOutputsParams': structured outputs are not supported yet"):
+        from headrace.sampling_params import StructuredOutputsParams  # noqa: F401
+    llm: Any = object.__new__(headrace.LLM)
+    with pytest.raises(AttributeError, match="LLM has no 'beam_search': beam search is not supported; n samples"):
+        llm.beam_search(["x"])
+    with pytest.raises(AttributeError, match=r"LLM has no 'generrate'$"):
+        llm.generrate("x")
+
+
+def test_the_package_runs_as_the_command_does() -> None:
+    done = subprocess.run([sys.executable, "-m", "headrace", "version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"headrace {headrace.__version__} ")
 
 
 SCRIPT = f"""

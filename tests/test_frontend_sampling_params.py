@@ -92,6 +92,7 @@ def test_a_field_of_vllm_that_is_not_supported_is_refused_unless_it_asks_for_not
     with pytest.raises(InvalidRequestError, match=f"SamplingParams.{field} is not supported"):
         SamplingParams(**{field: {1: 2}})
     assert SamplingParams(**{field: None}) == SamplingParams()
+    assert SamplingParams(**{"best_of": 1, "bad_words": []}) == SamplingParams()
 
 
 def test_several_greedy_outputs_are_refused() -> None:

@@ -50,8 +50,7 @@ async def plan_chat(
         raise bad_field("top_logprobs", "top_logprobs needs logprobs: true")
     if request.top_logprobs is not None and request.top_logprobs < 0:
         raise bad_field("top_logprobs", f"top_logprobs is {request.top_logprobs}; it must be at least 0")
-    if None not in (request.max_tokens, request.max_completion_tokens):
-        raise bad_field("max_tokens", "max_tokens and max_completion_tokens are the same; give one of them")
+    # max_tokens is the retired name, which clients may send beside the new one.
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     params = sampling_params(
         request,

@@ -194,8 +194,11 @@ class EnginePool:
 
     @property
     def names(self) -> list[str]:
-        """Every model that is served, first engine first."""
-        return list(dict.fromkeys(name for engine in self.engines for name in engine.names))
+        """Every model that is served: those of engines that run first, none of engines that are gone for good."""
+        there = [engine for engine in self.engines if engine.usable]
+        back_soon = [engine for engine in self.engines if not engine.usable and engine.source.comes_back]
+        known = [*there, *back_soon] or self.engines
+        return list(dict.fromkeys(name for engine in known for name in engine.names))
 
     @property
     def usable(self) -> bool:

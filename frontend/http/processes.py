@@ -83,6 +83,7 @@ def serve_with_processes(engine_options: Options, options: ServeOptions, engine:
     """
     check_files(options)
     # Bound and never listening: it holds the port, and no connection waits at it.
+    listen(options).close()  # processes that share a port would share it with another server's just as well
     sock = listen(options, shared=True)
     if options.port == 0:
         options = msgspec.structs.replace(options, port=sock.getsockname()[1])

@@ -123,7 +123,8 @@ async def version(state: ServerState, exchange: Exchange) -> None:
 
 
 async def load(state: ServerState, exchange: Exchange) -> None:
-    await exchange.answer(LoadResponse(state.pages.total_in_flight()))
+    # This very request is none that weighs on anything.
+    await exchange.answer(LoadResponse(state.pages.total_in_flight() - 1))
 
 
 async def metrics(state: ServerState, exchange: Exchange) -> None:
@@ -196,10 +197,11 @@ def _names(state: ServerState) -> list[str]:
 
 
 def _card(state: ServerState, name: str) -> ModelCard:
-    engine = next(engine for engine in state.pool.engines if name in engine.names)
-    if engine.client is None:
+    serving = [engine for engine in state.pool.engines if name in engine.names and engine.client is not None]
+    if not serving:
         raise state.pool.why_unavailable()
-    welcome = engine.client.welcome
+    assert serving[0].client is not None
+    welcome = serving[0].client.welcome
     return ModelCard(
         id=name,
         object="model",

@@ -1,0 +1,7 @@
+"""`python -m headrace` is the command `headrace`."""
+
+import sys
+
+from headrace.frontend.cli import main
+
+sys.exit(main())
