@@ -3,8 +3,9 @@
     python benchmarks/http_overhead.py [--peers PEERS] [--load http_load.py] [--rounds 3]
 
 The model is a random Llama of one layer, 128 wide, in bf16, with the demo model's tokeniser. 64 streams and then one
-ask for 128 tokens each after 32 random ones. Both servers run at once and are asked in turns, so the machine's moods
-meet both; nothing else may run meanwhile. PEERS is where the peers' setup.sh installed vLLM, whose start takes a
+ask for 128 tokens each after 32 random ones. Both servers are asked in turns, so the machine's moods meet both;
+vLLM's processes are stopped by a signal while ours is asked (ours, which uses no processor time while idle, are not
+while vLLM's is). Nothing else may run meanwhile. PEERS is where the peers' setup.sh installed vLLM, whose start takes a
 minute: `--peer-url` names a server of the same model (`--model FOLDER`, made by `--keep-model FOLDER`) that runs
 already. `--load` takes another client of the same arguments and output in place of `http_load.py`.
 """
@@ -28,6 +29,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 from report import write_report
 
 ROOT = Path(__file__).parent.parent
@@ -148,19 +150,31 @@ def run_load(client: Path, url: str, model: Path, streams: int, requests: int) -
     return row
 
 
-def processor_seconds(url: str) -> dict[str, float]:
-    """What the processes behind a port have computed so far, by what they are."""
-    import psutil
-
+def processes_behind(url: str) -> list[psutil.Process]:
+    """Whoever has the address's port open, and their children."""
     port = int(re.findall(r":(\d+)", url)[-1])
     owners = {each.pid for each in psutil.net_connections("tcp") if each.laddr and each.laddr.port == port}
-    found: dict[str, float] = {}
-    for pid in owners - {None}:
-        server = psutil.Process(pid)
-        for process in (server, *server.children(recursive=True)):
-            times = process.cpu_times()
-            found[f"{process.pid} {process.name()}"] = times.user + times.system
-    return found
+    servers = [psutil.Process(pid) for pid in owners - {None}]
+    return [process for server in servers for process in (server, *server.children(recursive=True))]
+
+
+def processor_seconds(url: str) -> dict[str, float]:
+    """What the processes behind an address have computed so far, by what they are."""
+    spent = {f"{process.pid} {process.name()}": process.cpu_times() for process in processes_behind(url)}
+    return {name: times.user + times.system for name, times in spent.items()}
+
+
+@contextmanager
+def stopped(url: str | None) -> Iterator[None]:
+    """The server's processes do not run meanwhile."""
+    processes = [] if url is None else processes_behind(url)
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()
 
 
 def measure(urls: dict[str, str], arguments: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
@@ -169,7 +183,8 @@ def measure(urls: dict[str, str], arguments: argparse.Namespace, model: Path) ->
         for streams, requests in LOADS:
             for name, url in urls.items():
                 before = processor_seconds(url)
-                row = run_load(arguments.load, url, model, streams, requests)
+                with stopped(urls.get("vllm") if name == "headrace" else None):
+                    row = run_load(arguments.load, url, model, streams, requests)
                 after = processor_seconds(url)
                 tokens = row["done"] * OUTPUT_TOKENS
                 spent = {key: 1e6 * (after[key] - before.get(key, 0.0)) / max(tokens, 1) for key in after}
