@@ -10,7 +10,7 @@ from headrace.core.plan import Facts, Plan
 from headrace.core.scheduler import Scheduler
 from headrace.ipc.control import Commands as Command
 from headrace.ipc.control import PauseGeneration, ReloadWeights, ResumeGeneration, Sleep, WakeUp
-from headrace.ipc.failure import Failure, HeadraceError
+from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
 from headrace.ipc.messages import Reply
 
 
@@ -26,12 +26,16 @@ class Orders:
         self.pause = Pause(scheduler, self._settle)
 
     def carry_out(self, client: int, call: int, command: Command) -> None:
-        """With no step in flight. What cannot be done is told, and changes nothing."""
-        result, failure = None, None
+        """With no step in flight. What cannot be done is told, and changes nothing.
+
+        Raises EngineDeadError, after the answer, where the executor turns out to be dead.
+        """
+        result, failure, death = None, None, None
         try:
             result = self.commands.carry_out(command)
         except HeadraceError as error:
             failure = Failure.of(error, process="engine-core", phase="control")
+            death = error if isinstance(error, EngineDeadError) else None
         if failure is None and isinstance(command, ReloadWeights | Sleep):
             forget_computed(self._scheduler)
         # A sleep that failed is over too.
@@ -39,6 +43,8 @@ class Orders:
         if slept or (failure is None and isinstance(command, ResumeGeneration)):
             self.pause.resume()
         self._reply(client, Reply(call=call, result=result, failure=failure))
+        if death is not None:  # or the client, which knows now, might have it stopped in order
+            raise death
 
     def _settle(self, client: int, call: int, command: PauseGeneration | Sleep) -> None:
         """A pause has come about, or was called off: who asked for it is answered."""
