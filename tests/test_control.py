@@ -32,7 +32,7 @@ from headrace.ipc.control import (
     WorkerAnswer,
     WorkerCommand,
 )
-from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError, OptionError
+from headrace.ipc.failure import HeadraceError, InvalidRequestError, OptionError
 from headrace.ipc.messages import Control, FinishReason, Reply
 
 
@@ -52,13 +52,6 @@ class ObedientNull(NullExecutor):
         if isinstance(command, PrepareWeights) and command.path == "missing":
             raise HeadraceError("there is no checkpoint at missing")
         return (WorkerAnswer(facts={"device": "null"}, payload={"echo": 1}),)
-
-
-class DeadNull(ObedientNull):
-    """Its worker died, and this is how the core hears of it first."""
-
-    def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
-        raise EngineDeadError("worker 0 was killed")
 
 
 class NewestFirst(Scheduler):
@@ -122,17 +115,6 @@ def test_a_pause_that_keeps_requests_stops_them_where_they_are_and_resuming_goes
     assert driver.client.tokens()[0] == alone.client.tokens()[0]
     assert driver.num_tokens(1) == 3
     assert not driver.core.loop.stats().paused
-
-
-def test_a_command_that_finds_the_workers_dead_is_answered_and_ends_the_engine():
-    driver = Driver(SteppedCore(NullModel(vocab_size=VOCAB_SIZE, eos_token_id=EOS), executor_class=DeadNull))
-    call = driver.send(DescribeEngine())
-    with pytest.raises(EngineDeadError, match="worker 0 was killed"):
-        driver.turns(2)
-    reply = driver.reply(call)
-    assert reply is not None
-    assert reply.failure is not None
-    assert reply.failure.message == "worker 0 was killed"
 
 
 def test_a_pause_that_aborts_ends_requests_with_what_they_have():
