@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 ONLY_GENERATION = "only generation is supported so far"
 NO_BEAMS = "beam search is not supported; n samples several answers"
 NO_GRAMMARS = "structured outputs are not supported yet"
+DECISIONS = "what the engine decided is in `engine`, and its options in describe_engine()"
 
 METHODS = {
     "beam_search": NO_BEAMS,
@@ -18,11 +19,11 @@ METHODS = {
     "apply_model": "the model is in another process; worker_extension_cls and call_extension reach it",
     "get_metrics": "get_stats() has the engine's load and counters",
     "get_world_size": "describe_engine() has the workers",
-    "get_model_config": "what the engine decided is in `engine`, and its options in describe_engine()",
-    "get_vllm_config": "what the engine decided is in `engine`, and its options in describe_engine()",
+    "get_model_config": DECISIONS,
+    "get_vllm_config": DECISIONS,
     "is_tracing_enabled": "traces are not supported yet",
     "llm_engine": "`engine` has what the engine said of itself; LLMEngine takes requests one by one",
-    "model_config": "what the engine decided is in `engine`, and its options in describe_engine()",
+    "model_config": DECISIONS,
 }
 SAMPLING = {
     "BeamSearchParams": NO_BEAMS,

@@ -95,17 +95,8 @@ class CallExtension(Command, frozen=True):
     payload: dict[str, Any]
 
 
-Commands = (
-    PauseGeneration
-    | ResumeGeneration
-    | ReloadWeights
-    | Sleep
-    | WakeUp
-    | StartProfile
-    | StopProfile
-    | DescribeEngine
-    | CallExtension
-)
+ForWorkersToo = Sleep | WakeUp | StartProfile | StopProfile | DescribeEngine | CallExtension
+Commands = PauseGeneration | ResumeGeneration | ReloadWeights | ForWorkersToo
 
 
 class PrepareWeights(Command, frozen=True):
@@ -124,17 +115,7 @@ class DoIdleWork(Command, frozen=True):
     """A piece of work that no request waits for, on every worker alike, as they may need each other for it."""
 
 
-WorkerCommand = (
-    PrepareWeights
-    | UseWeights
-    | Sleep
-    | WakeUp
-    | StartProfile
-    | StopProfile
-    | DescribeEngine
-    | CallExtension
-    | DoIdleWork
-)
+WorkerCommand = PrepareWeights | UseWeights | ForWorkersToo | DoIdleWork
 """What an executor passes on to each of its workers."""
 
 

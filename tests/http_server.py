@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,16 @@ def events_of(response: httpx.Response) -> list[Any]:
     lines = [line for line in response.read().decode().split("\n\n") if line.startswith("data: ")]
     assert lines[-1] == "data: [DONE]", lines[-3:]
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def ask(client: httpx.Client, path: str, **body: Any) -> Any:
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def joined(parts: Iterable[list[Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(parts))
 
 
 def stream(client: httpx.Client, path: str, body: dict[str, Any]) -> list[Any]:

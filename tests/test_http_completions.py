@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from http_server import Server, serving, stream
+from http_server import Server, ask, joined, serving, stream
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -31,16 +30,6 @@ def client(server: Server) -> Iterator[httpx.Client]:
 def sdk(server: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
         yield sdk
-
-
-def ask(client: httpx.Client, path: str, **body: Any) -> Any:
-    response = client.post(path, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def joined(parts: Iterable[list[Any]]) -> list[Any]:
-    return list(itertools.chain.from_iterable(parts))
 
 
 def test_openai_client_completes(sdk):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from http_server import serving, stream
+from http_server import ask, joined, serving, stream
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from null_with_tokenizer import PARROT
@@ -26,16 +25,6 @@ def clients() -> Iterator[tuple[httpx.Client, httpx.Client]]:
         parrot = stack.enter_context(serving("--distributed-executor-backend", PARROT))
         babbler = stack.enter_context(serving())
         yield stack.enter_context(parrot.client()), stack.enter_context(babbler.client())
-
-
-def ask(client: httpx.Client, path: str, **body: Any) -> Any:
-    response = client.post(path, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def joined(parts: Iterable[list[Any]]) -> list[Any]:
-    return list(itertools.chain.from_iterable(parts))
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(RICH), min_size=1, max_size=20)
