@@ -111,13 +111,13 @@ class Intake:
             retry_after_s=retry_after_s,
         )
 
-    def refusal(self, why: str, *, retry_after_s: float = 0.0, type: str = "InvalidRequestError") -> Failure:
+    def refusal(self, why: str, *, retry_after_s: float = 0.0) -> Failure:
         return Failure(
             message=why,
-            type="QueueFullError" if retry_after_s else type,
+            type="QueueFullError" if retry_after_s else "InvalidRequestError",
             process="engine-core",
             pid=os.getpid(),
-            phase="intake" if type == "InvalidRequestError" else "serve",
+            phase="intake",
             retry_after_s=retry_after_s,
         )
 

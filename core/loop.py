@@ -9,6 +9,7 @@ Steps in flight wait in a queue, oldest first, each with the news of its plannin
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import time
 from collections import deque
@@ -269,7 +270,8 @@ class Loop:
 
     def _end_what_is_left(self) -> None:
         """An answer cut short must not look like a whole one: it fails, and says why."""
-        failure = self._intake.refusal("the engine was shut down before this request was finished", type="ShutDown")
+        said = "the engine was shut down before this request was finished"
+        failure = Failure(message=said, type="ShutDown", process="engine-core", pid=os.getpid(), phase="serve")
         for client, live in self._requests.items():
             for request in live.values():
                 self.scheduler.drop(request)
