@@ -241,11 +241,15 @@ class VocabParallelEmbedding:
         self.table: LinearWeight = DenseLinear(table, None)
         """A tied head puts its packed weight here, so that the table is in memory once."""
         self._num_rows = len(table)
+        self._embed, self._scale_by = weights.fused_kernel("embed"), scale
         # Rounded to the model's dtype before it multiplies, as the models that have a scale were trained.
         self._scale = torch.tensor(scale, dtype=weights.dtype, device=weights.device) if scale != 1.0 else None
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids [num_tokens] int64 -> [num_tokens, width]"""
+        if self._embed is not None and isinstance(self.table, DenseLinear):
+            rows = self._embed(token_ids, self.table.weight, self._rows.start, self._scale_by)
+            return rows if self._place.tp_size == 1 else self._place.all_reduce(rows)
         if self._place.tp_size == 1:
             rows = self.table.look_up(token_ids)
         else:

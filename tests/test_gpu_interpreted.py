@@ -31,7 +31,7 @@ NAMES = (
     *("llama_gqa_tied", "qwen3", "gemma2"),
     *("llama_gqa_tied+cache_fp8_e4m3", "qwen3+cache_int8", "llama_gqa_tied+int8", "llama_gqa_tied+int4"),
 )
-FUSED = {"activate_and_multiply", "paged_attention", "rms_norm", "rotary_and_write"}
+FUSED = {"activate_and_multiply", "embed", "paged_attention", "rms_norm", "rotary_and_write"}
 
 
 @pytest.fixture(scope="module")
