@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 from headrace.core.child_log import BesideBars
@@ -152,12 +153,19 @@ def run_as_child(fd: int) -> int:
         of_ranks = core.facts.ranks_startup_s
         channel.send(Ready(address=port.address, startup_s=core.startup_s, ranks_startup_s=of_ranks))
         phase[0] = "serve"
-        return _serve(core)
+
+        def on_failure(failure: Failure) -> None:
+            """Clients were told too; but the parent may see this process end before it has read that."""
+            with contextlib.suppress(ChannelClosedError):
+                channel.send(ChildFailed(failure=failure))
+
+        return _serve(core, on_failure)
     except ChannelClosedError:
         return EXIT_START_FAILED  # nobody is left to tell
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit):
-            error = HeadraceError(f"engine-core (pid {os.getpid()}) was told to end, by a signal, while it started")
+            doing = "served" if phase[0] == "serve" else "started"
+            error = HeadraceError(f"engine-core (pid {os.getpid()}) was told to end, by a signal, while it {doing}")
         with contextlib.suppress(ChannelClosedError):
             channel.send(ChildFailed(failure=Failure.of(error, process="engine-core", phase=phase[0])))
         return EXIT_START_FAILED
@@ -166,7 +174,7 @@ def run_as_child(fd: int) -> int:
             core.close()
 
 
-def _serve(core: EngineCore) -> int:
+def _serve(core: EngineCore, on_failure: Callable[[Failure], None] = lambda failure: None) -> int:
     # The loop's Python and the I/O thread's take turns: the default 5 ms would show in every token's latency.
     sys.setswitchinterval(2e-4)
     # Everything so far stays: a collection would walk through all of it, torch's objects too, in mid-stream.
@@ -176,6 +184,7 @@ def _serve(core: EngineCore) -> int:
     except Exception as error:
         # An error of ours is a sentence for the user; where it was raised would only bury it.
         logger.error("the engine failed: %s", error, exc_info=not isinstance(error, HeadraceError))
+        on_failure(Failure.of(error, process="engine-core", phase="step"))
         return EXIT_ENGINE_FAILED
     return 0
 

@@ -5,6 +5,7 @@
                              <-   Progress(phase, seconds) *
                              <-   Ready(address)   or   ChildFailed(failure)
       Stop(deadline_s)       ->
+                             <-   ChildFailed(failure), when it fails later
 
 Each message is a 4-byte little-endian length and that many bytes. End of file is the other side's death.
 """

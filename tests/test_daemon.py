@@ -224,8 +224,8 @@ def test_a_step_that_raises_ends_the_core_with_its_traceback():
             assert "told to crash" in failure.message
             assert "in step" in failure.traceback
         assert told.wait(5)
-        assert "exit status 70" in reported[0].message
-        assert any("told to crash" in line for line in reported[0].log_tail)
+        assert (reported[0].type, reported[0].message) == ("RuntimeError", failure.message)  # not: it ended with 70
+        assert child.status == 70
 
 
 def test_a_row_that_fails_fails_one_request_only():
@@ -261,6 +261,22 @@ def test_a_start_that_fails_gives_the_cause():
     with pytest.raises(EngineStartError, match=r"headrace\.nowhere:Nothing.* cannot be loaded: No module named"):
         child.wait_ready(30)
     child.stop()
+
+
+def test_what_the_engine_finds_wrong_is_caught_as_what_it_is(tmp_path: Path):
+    """An option as a ValueError, as with vLLM; the sentence is the same as ever."""
+    null_options(load_delay_s=0.0)  # what the child is made of
+    for options, kind, text in (
+        ({"scheduler_cls": "nonsense"}, OptionError, "nonsense"),
+        ({"model": str(tmp_path)}, ModelError, str(tmp_path)),
+    ):
+        with pytest.raises(EngineStartError) as caught:
+            LLM(**options)
+        assert isinstance(caught.value, kind)
+        assert isinstance(caught.value, ValueError) == (kind is OptionError)
+        failure = caught.value.failure
+        assert failure is not None and text in failure.message
+        assert str(caught.value) == failure.describe()
 
 
 def test_a_core_killed_while_it_loads_gives_the_signal_and_the_phase():
