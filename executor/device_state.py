@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -176,6 +177,10 @@ class DeviceState:
         return self.words.nbytes
 
 
+ALIGNED_WORDS = 4
+"""16 bytes, which is all that Triton asks of a pointer."""
+
+
 class Staging:
     """A ring of pinned buffers through which the host feeds the device.
 
@@ -193,11 +198,13 @@ class Staging:
     def send(self, *parts: np.ndarray) -> list[Tensor]:
         """The parts, of 4-byte or 8-byte types, on the device: int32 tensors, in one copy.
 
-        A part of an 8-byte type comes as twice the words, aligned to 8 bytes when all such parts come first.
+        A part of an 8-byte type comes as twice the words. Each begins at a multiple of 16 bytes: Triton compiles a
+        kernel anew for a pointer of another alignment, which would stop everybody for seconds.
         """
         words = [np.ascontiguousarray(part).view(np.int32) for part in parts]
-        ends = np.cumsum([len(part) for part in words])
-        total = int(ends[-1])
+        lengths = [len(part) for part in words]
+        starts = list(accumulate((-(-length // ALIGNED_WORDS) * ALIGNED_WORDS for length in lengths), initial=0))
+        total = starts.pop()
         at = self._at = (self._at + 1) % len(self._buffers)
         if self._used[at]:
             self._read[at].synchronize()
@@ -205,12 +212,12 @@ class Staging:
             self._buffers[at] = self._device.host_buffer(1 << (total - 1).bit_length())
         buffer = self._buffers[at]
         host = buffer.numpy()
-        for end, part in zip(ends.tolist(), words, strict=True):
-            host[end - len(part) : end] = part
+        for start, part in zip(starts, words, strict=True):
+            host[start : start + len(part)] = part
         sent = self._device.to_device(buffer[:total])
         self._read[at].record()
         self._used[at] = True
-        return list(sent.split([len(part) for part in words]))
+        return [sent[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
 class Deltas:

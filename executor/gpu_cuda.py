@@ -5,8 +5,9 @@ Needs a GPU; everything that decides anything is elsewhere, and runs on a CPU wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -64,6 +65,9 @@ class CudaCapturer:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        """Kept until `forget`: a pool whose last graph is gone takes no other (`create_or_incref_pool` in
+        c10/cuda/CUDACachingAllocator.cpp asserts that), and torch may ask one whose capture failed for its capture."""
         self.pool_bytes = 0
 
     def capture(self, run: Callable[[], Any]) -> tuple[Replay, Any]:
@@ -74,30 +78,46 @@ class CudaCapturer:
             self._stream.synchronize()
             free_bytes, _ = torch.cuda.mem_get_info(self._device)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may go on using CUDA meanwhile, as a loader does.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                result = run()
-            except BaseException:
-                _abandon(graph)
-                raise
-            graph.capture_end()
+            self._graphs.append(graph)
+            with no_collections():
+                # Other threads may go on using CUDA meanwhile, as a loader does.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = run()
+                    graph.capture_end()
+                except BaseException:
+                    self._abandon(graph)
+                    raise
         current.wait_stream(self._stream)
         left_bytes, _ = torch.cuda.mem_get_info(self._device)
         self.pool_bytes += max(0, free_bytes - left_bytes)
         return graph.replay, result
 
     def forget(self) -> None:
+        self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()
         self.pool_bytes = 0
 
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends a capture that failed. That it cannot end well is known, and where it raises, torch has not yet told its
+        allocator, which would free no cached memory from then on."""
+        with suppress(RuntimeError):
+            graph.capture_end()
+            return  # no error of CUDA's, so all of it has ended
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
 
-def _abandon(graph: torch.cuda.CUDAGraph) -> None:
-    """Ends a capture that failed; that it cannot end well is known."""
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Nothing of a capture may depend on when Python collects garbage: freeing what CUDA made could end it."""
+    was_on = gc.isenabled()
+    gc.disable()
     try:
-        graph.capture_end()
-    except RuntimeError:
-        return
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class CudaSideStream:
@@ -118,7 +138,7 @@ class CudaSideStream:
 
 
 class CudaMeter:
-    """What torch's allocator handed out at most."""
+    """What torch's allocator took of the device at most: more than it handed out, as it keeps pieces between."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -127,10 +147,10 @@ class CudaMeter:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
-        before_bytes = torch.cuda.memory_allocated(self._device)
+        before_bytes = torch.cuda.memory_reserved(self._device)
         run()
         torch.cuda.synchronize(self._device)
-        return max(0, torch.cuda.max_memory_allocated(self._device) - before_bytes)
+        return max(0, torch.cuda.max_memory_reserved(self._device) - before_bytes)
 
 
 class CudaBackend:
