@@ -31,7 +31,8 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int, out: TokenLo
     if num_rows == 0:
         return out
     num_chunks = -(-vocab_size // CHUNK_TOKENS)
-    maxima, sums = torch.empty((2, num_rows, num_chunks), dtype=torch.float32, device=device)
+    # Two allocations, as in `sampling.find_kept`.
+    maxima, sums = (torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device) for _ in range(2))
     above = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
     top = torch.empty((num_rows, num_chunks, num_top), dtype=torch.int64, device=device)
     parts = (maxima, sums, above, top)
