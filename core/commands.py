@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 from pathlib import Path
@@ -36,6 +37,8 @@ from headrace.ipc.control import (
     Commands as Command,
 )
 from headrace.ipc.failure import HeadraceError, OptionError
+
+logger = logging.getLogger(__name__)
 
 _NO_SPAN = contextlib.nullcontext()
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{0,64}")
@@ -90,7 +93,8 @@ class Commands:
         if not self._plan.options.enable_sleep_mode:
             raise HeadraceError("this engine was started without enable_sleep_mode, so it cannot be put to sleep")
         if self.asleep:
-            raise HeadraceError(f"the engine sleeps already ({', '.join(sorted(self.asleep))})")
+            logger.warning("asked to sleep, and does already (%s)", ", ".join(sorted(self.asleep)))
+            return
         try:
             self._executor.control(command)
         except HeadraceError:

@@ -111,10 +111,14 @@ class Intake:
             retry_after_s=retry_after_s,
         )
 
-    def refusal(self, why: str, *, retry_after_s: float = 0.0) -> Failure:
+    def asleep(self) -> Failure:
+        """Waiting for somebody to wake it up would look like a hang to whoever asks, who may be that somebody."""
+        return self.refusal("the engine sleeps, and takes no requests until wake_up", kind="EngineAsleepError")
+
+    def refusal(self, why: str, *, retry_after_s: float = 0.0, kind: str = "InvalidRequestError") -> Failure:
         return Failure(
             message=why,
-            type="QueueFullError" if retry_after_s else "InvalidRequestError",
+            type="QueueFullError" if retry_after_s else kind,
             process="engine-core",
             pid=os.getpid(),
             phase="intake",

@@ -217,6 +217,8 @@ class Loop:
             return
         elif len(self.scheduler.waiting) >= self._intake.max_waiting:
             failure = self._intake.queue_full(self._throughput.seconds_per_request() * len(self.scheduler.waiting))
+        elif self._commands.asleep:
+            failure = self._intake.asleep()
         else:
             failure = self._intake.check(message)
         if failure is not None:

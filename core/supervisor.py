@@ -120,7 +120,7 @@ class Child:
             for progress in news if on_progress else ():
                 on_progress(progress)  # type: ignore[misc]
             if failure:
-                raise EngineStartError(failure=failure)
+                raise EngineStartError.from_failure(failure)
             if ready:
                 return ready
             if deadline.passed:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headrace.frontend.chat_template import Message
     from headrace.frontend.llm_engine import EngineArgs
     from headrace.frontend.tokenizer import Tokenizer
-    from headrace.ipc.messages import EngineStats, Welcome
+    from headrace.ipc.messages import Welcome
 
 _TOKENIZE_INLINE_CHARACTERS = 16384
 """Longer texts are tokenised in a thread, so that other requests' streams do not wait for it."""
@@ -153,9 +153,6 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
     async def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses when none are given: ours, with what the model's generation config sets."""
         return SamplingParams(**(await self._ready()).welcome.generation_defaults)
-
-    async def get_stats(self) -> EngineStats:
-        return await (await self._ready()).get_stats()
 
     async def engine(self) -> Welcome:
         """What the engine said of itself: model, limits, start-up times."""

@@ -27,6 +27,7 @@ from headrace.ipc.failure import HeadraceError, InvalidRequestError
 if TYPE_CHECKING:
     from headrace.frontend.background import BackgroundLoop
     from headrace.frontend.client import CoreClient
+    from headrace.ipc.messages import EngineStats
 
 PauseMode = Literal["abort", "wait", "keep"]
 QUICK_S = 30.0
@@ -101,9 +102,13 @@ class Controls:
         """Ends a pause."""
         self._control(ResumeGeneration())
 
-    def is_paused(self) -> bool:
+    def get_stats(self) -> EngineStats:
+        """The engine's load and counters."""
         self._check_usable()
-        return self._background.run(self._client.get_stats()).paused
+        return self._background.run(self._client.get_stats())
+
+    def is_paused(self) -> bool:
+        return self.get_stats().paused
 
     def reload_weights(self, weights_path: str | None = None) -> None:
         """Reads the weights again: the model's own, or those of another checkpoint with the same config.
@@ -135,7 +140,9 @@ class Controls:
         refuse_rpc()
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Pauses as `pause_generation` does, and gives the device's memory back until `wake_up`; new requests wait.
+        """Pauses as `pause_generation` does, and gives the device's memory back until `wake_up`.
+
+        New requests are refused meanwhile (EngineAsleepError). An engine that sleeps already stays as it is.
 
         level: 1 keeps the weights in the host's memory, 2 keeps them nowhere; the cache is dropped. On a CPU level 1
         drops the cache alone. Needs the option enable_sleep_mode. Raises HeadraceError when the host has no room.
@@ -150,8 +157,7 @@ class Controls:
         self._control(wake_command(tags), None)
 
     def is_sleeping(self) -> bool:
-        self._check_usable()
-        return self._background.run(self._client.get_stats()).sleeping
+        return self.get_stats().sleeping
 
 
 class AsyncControls:
@@ -175,8 +181,12 @@ class AsyncControls:
         """Ends a pause."""
         await self._control(ResumeGeneration())
 
+    async def get_stats(self) -> EngineStats:
+        """As LLM.get_stats."""
+        return await (await self._ready()).get_stats()
+
     async def is_paused(self) -> bool:
-        return (await (await self._ready()).get_stats()).paused
+        return (await self.get_stats()).paused
 
     async def reload_weights(self, weights_path: str | None = None) -> None:
         """As LLM.reload_weights."""
@@ -213,4 +223,4 @@ class AsyncControls:
 
     async def is_sleeping(self) -> bool:
         """As LLM.is_sleeping."""
-        return (await (await self._ready()).get_stats()).sleeping
+        return (await self.get_stats()).sleeping

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from headrace.core.supervisor import Child
     from headrace.frontend.chat_template import Message
     from headrace.frontend.tokenizer import Tokenizer
-    from headrace.ipc.messages import EngineStats, Welcome
+    from headrace.ipc.messages import Welcome
 
 
 class LLM(Controls, NamesWhatIsMissing):
@@ -172,11 +172,6 @@ class LLM(Controls, NamesWhatIsMissing):
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses when none are given: ours, with what the model's generation config sets."""
         return SamplingParams(**self._client.welcome.generation_defaults)
-
-    def get_stats(self) -> EngineStats:
-        """The engine's load and counters."""
-        self._check_usable()
-        return self._background.run(self._client.get_stats())
 
     @property
     def engine(self) -> Welcome:

@@ -11,6 +11,7 @@ from headrace.frontend.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import (
+    EngineAsleepError,
     Failure,
     HeadraceError,
     InvalidRequestError,
@@ -226,4 +227,6 @@ def _error_of(finish: Finish) -> HeadraceError:
         return RequestFailedError.from_failure(failure)
     if failure.retry_after_s > 0:
         return QueueFullError.from_failure(failure)
+    if failure.type == EngineAsleepError.__name__:
+        return EngineAsleepError.from_failure(failure)
     return InvalidRequestError.from_failure(failure)

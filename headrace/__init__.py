@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from headrace.frontend.prompts import TextPrompt, TokensPrompt
     from headrace.frontend.sampling_params import RequestOutputKind, SamplingParams
     from headrace.ipc.failure import (
+        EngineAsleepError,
         EngineDeadError,
         EngineStartError,
         Failure,
@@ -38,6 +39,7 @@ _HOMES = {
     "AsyncLLMEngine": "frontend.llm_engine",
     "CompletionOutput": "frontend.outputs",
     "EngineArgs": "frontend.llm_engine",
+    "EngineAsleepError": "ipc.failure",
     "EngineDeadError": "ipc.failure",
     "EngineStartError": "ipc.failure",
     "Failure": "ipc.failure",
@@ -67,6 +69,7 @@ __all__ = [  # noqa: RUF022 - the first few are what people come for
     "AsyncLLMEngine",
     "CompletionOutput",
     "EngineArgs",
+    "EngineAsleepError",
     "EngineDeadError",
     "EngineStartError",
     "Failure",

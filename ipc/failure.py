@@ -94,9 +94,27 @@ class QueueFullError(HeadraceError):
 class EngineStartError(HeadraceError):
     """The engine did not come up; the text carries its own cause."""
 
+    @classmethod
+    def from_failure(cls, failure: Failure) -> EngineStartError:
+        """Of the cause's class too, where the engine found an option or the model wrong: callers catch it as that."""
+        kinds: dict[str, type[EngineStartError]] = {"OptionError": OptionStartError, "ModelError": ModelStartError}
+        return kinds.get(failure.type, cls)(failure=failure)
+
+
+class OptionStartError(EngineStartError, OptionError):
+    """An option that only the engine could find wrong, which knows the model and the machine."""
+
+
+class ModelStartError(EngineStartError, ModelError):
+    """The engine did not come up for its model."""
+
 
 class EngineDeadError(HeadraceError):
     """The engine ended or cannot be reached; requests in flight are lost with it."""
+
+
+class EngineAsleepError(HeadraceError):
+    """The engine sleeps, and takes no requests until wake_up."""
 
 
 class RequestFailedError(HeadraceError):

@@ -86,18 +86,16 @@ def test_a_pause_may_wait_for_requests(server, client, query):
 def test_an_engine_sleeps_until_all_of_it_is_woken(server, client):
     assert client.get("/is_sleeping").json() == {"is_sleeping": False}
     assert client.post("/sleep?level=2&mode=keep").json() == {"status": "sleeping"}
-    refused = client.post("/sleep")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "command_refused")
-    assert "the engine sleeps already" in refused.json()["error"]["message"]
-    with ThreadPoolExecutor() as threads:
-        late = threads.submit(httpx.post, server.url + COMPLETIONS, json=ASKED, timeout=30)
-        with server.client() as other:
-            wait_until(lambda: metric(other, "headrace:num_requests_waiting") == 1, 10, "a request that waits")
-        assert client.post("/wake_up?tags=weights").status_code == 200
-        assert client.get("/is_sleeping").json() == {"is_sleeping": True}
-        assert not late.done()
-        assert client.post("/wake_up?tags=weights&tags=kv_cache").json() == {"status": "awake"}
-        assert late.result().status_code == 200
+    assert client.post("/sleep").json() == {"status": "sleeping"}, "it does already"
+    for stream in (False, True):
+        refused = client.post(COMPLETIONS, json={**ASKED, "stream": stream})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "asleep")
+        assert "until wake_up" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) > 0
+    assert client.post("/wake_up?tags=weights").status_code == 200
+    assert client.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert client.post("/wake_up?tags=weights&tags=kv_cache").json() == {"status": "awake"}
+    assert client.post(COMPLETIONS, json=ASKED).status_code == 200
     assert client.get("/is_sleeping").json() == {"is_sleeping": False}
     assert client.post("/wake_up?tags=dreams").status_code == client.post("/sleep?level=3").status_code == 400
 

@@ -31,6 +31,7 @@ from headrace.ipc.control import (
     StopProfile,
 )
 from headrace.ipc.failure import EngineDeadError, HeadraceError
+from headrace.ipc.messages import EngineStats
 
 
 def is_development(options: ServeOptions) -> bool:
@@ -115,8 +116,7 @@ async def resume(state: ServerState, exchange: Exchange) -> None:
 
 async def is_paused(state: ServerState, exchange: Exchange) -> None:
     """Whether any engine is."""
-    stats = await asyncio.gather(*(client.get_stats() for client in _clients(state)))
-    await exchange.answer(PausedResponse(any(each.paused for each in stats)))
+    await exchange.answer(PausedResponse(any(each.paused for each in await _stats(state))))
 
 
 async def sleep(state: ServerState, exchange: Exchange) -> None:
@@ -134,8 +134,7 @@ async def wake_up(state: ServerState, exchange: Exchange) -> None:
 
 async def is_sleeping(state: ServerState, exchange: Exchange) -> None:
     """Whether any engine is, or a part of one."""
-    stats = await asyncio.gather(*(client.get_stats() for client in _clients(state)))
-    await exchange.answer(SleepingResponse(any(each.sleeping for each in stats)))
+    await exchange.answer(SleepingResponse(any(each.sleeping for each in await _stats(state))))
 
 
 async def reset_prefix_cache(state: ServerState, exchange: Exchange) -> None:
@@ -192,6 +191,10 @@ async def _command(
 
 async def _reports(state: ServerState, exchange: Exchange) -> list[EngineReport]:
     return await _command(state, exchange, DescribeEngine())
+
+
+async def _stats(state: ServerState) -> list[EngineStats]:
+    return await asyncio.gather(*(client.get_stats() for client in _clients(state)))
 
 
 def _clients(state: ServerState) -> list[CoreClient]:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from headrace.ipc.failure import (
+    EngineAsleepError,
     EngineDeadError,
     HeadraceError,
     InvalidRequestError,
@@ -80,6 +81,8 @@ class ApiError(Exception):
             return _bad_request(error)
         if isinstance(error, EngineDeadError):
             return unavailable(_first_line(error), code="engine_dead")
+        if isinstance(error, EngineAsleepError):
+            return unavailable(_first_line(error), code="asleep")
         if isinstance(error, RequestFailedError):
             return cls(500, _first_line(error), type="server_error", code="request_failed")
         if isinstance(error, HeadraceError):

@@ -203,7 +203,7 @@ class _Crew:
                 case RestartDue():
                     self._keeper.restart()
                 case EngineEnded() | WorkerEnded() if not self._is_ready:
-                    raise EngineStartError(failure=event.failure)
+                    raise EngineStartError.from_failure(event.failure)
                 case EngineEnded():
                     comes_back = self._keeper.on_end(event.failure)
                     self._tell(EngineDown(failure=event.failure, comes_back=comes_back))
