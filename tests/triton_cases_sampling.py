@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import torch
 import triton
@@ -107,7 +109,7 @@ def case_chosen_tokens_are_those_of_the_sampler() -> None:
 def case_truncation_keeps_exactly_what_the_sampler_keeps() -> None:
     num_rows, vocab_size = 2 * len(SETTINGS) + 1, 300
     draws, logits = make_draws(num_rows, SETTINGS), make_logits(num_rows, vocab_size)
-    keys, last_ids = sampling.find_kept(logits, draws, logits.max(1, keepdim=True).values)
+    keys, last_ids = sampling.find_kept(logits, draws)
     host = as_host_draws(draws)
     tempered = logits / torch.where(draws.temperature > 0, draws.temperature, 1.0)[:, None]
     kept = truncate(tempered, vocab_size, top_k=host.top_k, top_p=host.top_p, min_p=host.min_p)
@@ -121,6 +123,20 @@ def case_truncation_keeps_exactly_what_the_sampler_keeps() -> None:
             assert torch.equal(ids[passing & finite], kept.token_ids[row, :count].sort().values), SETTINGS[row % 10]
         else:
             assert passing.all()
+
+
+def case_searching_gathered_tokens_or_the_whole_row_keeps_the_same() -> None:
+    """Rows of many parts, whose last chunk is not full; with room for few tokens most rows are searched whole."""
+    settings = [(1.0, 50, 1.0, 0.0), (0.8, 0, 0.9, 0.0), (1.0, 20, 0.95, 0.0), (0.6, 0, 0.999, 0.0), (1.5, 0, 0.8, 0.1)]
+    draws, logits = make_draws(6, settings), make_logits(6, 9000)
+    logits[0, 8999] = logits[0].max()
+    expected = choose_tokens(logits, draws)
+    gathered = sampling.find_kept(logits, draws)
+    with mock.patch.object(sampling, "CAPACITY", 16):
+        whole = sampling.find_kept(logits, draws)
+    assert torch.equal(gathered[0], whole[0])
+    assert torch.equal(gathered[1], whole[1])
+    assert torch.equal(sampling.choose_tokens(logits, draws).token_ids, expected.token_ids)
 
 
 def case_among_equal_logits_the_lowest_tokens_are_kept() -> None:

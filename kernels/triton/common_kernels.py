@@ -55,3 +55,16 @@ def int8_of(x):
 def tanh(x):
     """1 - 2 / (1 + e^2x)."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
+
+
+@triton.jit
+def ordered(x):
+    """float32 as int32 of the same order; both zeros are equal."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def value_of(key):
+    """What `ordered` took."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.kernels.triton.sampling_kernels import ordered, value_of
+from headrace.kernels.triton.common_kernels import ordered, value_of
 
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 NO_KEY = tl.constexpr(-0x8000000000000000)

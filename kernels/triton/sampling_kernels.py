@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headrace.kernels.triton.common_kernels import ordered
+
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 
 
@@ -53,19 +55,6 @@ def rough_noise(word):
 
 
 @triton.jit
-def ordered(x):
-    """float32 as int32 of the same order; both zeros are equal."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def value_of(key):
-    """What `ordered` took."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def chunk_kernel(
     logits,  # [num_rows, vocab_size] float32
     temperatures,  # [num_rows] float32
@@ -99,7 +88,11 @@ def chunk_kernel(
         temperature = tl.load(temperatures + row)
         best_score = tl.full([], NEGATIVE_INFINITY, tl.float64)
         best_id = chunk * BLOCK
-        if temperature > 0:
+        may_draw = temperature > 0
+        if TRUNCATED:
+            # Of most chunks nothing is kept.
+            may_draw &= ordered(tl.div_rn(best, temperature)) >= tl.load(kept_keys + row)
+        if may_draw:
             tempered = tl.div_rn(values, temperature + tl.zeros_like(values))
             kept = inside
             if TRUNCATED:
@@ -155,137 +148,3 @@ def pick_kernel(
         token = tl.where(tl.load(temperatures + row) > 0, tl.min(drawn, 0), token)
     tl.store(token_ids + row, token.to(tl.int64))
     tl.store(best_out + row, tl.where(is_nan, float("nan"), best))
-
-
-@triton.jit
-def count_and_mass(
-    row_logits, temperature, first, low, step, least_key, vocab_size, MASS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """For the three thresholds low + step, + 2 step, + 3 step: how many tokens (or what mass) are not below each.
-
-    Thresholds are `ordered` keys as uint32 with the sign bit turned; tokens below least_key do not count. float64.
-    """
-    one = tl.zeros([], tl.float64)
-    two = tl.zeros([], tl.float64)
-    three = tl.zeros([], tl.float64)
-    for start in range(0, vocab_size, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        inside = ids < vocab_size
-        values = tl.load(row_logits + ids, mask=inside, other=NEGATIVE_INFINITY)
-        tempered = tl.div_rn(values, temperature + tl.zeros_like(values))
-        signed = ordered(tempered)
-        keys = signed.to(tl.uint32, bitcast=True) ^ 0x80000000
-        weights = tl.where(inside & (signed >= least_key), 1.0, 0.0)
-        if MASS:
-            weights *= tl.exp2((tempered - first) * 1.4426950408889634)
-        one += tl.sum(tl.where(keys >= low + step, weights, 0.0), 0).to(tl.float64)
-        two += tl.sum(tl.where(keys >= low + 2 * step, weights, 0.0), 0).to(tl.float64)
-        three += tl.sum(tl.where(keys >= low + 3 * step, weights, 0.0), 0).to(tl.float64)
-    return one, two, three
-
-
-@triton.jit
-def largest_key(row_logits, temperature, first, least_key, wanted, vocab_size, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest `ordered` key such that tokens not below it are `wanted` or more, and what those above it are.
-
-    Two bits a turn, from the highest down.
-    """
-    low = tl.zeros([], tl.uint32)
-    step = tl.full([], 0x40000000, tl.uint32)
-    above = tl.zeros([], tl.float64)
-    for _ in range(16):
-        one, two, three = count_and_mass(row_logits, temperature, first, low, step, least_key, vocab_size, MASS, BLOCK)
-        above = tl.where(three >= wanted, above, tl.where(two >= wanted, three, tl.where(one >= wanted, two, one)))
-        turns = (one >= wanted).to(tl.uint32) + (two >= wanted).to(tl.uint32) + (three >= wanted).to(tl.uint32)
-        low += turns * step
-        step = step >> 2
-    return (low ^ 0x80000000).to(tl.int32, bitcast=True), above
-
-
-@triton.jit
-def threshold_kernel(
-    logits,  # [num_rows, vocab_size] float32
-    temperatures,  # [num_rows] float32
-    top_ks,  # [num_rows]
-    top_ps,  # [num_rows] float64 or float32
-    min_ps,  # [num_rows] float64 or float32
-    chunk_best,  # [num_rows, num_chunks] float32
-    kept_keys,  # [num_rows] int32
-    kept_ids,  # [num_rows] int32
-    vocab_size,
-    num_chunks,
-    row_stride,
-    CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """What min_p, top_k and top_p keep of each row: a beginning of the total order. Grid (num_rows)."""
-    row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperatures + row)
-    top_k = tl.load(top_ks + row).to(tl.int32)
-    top_p = tl.load(top_ps + row).to(tl.float64)
-    min_p = tl.load(min_ps + row).to(tl.float64)
-    last_key = tl.full([], -0x80000000, tl.int32)
-    last_id = tl.full([], 0x7FFFFFFF, tl.int32)
-    # How many of those with the last key are kept; more than there are keeps them all.
-    of_last = tl.full([], 1e18, tl.float64)
-    if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
-        row_logits = logits + row * row_stride
-        chunks = tl.arange(0, CHUNKS)
-        best = tl.load(chunk_best + row * num_chunks + chunks, mask=chunks < num_chunks, other=NEGATIVE_INFINITY)
-        first = tl.div_rn(tl.max(best, 0), temperature)
-        if min_p > 0:
-            # The smallest float32 that is not below the exact bound: the nearest one or the next.
-            bound = first.to(tl.float64) + tl.log(min_p)
-            nearest = bound.to(tl.float32)
-            last_key = ordered(nearest) + (nearest.to(tl.float64) < bound).to(tl.int32)
-        above = tl.zeros([], tl.float64)
-        if (top_k > 0) & (top_k < vocab_size):
-            least_key = last_key
-            found, above = largest_key(
-                row_logits, temperature, first, least_key, top_k.to(tl.float64), vocab_size, False, BLOCK
-            )
-            # Where min_p leaves fewer than top_k, the search finds nothing and ends at the bottom.
-            if found >= least_key:
-                last_key = found
-                of_last = top_k.to(tl.float64) - above
-        if top_p < 1:
-            heavier = tl.zeros([], tl.float64)
-            ties = tl.zeros([], tl.float64)
-            for start in range(0, vocab_size, BLOCK):
-                ids = start + tl.arange(0, BLOCK)
-                inside = ids < vocab_size
-                values = tl.load(row_logits + ids, mask=inside, other=NEGATIVE_INFINITY)
-                tempered = tl.div_rn(values, temperature + tl.zeros_like(values))
-                keys = ordered(tempered)
-                weights = tl.exp2((tempered - first) * 1.4426950408889634)
-                heavier += tl.sum(tl.where(inside & (keys > last_key), weights, 0.0), 0).to(tl.float64)
-                ties += tl.sum((inside & (keys == last_key)).to(tl.float32), 0).to(tl.float64)
-            last_weight = tl.exp2((value_of(last_key) - first) * 1.4426950408889634).to(tl.float64)
-            last_weight = tl.where(ties > 0, last_weight, 0.0)
-            # Never nothing, which no token at all would reach.
-            wanted = tl.maximum(top_p * (heavier + tl.minimum(of_last, ties) * last_weight), 1e-300)
-            if heavier >= wanted:
-                found, above = largest_key(
-                    row_logits, temperature, first, last_key + 1, wanted, vocab_size, True, BLOCK
-                )
-                last_key = found
-                of_last = tl.full([], 1e18, tl.float64)
-                heavier = above
-                last_weight = tl.exp2((value_of(last_key) - first) * 1.4426950408889634).to(tl.float64)
-            if last_weight > 0:
-                of_last = tl.minimum(of_last, tl.maximum(tl.ceil((wanted - heavier) / last_weight), 1.0))
-        # The id of the last one kept among equals.
-        taken = tl.zeros([], tl.float64)
-        for start in range(0, vocab_size, BLOCK):
-            ids = start + tl.arange(0, BLOCK)
-            inside = ids < vocab_size
-            values = tl.load(row_logits + ids, mask=inside, other=NEGATIVE_INFINITY)
-            is_last = inside & (ordered(tl.div_rn(values, temperature + tl.zeros_like(values))) == last_key)
-            count = tl.sum(is_last.to(tl.int32), 0).to(tl.float64)
-            if (taken < of_last) & (taken + count >= of_last):
-                numbers = tl.cumsum(is_last.to(tl.int32), 0)
-                is_it = is_last & (numbers == (of_last - taken).to(tl.int32))
-                last_id = tl.max(tl.where(is_it, ids, -1), 0)
-            taken += count
-    tl.store(kept_keys + row, last_key)
-    tl.store(kept_ids + row, last_id)
