@@ -15,22 +15,30 @@ HEADER = ("PID", "MODEL", "DTYPE", "RUNNING", "WAITING", "KV", "UPTIME", "ADDRES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engine",
+        action="append",
+        metavar="ADDRESS",
+        help="List the engine-core at this address instead, and fail if there is none; repeatable",
+    )
     parser.add_argument("--json", action="store_true", help="Print a JSON list instead of a table")
 
 
 def run(arguments: argparse.Namespace) -> int:
     import asyncio
 
-    from headrace.frontend.engine_watch import engine_addresses, look_at, table
+    from headrace.frontend.engine_watch import check_seen, engine_addresses, look_at, table
 
-    sights = asyncio.run(look_at(engine_addresses()))
+    asked: list[str] = arguments.engine or []
+    sights = asyncio.run(look_at(asked or engine_addresses(), with_gone=bool(asked)))
     if arguments.json:
         import json
 
         print(json.dumps([as_json(sight) for sight in sights], indent=2))
-        return 0
-    for line in table(HEADER, [_row(sight) for sight in sights]):
-        print(line)
+    else:
+        print(*table(HEADER, [_row(sight) for sight in sights]), sep="\n")
+    if asked:
+        check_seen(sights)
     return 0
 
 

@@ -71,6 +71,12 @@ class Watches:
         self._watches: dict[str, EngineWatch] = {}
         self._before: dict[str, Sight] = {}
 
+    def check(self) -> None:
+        """Raises EngineDeadError for an engine that was named and gave no figures at the last look."""
+        from headrace.frontend.engine_watch import check_seen
+
+        check_seen([self._before[address] for address in self._fixed or ()])
+
     async def rows(self) -> list[tuple[str, ...]]:
         """One look at each engine, as the table's rows. Raises AddressError."""
         import asyncio
@@ -165,7 +171,9 @@ async def _watch(addresses: Sequence[str] | None, interval_s: float, *, once: bo
         with _screen() if on_screen else contextlib.nullcontext(), _keys() as key_pressed:
             rows = await watches.rows()
             while True:
-                if not once:
+                if once:
+                    watches.check()
+                else:
                     _show(rows, on_screen=on_screen)
                 end_s = time.monotonic() + interval_s
                 while (left_s := end_s - time.monotonic()) > 0:
@@ -175,6 +183,7 @@ async def _watch(addresses: Sequence[str] | None, interval_s: float, *, once: bo
                 rows = await watches.rows()
                 if once:
                     _show(rows, on_screen=False)
+                    watches.check()
                     return 0
     finally:
         watches.close()

@@ -15,7 +15,7 @@ import msgspec
 
 from headrace import __version__
 from headrace.frontend.transport import ZmqTransport
-from headrace.ipc.failure import Failure
+from headrace.ipc.failure import EngineDeadError, Failure
 from headrace.ipc.messages import (
     SCHEMA_HASH,
     CoreMessage,
@@ -141,15 +141,29 @@ def engine_addresses() -> list[str]:
     return [address for _, address in sorted(found)]
 
 
-async def look_at(addresses: Sequence[str]) -> list[Sight]:
-    """One look at each, all at once. Those where nobody listens are left out. Raises AddressError."""
+async def look_at(addresses: Sequence[str], *, with_gone: bool = False) -> list[Sight]:
+    """One look at each, all at once. Those where nobody listens are left out, unless `with_gone`.
+
+    Raises AddressError.
+    """
     watches = [EngineWatch(address) for address in addresses]
     try:
         sights = await asyncio.gather(*(watch.look() for watch in watches))
     finally:
         for watch in watches:
             watch.close()
-    return [sight for watch, sight in zip(watches, sights, strict=True) if not watch.gone]
+    return [sight for watch, sight in zip(watches, sights, strict=True) if with_gone or not watch.gone]
+
+
+def check_seen(sights: Sequence[Sight]) -> None:
+    """Raises EngineDeadError for engines that were asked for by address and gave no figures."""
+    told = [each.problem if each.address in each.problem else f"{each.address} {each.problem}" for each in sights]
+    problems = [text for text, sight in zip(told, sights, strict=True) if sight.stats is None]
+    if problems:
+        raise EngineDeadError(
+            "; ".join(problems),
+            hint="An engine-core prints its address when it is ready, and `headrace ps` lists those that run.",
+        )
 
 
 def pid_of(address: str) -> int | None:

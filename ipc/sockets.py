@@ -88,6 +88,11 @@ def check_address(address: str) -> str:
                 if host == "localhost" or ipaddress.ip_address(host).is_loopback:
                     return address
             raise AddressError(f"{address}: only loopback addresses (127.0.0.1, [::1]) can be used over tcp://")
+    if scheme in ("http", "https"):
+        raise AddressError(
+            f"{address} is a server's URL, which chat and complete take as --url; an engine-core's address is like "
+            "ipc:///path/to/socket"
+        )
     raise AddressError(f"{address!r} is no address: use ipc:///path/to/socket or tcp://127.0.0.1:PORT")
 
 

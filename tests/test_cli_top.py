@@ -16,6 +16,7 @@ from test_cli_ps import stats_of
 from headrace.frontend.cli import main
 from headrace.frontend.cli_top import HEADER, Watches, row
 from headrace.frontend.engine_watch import EngineWatch, Sight
+from headrace.ipc.failure import EngineDeadError
 from headrace.ipc.messages import EngineTimes
 
 
@@ -137,6 +138,43 @@ def test_once_prints_one_table_without_escapes(
     assert line.split()[1:8] == ["one", "0", "0", "0%", "0.0", "0.0", "0.0"]
     assert main(["top", "--once", "--interval", "0.1"]) == 0
     assert "no engine is running" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["top", "--once"], ["ps"]])
+def test_an_address_without_an_engine_is_an_error_that_says_what_would_be_right(
+    runtime_directory: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    nobody = f"ipc://{runtime_directory}/nobody.sock"
+    with zmq_core(model="one") as core:
+        for addresses in ([nobody], [core.address, nobody]):
+            named = [word for address in addresses for word in ("--engine", address)]
+            assert main([*command, *named]) == 1
+            said = capsys.readouterr().err
+            assert said.startswith(f"headrace: no engine-core listens at {nobody}\n")
+            assert "`headrace ps` lists those that run" in said
+    for wrong, said in (("nonsense", "'nonsense' is no address: use ipc:///"), ("http://a:1", "is a server's URL")):
+        assert main([*command, "--engine", wrong]) == 1
+        assert said in capsys.readouterr().err
+
+
+def test_an_engine_that_dies_while_top_looks_is_an_error(
+    runtime_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with zmq_core(model="one") as core:
+
+        async def look_twice() -> None:
+            watches = Watches([core.address])
+            await watches.rows()
+            watches.check()
+            core.stop()
+            await watches.rows()
+            try:
+                with pytest.raises(EngineDeadError, match=r"the connection was lost|no engine-core listens"):
+                    watches.check()
+            finally:
+                watches.close()
+
+        asyncio.run(look_twice())
 
 
 def test_a_wrong_interval_is_named(capsys: pytest.CaptureFixture[str]) -> None:
