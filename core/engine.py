@@ -155,6 +155,7 @@ class EngineCore:
             tokenizer=info,
             generation_defaults=plan.model.generation_defaults,
             startup_s=self.startup_s,
+            stream_interval=plan.options.stream_interval,
         )
 
 

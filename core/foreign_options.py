@@ -201,7 +201,6 @@ FOREIGN: Mapping[str, Foreign] = types.MappingProxyType(
         **_rows("not supported yet: all layers share one cache layout", disable_hybrid_kv_cache_manager=EITHER),
         **_rows("retired: a step computes one token of each running request", num_scheduler_steps=(1,)),
         **_rows("retired: every step streams", multi_step_stream_outputs=EITHER),
-        **_rows("not supported yet: outputs are sent at every step", stream_interval=(1,)),
         **_rows("retired: outputs never hold up the next step", disable_async_output_proc=EITHER),
         **_rows("not supported yet: the sliding window is the model's own", disable_sliding_window=OFF),
         **_rows(

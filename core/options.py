@@ -260,10 +260,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_waiting_requests: Annotated[
         int,
         Option(
-            SCHEDULER,
-            "Longest queue; a request beyond it is rejected with a time to come back",
-            "requests",
-            minimum=1,
+            SCHEDULER, "Longest queue; a request beyond it is rejected with a time to come back", "requests", minimum=1
         ),
     ] = 100_000
     enable_chunked_prefill: Annotated[
@@ -280,13 +277,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             default_text="on where workers or a GPU run the model; off in the engine core's own process on a CPU",
         ),
     ] = None
+    stream_interval: Annotated[
+        int,
+        Option(SCHEDULER, "Tokens of an output that are told together; its first is told at once", "tokens", minimum=1),
+    ] = 1
     scheduler_cls: Annotated[
-        str,
-        Option(
-            SCHEDULER,
-            "module:Class of a scheduler, derived from headrace.core.scheduler.Scheduler",
-            default_text="that one",
-        ),
+        str, Option(SCHEDULER, "module:Class derived from headrace.core.scheduler.Scheduler", default_text="that one")
     ] = ""
 
     tensor_parallel_size: Annotated[

@@ -99,6 +99,7 @@ class CoreClient:
             self._transport.send(Hello(schema_hash=SCHEMA_HASH, version=__version__, pid=os.getpid()))
             self.welcome = await self._within(timeout_s, self._welcome, "welcome this client")
             await self._get_tokenizer(timeout_s)
+            self.requests.stream_interval = self.welcome.stream_interval
         except BaseException:
             await self.close()
             raise

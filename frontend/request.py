@@ -128,7 +128,11 @@ class SequenceState:
         )
 
     def has_news(self) -> bool:
-        return len(self.token_ids) > self._num_read or (self.finish_reason is not None and not self._end_read)
+        """Enough to be told: its first token, `stream_interval` more, or its end."""
+        num_new = len(self.token_ids) - self._num_read
+        if num_new >= self.stream.interval or (num_new and not self._num_read):
+            return True
+        return self.finish_reason is not None and not self._end_read
 
 
 class RequestStream:
@@ -154,6 +158,9 @@ class RequestStream:
         self.touched = False
         """Whether the step at hand brought news."""
         self.max_tokens = self.priority = 0  # as they were sent
+        self.bad_words: tuple[tuple[int, ...], ...] = ()  # the same
+        self.interval = 1
+        """How many new tokens of an output its reader gets together."""
         self.num_replays = 0
         """How often it was sent again, to an engine that took the place of one that died."""
         self._submitted_s = time.monotonic()
@@ -221,7 +228,7 @@ class RequestStream:
             self.metrics.first_token_latency = now_s - self._submitted_s
         if self.num_unfinished == 0:
             self._end(now_s)
-        elif self.params.output_kind is not RequestOutputKind.FINAL_ONLY:
+        elif self.params.output_kind is not RequestOutputKind.FINAL_ONLY and any(s.has_news() for s in self.sequences):
             self._wake()
         if self.on_step is not None:
             self.on_step(self, now_s)

@@ -34,6 +34,8 @@ class RequestTable:
         self._streams: dict[str, RequestStream] = {}  # by request id
         self._next_slot = 0
         self._aborted: set[int] = set()  # slots whose Finish is still to come
+        self.stream_interval = 1
+        """The engine's, once it has said so."""
         self.num_tokens_after_abort = 0
         """Tokens that came for requests nobody wanted any more."""
 
@@ -55,7 +57,7 @@ class RequestTable:
     ) -> RequestStream:
         """Sends the request, one slot for each of its `n` outputs. Everything is checked already."""
         stream = RequestStream(request_id, prompt, params, tokenizer, self._next_slot)
-        stream.max_tokens, stream.priority = max_tokens, priority
+        stream.max_tokens, stream.priority, stream.interval = max_tokens, priority, self.stream_interval
         self._next_slot += params.n
         self._streams[request_id] = stream
         for sequence in stream.sequences:
@@ -75,7 +77,7 @@ class RequestTable:
                     sampling=params.to_wire(stream.max_tokens, sequence.index),
                     priority=stream.priority,
                     cache_salt=prompt.cache_salt,
-                    news_every=_news_every(params),
+                    news_every=_news_every(params, stream.interval),
                 )
             )
 
@@ -215,10 +217,11 @@ class RequestTable:
             self._send(Abort(slots=tuple(slots)))
 
 
-def _news_every(params: SamplingParams) -> int:
-    """Who reads nothing before the end, and looks for no stop strings meanwhile, need not be woken for each token."""
-    only_end = params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop_strings
-    return UNREAD_TOKENS if only_end else 1
+def _news_every(params: SamplingParams, interval: int) -> int:
+    """Who reads several tokens together, and looks for no stop strings meanwhile, need not be woken for each."""
+    if params.stop_strings:
+        return 1
+    return UNREAD_TOKENS if params.output_kind is RequestOutputKind.FINAL_ONLY else interval
 
 
 def _error_of(finish: Finish) -> HeadraceError:

@@ -285,6 +285,8 @@ class Reply(Message):
     call: int
     result: TokenizerBundle | EngineStats | ControlResult | None = None
     failure: Failure | None = None
+    stream_interval: int = 1
+    """Tokens of an output that its reader gets together; the first comes at once, and the end with all that is left."""
 
 
 class Load(Message):

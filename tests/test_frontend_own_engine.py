@@ -14,7 +14,17 @@ from typing import Any
 import psutil
 import pytest
 
-from headrace import LLM, AsyncLLM, EngineDeadError, EngineStartError, HeadraceError, OptionError, SamplingParams
+from headrace import (
+    LLM,
+    AsyncLLM,
+    EngineDeadError,
+    EngineStartError,
+    Failure,
+    HeadraceError,
+    ModelError,
+    OptionError,
+    SamplingParams,
+)
 
 OPTIONS: dict[str, Any] = {
     "distributed_executor_backend": "headrace.executor.null:NullExecutor",
@@ -168,3 +178,19 @@ def test_the_asynchronous_face_says_why_its_engine_did_not_start() -> None:
 
     with pytest.raises(EngineStartError, match="there is no model at /nonexistent/model"):
         asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_an_option_that_the_engine_finds_wrong_is_caught_as_one() -> None:
+    """As a ValueError, as with vLLM; the sentence is the failure's, as ever."""
+    with pytest.raises(EngineStartError, match="temprature") as caught:
+        LLM("null", **OPTIONS, override_generation_config={"temprature": 1})
+    assert issubclass(OptionError, ValueError)
+    assert isinstance(caught.value, OptionError)
+    assert caught.value.failure is not None
+    assert str(caught.value) == caught.value.failure.describe()
+    for kind in (ModelError, OptionError, EngineDeadError):
+        error = EngineStartError.from_failure(Failure(message="x", type=kind.__name__))
+        assert [isinstance(error, each) for each in (ModelError, OptionError)] == [
+            kind is ModelError,
+            kind is OptionError,
+        ]

@@ -20,10 +20,13 @@ RICH = "a😀é世👩\u200d👧 u\u0308\u0323界ش.\n"
 
 @pytest.fixture(scope="module")
 def clients() -> Iterator[tuple[httpx.Client, httpx.Client]]:
-    """Of an engine that answers with its prompt, and of one that answers with any bytes: most are no UTF-8."""
+    """Of an engine that answers with its prompt, and of one that answers with any bytes: most are no UTF-8.
+
+    The second one tells three tokens together.
+    """
     with contextlib.ExitStack() as stack:
         parrot = stack.enter_context(serving("--distributed-executor-backend", PARROT))
-        babbler = stack.enter_context(serving())
+        babbler = stack.enter_context(serving("--stream-interval", "3"))
         yield stack.enter_context(parrot.client()), stack.enter_context(babbler.client())
 
 
@@ -104,3 +107,13 @@ def test_a_stop_string_is_found_wherever_tokens_split_it(clients, length):
             pieces = [event["choices"][0]["text"] for event in events]
             assert "".join(pieces) == expected + (stop if kept else "")
             assert events[-1]["choices"][0]["stop_reason"] == stop
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 1}, {"stop": ["no such text"]}])
+def test_a_stream_interval_makes_fewer_and_larger_events(clients, more):
+    """The first token at once, then three together, the rest at the end; a client that is late gets larger ones."""
+    body = {"prompt": [5, 6], "max_tokens": 20, "ignore_eos": True, "return_token_ids": True, **more}
+    counts = [len(event["choices"][0]["token_ids"]) for event in stream(clients[1], COMPLETIONS, body)]
+    assert sum(counts) == 20
+    assert len(counts) <= 1 + 6 + 1
+    assert all(count >= 3 for count in counts[1:-1])
