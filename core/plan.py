@@ -31,6 +31,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, Any]
     """From generation_config.json, under SamplingParams' names."""
+    device_bytes: int = 0
+    """Memory of the GPU that runs it, of the smallest among several; 0 on a CPU."""
     why_no_prefix_caching: str = ""
     """Why a token's key may depend on more than the tokens before it, so that blocks cannot be shared; else empty."""
 

@@ -14,6 +14,10 @@ from headrace.ipc.failure import OptionError
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DEFAULT_MAX_NUM_SEQS = 256
+LARGE_GPU_BYTES = 70 << 30
+"""From here on a GPU's defaults are vLLM's server's on an H100: its compute is idle in smaller steps."""
+LARGE_GPU_MAX_NUM_BATCHED_TOKENS = 8192
+LARGE_GPU_MAX_NUM_SEQS = 1024
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 _KV_CACHE_DTYPES = {"fp8": "fp8_e4m3"}
@@ -44,8 +48,8 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
 
     dtype = decide("dtype", *_dtype(options, model))
     max_model_len = decide("max_model_len", *_max_model_len(options, model))
-    tokens, tokens_reason = _max_num_batched_tokens(options, max_model_len)
-    max_num_seqs = decide("max_num_seqs", *_max_num_seqs(options, tokens))
+    tokens, tokens_reason = _max_num_batched_tokens(options, model, max_model_len)
+    max_num_seqs = decide("max_num_seqs", *_max_num_seqs(options, model, tokens))
     decide("max_num_batched_tokens", tokens, tokens_reason)
     names = options.served_model_name or (model.name,)
     weight_bits, bits_reason = _weight_bits(options, model)
@@ -158,14 +162,15 @@ def _max_model_len(options: Options, model: ModelDescription) -> tuple[int, str]
     return asked, f"asked for; the model was trained for {model.max_model_len}"
 
 
-def _max_num_batched_tokens(options: Options, max_model_len: int) -> tuple[int, str]:
+def _max_num_batched_tokens(options: Options, model: ModelDescription, max_model_len: int) -> tuple[int, str]:
     """The budget of one step; with prefills in one piece it must hold the longest prompt."""
     asked, seqs = options.max_num_batched_tokens, options.max_num_seqs
     whole = not options.enable_chunked_prefill
     if asked is None:
-        tokens = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, seqs or 0, max_model_len if whole else 0)
-        if tokens == DEFAULT_MAX_NUM_BATCHED_TOKENS:
-            return tokens, "the default"
+        default, reason = _default(model, DEFAULT_MAX_NUM_BATCHED_TOKENS, LARGE_GPU_MAX_NUM_BATCHED_TOKENS)
+        tokens = max(default, seqs or 0, max_model_len if whole else 0)
+        if tokens == default:
+            return tokens, reason
         return tokens, "one token for each running request" if tokens == seqs else "the longest prompt in one piece"
     if seqs is not None and asked < seqs:
         raise OptionError(
@@ -181,12 +186,19 @@ def _max_num_batched_tokens(options: Options, max_model_len: int) -> tuple[int, 
     return asked, "asked for"
 
 
-def _max_num_seqs(options: Options, tokens: int) -> tuple[int, str]:
+def _max_num_seqs(options: Options, model: ModelDescription, tokens: int) -> tuple[int, str]:
     if options.max_num_seqs is not None:
         return options.max_num_seqs, "asked for"
-    if tokens < DEFAULT_MAX_NUM_SEQS:
+    default, reason = _default(model, DEFAULT_MAX_NUM_SEQS, LARGE_GPU_MAX_NUM_SEQS)
+    if tokens < default:
         return tokens, "max_num_batched_tokens: each running request takes a token of every step"
-    return DEFAULT_MAX_NUM_SEQS, "the default"
+    return default, reason
+
+
+def _default(model: ModelDescription, default: int, of_large_gpu: int) -> tuple[int, str]:
+    if model.device_bytes >= LARGE_GPU_BYTES:
+        return of_large_gpu, f"the default of a GPU of {model.device_bytes >> 30} GiB"
+    return default, "the default"
 
 
 def _generation_defaults(options: Options, model: ModelDescription) -> tuple[dict[str, Any], str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from headrace import kernels
@@ -89,7 +90,7 @@ class GpuExecutor(UniprocExecutor):
 
     def describe(self, report: Report) -> ModelDescription:
         self._gpu = self._backend.facts()  # before anything is fetched for a GPU that cannot be used
-        return self._find_model(report)
+        return msgspec.structs.replace(self._find_model(report), device_bytes=self._gpu.total_bytes)
 
     def join(self, meeting: Meeting) -> None:
         with self._backend.here():

@@ -22,7 +22,7 @@ from headrace.core.options import Options
 from headrace.core.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.base import Executor, Report
 from headrace.executor.gathering import Gathering
-from headrace.executor.multiproc import SHARES, check_equal
+from headrace.executor.multiproc import check_equal, merged
 from headrace.executor.node import cluster_key
 from headrace.executor.node_messages import (
     LoadNode,
@@ -93,7 +93,7 @@ class MultiNodeExecutor(Executor):
         self._store = next(message.store for message in described if message.store is not None)
         self.has_own_memory = described[0].has_own_memory
         # Each host has a memory of its own; blocks are as many as fit where a token takes most.
-        return msgspec.structs.replace(found[0], **{name: max(getattr(d, name) for d in found) for name in SHARES})
+        return merged(found, max)
 
     def tokenizer(self) -> TokenizerBundle | None:
         if self._options.skip_tokenizer_init:

@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -136,7 +136,7 @@ class MultiprocExecutor(Executor):
         # Where all ranks share the host's memory, what is counted is the sum of theirs; else blocks are as many as fit
         # where a token takes most.
         count = max if self.has_own_memory else sum
-        return msgspec.structs.replace(found[0], **{name: count(getattr(d, name) for d in found) for name in SHARES})
+        return merged(found, count)
 
     def tokenizer(self) -> TokenizerBundle | None:
         if self._options.skip_tokenizer_init:
@@ -285,12 +285,18 @@ def ring_layouts(plan: Plan, num_workers: int, steps_in_flight: int) -> tuple[Ri
     return RingLayout.holding(step_bytes, slots, num_workers), RingLayout.holding(result_bytes, slots, 1)
 
 
+def merged(found: list[ModelDescription], count: Callable[[Iterable[int]], int]) -> ModelDescription:
+    """The model as all together tell of it. count: what is made of the parts that each has of a token."""
+    shares = {name: count(getattr(each, name) for each in found) for name in SHARES}
+    return msgspec.structs.replace(found[0], **shares, device_bytes=min(each.device_bytes for each in found))
+
+
 def check_equal(found: list[ModelDescription], who: str, first_number: int = 0) -> None:
     """All must have read the same model. Raises ModelError with both values of the first difference."""
     for number, description in enumerate(found, first_number):
         for name in description.__struct_fields__:
             first, other = getattr(found[0], name), getattr(description, name)
-            if first != other and name not in SHARES:
+            if first != other and name not in (*SHARES, "device_bytes"):
                 raise ModelError(
                     f"{who} {first_number} read {name} {first!r} from the model, and {who} {number} read {other!r}"
                 )

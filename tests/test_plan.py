@@ -100,6 +100,19 @@ def test_the_budget_of_a_step(options: dict[str, Any], tokens: int, seqs: int) -
     assert (made.max_num_batched_tokens, made.max_num_seqs) == (tokens, seqs)
 
 
+def test_a_large_gpu_gets_larger_steps_unless_others_are_asked_for() -> None:
+    large, small = description(device_bytes=140 * GIB), description(device_bytes=24 * GIB)
+    made = plan(large)
+    assert (made.max_num_batched_tokens, made.max_num_seqs) == (8192, 1024)
+    assert "the default of a GPU of 140 GiB" in {decision.reason for decision in made.decisions}
+    made = plan(small)
+    assert (made.max_num_batched_tokens, made.max_num_seqs) == (2048, 256)
+    made = plan(large, max_num_seqs=64)
+    assert (made.max_num_batched_tokens, made.max_num_seqs) == (8192, 64)
+    made = plan(large, max_num_batched_tokens=512)
+    assert (made.max_num_batched_tokens, made.max_num_seqs) == (512, 512)
+
+
 def test_a_budget_that_cannot_work_is_refused_with_the_numbers() -> None:
     with pytest.raises(OptionError, match=r"max_num_batched_tokens=64 is less than max_num_seqs=65"):
         plan(max_num_batched_tokens=64, max_num_seqs=65)
