@@ -244,7 +244,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "Most tokens computed in one step",
             "tokens",
             minimum=1,
-            default_text="2048, more where max_num_seqs or prefills in one piece need it",
+            default_text="2048, 8192 on a GPU of 70 GiB or more; more where max_num_seqs or whole prefills need it",
         ),
     ] = None
     max_num_seqs: Annotated[
@@ -254,7 +254,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "Most requests running at once",
             "requests",
             minimum=1,
-            default_text="256, or max_num_batched_tokens where that is less",
+            default_text="256, 1024 on a GPU of 70 GiB or more; max_num_batched_tokens where that is less",
         ),
     ] = None
     max_waiting_requests: Annotated[
