@@ -73,10 +73,11 @@ class CudaCapturer:
     def capture(self, run: Callable[[], Any]) -> tuple[Replay, Any]:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
+        # What the first run takes counts too: torch keeps it for this stream alone.
+        free_bytes, _ = torch.cuda.mem_get_info(self._device)
         with torch.cuda.stream(self._stream):
             run()  # what is compiled, tuned or allocated at the first call must not be captured
             self._stream.synchronize()
-            free_bytes, _ = torch.cuda.mem_get_info(self._device)
             graph = torch.cuda.CUDAGraph()
             self._graphs.append(graph)
             with no_collections():

@@ -48,8 +48,18 @@ def measure(
         meter.peak_bytes(lambda: largest_prefill(runner, device, limits, max_num_batched_tokens)),
         meter.peak_bytes(lambda: runner.steps.decode(limits.max_num_seqs, Choice.TRUNCATE)),
     ]
+    visit_kernels(runner, limits)
     state_bytes = runner.state.nbytes + runner.penalties.nbytes + runner.steps.results.nbytes
     return StepMemory(max(peaks), state_bytes, _graph_bytes(runner, limits, capturer))
+
+
+def visit_kernels(runner: GpuRunner, limits: RunnerLimits) -> None:
+    """Runs what else a step may launch, so that nobody waits for a compiler later: there are kernels for each kind of
+    choice, and some for batches up to a power of two."""
+    sizes = [1 << bits for bits in range(limits.max_num_seqs.bit_length())]
+    for size in sizes:
+        runner.steps.decode(size, Choice.ARGMAX)
+    runner.steps.decode(1, Choice.DRAW)
 
 
 def largest_prefill(runner: GpuRunner, device: Device, limits: RunnerLimits, num_tokens: int) -> None:
