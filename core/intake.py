@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
+from collections.abc import Iterable
 from importlib.metadata import version
 
 import numpy as np
@@ -14,6 +16,7 @@ from headrace.core.requests import Request
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import SCHEMA_HASH, AddRequest, Refused, Sampling
 
+MOST_BIAS = 1e9
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -83,6 +86,23 @@ class Intake:
             wanted = self._vocab_size if count == -1 else count
             if wanted is not None and not 0 <= wanted <= most:
                 return self.refusal(f"{name} is {count}; this engine's max_logprobs is {self._max_logprobs}")
+        return self._check_token_rules(sampling)
+
+    def _check_token_rules(self, sampling: Sampling) -> Failure | None:
+        named: tuple[tuple[str, Iterable[int]], ...] = (
+            ("allowed_token_ids", sampling.allowed_token_ids),
+            ("bad_words", itertools.chain.from_iterable(sampling.bad_words)),
+            ("logit_bias", sampling.logit_bias),
+        )
+        for name, token_ids in named:
+            outside = next((each for each in token_ids if not 0 <= each < self._vocab_size), None)
+            if outside is not None:
+                return self.refusal(f"{name} has token {outside}, outside the vocabulary of {self._vocab_size} tokens")
+        if not all(sampling.bad_words):
+            return self.refusal("bad_words has a word of no tokens")
+        # -inf forbids; what would become +inf in float32 would spoil the row.
+        if not all(bias < MOST_BIAS for bias in sampling.logit_bias.values()):
+            return self.refusal(f"logit_bias has a number that is not below {MOST_BIAS:g}")
         return None
 
     def request(self, client: int, message: AddRequest) -> Request:

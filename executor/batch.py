@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.executor.token_rules import TokenRules, rules_of
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow, StepPlan
 
@@ -28,6 +29,14 @@ class Needs(enum.IntFlag):
     MIN_TOKENS = 8
     LOGPROBS = 16
     PROMPT_LOGPROBS = 32
+    TOKEN_RULES = 64
+    """allowed_token_ids, bad_words or logit_bias."""
+    BAD_WORDS = 128
+    """Bad words of several tokens, which ask for the tokens before; only with TOKEN_RULES."""
+
+
+CHANGES = int(Needs.PENALTIES | Needs.MIN_TOKENS | Needs.TOKEN_RULES)
+"""What changes logits before a choice."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,8 @@ class SamplingColumns:
         self.num_prompt_logprobs = np.full(num_rows, -2, np.int32)
         self.ending_token_ids: list[np.ndarray] = [np.zeros(0, np.int64)] * num_rows
         """What min_tokens forbids: end-of-sequence tokens and the request's own stop tokens."""
+        self.rules: dict[int, TokenRules] = {}
+        """Only of rows that need TOKEN_RULES."""
 
     def enter(self, row: int, sampling: Sampling, seed: int) -> None:
         self.temperature[row] = sampling.temperature
@@ -97,6 +108,10 @@ class SamplingColumns:
         self.num_prompt_logprobs[row] = -2 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
         self.ending_token_ids[row] = np.array([*self._eos_token_ids, *sampling.stop_token_ids], np.int64)
         self.needs[row] = _needs(sampling)
+        self.rules.pop(row, None)
+        if (rules := rules_of(sampling)) is not None:
+            self.rules[row] = rules
+            self.needs[row] |= Needs.TOKEN_RULES | (Needs.BAD_WORDS if rules.words_after else 0)
 
 
 def _needs(sampling: Sampling) -> Needs:

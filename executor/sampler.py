@@ -1,4 +1,5 @@
-"""From logits to tokens: min_tokens, penalties, temperature, min_p, top_k, top_p, then a choice.
+"""From logits to tokens: allowed tokens, bad words, min_tokens, bias, penalties, temperature, min_p, top_k, top_p, then
+a choice.
 
 A row's choice depends on its own logits, parameters, tokens and seed only, never on the rows beside it.
 """
@@ -13,16 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.batch import BatchState, Draws, Needs
+from headrace.executor.batch import CHANGES, BatchState, Draws, Needs
 from headrace.executor.inputs import Chosen
 from headrace.executor.logprobs import TILE_ELEMENTS, likeliest, logprob_rows
 from headrace.executor.random_numbers import draw, gumbel_noise, row_keys, token_steps
+from headrace.executor.token_rules import additions
 from headrace.ipc.messages import LogprobRows
 
 CANDIDATES = 256
 """How many of the likeliest tokens are ranked at first; rows whose choice needs more are ranked whole."""
 MOST_CANDIDATES = 1024
-ALL_FORBIDDEN = "min_tokens and the stop tokens together forbid the whole vocabulary"
+ALL_FORBIDDEN = (
+    "allowed_token_ids, bad_words, logit_bias and the stop tokens that min_tokens forbids leave no token to choose"
+)
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,11 @@ def sample(logits: Tensor, batch: BatchState, rows: np.ndarray, choose: Choose |
     used = batch.needs(rows) if len(rows) else 0
     reporting = np.flatnonzero((needs & Needs.LOGPROBS) != 0)
     raw = logits[_indices(reporting, logits)] if reporting.size else None  # a copy, before anything changes them
-    changes = bool(used & (Needs.PENALTIES | Needs.MIN_TOKENS))
+    changes = bool(used & CHANGES)
     problems: dict[int, str] = {}
     if changes:
         problems = find_problems(_argmax(logits)[1])
-        forbid_endings(logits, batch, rows)
+        apply_rules(logits, batch, rows)
         penalise(logits, batch, rows)
     chosen = (choose or choose_in_torch)(logits, batch.draws(rows))
     if changes:
@@ -84,12 +88,17 @@ def choose_in_torch(logits: Tensor, draws: Draws) -> Chosen:
     return Chosen(token_ids.astype(np.int32), best)
 
 
-def forbid_endings(logits: Tensor, batch: BatchState, rows: np.ndarray) -> None:
-    """Sets to -inf, in place, the ending tokens of rows that have not yet produced min_tokens."""
-    num_output = batch.num_tokens[rows] - batch.num_prompt_tokens[rows]
-    for index in np.flatnonzero(num_output < batch.sampling.min_tokens[rows]):
-        ending = batch.sampling.ending_token_ids[rows[index]]
-        logits[index, _indices(ending[ending < logits.shape[1]], logits)] = -torch.inf
+def apply_rules(logits: Tensor, batch: BatchState, rows: np.ndarray) -> None:
+    """What requests say of single tokens, in place: allowed tokens, bad words, min_tokens, bias (the order of vLLM)."""
+    for index, row in enumerate(rows.tolist()):
+        rules = batch.sampling.rules.get(row)
+        if rules is not None and len(rules.allowed):
+            allowed = _indices(rules.allowed, logits)
+            kept = logits[index, allowed]
+            logits[index] = -torch.inf
+            logits[index, allowed] = kept
+    places, added = additions(batch, rows, logits.shape[1])
+    logits.view(-1).index_add_(0, _indices(places, logits), _column(added, logits))
 
 
 def penalise(logits: Tensor, batch: BatchState, rows: np.ndarray) -> None:

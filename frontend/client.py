@@ -15,6 +15,7 @@ from headrace.frontend.prompts import Prompt, check_request
 from headrace.frontend.request import RequestStream
 from headrace.frontend.request_table import RequestTable
 from headrace.frontend.sampling_params import SamplingParams
+from headrace.frontend.token_rules import tokenize_bad_words
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.frontend.tokenizer_cache import load_bundle, store_bundle
 from headrace.frontend.transport import Transport, ZmqTransport
@@ -98,8 +99,8 @@ class CoreClient:
         try:
             self._transport.send(Hello(schema_hash=SCHEMA_HASH, version=__version__, pid=os.getpid()))
             self.welcome = await self._within(timeout_s, self._welcome, "welcome this client")
-            await self._get_tokenizer(timeout_s)
             self.requests.stream_interval = self.welcome.stream_interval
+            await self._get_tokenizer(timeout_s)
         except BaseException:
             await self.close()
             raise
@@ -127,8 +128,15 @@ class CoreClient:
             raise InvalidRequestError(f"a request with the id {request_id!r} is running; ids must be unique")
         if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
             raise InvalidRequestError(f"priority must be an integer, and smaller is sooner, not {priority!r}")
+        bad_words = tokenize_bad_words(params.bad_words or (), self.tokenizer, self.welcome.vocab_size)
         return self.requests.add(
-            request_id, prompt, params, max_tokens=max_tokens, priority=priority, tokenizer=self.tokenizer
+            request_id,
+            prompt,
+            params,
+            max_tokens=max_tokens,
+            priority=priority,
+            tokenizer=self.tokenizer,
+            bad_words=bad_words,
         )
 
     def abort(self, request_ids: str | Iterable[str]) -> None:

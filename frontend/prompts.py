@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from headrace.frontend.sampling_params import SamplingParams
+from headrace.frontend.token_rules import check_token_rules
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome
@@ -122,12 +123,7 @@ def check_request(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> i
             raise InvalidRequestError(
                 f"SamplingParams.{name} = {value}: the engine gives at most {limit} per token (its option max_logprobs)"
             )
-    for token_id in params.stop_token_ids or ():
-        if token_id >= welcome.vocab_size:
-            raise InvalidRequestError(
-                f"SamplingParams.stop_token_ids contains {token_id}: the model's token ids are 0 to "
-                f"{welcome.vocab_size - 1}"
-            )
+    check_token_rules(params, welcome)
     if params.stop_strings and welcome.tokenizer is None:
         raise InvalidRequestError(
             "SamplingParams.stop needs a tokenizer, and this engine runs without one: use stop_token_ids"

@@ -54,10 +54,12 @@ class RequestTable:
         max_tokens: int,
         priority: int,
         tokenizer: Tokenizer | None,
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> RequestStream:
         """Sends the request, one slot for each of its `n` outputs. Everything is checked already."""
         stream = RequestStream(request_id, prompt, params, tokenizer, self._next_slot)
         stream.max_tokens, stream.priority, stream.interval = max_tokens, priority, self.stream_interval
+        stream.bad_words = bad_words
         self._next_slot += params.n
         self._streams[request_id] = stream
         for sequence in stream.sequences:
@@ -74,7 +76,7 @@ class RequestTable:
                     slot=sequence.slot,
                     request_id=request_id if params.n == 1 else f"{request_id}#{sequence.index}",
                     prompt_token_ids=token_ids,
-                    sampling=params.to_wire(stream.max_tokens, sequence.index),
+                    sampling=params.to_wire(stream.max_tokens, sequence.index, stream.bad_words),
                     priority=stream.priority,
                     cache_salt=prompt.cache_salt,
                     news_every=_news_every(params, stream.interval),

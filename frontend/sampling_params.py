@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
+from headrace.frontend.token_rules import openai_bias, verify_token_rules
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Sampling
 
@@ -23,15 +24,13 @@ GREEDY_BELOW = 1e-5
 
 NOT_SUPPORTED = frozenset(
     {
-        *("allowed_token_ids", "bad_words", "beam_width", "best_of", "early_stopping", "extra_args", "flat_logprobs"),
-        *("guided_decoding", "length_penalty", "logit_bias", "logits_processors", "structured_outputs"),
-        *("truncate_prompt_tokens", "use_beam_search"),
+        *("beam_width", "best_of", "early_stopping", "extra_args", "flat_logprobs", "guided_decoding"),
+        *("length_penalty", "logits_processors", "structured_outputs", "truncate_prompt_tokens", "use_beam_search"),
     }
 )
 """vLLM's fields that this version refuses by name. What asks for nothing, None and NEUTRAL, is accepted."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = types.MappingProxyType(
     {
-        "bad_words": ([],),
         "best_of": (1,),
         "early_stopping": (False,),
         "length_penalty": (1,),
@@ -97,6 +96,12 @@ class SamplingParams:
     """0 to 1: keep tokens at least this likely, relative to the likeliest."""
     seed: int | None = None
     """Any 64-bit integer makes the output reproducible; None (or -1) is random."""
+    logit_bias: dict[int, float] | None = None
+    """Token id -> what is added to its logit: 100 all but forces it, -100 all but forbids it, and -inf forbids it."""
+    allowed_token_ids: list[int] | None = None
+    """The only tokens to choose from; None allows all."""
+    bad_words: list[str] | None = None
+    """Words that are not to be generated, alone or after a space. Their tokens are looked for in the output alone."""
     stop: str | list[str] | None = None
     """Texts that end the output, which does not contain them."""
     stop_token_ids: list[int] | None = None
@@ -130,16 +135,17 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:
-        """From values of which None means the default."""
+        """From values of which None means the default, and a logit_bias as OpenAI's API has it (`openai_bias`)."""
+        values["logit_bias"] = openai_bias(values.get("logit_bias"))
         return cls(**{name: value for name, value in values.items() if value is not None or name == "max_tokens"})
 
     def clone(self) -> SamplingParams:
         """An independent copy."""
         twin = copy.copy(self)
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias"):
             value = getattr(self, name)
-            if isinstance(value, list):
-                setattr(twin, name, list(value))
+            if isinstance(value, list | dict):
+                setattr(twin, name, value.copy())
         return twin
 
     @property
@@ -162,6 +168,7 @@ class SamplingParams:
         if not self.spaces_between_special_tokens:
             raise _bad("spaces_between_special_tokens", False, "is not supported; leave it True")
         self._verify_stops()
+        verify_token_rules(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _bad("min_tokens", self.min_tokens, f"must not exceed max_tokens, {self.max_tokens}")
         if self.n > 1 and self.temperature < GREEDY_BELOW:
@@ -184,8 +191,11 @@ class SamplingParams:
                         "stop_token_ids", self.stop_token_ids, f"must contain token ids, which {token_id!r} is not"
                     )
 
-    def to_wire(self, max_tokens: int, child: int = 0) -> Sampling:
-        """What the core needs for output `child` of n; `max_tokens` is at most what the model's length allows."""
+    def to_wire(self, max_tokens: int, child: int = 0, bad_words: tuple[tuple[int, ...], ...] = ()) -> Sampling:
+        """What the core needs for output `child` of n; `max_tokens` is at most what the model's length allows.
+
+        bad_words: as `token_rules.tokenize_bad_words` gives them.
+        """
         seed = self.seed
         if seed is not None:
             seed = (int(seed) + child + 2**63) % 2**64 - 2**63
@@ -206,6 +216,9 @@ class SamplingParams:
             prompt_logprobs=None
             if self.prompt_logprobs is None or child
             else int(self.prompt_logprobs),  # the same for every child
+            allowed_token_ids=tuple(map(int, self.allowed_token_ids or ())),
+            bad_words=bad_words,
+            logit_bias={int(token_id): float(bias) for token_id, bias in (self.logit_bias or {}).items()},
         )
 
 

@@ -48,6 +48,12 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_
     logprobs: int | None = None
     """How many most likely tokens to report per output token, besides the sampled one; -1 is the vocabulary."""
     prompt_logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    """Empty allows every token."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens, whose last is forbidden where the output ends in the others."""
+    logit_bias: dict[int, float] = {}
+    """Token id -> what is added to its logit; -inf forbids it."""
 
 
 # --- client -> core ---------------------------------------------------------------------------------------------
@@ -279,14 +285,14 @@ class Welcome(Message):
     """Sampling fields that the model's generation_config sets, under SamplingParams' names."""
     startup_s: dict[str, float]
     """Seconds of each start-up phase, in order."""
+    stream_interval: int = 1
+    """Tokens of an output that its reader gets together; the first comes at once, and the end with all that is left."""
 
 
 class Reply(Message):
     call: int
     result: TokenizerBundle | EngineStats | ControlResult | None = None
     failure: Failure | None = None
-    stream_interval: int = 1
-    """Tokens of an output that its reader gets together; the first comes at once, and the end with all that is left."""
 
 
 class Load(Message):

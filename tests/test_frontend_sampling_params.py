@@ -58,6 +58,10 @@ def test_the_defaults_are_vllms() -> None:
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["a"]),
         ("stop_token_ids", 5),
+        ("logit_bias", [5]),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", 5),
+        ("bad_words", "word"),
         ("spaces_between_special_tokens", False),
         ("output_kind", "delta"),
     ],
@@ -87,12 +91,12 @@ def test_an_unknown_field_fails_with_the_nearest_name() -> None:
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("field", ["logit_bias", "best_of", "guided_decoding", "bad_words", "allowed_token_ids"])
+@pytest.mark.parametrize("field", ["logits_processors", "best_of", "guided_decoding"])
 def test_a_field_of_vllm_that_is_not_supported_is_refused_unless_it_asks_for_nothing(field: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"SamplingParams.{field} is not supported"):
         SamplingParams(**{field: {1: 2}})
     assert SamplingParams(**{field: None}) == SamplingParams()
-    assert SamplingParams(**{"best_of": 1, "bad_words": []}) == SamplingParams()
+    assert SamplingParams(**{"best_of": 1, "use_beam_search": False}) == SamplingParams()
 
 
 def test_several_greedy_outputs_are_refused() -> None:

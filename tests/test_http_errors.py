@@ -85,7 +85,12 @@ def check_error(response: httpx.Response, status: int, param: str | None, said: 
         ({"prompt": [5], "stop": ["x" * 5000]}, "stop", "longer than"),
         ({"prompt": [5], "stop_token_ids": [400]}, "stop_token_ids", "0 to 399"),
         ({"prompt": [5], "suffix": "end"}, "suffix", "not supported"),
-        ({"prompt": [5], "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"prompt": [5], "logit_bias": {"five": 1}}, "logit_bias", "no token id"),
+        ({"prompt": [5], "logit_bias": {"400": 1}}, "logit_bias", "0 to 399"),
+        ({"prompt": [5], "logit_bias": {"5": "much"}}, "logit_bias[...]", "expected float"),
+        ({"prompt": [5], "allowed_token_ids": []}, "allowed_token_ids", "no token at all"),
+        ({"prompt": [5], "allowed_token_ids": [5, 400]}, "allowed_token_ids", "0 to 399"),
+        ({"prompt": [5], "bad_words": ["x", " "]}, "bad_words", "not empty"),
         ({"prompt": [5], "response_format": {"type": "json_object"}}, "response_format", "structured outputs"),
         ({"prompt": [5], "tempratur": 1}, "tempratur", "did you mean temperature"),
         ({"prompt": [5], "stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
@@ -141,7 +146,7 @@ def test_a_body_of_another_type(client):
     check_error(client.post(COMPLETIONS, content=b'{"prompt":[5]}'), 415, None, "application/json")
 
 
-@pytest.mark.parametrize("field", ["user", "metadata", "store", "logit_bias", "suffix", "service_tier"])
+@pytest.mark.parametrize("field", ["user", "metadata", "store", "logit_bias", "bad_words", "suffix", "service_tier"])
 def test_a_field_that_asks_for_nothing_is_taken(client, field):
     neutral = {"user": "me", "metadata": {"a": "b"}, "store": False, "logit_bias": {}, "suffix": ""}
     body = {"prompt": [5], "max_tokens": 1, field: neutral.get(field)}
@@ -167,6 +172,49 @@ def test_an_unknown_model_or_route_or_method(server, client):
     sdk = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     with sdk, pytest.raises(openai.NotFoundError):
         sdk.completions.create(model="gpt", prompt="x")
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/v1/responses", "Responses API is not supported yet; /v1/chat/completions answers"),
+        ("/v1/responses/resp_1/cancel", "Responses API"),
+        ("/v1/embeddings", "only generation is supported so far"),
+        *((path, "only generation is supported") for path in ("/pooling", "/classify", "/score", "/rerank")),
+        ("/v1/audio/transcriptions", "text alone"),
+        ("/v1/messages", "Anthropic's API is not spoken here"),
+        ("/v1/batches", "`headrace run-batch` runs a batch file"),
+        ("/v1/load_lora_adapter", "LoRA adapters are not supported yet"),
+        ("/collective_rpc", "calls no method by name"),
+        ("/api/chat", "Ollama's API"),
+        ("/pause", "which --server-dev-mode serves"),
+        ("/chat/completions", "did you mean /v1/chat/completions?; the base address of OpenAI's clients ends in /v1"),
+        ("/v1/v1/completions", "did you mean /v1/completions?"),
+        ("/v1/completions/", "did you mean /v1/completions?"),
+        ("/v1/tokenize", "did you mean /tokenize?"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/", "GET /docs lists what there is"),
+    ],
+)
+def test_a_route_of_others_is_answered_by_name_with_what_there_is(client, path, said):
+    error = check_error(client.post(path, json={"input": "x"}), 404, None, said)
+    assert error["message"].startswith(f"there is no {path} here")
+
+
+def test_openais_client_shows_that_sentence(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as sdk:
+        with pytest.raises(openai.NotFoundError, match="only generation is supported so far"):
+            sdk.embeddings.create(model="null", input="x")
+        with pytest.raises(openai.NotFoundError, match="the Responses API is not supported yet"):
+            sdk.responses.create(model="null", input="x")
+
+
+def test_invocations_are_what_their_body_says(client):
+    completion = client.post("/invocations", json={"prompt": [5], "max_tokens": 1}).json()
+    chat = client.post("/invocations", json={"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}).json()
+    assert (completion["object"], chat["object"]) == ("text_completion", "chat.completion")
+    check_error(client.post("/invocations", json={"inputs": "x"}), 400, "messages", "must have messages or prompt")
+    check_error(client.post("/invocations", json={"prompt": "x", "nonsense": 1}), 400, "nonsense", "unknown field")
 
 
 def test_a_request_that_fails_in_the_engine(client):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,6 +67,13 @@ def expected_token(logits: torch.Tensor, case: Case) -> int:
     """The whole pipeline for one row, step by step over a Python list."""
     s, values = case.sampling, logits.clone()
     output = case.tokens[case.num_prompt_tokens :]
+    if s.allowed_token_ids:
+        values[[token for token in range(len(values)) if token not in s.allowed_token_ids]] = -math.inf
+    for *begin, last in s.bad_words:
+        if len(begin) <= len(output) and output[len(output) - len(begin) :] == begin:
+            values[last] = -math.inf
+    for token, bias in s.logit_bias.items():
+        values[token] += bias
     if len(output) < s.min_tokens:
         values[[EOS, *s.stop_token_ids]] = -math.inf
     for token in set(case.tokens):
@@ -122,10 +130,26 @@ def mixed_cases(count: int, vocab_size: int, seed: int) -> list[Case]:
             frequency_penalty=float(rng.choice([0.0, 0.4])),
             repetition_penalty=float(rng.choice([1.0, 1.3])),
             stop_token_ids=tuple(int(t) for t in rng.integers(0, vocab_size, rng.integers(0, 3))),
+            **token_rules(rng, vocab_size),
         )
         tokens = rng.integers(0, min(vocab_size, 30), num_tokens).tolist()
         cases.append(Case(tokens, int(rng.integers(1, num_tokens + 1)), int(rng.integers(0, 1 << 63)) * 2, sampling))
     return cases
+
+
+def token_rules(rng: np.random.Generator, vocab_size: int) -> dict[str, Any]:
+    """Of a third of the requests each. The words are of the few tokens that outputs have, so that many come about."""
+    rules: dict[str, Any] = {}
+    if rng.random() < 1 / 3:
+        rules["allowed_token_ids"] = tuple(rng.permutation(vocab_size)[: vocab_size // 2].tolist())
+    if rng.random() < 1 / 3:
+        lengths = rng.integers(1, 4, 200)
+        rules["bad_words"] = tuple(tuple(rng.integers(0, 30, length).tolist()) for length in lengths if length > 1)
+        rules["bad_words"] += ((7,), (8,))
+    if rng.random() < 1 / 3:
+        ids = rng.permutation(vocab_size)[:9].tolist()
+        rules["logit_bias"] = dict(zip(ids, rng.choice([-math.inf, -100.0, 2.5, 6.0], 9).tolist(), strict=True))
+    return rules
 
 
 # --- choosing a token -------------------------------------------------------------------------------------------

@@ -41,7 +41,6 @@ NEUTRAL: Mapping[str, Neutral] = types.MappingProxyType(
         "prompt_cache_key": Neutral("a hint; equal prefixes are cached without one", (ANY,)),
         "store": Neutral(_STORED, (False,)),
         "service_tier": Neutral("there is one tier", ("auto", "default")),
-        "logit_bias": Neutral("not supported yet", ({},)),
         "response_format": Neutral(_STRUCTURED, ({"type": "text"},)),
         "structured_outputs": Neutral(_STRUCTURED),
         "guided_json": Neutral(_STRUCTURED),
@@ -52,8 +51,6 @@ NEUTRAL: Mapping[str, Neutral] = types.MappingProxyType(
         "use_beam_search": Neutral(_BEAMS, (False,)),
         "length_penalty": Neutral(_BEAMS, (1.0,)),
         "early_stopping": Neutral(_BEAMS, (False,)),
-        "allowed_token_ids": Neutral("not supported yet", ([],)),
-        "bad_words": Neutral("not supported yet", ([],)),
         "logits_processors": Neutral("code in requests is not supported", ([],)),
         "truncate_prompt_tokens": Neutral("not supported yet; shorten the prompt"),
         "prompt_embeds": Neutral("not supported yet; give text or token ids"),
@@ -91,6 +88,19 @@ NEUTRAL_OF: Mapping[type[msgspec.Struct], Mapping[str, Neutral]] = types.Mapping
 
 def decode_request(body: bytes, kind: type[T]) -> T:
     """The request in a body. Raises ApiError, which names the field."""
+    return _request(_fields(body), kind)
+
+
+def decode_one_of(body: bytes, kinds: Mapping[str, type[T]]) -> T:
+    """The same, of the first kind whose field, which names it here, the body has. Raises ApiError."""
+    fields = _fields(body)
+    kind = next((kinds[name] for name in kinds if name in fields), None)
+    if kind is None:
+        raise bad_field(next(iter(kinds)), f"the body must have {' or '.join(kinds)}", "missing_required_parameter")
+    return _request(fields, kind)
+
+
+def _fields(body: bytes) -> dict[str, Any]:
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -99,6 +109,10 @@ def decode_request(body: bytes, kind: type[T]) -> T:
         raise ApiError(HTTPStatus.BAD_REQUEST, "the body is nested too deeply", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise ApiError(HTTPStatus.BAD_REQUEST, "the body must be a JSON object", code="invalid_json")
+    return fields
+
+
+def _request(fields: dict[str, Any], kind: type[T]) -> T:
     _take_neutral(fields, NEUTRAL_OF.get(kind, {}))
     known = kind.__struct_fields__
     for name in fields:

@@ -30,6 +30,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     presence_penalty: Annotated[float | None, Meta(description="-2 to 2: off the logit of tokens generated")] = None
     frequency_penalty: Annotated[float | None, Meta(description="-2 to 2: the same, times how often")] = None
     repetition_penalty: Annotated[float | None, Meta(description="Over 0: divides the logits of tokens seen")] = None
+    logit_bias: Annotated[dict[str, float] | None, Meta(description="Token id: -100 to 100, added to its logit")] = None
+    allowed_token_ids: Annotated[list[int] | None, Meta(description="The only tokens to choose from")] = None
+    bad_words: Annotated[list[str] | None, Meta(description="Words that are not to be generated")] = None
     seed: Annotated[int | None, Meta(description="Makes the output reproducible")] = None
     stop: Annotated[str | list[str] | None, Meta(description="Texts that end the output, and are not in it")] = None
     stop_token_ids: Annotated[list[int] | None, Meta(description="Tokens that end the output")] = None

@@ -12,6 +12,7 @@ from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.requests import GenerationRequest
 from headrace.frontend.prompts import Prompt
 from headrace.frontend.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.token_rules import openai_bias
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome
@@ -33,6 +34,8 @@ _PASSED_ON = (
     "seed",
     "stop",
     "stop_token_ids",
+    "allowed_token_ids",
+    "bad_words",
     "ignore_eos",
     "min_tokens",
     "skip_special_tokens",
@@ -58,7 +61,7 @@ def sampling_params(
     if any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
         raise bad_field("stop", f"a stop string is longer than {MAX_STOP_CHARACTERS} characters")
     given = {name: getattr(request, name) for name in _PASSED_ON}
-    given["prompt_logprobs"] = request.prompt_logprobs
+    given |= {"prompt_logprobs": request.prompt_logprobs, "logit_bias": openai_bias(request.logit_bias)}
     values = {name: value for name, value in (given | chosen).items() if value is not None}
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(**{"max_tokens": None, **welcome.generation_defaults, **values, "output_kind": kind})
