@@ -15,6 +15,7 @@ from headrace.frontend.http.development import DEVELOPMENT_ROUTES, is_developmen
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.exchange import ClientGoneError, Exchange
 from headrace.frontend.http.generation import Receive, Scope, Send
+from headrace.frontend.http.missing_routes import not_found
 from headrace.frontend.http.routes import ROUTES, RouteSpec
 from headrace.frontend.http.state import ServerState
 from headrace.ipc.failure import HeadraceError
@@ -45,7 +46,7 @@ class App:
         self._state = state
         state.routes = (*ROUTES, *DEVELOPMENT_ROUTES) if is_development(state.options) else ROUTES
         routes = [Route(spec.path, _Endpoint(spec, state), methods=_methods(spec)) for spec in state.routes]
-        self._router = Router(routes, redirect_slashes=False, default=_not_found)
+        self._router = Router(routes, redirect_slashes=False, default=self._not_found)
         self._public = frozenset(spec.path for spec in state.routes if spec.public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,6 +78,10 @@ class App:
             if options.enable_log_requests:
                 logger.info("%s %s: %s in %.3f s", scope["method"], scope["path"], outcome, time.monotonic() - began_s)
 
+    async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"].removeprefix(self._state.options.root_path)
+        raise not_found(path, [spec.path for spec in self._state.routes])
+
     def _check_key(self, exchange: Exchange) -> None:
         path = exchange.scope["path"].removeprefix(exchange.scope.get("root_path", ""))
         if not self._state.keys or path in self._public:
@@ -100,10 +105,6 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._handler(self._state, scope[EXCHANGE])
-
-
-async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
-    raise ApiError(404, f"there is no {scope['path'][:200]} here; GET /docs lists what there is", code="not_found")
 
 
 def _answer_to(error: Exception) -> ApiError:

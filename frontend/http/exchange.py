@@ -58,13 +58,17 @@ class Exchange:
 
     async def decode(self, kind: type[T]) -> T:
         """The body as this request. Raises ApiError, or ClientGoneError."""
+        return decode_request(await self.json_body(), kind)
+
+    async def json_body(self) -> bytes:
+        """What is said to be JSON. Raises ApiError, or ClientGoneError."""
         content_type = (self.header(b"content-type") or "").partition(";")[0].strip().lower()
         # Anything else could come from a foreign web page's form, which browsers send without asking.
         if content_type != "application/json" and not content_type.endswith("+json"):
             raise ApiError(
                 HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the body must be JSON: send Content-Type: application/json"
             )
-        return decode_request(await self._read_body(), kind)
+        return await self._read_body()
 
     def request_id(self, named: str | None) -> str:
         """The client's name for the request, or a new one. Raises ApiError."""

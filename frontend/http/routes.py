@@ -12,6 +12,7 @@ import msgspec
 import headrace
 from headrace.frontend.http.chat import plan_chat
 from headrace.frontend.http.completions import plan_completion
+from headrace.frontend.http.decoding import decode_one_of
 from headrace.frontend.http.engines import Engine
 from headrace.frontend.http.errors import ApiError, bad_field, unavailable
 from headrace.frontend.http.exchange import Exchange
@@ -19,6 +20,7 @@ from headrace.frontend.http.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    GenerationRequest,
     TokenizeRequest,
 )
 from headrace.frontend.http.responses import (
@@ -41,7 +43,24 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def completions(state: ServerState, exchange: Exchange) -> None:
-    request = await exchange.decode(CompletionRequest)
+    await _complete(state, exchange, await exchange.decode(CompletionRequest))
+
+
+async def chat_completions(state: ServerState, exchange: Exchange) -> None:
+    await _chat(state, exchange, await exchange.decode(ChatCompletionRequest))
+
+
+async def invocations(state: ServerState, exchange: Exchange) -> None:
+    """SageMaker's one route for whatever a model does."""
+    kinds: dict[str, type[GenerationRequest]] = {"messages": ChatCompletionRequest, "prompt": CompletionRequest}
+    request = decode_one_of(await exchange.json_body(), kinds)
+    if isinstance(request, ChatCompletionRequest):
+        await _chat(state, exchange, request)
+    elif isinstance(request, CompletionRequest):
+        await _complete(state, exchange, request)
+
+
+async def _complete(state: ServerState, exchange: Exchange, request: CompletionRequest) -> None:
     name = exchange.request_id(request.request_id)
     state.check_accepting()
     engine = state.pool.choose(request.model)
@@ -49,8 +68,7 @@ async def completions(state: ServerState, exchange: Exchange) -> None:
     await state.generator.answer(plan, exchange.connection, exchange.receive, exchange.send)
 
 
-async def chat_completions(state: ServerState, exchange: Exchange) -> None:
-    request = await exchange.decode(ChatCompletionRequest)
+async def _chat(state: ServerState, exchange: Exchange, request: ChatCompletionRequest) -> None:
     name = exchange.request_id(request.request_id)
     state.check_accepting()
     engine = state.pool.choose(request.model)
@@ -262,6 +280,13 @@ ROUTES: tuple[RouteSpec, ...] = (
         ChatCompletionRequest,
         ChatResponse,
         _GENERATION,
+    ),
+    RouteSpec(
+        method="POST",
+        path="/invocations",
+        handler=invocations,
+        summary="Either of them, as the body has messages or a prompt; SageMaker's route",
+        refusals=_GENERATION,
     ),
     _get("/v1/models", models, "The models that are served", ModelList, refusals=_UNAVAILABLE),
     _get("/v1/models/{model:path}", one_model, "One of them", ModelCard, refusals=(404, *_UNAVAILABLE)),
