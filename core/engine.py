@@ -184,6 +184,8 @@ def load_executor(options: Options) -> Executor:
             f"distributed_executor_backend is {backend!r}; it must be uni, mp, ray, external_launcher, or module:Class"
         )
     try:
+        if backend in EXECUTORS and world_size > 1:  # told before any worker starts
+            importlib.import_module("headrace.executor.shares").check_world(options)
         executor: Executor = getattr(importlib.import_module(module), name)(options)
     except (ImportError, AttributeError) as error:
         hint = "pip install 'headrace[engine]' installs what runs models" if backend in EXECUTORS else ""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.core.options import Options
 from headrace.executor import demo_model
-from headrace.executor.hub import HubChoice, locate
+from headrace.executor.hub import HubChoice, cached_config, locate
 from headrace.executor.place import SINGLE, Place
 from headrace.ipc.failure import ModelError, OptionError
 
@@ -117,6 +117,29 @@ def open_checkpoint(options: Options) -> Checkpoint:
     if strategy != "lazy" and wanted not in ("safetensors", "sharded_state"):
         raise OptionError(f"safetensors_load_strategy={strategy} does not apply to {path}, whose weights are {wanted}")
     return _open_gguf(name, path, wanted, options) if found == "gguf" else _open_folder(name, path, wanted, options)
+
+
+def config_at_hand(options: Options) -> dict[str, Any] | None:
+    """The config of the model that the options name, `hf_overrides` applied, without opening its weights or bringing
+    torch. None where it is not here yet, or cannot be read: `open_checkpoint` fetches it, and says what is wrong.
+    """
+    path = Path(options.model).expanduser() if options.model else demo_model.demo_model_path()
+    found: str | None = None
+    if path.is_dir():
+        path, found = _folder_format(path, options.load_format)
+    if found == "gguf" or (found is None and path.suffix == ".gguf"):
+        if not path.is_file():
+            return None
+        from headrace.executor.gguf_config import config_from_gguf
+        from headrace.executor.gguf_header import GGUFHeader
+
+        return _overridden(config_from_gguf(GGUFHeader(path)), options.hf_overrides)
+    choice = HubChoice(options.revision, options.download_dir, options.load_format)
+    file = path / "config.json" if found is not None else cached_config(options.model, choice)
+    if file is None or not file.is_file():
+        return None
+    config = _overridden(_read_json(file), options.hf_overrides)
+    return config if "architectures" in config else None
 
 
 def _folder_format(folder: Path, load_format: str) -> tuple[Path, Format]:

@@ -60,6 +60,20 @@ def locate(model: str, choice: HubChoice) -> Path:
         ) from error
 
 
+def cached_config(model: str, choice: HubChoice) -> Path | None:
+    """The config.json of a model of the hub, where it is on this machine already. Asks nobody."""
+    match = _HUB_NAME.fullmatch(model)
+    if match is None or match["tag"] is not None:
+        return None
+    import huggingface_hub as hub
+
+    try:
+        found = hub.try_to_load_from_cache(match["repo"], "config.json", choice.download_dir, choice.revision)
+    except ValueError:  # it is no name of a repository
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
 def _nearest(path: Path) -> str:
     """A suggestion where something beside it has a similar name."""
     try:

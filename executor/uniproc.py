@@ -32,6 +32,7 @@ from headrace.executor.new_weights import open_again
 from headrace.executor.place import SINGLE, Collectives, Place
 from headrace.executor.profiling import WorkerProfile
 from headrace.executor.runner import ModelRunner
+from headrace.executor.shares import check_shares
 from headrace.executor.sleeping import SleepingModel
 from headrace.executor.stages import LastStageRunner, StageRunner, make_runner
 from headrace.executor.step_thread import StepThread
@@ -304,13 +305,6 @@ def load_model(
     torch.set_num_threads(1)  # the cores are the program's
     logger.info("computing on %d threads: %s", model.runtime.pool.num_threads, model.runtime.pool.plan.reason)
     return model
-
-
-def check_shares(spec: ArchSpec, place: Place) -> None:
-    """Raises ModelError or OptionError, with the numbers, where the ranks cannot share the model."""
-    spec.local_kv_heads(place.tp_size)
-    place.vocabulary(spec.vocab_size)
-    place.layers(spec.num_layers)
 
 
 def own_kv_rows(spec: ArchSpec, place: Place) -> int:
