@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from all_at_once import generate_all_at_once
 from engine_parts import EOS, VOCAB_SIZE, SteppedCore
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -304,7 +305,7 @@ def answers(checkpoint: str, **options: Any) -> tuple[list[Any], int]:
     small = {"block_size": 4, "num_gpu_blocks_override": 18, "max_model_len": 64, "max_num_batched_tokens": 16}
     common = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 4}
     with LLM(checkpoint, **small, **common, **options) as llm:
-        outputs = [each.outputs[0] for each in llm.generate(prompts, params, use_tqdm=False)]
+        outputs = [each.outputs[0] for each in generate_all_at_once(llm, prompts, params)]
         stats = llm.get_stats()
         assert stats.num_step_gaps > 0
     return [(each.token_ids, each.finish_reason, each.stop_reason, each.logprobs is None) for each in outputs], (

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_at_once import generate_all_at_once
 
 from headrace import LLM, RequestOutput, SamplingParams
 from headrace.executor.gguf_file import GGUFFile
@@ -72,7 +73,7 @@ def test_ranks_and_stages_answer_as_one_process_does(
         max_model_len=128, dtype="float32", block_size=8, num_gpu_blocks_override=40, max_num_batched_tokens=32,
         tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size,
     ) as llm:  # fmt: skip
-        outputs = llm.generate(asked, params, use_tqdm=False)
+        outputs = generate_all_at_once(llm, asked, params)
     expected = [tokens_of(output)[:RANKS_TOKENS] for output in [*in_float32, *in_float32[5:7]]]
     assert [tokens_of(output) for output in outputs] == expected
     assert any(output.num_cached_tokens for output in outputs)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from all_at_once import generate_all_at_once
 from test_models import reference_greedy, reference_logits
 
 from headrace import LLM, RequestOutput, SamplingParams
@@ -75,7 +76,7 @@ def expect_greedy(name: str, prompts: list[list[int]], answers: list[list[int]])
 def test_greedy_tokens_equal_transformers(folders: Path, name: str, variant: str) -> None:
     prompts = prompts_of(LENGTHS)
     with LLM(checkpoint(folders, name), **{**ENGINE, **VARIANTS[variant]}) as llm:
-        cold = llm.generate(prompts, GREEDY, use_tqdm=False)
+        cold = generate_all_at_once(llm, prompts, GREEDY)
         expect_greedy(name, prompts, tokens_of(cold))
         if variant == "few blocks":
             assert llm.get_stats().num_preemptions > 0
@@ -99,7 +100,7 @@ def test_a_seeded_sample_is_the_same_alone_in_company_preempted_and_elsewhere(fo
         llm.reset_prefix_cache()
         assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == alone
     with LLM(folder, **{**engine, "num_gpu_blocks_override": 60, "max_num_batched_tokens": 64}) as tight:
-        assert tokens_of(tight.generate(prompts, params, use_tqdm=False)) == alone
+        assert tokens_of(generate_all_at_once(tight, prompts, params)) == alone
         assert tight.get_stats().num_preemptions > 0
     with LLM(folder, **{**engine, "in_process": False, "seed": 99}) as elsewhere:
         assert tokens_of(elsewhere.generate(prompts, params, use_tqdm=False)) == alone

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from all_at_once import generate_all_at_once
 from gguf.constants import GGMLQuantizationType as Kind
 from model_driver import DictSource
 from rank_threads import RankThreads, pool_for_each_rank, run_ranks
@@ -75,7 +76,7 @@ def generate(model: Path, **options: Any) -> tuple[list[list[int]], int]:
     """The tokens of every prompt, and how many tokens of prompts were found in the prefix cache."""
     params = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
     with LLM(str(model), in_process=True, **(TIGHT | options)) as llm:
-        outputs = llm.generate(prompts_of(), params, use_tqdm=False)
+        outputs = generate_all_at_once(llm, prompts_of(), params)
         assert sum(o.metrics.num_preemptions for o in outputs if o.metrics) > 0
         few = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
         outputs += llm.generate(prompts_of()[:1], few, use_tqdm=False)
