@@ -19,6 +19,7 @@ import msgspec
 from headrace.core.foreign_options import FOREIGN, RENAMED, SHORT_NAMES
 from headrace.core.option_values import OptionSpec, nearest, option_specs, range_text, read_options
 from headrace.core.options import Options
+from headrace.core.sampling_defaults import check_sampling_defaults
 from headrace.ipc.failure import OptionError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -34,6 +35,7 @@ def parse_options(**values: Any) -> Options:
     options, notes = read_options(Options, values)
     for note in notes:
         warnings.warn(note, FutureWarning, stacklevel=2)
+    check_sampling_defaults(options.override_generation_config)
     return options
 
 
@@ -153,7 +155,9 @@ def options_from_arguments(args: argparse.Namespace) -> Options:
 
     Raises OptionError for anything wrong on the command line or in the config file.
     """
-    return struct_from_arguments(args, Options)
+    options = struct_from_arguments(args, Options)
+    check_sampling_defaults(options.override_generation_config)
+    return options
 
 
 def struct_from_arguments(args: argparse.Namespace, struct: type[T]) -> T:

@@ -10,6 +10,7 @@ import msgspec
 
 from headrace.core.options import Options
 from headrace.core.plan import Decision, ModelDescription, Plan
+from headrace.core.sampling_defaults import check_sampling_defaults
 from headrace.ipc.failure import OptionError
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
@@ -22,17 +23,6 @@ _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 _KV_CACHE_DTYPES = {"fp8": "fp8_e4m3"}
 _GROUP_SIZES = (32, 64, 128)
-_SAMPLING_DEFAULTS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "max_tokens",
-    "min_tokens",
-)
 
 
 def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], int] | None = None) -> Plan:
@@ -202,11 +192,7 @@ def _default(model: ModelDescription, default: int, of_large_gpu: int) -> tuple[
 
 
 def _generation_defaults(options: Options, model: ModelDescription) -> tuple[dict[str, Any], str]:
-    unknown = [name for name in options.override_generation_config if name not in _SAMPLING_DEFAULTS]
-    if unknown:
-        raise OptionError(
-            f"override_generation_config cannot set {', '.join(unknown)}; it can set {', '.join(_SAMPLING_DEFAULTS)}"
-        )
+    check_sampling_defaults(options.override_generation_config)
     own = {} if options.generation_config == "vllm" else model.generation_defaults
     override = options.override_generation_config
     return {**own, **override}, "override_generation_config" if override else "the model's generation config"

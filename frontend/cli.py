@@ -50,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _load(parsed.command).run(parsed)
         sys.stdout.flush()
     except OptionError as error:
-        return _misused(error, f"headrace {parsed.command} --help")
+        command = " ".join(filter(None, (parsed.command, getattr(parsed, "bench_command", None))))
+        return _misused(error, f"headrace {command} --help")
     except HeadraceError as error:
         return _complain(error, EXIT_ERROR)
     except KeyboardInterrupt:

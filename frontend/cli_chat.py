@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from headrace.frontend.command_engine import (
     add_engine_arguments,
     add_server_arguments,
+    check_sampling,
     open_engine_or_server,
     sampling_params,
 )
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from headrace.frontend.conversation import Conversation
 
+    check_sampling(arguments)
     interactive = sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # a bad line is then one line's error

@@ -8,6 +8,7 @@ import sys
 from headrace.frontend.command_engine import (
     add_engine_arguments,
     add_server_arguments,
+    check_sampling,
     open_engine_or_server,
     sampling_params,
 )
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    check_sampling(arguments)
     prompt = _prompt_from_stdin() if arguments.prompt is None else arguments.prompt
     with open_engine_or_server(arguments) as llm:
         params = sampling_params(arguments, llm.get_default_sampling_params())

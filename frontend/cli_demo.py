@@ -7,7 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from headrace.frontend.command_engine import add_engine_arguments, open_engine, sampling_params
+from headrace.frontend.command_engine import add_engine_arguments, check_sampling, open_engine, sampling_params
 
 if TYPE_CHECKING:
     from headrace.frontend.outputs import RequestMetrics
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    check_sampling(arguments)
     began_s = time.monotonic()
     with open_engine(arguments) as llm:
         ready_s = time.monotonic() - began_s

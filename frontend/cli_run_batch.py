@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise OptionError(f"--max-concurrency={arguments.max_concurrency}: it must be at least 1")
     source_path, result_path = Path(arguments.input_file), Path(arguments.output_file)
     if not source_path.is_file():
-        raise OptionError(f"cannot read the input file {source_path}: there is no such file")
+        why = "it must be a regular file, which can be read twice" if source_path.exists() else "there is no such file"
+        raise OptionError(f"cannot read the input file {source_path}: {why}")
     if result_path.exists() and source_path.samefile(result_path):
         raise OptionError("the output file is the input file: name another")
     results = Results(result_path, resume=arguments.resume)

@@ -10,7 +10,7 @@ import msgspec
 from headrace.core.option_parsing import add_options, flag, options_from_arguments, struct_from_arguments
 from headrace.core.option_values import option_specs
 from headrace.core.options import Option, Options
-from headrace.ipc.failure import OptionError
+from headrace.ipc.failure import InvalidRequestError, OptionError
 
 if TYPE_CHECKING:
     from headrace.frontend.llm import LLM
@@ -106,6 +106,22 @@ def open_engine(arguments: argparse.Namespace) -> LLM:
             f"--engine attaches to an engine that has its options; leave out {', '.join(given or ['--config'])}"
         )
     return connect(arguments.engine)
+
+
+def check_sampling(arguments: argparse.Namespace) -> None:
+    """What can be wrong with the sampling flags, before an engine is started. Raises OptionError, naming the flag."""
+    from headrace.frontend.sampling_params import SamplingParams
+
+    try:
+        sampling_params(arguments, SamplingParams())
+    except InvalidRequestError as error:
+        raise as_flag_error(error) from None
+
+
+def as_flag_error(error: InvalidRequestError) -> OptionError:
+    """A SamplingParams' complaint about a value that came from a flag."""
+    name, _, rest = str(error).removeprefix("SamplingParams.").partition(" = ")
+    return OptionError(f"{flag('sampling_seed' if name == 'seed' else name)}={rest}")
 
 
 def sampling_params(arguments: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:

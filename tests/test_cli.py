@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 import headrace
+from headrace.core import supervisor
 from headrace.frontend.cli import commands, main
 from headrace.frontend.cli_demo import figures
 from headrace.frontend.outputs import RequestMetrics
@@ -84,6 +85,38 @@ def test_a_wrong_command_line_is_one_sentence_and_status_2(
     said = capsys.readouterr().err
     assert words in said
     assert said.endswith("Try: headrace complete --help\n" if arguments[0] == "complete" else "Try: headrace --help\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("complete x --temperature -3", "--temperature=-3.0: must be at least 0"),
+        ("complete x --min-tokens 5 --max-tokens 2", "--min-tokens=5: must not exceed max_tokens, 2"),
+        ("chat --top-p 1.5 --url http://127.0.0.1:9", "--top-p=1.5: must be over 0 and at most 1"),
+        ("demo --sampling-seed 99999999999999999999", "--sampling-seed=99999999999999999999: must be at least"),
+        (
+            "serve null --override-generation-config.temperature -3",
+            "sets temperature=-3: it must be a number, at least 0",
+        ),
+        ("serve --override-generation-config.top_k 1.5", "sets top_k=1.5: it must be a whole number, at least -1"),
+        ("complete x --override-generation-config.top_p 0", "sets top_p=0: it must be a number, over 0 and at most 1"),
+        ("bench latency --override-generation-config.tempo 1", "cannot set tempo; it can set temperature, top_p"),
+        ("bench serve --top-p 0", "--top-p=0.0: must be over 0 and at most 1"),
+        ("bench serve --frequency-penalty 5", "--frequency-penalty=5.0: must be at least -2 and at most 2"),
+    ],
+)
+def test_a_wrong_sampling_value_is_found_before_an_engine_is_started(
+    command: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr(supervisor, "start_engine", start)
+    name, *rest = command.split()
+    assert main([name, *rest]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert f"Try: headrace {f'{name} {rest[0]}' if name == 'bench' else name} --help" in error
 
 
 def test_complete_reads_its_prompt_from_stdin_and_stop_takes_one_value() -> None:

@@ -182,8 +182,8 @@ def test_the_asynchronous_face_says_why_its_engine_did_not_start() -> None:
 
 def test_an_option_that_the_engine_finds_wrong_is_caught_as_one() -> None:
     """As a ValueError, as with vLLM; the sentence is the failure's, as ever."""
-    with pytest.raises(EngineStartError, match="temprature") as caught:
-        LLM("null", **OPTIONS, override_generation_config={"temprature": 1})
+    with pytest.raises(EngineStartError, match="quantization_group_size=5") as caught:
+        LLM("null", **OPTIONS, quantization="int8", quantization_group_size=5)
     assert issubclass(OptionError, ValueError)
     assert isinstance(caught.value, OptionError)
     assert caught.value.failure is not None

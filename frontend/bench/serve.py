@@ -27,12 +27,23 @@ from headrace.frontend.bench.options import (
 )
 from headrace.frontend.bench.tables import serving_table
 from headrace.frontend.bench.workload import BenchRequest, FileTokenizer, PromptMaker, make_workload
-from headrace.ipc.failure import HeadraceError, OptionError
+from headrace.frontend.command_engine import as_flag_error
+from headrace.frontend.sampling_params import SamplingParams
+from headrace.ipc.failure import HeadraceError, InvalidRequestError, OptionError
 
 T = TypeVar("T")
 READY_PERIOD_S = 0.2
 _CHAT = "openai-chat"
 _PATHS = {"openai": "/v1/completions", "vllm": "/v1/completions", _CHAT: "/v1/chat/completions"}
+_SAMPLED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
 
 
 class ServerError(HeadraceError):
@@ -87,9 +98,19 @@ def check(asked: ServingRun) -> None:
     parse_percentiles(asked.result.metric_percentiles)
     records.parse_pairs(asked.target.header, "header")
     records.check_writable(asked.result)
+    _check_sampling(asked.sampling)
     for name in ("model", "stream", "prompt", "messages"):
         if name in asked.sampling.extra_body:
             raise OptionError(f"--extra-body: {name} is what the benchmark sets itself")
+
+
+def _check_sampling(options: SamplingOptions) -> None:
+    """Raises OptionError for what every server would refuse, a request at a time."""
+    given = {name: getattr(options, name) for name in _SAMPLED if getattr(options, name) is not None}
+    try:
+        SamplingParams(**given)
+    except InvalidRequestError as error:
+        raise as_flag_error(error) from None
 
 
 def requests_of(asked: ServingRun) -> tuple[list[BenchRequest], TrafficOptions]:
@@ -118,13 +139,7 @@ def target_of(options: TargetOptions) -> Target:
 
 def body_of(asked: ServingRun, model: str, request: BenchRequest) -> dict[str, Any]:
     """The request as JSON."""
-    fields = {
-        name: value
-        for name in ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty")
-        if (value := getattr(asked.sampling, name)) is not None
-    }
-    if asked.sampling.repetition_penalty is not None:
-        fields["repetition_penalty"] = asked.sampling.repetition_penalty
+    fields = {name: value for name in _SAMPLED if (value := getattr(asked.sampling, name)) is not None}
     if asked.sampling.ignore_eos:
         fields["ignore_eos"] = True
     common = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
