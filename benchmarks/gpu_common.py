@@ -6,10 +6,13 @@ Each takes `--device cuda` (the default) or `--dry`, which runs a tiny model on 
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
 import statistics
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -18,13 +21,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_ledger import LAUNCH_S, Rates, phase_of
+from gpu_shapes import MODELS
+from report import Report
 
 from headrace.core.memory import fit_cache
 from headrace.core.options import Options
 from headrace.core.resolve import resolve
-from headrace.executor.device_state import HostDevice
+from headrace.executor.device_state import Device, HostDevice
 from headrace.executor.gpu import GpuExecutor
 from headrace.executor.gpu_collectives import GpuCollectives
+from headrace.executor.gpu_cuda import CudaCapturer, CudaDevice
 from headrace.executor.gpu_device import GpuFacts, choose_device, gpu_facts
 from headrace.executor.host import host_memory
 from headrace.executor.meeting import Meeting
@@ -32,62 +39,6 @@ from headrace.executor.uniproc import make_executor
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow, StepPlan, StepResult
 
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 128009,
-}
-QWEN3_06B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 151645,
-}
-TINY: dict[str, Any] = {
-    **LLAMA_8B,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 4096,
-    "rope_scaling": None,
-    "eos_token_id": 1,
-}
-MODELS = {"llama-8b": LLAMA_8B, "qwen3-0.6b": QWEN3_06B, "tiny": TINY}
 BLOCK_SIZE = 16
 
 
@@ -97,6 +48,24 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--dry", action="store_true", help="a tiny model on the CPU, to see that the script works")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     return parser
+
+
+def attempt(report: Report, case: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Adds a case's figures to the report, or why there are none: what one case breaks, the others need not."""
+    try:
+        found = {**case, **measure()}
+    except Exception as error:
+        traceback.print_exc()
+        found = {**case, "failed": f"{type(error).__name__}: {error}"[:2000]}
+        print(f"{case} failed: {found['failed'][:300]}", flush=True)
+    report.add_case(found)
+    return found
+
+
+def finish(report: Report) -> None:
+    """Exits with 1 where a case failed, once all are in the report."""
+    if failed := [case for case in report.results["cases"] if "failed" in case]:
+        raise SystemExit(f"{len(failed)} of {len(report.results['cases'])} cases failed")
 
 
 @contextmanager
@@ -119,35 +88,90 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def times_s(device: torch.device, run: Callable[[], Any], count: int) -> list[float]:
-    """Seconds of each of `count` runs, after two to warm up; waits for the device around each."""
-    samples = []
-    for index in range(count + 2):
-        synchronize(device)
-        began_s = time.perf_counter()
+def times_s(device: torch.device, run: Callable[[], Any], count: int, warm_up: int = 3) -> list[float]:
+    """Seconds that the device took for each of `count` runs, back to back, by its own clock."""
+    for _ in range(warm_up):
         run()
-        synchronize(device)
-        if index >= 2:
+    if device.type != "cuda":
+        samples = []
+        for _ in range(count):
+            began_s = time.perf_counter()
+            run()
             samples.append(time.perf_counter() - began_s)
-    return samples
+        return samples
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    synchronize(device)
+    return [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(marks)]
 
 
 def limits(device: torch.device, dry: bool) -> dict[str, Any]:
-    """The rates that the machine reaches here and now: copying (bytes read and written), and bf16 products."""
+    """What the machine reaches here and now, on random data: copying (bytes read and written), bf16 and fp8 products,
+    and kernels of a graph that have nothing to do."""
     elements, side = (1 << 20, 256) if dry else (1 << 32, 8192)
     source = torch.empty(elements, dtype=torch.uint8, device=device).random_(0, 255)
     into = torch.empty_like(source)
     copies_s = times_s(device, partial(into.copy_, source), 10)
     del source, into
     a, b = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
-    products_s = times_s(device, partial(torch.matmul, a, b), 10)
+    samples = {"copies_s": copies_s, "products_s": times_s(device, partial(torch.matmul, a, b), 10)}
+    if device.type == "cuda":
+        samples["launches_s"] = launches_s(device)
+        if torch.cuda.get_device_capability(device) >= (8, 9):
+            one, codes = torch.ones((), device=device), [x.to(torch.float8_e4m3fn) for x in (a, b.t().contiguous())]
+            product = partial(torch._scaled_mm, codes[0], codes[1].t(), one, one, out_dtype=torch.bfloat16)
+            samples["fp8_products_s"] = times_s(device, product, 10)
+    del a, b
+    median_s = {name: statistics.median(each) for name, each in samples.items()}
     return {
         "device": gpu_facts(device).name if device.type == "cuda" else "cpu (dry run)",
-        "copy_bytes_s": 2 * elements / statistics.median(copies_s),
-        "bf16_flop_s": 2 * side**3 / statistics.median(products_s),
-        "copies_s": copies_s,
-        "products_s": products_s,
+        "copy_bytes_s": 2 * elements / median_s["copies_s"],
+        "bf16_flop_s": 2 * side**3 / median_s["products_s"],
+        "fp8_flop_s": 2 * side**3 / median_s["fp8_products_s"] if "fp8_products_s" in median_s else None,
+        "launch_s": median_s.get("launches_s", LAUNCH_S),
+        **samples,
     }
+
+
+def rates_of(found: dict[str, Any]) -> Rates:
+    """Of what `limits` found. Products of fp8 are measured against bf16's rate, as the issue has it."""
+    return Rates(found["copy_bytes_s"], found["bf16_flop_s"], found["launch_s"])
+
+
+def launches_s(device: torch.device, count: int = 200) -> list[float]:
+    """Seconds for each of the kernels of a graph that do next to nothing."""
+    word = torch.zeros(1, device=device)
+
+    def run() -> None:
+        for _ in range(count):
+            word.add_(1)
+
+    with torch.inference_mode():
+        replay, _ = CudaCapturer(device).capture(run)
+    return [sample / count for sample in times_s(device, replay, 10)]
+
+
+def profile_us(device: torch.device, run: Callable[[], Any], count: int) -> dict[str, float]:
+    """Microseconds of the device for one of `count` runs by the phases of `gpu_ledger`, from torch's profiler; empty
+    where there is none."""
+    if device.type != "cuda":
+        return {}
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(count):
+                run()
+            synchronize(device)
+    except RuntimeError as error:  # not every machine lets CUPTI in
+        print(f"no profile: {error}")
+        return {}
+    found: dict[str, float] = {}
+    for event in profile.key_averages():
+        phase = phase_of(event.key)
+        found[phase] = found.get(phase, 0.0) + event.self_device_time_total / count
+    return found
 
 
 # --- an executor without a core -----------------------------------------------------------------------------------
@@ -216,7 +240,11 @@ class Feeder:
         self.reading = made.load(plan, lambda phase: None)
         facts = fit_cache(plan, self.reading)
         made.allocate(facts.num_blocks, facts.max_model_len)
-        self.plan, self._step, self._next_block = plan, 0, 1
+        self.device = torch.device(made.steps.state.words.device)
+        self.device_side: Device = HostDevice() if dry else CudaDevice(self.device)
+        self.plan, self._step, self._next_block = plan, 0, 0
+        # Block 0 is nobody's; the others lie anywhere, as after hours of service.
+        self._blocks = 1 + np.random.default_rng(0).permutation(facts.num_blocks - 1)
         self._lengths: dict[int, int] = {}
         self._num_blocks: dict[int, int] = {}
         self._released: list[int] = []
@@ -226,7 +254,7 @@ class Feeder:
         began_s = time.perf_counter()
         while self.executor.idle():
             pass
-        synchronize(torch.device(self.executor.steps.state.words.device))
+        synchronize(self.device)
         return time.perf_counter() - began_s
 
     def enter(self, num_rows: int, prompt_tokens: int, temperature: float = 0.0) -> None:
@@ -262,8 +290,9 @@ class Feeder:
         self._submit(rows, [1] * len(rows), starts, 0, [])
 
     def release(self) -> None:
+        """All rows are over; the next plan says so."""
         self._released = list(self._lengths)
-        self._lengths, self._num_blocks, self._next_block = {}, {}, 1
+        self._lengths, self._num_blocks, self._next_block = {}, {}, 0
 
     def _submit(
         self, rows: list[int], counts: list[int], starts: list[int], sampled_from: int, new: list[NewRow]
@@ -297,7 +326,7 @@ class Feeder:
 
     def _take(self, count: int) -> list[int]:
         self._next_block += count
-        return list(range(self._next_block - count, self._next_block))
+        return self._blocks[self._next_block - count : self._next_block].tolist()
 
     def _new_row(self, row: int, tokens: np.ndarray, temperature: float) -> NewRow:
         return NewRow(
@@ -312,20 +341,6 @@ class Feeder:
 
     def close(self) -> None:
         self.executor.stop()
+        gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def weight_flops(config: dict[str, Any]) -> tuple[int, int]:
-    """Elements of the matrices that every token meets in the layers, and of the head."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    head_dim = config.get("head_dim", hidden // heads)
-    attention = hidden * head_dim * 2 * (heads + config["num_key_value_heads"])
-    layers = config["num_hidden_layers"] * (attention + 3 * hidden * config["intermediate_size"])
-    return layers, config["vocab_size"] * hidden
-
-
-def cache_bytes(config: dict[str, Any], tokens: int, itemsize: int = 2) -> int:
-    """Keys and values of so many tokens."""
-    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    return 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim * tokens * itemsize

@@ -1,85 +1,112 @@
-"""Decoding on a GPU: dummy weights in the shape of Llama-3.1-8B, batches 1, 32 and 256 at a context of 1024 tokens.
+"""Decoding on a GPU: dummy weights in the shape of Llama-3.1-8B, batches 1, 32, 64 and 256 at a context of 1024 tokens.
 
     python benchmarks/gpu_decode.py --out results/gpu_decode.json [--batch 1] [--weights fp8] [--model NAME] [--dry]
 
 A step's limit is the larger of two times: what it must read (weights once, every request's keys and values) at the
 rate that copying reaches in this run, and what it must multiply at the rate that bf16 products reach. To reach: 85% of
-it at batch 1, 80% at 32 and 256, and 1.6 times bf16's tokens per second with fp8 weights at batch 1 (whose compute
-limit is left at bf16's rate); and under 50 us between consecutive graphs at batch 64 (`gap_us`: the time of a step
-less the time that the device needs for the graph alone, replayed back to back).
+it at batch 1, 80% at 32 and 256, and 1.6 times bf16's tokens per second with fp8 weights at batch 1; and under 50 us
+between consecutive graphs at batch 64. `gap_us` is that: by the device's clock, from the end of a step's graph to the
+begin of the next one's. Prompts end so that the median step has the context that is named; each sample is from one
+result to the next with two steps in flight. Last, a profile of a few steps is put beside `gpu_ledger.py`'s account.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import itertools
 import statistics
 import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gpu_common
-import torch
-from gpu_common import Feeder, cache_bytes, limits, weight_flops
-from report import write_report
+import msgspec
+from gpu_common import Feeder, attempt, limits, profile_us, rates_of
+from gpu_ledger import Step, limit, lines, step_flop
+from gpu_shapes import MODELS
+from report import Report
 
+from headrace.executor.device_state import Mark
 from headrace.executor.gpu_sampler import Choice
+from headrace.executor.graphs import DecodeGraphs
 
 BATCHES = (1, 32, 64, 256)
-REPLAYS = 50
+WARM_UP = 8
+PROFILED_STEPS = 5
 
 
-def measure(
-    folder: Path, arguments: Any, weights: str, batch: int, steps: int, context: int, found: dict[str, Any]
-) -> dict[str, Any]:
-    config = gpu_common.MODELS[arguments.model]
-    quantization = {} if weights == "bf16" or arguments.dry else {"quantization": "fp8"}
-    feeder = Feeder(
-        folder,
-        dry=arguments.dry,
-        device=arguments.device,
-        max_num_seqs=batch,
-        context=context + 2 * steps + 64,
-        max_num_batched_tokens=max(2048, batch),
-        cudagraph_capture_sizes=() if arguments.dry else (batch,),
-        **quantization,
-    )
-    capture_s = feeder.capture()
-    feeder.enter(batch, context)
-    samples_s = run_steps(feeder, steps)
-    graph_s = replays_s(feeder, batch)
+def measure(feeder: Feeder, config: dict[str, Any], step: Step, steps: int, found: dict[str, Any]) -> dict[str, Any]:
+    rates, batch = rates_of(found), step.rows
+    feeder.enter(batch, step.context - WARM_UP - steps // 2)
+    graphs = feeder.executor.steps.graphs
+    with timed_replays(graphs, batch, feeder.device_side.mark) as marks:
+        samples_s = run_steps(feeder, steps)
     breakdown_us = feeder.executor.steps.times.summary()
-    layers, head = weight_flops(config)
-    middle = context + steps
-    read_bytes = layers * (1 if quantization else 2) + 2 * head + batch * cache_bytes(config, middle)
-    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    attention_flop = 4 * config["num_hidden_layers"] * config["num_attention_heads"] * head_dim * middle
-    flop = batch * (2 * (layers + head) + attention_flop)
-    limit_s = max(read_bytes / found["copy_bytes_s"], flop / found["bf16_flop_s"])
+    measured_us = profile_us(feeder.device, partial(one_step, feeder), PROFILED_STEPS)
+    feeder.release()
+    graph_s, gaps_s = between(marks)
+    least_s, bound_by = limit(config, step, rates)
     median_s = statistics.median(samples_s)
-    feeder.close()
+    account = lines(config, step, rates, measured_us)
+    print(*account, sep="\n")
     return {
-        "weights": weights,
-        "batch": batch,
-        "context": context,
         "step_us": 1e6 * median_s,
         "tokens_s": batch / median_s,
-        "limit_us": 1e6 * limit_s,
-        "bound_by": "bandwidth" if read_bytes / found["copy_bytes_s"] >= limit_s else "compute",
-        "share_of_limit": limit_s / median_s,
+        "limit_us": 1e6 * least_s,
+        "bound_by": bound_by,
+        "share_of_limit": least_s / median_s,
+        "flop": step_flop(config, step),
         "graph_us": 1e6 * statistics.median(graph_s) if graph_s else None,
-        "gap_us": 1e6 * (median_s - statistics.median(graph_s)) if graph_s else None,
-        "capture_s": capture_s,
-        "graph_pool_bytes": feeder.reading.graph_bytes,
-        "breakdown_us": breakdown_us,
+        "gap_us": 1e6 * statistics.median(gaps_s) if gaps_s else None,
+        "why_eager": graphs.why_eager,
+        "host_us_by_phase": breakdown_us,
+        "device_us_by_phase": measured_us,
+        "account": account,
         "samples_s": samples_s,
         "graph_samples_s": graph_s,
+        "gap_samples_s": gaps_s,
     }
+
+
+@contextmanager
+def timed_replays(graphs: DecodeGraphs, batch: int, mark: Callable[[], Mark]) -> Iterator[list[tuple[Mark, Mark]]]:
+    """Meanwhile the graph of that batch is marked where each of its replays begins and ends; nothing without one."""
+    marks: list[tuple[Mark, Mark]] = []
+    key = graphs.key_for(batch, Choice.ARGMAX)
+    graph = graphs._graphs.get(key) if key is not None else None
+    if graph is None:
+        yield marks
+        return
+
+    def replay() -> None:
+        marks.append((mark(), mark()))
+        marks[-1][0].record()
+        graph.replay()
+        marks[-1][1].record()
+
+    graphs._graphs[graph.key] = dataclasses.replace(graph, replay=replay)
+    try:
+        yield marks
+    finally:
+        graphs._graphs[graph.key] = graph
+
+
+def between(marks: Sequence[tuple[Mark, Mark]]) -> tuple[list[float], list[float]]:
+    """Seconds of each replay, and from each one's end to the next one's begin, once all have passed."""
+    kept = marks[WARM_UP:]
+    gaps_s = [begin.seconds_since(end) for (_, end), (begin, _) in itertools.pairwise(kept)]
+    return [end.seconds_since(begin) for begin, end in kept], gaps_s
 
 
 def run_steps(feeder: Feeder, steps: int) -> list[float]:
     """Seconds from one result to the next, with a step started before the one before is read."""
     feeder.decode()
-    for _ in range(8):
+    for _ in range(WARM_UP):
         feeder.decode()
         feeder.collect()
     feeder.executor.steps.times.steps.clear()
@@ -94,51 +121,78 @@ def run_steps(feeder: Feeder, steps: int) -> list[float]:
     return samples_s
 
 
-def replays_s(feeder: Feeder, batch: int) -> list[float]:
-    """Seconds of the device for one graph, by events around replays back to back; empty where there are no graphs.
+def one_step(feeder: Feeder) -> None:
+    feeder.decode()
+    feeder.collect()
 
-    The rows go on where they are, so this comes last.
-    """
-    runner = feeder.executor.steps
-    graph = runner.graphs.find(batch, Choice.ARGMAX)
-    if graph is None:
-        return []
-    samples = []
-    for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(REPLAYS // 5):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(begin.elapsed_time(end) / 1e3 / (REPLAYS // 5))
-    return samples
+
+def show(row: dict[str, Any]) -> None:
+    if "failed" in row:
+        return
+    gap = "" if row["gap_us"] is None else f", {row['gap_us']:.1f} us between graphs"
+    eager = f"; no graph: {row['why_eager']}" if row["why_eager"] else ""
+    print(
+        f"{row['weights']}, batch {row['batch']:>4}: {row['step_us']:>8.0f} us a step, {row['tokens_s']:>8.0f} tok/s, "
+        f"{row['share_of_limit']:.1%} of the {row['bound_by']} limit{gap}{eager}",
+        flush=True,
+    )
+
+
+def measure_all(folder: Path, arguments: argparse.Namespace, report: Report, weights: str) -> None:
+    batches, steps, context = arguments.batch, arguments.steps, arguments.context
+    options = {} if weights == "bf16" or arguments.dry else {"quantization": "fp8"}
+    began_s = time.perf_counter()
+    feeder = Feeder(
+        folder,
+        dry=arguments.dry,
+        device=arguments.device,
+        max_num_seqs=max(batches),
+        context=context + steps + PROFILED_STEPS + 64,
+        max_num_batched_tokens=max(8192, *batches),
+        cudagraph_capture_sizes=() if arguments.dry else tuple(sorted(batches)),
+        **options,
+    )
+    loaded_s = time.perf_counter() - began_s
+    capture_s = feeder.capture()
+    report.results[weights] = {
+        "load_s": loaded_s,
+        "capture_s": capture_s,
+        "graph_pool_bytes": feeder.executor.steps.graphs.pool_bytes,
+        "reading": msgspec.to_builtins(feeder.reading),
+    }
+    print(f"{weights}: ready after {loaded_s:.1f} s, graphs after {capture_s:.1f} s more", flush=True)
+    for batch in batches:
+        step = Step(batch, context, weight_bytes=1 if options else 2)
+        case = {"weights": weights, "batch": batch, "context": context}
+        show(
+            attempt(
+                report, case, partial(measure, feeder, MODELS[arguments.model], step, steps, report.results["limits"])
+            )
+        )
+    feeder.close()
 
 
 def main() -> None:
     parser = gpu_common.arguments(__doc__)
-    parser.add_argument("--model", choices=list(gpu_common.MODELS), default="llama-8b")
+    parser.add_argument("--model", choices=list(MODELS), default="llama-8b")
     parser.add_argument("--batch", type=int, action="append", help="repeatable; default 1, 32, 64 and 256")
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--weights", choices=["bf16", "fp8"], action="append", help="repeatable; default both")
     arguments = parser.parse_args()
-    batches, steps, context = arguments.batch or BATCHES, arguments.steps, arguments.context
+    arguments.batch = arguments.batch or list(BATCHES)
     if arguments.dry:
-        arguments.model, batches, steps, context = "tiny", arguments.batch or (1, 4), min(steps, 20), 64
+        arguments.model, arguments.batch, arguments.steps, arguments.context = "tiny", [1, 4], 12, 64
     found = limits(gpu_common.device_of(arguments.dry, arguments.device), arguments.dry)
-    rows = []
+    report = Report(arguments.out, "gpu_decode", {"model": arguments.model, "limits": found})
     with gpu_common.model_folder(arguments.model) as folder:
-        for weights, batch in itertools.product(arguments.weights or ("bf16", "fp8"), batches):
-            row = measure(folder, arguments, weights, batch, steps, context, found)
-            rows.append(row)
-            gap = "" if row["gap_us"] is None else f", {row['gap_us']:.0f} us between graphs"
-            print(
-                f"{weights}, batch {batch:>4}: {row['step_us']:>8.0f} us a step, {row['tokens_s']:>8.0f} tok/s, "
-                f"{row['share_of_limit']:.1%} of the {row['bound_by']} limit{gap}"
-            )
-    if arguments.out:
-        write_report(arguments.out, "gpu_decode", {"model": arguments.model, "limits": found, "cases": rows})
+        for weights in arguments.weights or ("bf16", "fp8"):
+            try:
+                measure_all(folder, arguments, report, weights)
+            except Exception as error:
+                traceback.print_exc()
+                report.add_case({"weights": weights, "failed": f"{type(error).__name__}: {error}"[:2000]})
+    gpu_common.finish(report)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,38 @@ from typing import Any
 from headrace.frontend.bench.record import SCHEMA, commit, surroundings, write
 
 
-def write_report(path: Path, name: str, results: Any, *, seed: int = 0) -> None:
-    """Writes `results` with what it takes to judge them."""
-    report = {
+class Report:
+    """A report that is whole in its file after each case, so that nothing measured is lost with what comes next."""
+
+    def __init__(self, path: Path | None, name: str, results: dict[str, Any], *, seed: int = 0) -> None:
+        """path: None keeps it in memory alone. `results` may be added to; `cases` is made where it is missing."""
+        self.results = results
+        self._path = path
+        self._head = {} if path is None else head(name, seed)
+        results.setdefault("cases", [])
+
+    def add_case(self, case: dict[str, Any]) -> None:
+        self.results["cases"].append(case)
+        self.save()
+
+    def save(self) -> None:
+        if self._path is not None:
+            write(self._path, {**self._head, "results": self.results})
+
+
+def head(name: str, seed: int) -> dict[str, Any]:
+    """What it takes to judge results."""
+    return {
         "benchmark": name,
         "schema": SCHEMA,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **commit(),
         **surroundings(probe=False),
         "seed": seed,
-        "results": results,
     }
-    write(path, report)
+
+
+def write_report(path: Path, name: str, results: Any, *, seed: int = 0) -> None:
+    """Writes `results` with what it takes to judge them."""
+    write(path, {**head(name, seed), "results": results})
     print(f"wrote {path.name}")
