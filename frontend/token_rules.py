@@ -87,11 +87,10 @@ def check_token_rules(params: SamplingParams, welcome: Welcome) -> None:
 def tokenize_bad_words(
     words: Iterable[str], tokenizer: Tokenizer | None, vocab_size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The runs of tokens that are never to be completed, as vLLM finds them.
+    """The runs of tokens that are never to be completed: each word alone, and after a space.
 
-    A word stands alone and after a space. The second counts where the space makes another token of its beginning and
-    the run is as long; else the word after a space is the space's token and the word, which the first run forbids.
-    Raises InvalidRequestError.
+    Where a space only puts its own token before the word's, the first run forbids both. vLLM leaves the second out too
+    where the space changes the number of tokens, and then lets the word through after one. Raises InvalidRequestError.
     """
     runs: dict[tuple[int, ...], None] = {}
     for word in dict.fromkeys(words):
@@ -100,7 +99,7 @@ def tokenize_bad_words(
         if not alone:
             raise InvalidRequestError(f"SamplingParams.bad_words contains {word!r:.100}, which comes to no token")
         runs[alone] = None
-        if spaced and spaced[0] != alone[0] and len(spaced) == len(alone):
+        if spaced and spaced[-len(alone) :] != alone:
             runs[spaced] = None
     if outside := [token_id for run in runs for token_id in run if token_id >= vocab_size]:
         raise InvalidRequestError(
