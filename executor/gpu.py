@@ -43,6 +43,7 @@ from headrace.executor.uniproc import DTYPES, UniprocExecutor, cache_dtype
 from headrace.executor.weights import WeightSource
 from headrace.ipc.control import DoIdleWork, WorkerAnswer, WorkerCommand
 from headrace.ipc.step import StepPlan, StepResult
+from headrace.kernels.triton.versions import why_no_triton
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,8 @@ class GpuExecutor(UniprocExecutor):
         offload_bytes = int(plan.options.cpu_offload_gb * (1 << 30))
         check_free_memory(self._device, facts, max(0, needed_bytes - offload_bytes), what)
         self._plan = plan
+        if self._device.type == "cuda" and (reason := why_no_triton(self._device)):
+            logger.warning("the model is computed by torch's own operations, which is much slower: %s", reason)
         with self._backend.here():
             report("load weights")
             self._decoder = self._new_decoder(self._checkpoint)

@@ -32,6 +32,7 @@ from headrace.executor.gpu_memory import largest_prefill, visit_kernels
 from headrace.executor.gpu_runner import GpuRunner, RunnerLimits
 from headrace.executor.gpu_sampler import Choice
 from headrace.kernels import registry
+from headrace.kernels.triton import versions
 
 META = torch.device("meta")
 GPU = torch.device("cuda", 0)
@@ -187,6 +188,7 @@ class LaunchNotes:
             stack.enter_context(pretended(self._architecture))
             stack.enter_context(mock.patch.object(JITFunction, "run", note))
             stack.enter_context(mock.patch.object(registry.Op, "choose", for_a_gpu))
+            stack.enter_context(mock.patch.object(versions, "_why_not_started", return_value=""))  # there is no driver
             stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=capability))
             yield
 

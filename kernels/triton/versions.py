@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,7 @@ def why_no_triton(device: torch.device | None = None, **_: Any) -> str:
         if capability < LEAST_CAPABILITY:
             found = ".".join(map(str, capability))
             return f"the Triton kernels need compute capability 8.0 or above; {device} has {found}."
+        return "" if _is_interpreted() else _why_not_started()
     return ""
 
 
@@ -46,6 +48,17 @@ def _why_not_importable() -> str:
         importlib.import_module("triton")
     except ImportError as error:
         return f"triton cannot be imported here ({error}); it has no build for every platform."
+    return ""
+
+
+@functools.cache
+def _why_not_started() -> str:
+    """Triton 3.6 compiles its driver, and a launcher for each kernel, with the machine's C compiler."""
+    try:
+        importlib.import_module("triton.runtime").driver.active.get_current_device()
+    except (ImportError, RuntimeError, AssertionError, OSError, subprocess.SubprocessError) as error:
+        first_line, _, _ = str(error).partition("\n")
+        return f"triton cannot start ({first_line}); it needs a C compiler (gcc) and Python's headers (python3-dev)."
     return ""
 
 
