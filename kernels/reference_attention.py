@@ -40,6 +40,9 @@ class PagedBatch:
     """What a kernel derives once and uses in every layer; dropped with the step."""
     max_query_len: int | None = None
     """The host's bound on the tokens of any one sequence; 1 spares a GPU the kernel for prompts. None: not known."""
+    shared_tokens: Tensor | None = None
+    """[1] int32, for `cascade_attention`: the first so many tokens of every sequence that is no padding lie in the
+    blocks that the first row of the block tables names. None is shorter."""
 
     @cached_property
     def query_starts(self) -> list[int]:
@@ -291,17 +294,13 @@ def cascade_attention(
     value_cache: Tensor,
     batch: PagedBatch,
     params: AttentionParams,
-    num_shared_tokens: int,
+    scales: CacheScales | None = None,
 ) -> Tensor:
-    """`paged_attention` of sequences that all begin with the same blocks.
+    """`paged_attention` of sequences that all begin with the same blocks, as far as `batch.shared_tokens` says.
 
-    The first num_shared_tokens of every context, a whole number of blocks, lie in the blocks that the first row of
-    the block tables names; a version may read them once for all (Juravsky et al., "Hydragen", 2024). Windowed layers
-    have no use for it. Raises ValueError when num_shared_tokens is not a whole number of blocks.
+    A version may read those once for all (Juravsky et al., "Hydragen", 2024). Windowed layers have no use for it.
     """
-    if num_shared_tokens % batch.block_size:
-        raise ValueError(f"{num_shared_tokens} shared tokens are not a whole number of blocks of {batch.block_size}")
-    return paged_attention(query, key_cache, value_cache, batch, params)
+    return paged_attention(query, key_cache, value_cache, batch, params, scales)
 
 
 REFERENCES: Mapping[str, Callable[..., Any]] = MappingProxyType(

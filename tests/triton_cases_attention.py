@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from unittest import mock
 
-import pytest
 import torch
 from paged import make_batch
 
 from headrace.kernels import ops
 from headrace.kernels.reference_attention import AttentionParams, CacheScales, PagedBatch, paged_attention
-from headrace.kernels.triton import attention, cascade
+from headrace.kernels.triton import attention, cascade, configs
 
 BOUND = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 """Largest error of an output near 1. The interpreter cuts softmax weights off to bfloat16, where a GPU rounds."""
@@ -95,20 +95,102 @@ def case_scaled_caches() -> None:
             assert_close(found, expected)
 
 
+def shared_batch(
+    num_shared: int, heads: tuple[int, int], block_size: int
+) -> tuple[PagedBatch, torch.Tensor, torch.Tensor]:
+    """Sequences of one token whose first 64 tokens lie in the same blocks; of that, num_shared is told."""
+    lengths = [(1, 64 + own) for own in (1, 40, 33, 0)]
+    batch, keys, values = make_batch(lengths, block_size, heads[1], 24, torch.float32, shared_blocks=64 // block_size)
+    return dataclasses.replace(batch, shared_tokens=torch.tensor([num_shared], dtype=torch.int32)), keys, values
+
+
 def case_a_shared_beginning_is_read_once_to_the_same_end() -> None:
-    for heads, soft_cap in (((6, 2), None), ((3, 3), 1.5)):
-        lengths = [(1, 64 + n) for n in (1, 80, 33, 5, 16)]
-        batch, keys, values = make_batch(lengths, 16, heads[1], 24, torch.float32, shared_blocks=4)
-        query, params = torch.randn(5, heads[0], 24), AttentionParams(24**-0.5, None, soft_cap)
-        expected = paged_attention(query, keys, values, batch, params)
-        for num_shared in (0, 16, 64):
-            found = cascade.cascade_attention(query, keys, values, batch, params, num_shared)
-            assert_close(found, expected)
-    # Whatever is told, each sequence's own blocks are wrong for the shared part of the others.
-    batch.block_tables[1:, :2] = batch.block_tables[1:, -1:]
-    assert_close(cascade.cascade_attention(query, keys, values, batch, params, 64), expected)
-    with pytest.raises(ValueError, match="whole number of blocks"):
-        cascade.cascade_attention(query, keys, values, batch, params, 17)
+    for heads, soft_cap, block_size in (((6, 2), None, 16), ((3, 3), 1.5, 32)):
+        for num_shared in (0, 48, 64):
+            batch, keys, values = shared_batch(num_shared, heads, block_size)
+            query, params = torch.randn(4, heads[0], 24), AttentionParams(24**-0.5, None, soft_cap)
+            expected = paged_attention(query, keys, values, batch, params)
+            assert_close(cascade.cascade_attention(query, keys, values, batch, params), expected)
+        # Whatever is told, each sequence's own blocks are wrong for the shared part of the others.
+        batch.block_tables[1:, : 64 // block_size] = batch.block_tables[1:, -1:]
+        assert_close(cascade.cascade_attention(query, keys, values, batch, params), expected)
+
+
+def case_shared_beginnings_beside_padding() -> None:
+    """A graph's spare rows have no context, and whatever is in their table's blocks and their queries stays there."""
+    batch, keys, values = shared_batch(64, (4, 2), 16)
+    query, params = torch.randn(7, 4, 24), AttentionParams(24**-0.5)
+    expected = paged_attention(query[:4], keys, values, batch, params)
+    query[4:] = torch.nan
+    nobodys = batch.block_tables[:3, -1:]
+    assert keys[nobodys.long()].isnan().all()
+    padded = PagedBatch(
+        torch.arange(8, dtype=torch.int32),
+        torch.cat([batch.seq_lens, torch.zeros(3, dtype=torch.int32)]),
+        torch.cat([batch.block_tables, nobodys.expand(-1, batch.block_tables.shape[1])]),
+        torch.cat([batch.slot_mapping, torch.zeros(3, dtype=torch.int64)]),
+        16,
+        max_query_len=1,
+        shared_tokens=batch.shared_tokens,
+    )
+    found = cascade.cascade_attention(query, keys, values, padded, params)
+    assert_close(found[:4], expected)
+    assert not found[4:].any()
+    # At its capture a graph has nothing but padding.
+    nothing = dataclasses.replace(padded, seq_lens=torch.zeros_like(padded.seq_lens))
+    assert not cascade.cascade_attention(query, keys, values, nothing, params).any()
+
+
+def case_shared_beginnings_of_scaled_caches() -> None:
+    batch, keys, values = shared_batch(64, (6, 2), 16)
+    query, params = torch.randn(4, 6, 24), AttentionParams(24**-0.5)
+    for stored, largest in ((torch.int8, 127.0), (torch.float8_e4m3fn, 448.0)):
+        caches, rows = [], []
+        for x in (keys, values):
+            row = x.nan_to_num().abs().amax(-1).clamp(min=1e-3) / largest
+            scaled = x.nan_to_num() / row[..., None]
+            caches.append(scaled.round().to(stored) if stored == torch.int8 else scaled.to(stored))
+            rows.append(row)
+        scales = CacheScales(keys=rows[0], values=rows[1])
+        expected = paged_attention(query, *caches, batch, params, scales)
+        assert_close(cascade.cascade_attention(query, *caches, batch, params, scales), expected)
+        fixed = CacheScales(0.04, 0.03)
+        expected = paged_attention(query, *caches, batch, params, fixed)
+        assert_close(cascade.cascade_attention(query, *caches, batch, params, fixed), expected)
+
+
+def case_what_cannot_share_is_plain_attention() -> None:
+    batch, keys, values = shared_batch(64, (4, 2), 16)
+    query = torch.randn(5, 4, 24)
+    for params in (AttentionParams(24**-0.5, 40), AttentionParams(24**-0.5, batch_invariant=True)):
+        found = cascade.cascade_attention(query[:4], keys, values, batch, params)
+        assert torch.equal(found, attention.paged_attention(query[:4], keys, values, batch, params))
+    params = AttentionParams(24**-0.5)
+    mixed, keys, values = make_batch([(3, 70), (2, 75)], 16, 2, 24, torch.float32, shared_blocks=4)
+    mixed = dataclasses.replace(mixed, shared_tokens=torch.tensor([64], dtype=torch.int32))
+    found = cascade.cascade_attention(query, keys, values, mixed, params)
+    assert torch.equal(found, attention.paged_attention(query, keys, values, mixed, params))
+
+
+def case_one_sequence_is_divided_into_many_parts() -> None:
+    """More parts than are merged at once, most of them empty."""
+    batch, keys, values = make_batch([(1, 300)], 16, 1, 24, torch.float32)
+    query, params = torch.randn(1, 3, 24), AttentionParams(24**-0.5)
+    with mock.patch.object(configs, "device_of", return_value=configs.Device((8, 0), 40)):
+        assert attention.Launch(query, keys, values, batch, params, None).num_parts(1) == 64
+        found = attention.paged_attention(query, keys, values, batch, params)
+    assert_close(found, paged_attention(query, keys, values, batch, params))
+
+
+def case_a_prompt_finds_its_sequence_among_hundreds() -> None:
+    lengths = [(1, 1)] * 129 + [(2, 3), (5, 5)]
+    batch, keys, values = make_batch(lengths, 16, 1, 8, torch.float32)
+    query, params = torch.randn(136, 2, 8), AttentionParams(8**-0.5)
+    found = torch.zeros_like(query)
+    launch = attention.Launch(query, keys, values, batch, params, None)
+    launch.prompts(found, configs.prefill_tiles(*launch.facts))
+    assert_close(found[129:], paged_attention(query, keys, values, batch, params)[129:])
+    assert not found[:129].any()
 
 
 def case_padding_changes_nothing() -> None:

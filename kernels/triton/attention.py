@@ -22,7 +22,10 @@ from headrace.kernels.triton.configs import (
 LOG2_E = 1.4426950408889634
 PROGRAMS_PER_MULTIPROCESSOR = 2
 """Decode programs wanted at once, each of which keeps a few tiles of keys in flight."""
-MOST_PARTS = 32
+MOST_PARTS = 128
+"""With one key/value head, as on each of eight ranks, a single long sequence still has programs for all of an H200."""
+PARTS_AT_ONCE = 32
+"""Parts that are merged together."""
 FIXED_SPLIT_TOKENS = 4096
 """Batch-invariant attention divides every context at multiples of this."""
 CACHE_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}
@@ -130,10 +133,12 @@ class Launch:
         """What the tiles are chosen by."""
         return self.device, self.head_dim, self.group, self.query.element_size()
 
-    def num_parts(self, num_programs: int) -> int:
+    def num_parts(self, num_programs: int, per_multiprocessor: int = PROGRAMS_PER_MULTIPROCESSOR) -> int:
         """How many parts keys are divided into when there are so many programs without that."""
-        wanted = self.device.num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
-        return max(1, min(MOST_PARTS, wanted // max(1, num_programs)))
+        parts = self.device.num_multiprocessors * per_multiprocessor // max(1, num_programs)
+        if parts > PARTS_AT_ONCE:
+            parts = min(MOST_PARTS, parts - parts % PARTS_AT_ONCE)
+        return max(1, parts)
 
     def decodes(self, out: Tensor, tiles: Tiles, split_tiles: int = 0) -> None:
         """Sequences of one token. split_tiles: tiles in each part; 0 divides by the number of programs."""
@@ -164,7 +169,6 @@ class Launch:
         grid: tuple[int, int, int],
         tiles: Tiles,
         into: Tensor | Parts,
-        first_token: int = 0,
         part_offset: int = 0,
         **options: int | bool,
     ) -> None:
@@ -172,7 +176,7 @@ class Launch:
         batch = self.batch
         has_parts = isinstance(into, Parts)
         out, parts, stats = (None, into.values, into.stats) if isinstance(into, Parts) else (into, None, None)
-        flags = {"SPLIT_TILES": 0, "DECODE": False, "SKIP_DECODES": False, "SHARED": False, **options}
+        flags = {"SPLIT_TILES": 0, "DECODE": False, "SKIP_DECODES": False, "SHARED": False, "SHARED_UNIT": 0, **options}
         attend_kernel[grid](
             out,
             parts,
@@ -181,7 +185,7 @@ class Launch:
             batch.block_tables,
             batch.seq_lens,
             batch.query_start,
-            first_token,
+            batch.shared_tokens if flags["SHARED_UNIT"] else None,
             len(batch.seq_lens),
             into.count if isinstance(into, Parts) else 1,
             part_offset,
@@ -217,5 +221,6 @@ class Launch:
             BLOCK_D=self._shape["BLOCK_D"],
             SPLIT_TOKENS=split_tokens,
             WINDOW=self._shape["WINDOW"],
-            num_warps=1 if self.head_dim <= 128 else 2,
+            AT_ONCE=PARTS_AT_ONCE,
+            num_warps=4,
         )

@@ -88,29 +88,34 @@ def attend_range(
             stored_keys = tl.load(key_cache + elements)
             stored_values = tl.load(value_cache + elements)
         keys = widen(stored_keys, q.dtype, KIND)
-        scores = dot(q, tl.trans(keys), tl.zeros([q.shape[0], BLOCK_N], tl.float32), PRECISION) * score_scale
+        scores = dot(q, tl.trans(keys), tl.zeros([q.shape[0], BLOCK_N], tl.float32), PRECISION)
         if ROW_SCALES:
             scale_rows = (rows - slots * HEAD_DIM) // HEAD_DIM + slots
             if MASKED:
                 scores *= tl.load(key_scales + scale_rows, mask=written, other=0.0)[None, :]
             else:
                 scores *= tl.load(key_scales + scale_rows)[None, :]
+        # The last factor, which is positive, waits: it is applied to a row's maximum and within the exponent's one
+        # fused operation, so each score costs a multiplication less.
+        factor = score_scale
         if SOFT_CAP:
             # score_scale holds scale / cap here, and tanh(x) = 1 - 2 / (1 + e^2x).
-            ratio = 1.0 - 2.0 / (1.0 + tl.exp2(scores * 2.8853900817779268))
-            scores = soft_cap * 1.4426950408889634 * ratio
+            scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (score_scale * 2.8853900817779268)))
+            factor = soft_cap * 1.4426950408889634
         if MASKED:
             visible = (at[None, :] <= positions[:, None]) & written[None, :]
             if WINDOW:
                 visible &= at[None, :] > positions[:, None] - window
             scores = tl.where(visible, scores, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        new_max = tl.maximum(running_max, tl.max(scores, 1) * factor)
         if MASKED:
             # A row may have seen nothing yet: subtracting -inf from itself would make it NaN.
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         else:
             shift = new_max
-        weights = tl.exp2(scores - shift[:, None])
+        # Fused by name: left to the compiler, masked and full tiles might round differently, and what is in which
+        # depends on the batch.
+        weights = tl.exp2(tl.fma(scores, factor, -shift[:, None]))
         decay = tl.exp2(running_max - shift)
         running_sum = running_sum * decay + tl.sum(weights, 1)
         if ROW_SCALES:
@@ -137,7 +142,7 @@ def merge(max_a, sum_a, acc_a, max_b, sum_b, acc_b):
     )
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_parts", "part_offset", "first_token", "window", "table_stride"])
+@triton.jit(do_not_specialize=["num_seqs", "num_parts", "part_offset", "window", "table_stride"])
 def attend_kernel(
     out,  # [num_tokens, num_heads, HEAD_DIM], or None where there are parts
     parts,  # [num_seqs, num_heads, num_parts, HEAD_DIM] float32: not normalised
@@ -150,7 +155,7 @@ def attend_kernel(
     block_tables,  # [num_seqs, table_stride]
     seq_lens,  # [num_seqs]
     query_start,  # [num_seqs + 1]
-    first_token,  # of every context: 0, or where the part that cascade has done ends; a multiple of BLOCK_N
+    shared_tokens,  # [1] with SHARED_UNIT: how many tokens every context begins with alike, in the same blocks
     num_seqs,
     num_parts,
     part_offset,  # of num_parts, those before it are another launch's
@@ -179,6 +184,7 @@ def attend_kernel(
     PARTS: tl.constexpr,
     SKIP_DECODES: tl.constexpr,
     SHARED: tl.constexpr,
+    SHARED_UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One tile of queries of one sequence and key/value head.
@@ -186,10 +192,14 @@ def attend_kernel(
     DECODE: grid (num_seqs, NUM_KV_HEADS, programs); a sequence of one token, its keys divided into parts: into
     `programs` of them evenly, or, where SPLIT_TILES is set, one for each SPLIT_TILES tiles. Otherwise: grid (bound on
     the tiles, NUM_KV_HEADS), tiles being numbered as if each sequence ended with one that is not full.
-    SHARED: all tokens are one sequence, whose keys are [0, first_token) of the first row of the tables, all visible;
-    each token's parts go where those of the sequence of the same number go.
+    SHARED_UNIT, a multiple of BLOCK_N, or 0: the whole units of the shared tokens are the keys of the launch that is
+    SHARED, and the others begin behind them. There all tokens are one sequence, whose keys are found by the first row
+    of the tables and are all visible; each token's parts go where those of the sequence of the same number go.
     """
     TOKENS: tl.constexpr = BLOCK_M // GROUP
+    first_token = 0
+    if SHARED_UNIT:
+        first_token = tl.load(shared_tokens) // SHARED_UNIT * SHARED_UNIT
     head = tl.program_id(1)
     if DECODE:
         seq = tl.program_id(0)
@@ -206,13 +216,12 @@ def attend_kernel(
     else:
         # The last tiles see most keys, so they begin first.
         index = tl.num_programs(0) - 1 - tl.program_id(0)
-        low, high = 0, num_seqs
-        while high - low > 1:
-            middle = (low + high) // 2
-            ahead = tl.load(query_start + middle) // TOKENS + middle <= index
-            low = tl.where(ahead, middle, low)
-            high = tl.where(ahead, high, middle)
-        seq = low
+        # Loads that wait for none but themselves: halving would wait for one after the other.
+        seq = -1
+        for start in range(0, num_seqs, 128):
+            seqs = start + tl.arange(0, 128)
+            begins = tl.load(query_start + seqs, mask=seqs < num_seqs, other=0)
+            seq += tl.sum(((seqs < num_seqs) & (begins // TOKENS + seqs <= index)).to(tl.int32), 0)
         begin = tl.load(query_start + seq)
         num_queries = tl.load(query_start + seq + 1) - begin
         first_query = (index - begin // TOKENS - seq) * TOKENS
@@ -243,9 +252,9 @@ def attend_kernel(
     # Tiles that any row sees are [low_tile, high_tile); those that every row sees whole are [full_low, full_high).
     if SHARED:
         low_tile = 0
-        high_tile = tl.cdiv(first_token, BLOCK_N)
+        high_tile = first_token // BLOCK_N
         full_low = 0
-        full_high = first_token // BLOCK_N
+        full_high = high_tile
     else:
         last_position = tl.minimum(first_position + TOKENS, context_len) - 1
         low_tile = first_token // BLOCK_N
@@ -288,25 +297,32 @@ def attend_kernel(
         share_max, share_sum, share_acc = none_seen, nothing, empty
         middle_low = tl.minimum(tl.maximum(full_low, share_low), share_high)
         middle_high = tl.minimum(tl.maximum(full_high, middle_low), share_high)
-        if WINDOW:
+        if DECODE:
+            # Waiting for memory anyway, it masks every tile: a loop of its own for the last would first have to fill
+            # the pipeline again, in all programs at the same time.
+            middle_low = share_low
+            middle_high = share_low
+        elif WINDOW:
             share_max, share_sum, share_acc = attend_range(
                 share_max, share_sum, share_acc, q, positions, share_low, middle_low, context_len, head,
                 key_cache, value_cache, key_scales, value_scales, table_row, score_scale, soft_cap, window,
                 block_stride, head_stride, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, KIND, ROW_SCALES, SOFT_CAP, WINDOW,
                 True, PRECISION,
             )  # fmt: skip
-        share_max, share_sum, share_acc = attend_range(
-            share_max, share_sum, share_acc, q, positions, middle_low, middle_high, context_len, head,
-            key_cache, value_cache, key_scales, value_scales, table_row, score_scale, soft_cap, window,
-            block_stride, head_stride, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, KIND, ROW_SCALES, SOFT_CAP, WINDOW,
-            False, PRECISION,
-        )  # fmt: skip
-        share_max, share_sum, share_acc = attend_range(
-            share_max, share_sum, share_acc, q, positions, middle_high, share_high, context_len, head,
-            key_cache, value_cache, key_scales, value_scales, table_row, score_scale, soft_cap, window,
-            block_stride, head_stride, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, KIND, ROW_SCALES, SOFT_CAP, WINDOW,
-            True, PRECISION,
-        )  # fmt: skip
+        if not DECODE:
+            share_max, share_sum, share_acc = attend_range(
+                share_max, share_sum, share_acc, q, positions, middle_low, middle_high, context_len, head,
+                key_cache, value_cache, key_scales, value_scales, table_row, score_scale, soft_cap, window,
+                block_stride, head_stride, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, KIND, ROW_SCALES, SOFT_CAP, WINDOW,
+                False, PRECISION,
+            )  # fmt: skip
+        if not SHARED:
+            share_max, share_sum, share_acc = attend_range(
+                share_max, share_sum, share_acc, q, positions, middle_high, share_high, context_len, head,
+                key_cache, value_cache, key_scales, value_scales, table_row, score_scale, soft_cap, window,
+                block_stride, head_stride, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, KIND, ROW_SCALES, SOFT_CAP, WINDOW,
+                True, PRECISION,
+            )  # fmt: skip
         if PARTS:
             part = token_rows if SHARED else token_rows * 0 + seq
             part = (part * (NUM_KV_HEADS * GROUP) + heads) * num_parts + part_offset + share
@@ -340,32 +356,51 @@ def combine_kernel(
     BLOCK_D: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    """Merges the parts of sequences of one token, in order. Grid (num_seqs, num_heads)."""
+    """Merges the parts of sequences of one token. Grid (num_seqs, num_heads).
+
+    Where SPLIT_TOKENS is set, one by one in order, as a prompt's tile merges its own; otherwise AT_ONCE at a time, as
+    a loop over parts would wait for memory once for each.
+    """
     seq = tl.program_id(0)
     head = tl.program_id(1)
     begin = tl.load(query_start + seq)
     if tl.load(query_start + seq + 1) - begin != 1:
         return
     context_len = tl.load(seq_lens + seq)
-    first = 0
-    end = tl.where(context_len > 0, num_parts, 0)
-    if SPLIT_TOKENS:
-        # Others were not written.
-        end = tl.cdiv(context_len, SPLIT_TOKENS)
-        if WINDOW:
-            first = tl.maximum(context_len - window, 0) // SPLIT_TOKENS
     dims = tl.arange(0, BLOCK_D)
     in_head = dims < HEAD_DIM
     base = (seq.to(tl.int64) * NUM_HEADS + head) * num_parts
     running_max = tl.full([1], float("-inf"), tl.float32)
     running_sum = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, BLOCK_D], tl.float32)
-    for part in range(first, end):
-        part_max = tl.load(part_stats + (base + part) * 2 + tl.arange(0, 1))
-        part_sum = tl.load(part_stats + (base + part) * 2 + 1 + tl.arange(0, 1))
-        part_acc = tl.load(parts + (base + part) * HEAD_DIM + dims, mask=in_head, other=0.0)[None, :]
-        running_max, running_sum, acc = merge(running_max, running_sum, acc, part_max, part_sum, part_acc)
+    if SPLIT_TOKENS:
+        # Others were not written.
+        first = 0
+        end = tl.cdiv(context_len, SPLIT_TOKENS)
+        if WINDOW:
+            first = tl.maximum(context_len - window, 0) // SPLIT_TOKENS
+        for part in range(first, end):
+            part_max = tl.load(part_stats + (base + part) * 2 + tl.arange(0, 1))
+            part_sum = tl.load(part_stats + (base + part) * 2 + 1 + tl.arange(0, 1))
+            part_acc = tl.load(parts + (base + part) * HEAD_DIM + dims, mask=in_head, other=0.0)[None, :]
+            running_max, running_sum, acc = merge(running_max, running_sum, acc, part_max, part_sum, part_acc)
+    else:
+        # A row of padding has no context, whatever cascade wrote for it.
+        end = tl.where(context_len > 0, num_parts, 0)
+        for start in range(0, end, AT_ONCE):
+            part = start + tl.arange(0, AT_ONCE)
+            part_max = tl.load(part_stats + (base + part) * 2, mask=part < end, other=float("-inf"))
+            part_sum = tl.load(part_stats + (base + part) * 2 + 1, mask=part < end, other=0.0)
+            in_part = (part < end)[:, None] & in_head[None, :]
+            part_acc = tl.load(parts + (base + part)[:, None] * HEAD_DIM + dims[None, :], mask=in_part, other=0.0)
+            highest = tl.max(part_max, 0)
+            decay = tl.exp2(part_max - tl.where(highest == float("-inf"), 0.0, highest))
+            some_max = tl.full([1], 0.0, tl.float32) + highest
+            some_sum = tl.zeros([1], tl.float32) + tl.sum(part_sum * decay, 0)
+            some_acc = tl.sum(part_acc * decay[:, None], 0)[None, :]
+            running_max, running_sum, acc = merge(running_max, running_sum, acc, some_max, some_sum, some_acc)
     total = tl.where(running_sum > 0, running_sum, 1.0)
     result = acc * (value_scale / total)[:, None]
     target = out + begin.to(tl.int64) * out_stride + head * HEAD_DIM + dims[None, :]
