@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -37,6 +36,7 @@ from headrace.ipc.messages import (
     Start,
     Stop,
 )
+from headrace.ipc.process import oom_kill_count, status_of
 from headrace.ipc.sockets import sweep_sockets
 from headrace.ipc.wait import Deadline, WaitTimeoutError, open_pidfd
 
@@ -93,7 +93,7 @@ class Child:
         self._progress: list[Progress] = []
         self._on_exit: list[OnExit] = []
         self._channel, theirs = Channel.pair(self.kind.receives)
-        self._oom_kills = _oom_kill_count()
+        self._oom_kills = oom_kill_count()
         self._spawn_error: OSError | None = None
         self._thread = threading.Thread(target=self._run, args=(theirs,), name=f"watch-{name}", daemon=True)
         self._thread.start()
@@ -159,10 +159,8 @@ class Child:
     @property
     def is_stopped(self) -> bool:
         """By a signal or a debugger, so that it does nothing."""
-        try:
-            return Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b") ")[2][:1] in (b"T", b"t")
-        except OSError:
-            return False
+        status = status_of(self.pid)
+        return status is not None and status.state in "Tt"
 
     def ask_to_stop(self, deadline_s: float) -> None:
         """Tells it to finish what runs within `deadline_s` and exit, and does not wait for that."""
@@ -295,7 +293,7 @@ class Child:
         if status < 0:
             kind = signal.Signals(-status).name
             how = f"was killed by signal {-status} ({kind})"
-            if -status == signal.SIGKILL and _oom_kill_count() > self._oom_kills:
+            if -status == signal.SIGKILL and oom_kill_count() > self._oom_kills:
                 how += "; the kernel reports that it ran out of memory"
         else:
             kind = f"exit status {status}"
@@ -336,15 +334,6 @@ def start_engine(options: Options, address: str = "") -> Child:
     # One that is killed leaves its socket.
     kind = Kind(startup_timeout_s=options.startup_timeout, shows_loading=options.use_tqdm_on_load, at_end=sweep_sockets)
     return Child("engine-core", ["-m", "headrace.core.daemon", "--parent-fd"], start, kind)
-
-
-def _oom_kill_count() -> int:
-    """How many processes the kernel has killed for memory since boot; 0 where it does not say."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
 
 
 def _readable(fd: int) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from headrace import __version__
+from headrace.frontend.engine_process import EngineProcess
 from headrace.frontend.prompts import Prompt, check_request
 from headrace.frontend.request import RequestStream
 from headrace.frontend.request_table import RequestTable
@@ -18,7 +19,7 @@ from headrace.frontend.sampling_params import SamplingParams
 from headrace.frontend.token_rules import tokenize_bad_words
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.frontend.tokenizer_cache import load_bundle, store_bundle
-from headrace.frontend.transport import Transport, ZmqTransport
+from headrace.frontend.transport import CONNECTION_LOST, Transport, ZmqTransport
 from headrace.ipc.control import Commands
 from headrace.ipc.failure import (
     EngineDeadError,
@@ -75,6 +76,7 @@ class CoreClient:
         """Why the session has ended; None while it goes on."""
         self._closed = False
         self._draining = False
+        self._process: EngineProcess | None = None
         self.last_step_s = 0.0
         """When a step last brought news (monotonic seconds)."""
         self.load: Load | None = None
@@ -99,6 +101,7 @@ class CoreClient:
         try:
             self._transport.send(Hello(schema_hash=SCHEMA_HASH, version=__version__, pid=os.getpid()))
             self.welcome = await self._within(timeout_s, self._welcome, "welcome this client")
+            self._process = EngineProcess.find(self.welcome.pid)
             self.requests.stream_interval = self.welcome.stream_interval
             await self._get_tokenizer(timeout_s)
         except BaseException:
@@ -243,6 +246,8 @@ class CoreClient:
     def _on_closed(self, failure: Failure) -> None:
         if self._cause_grace_s:
             self._loop.call_later(self._cause_grace_s, self.fail, failure)
+        elif self._process is not None and failure.type == CONNECTION_LOST and not self._draining:
+            self._process.explain_soon(failure, self.fail)
         else:
             self.fail(failure)
 

@@ -22,6 +22,8 @@ from headrace.ipc.sockets import LINGER_MS, AddressError, check_address, new_dea
 OnMessage = Callable[[CoreMessage], None]
 OnClosed = Callable[[Failure], None]
 
+CONNECTION_LOST = "ConnectionLost"
+"""A Failure's type: nothing more is known."""
 _MESSAGES_PER_TURN = 64
 """How many messages to take before other work of the loop gets its turn."""
 
@@ -202,7 +204,7 @@ class ZmqTransport:
             if event & _HANDSHAKE_FAILED:
                 self._end(f"what listens at {self.address} is no engine-core of this version", "HandshakeFailed")
             elif self._connected:
-                self._end(f"the engine-core at {self.address} is gone: the connection was lost", "ConnectionLost")
+                self._end(f"the engine-core at {self.address} is gone: the connection was lost", CONNECTION_LOST)
             else:
                 self._end(f"no engine-core listens at {self.address}", "ConnectionRefused")
 

@@ -90,8 +90,8 @@ def check_address(address: str) -> str:
             raise AddressError(f"{address}: only loopback addresses (127.0.0.1, [::1]) can be used over tcp://")
     if scheme in ("http", "https"):
         raise AddressError(
-            f"{address} is a server's URL, which chat and complete take as --url; an engine-core's address is like "
-            "ipc:///path/to/socket"
+            f"{address} is no address of an engine-core, but a server's URL, which chat and complete take as --url; "
+            "addresses are like ipc:///path/to/socket"
         )
     raise AddressError(f"{address!r} is no address: use ipc:///path/to/socket or tcp://127.0.0.1:PORT")
 

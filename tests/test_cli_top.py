@@ -152,7 +152,7 @@ def test_an_address_without_an_engine_is_an_error_that_says_what_would_be_right(
             said = capsys.readouterr().err
             assert said.startswith(f"headrace: no engine-core listens at {nobody}\n")
             assert "`headrace ps` lists those that run" in said
-    for wrong, said in (("nonsense", "'nonsense' is no address: use ipc:///"), ("http://a:1", "is a server's URL")):
+    for wrong, said in (("nonsense", "'nonsense' is no address: use ipc:///"), ("http://a:1", "but a server's URL")):
         assert main([*command, "--engine", wrong]) == 1
         assert said in capsys.readouterr().err
 

@@ -45,7 +45,7 @@ def test_an_engine_that_dies_ends_its_streams_with_the_cause_and_the_server(proc
 
 
 def test_servers_that_attached_end_with_their_engine():
-    """Nobody can tell them how it was killed, but that its connection was lost."""
+    """Nobody can tell them the signal, but what this host shows of the process."""
     with serving(null_model=SLOW) as owner:
         address = address_of_engine(owner)
         with (
@@ -53,8 +53,11 @@ def test_servers_that_attached_end_with_their_engine():
             server.client() as client,
             streaming(client) as lines,
         ):
-            engine_of(owner).kill()
-            assert '"code":"engine_dead"' in [line for line in lines if line][-2]
+            engine = engine_of(owner)
+            engine.kill()
+            last_event = [line for line in lines if line][-2]
+            assert '"code":"engine_dead"' in last_event
+            assert f"its process {engine.pid} ended without a word, as one does that is killed" in last_event
             assert server.wait_exit() == 70
             assert server.log.count("the engine has ended: ") == 1
 

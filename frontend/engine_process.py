@@ -1,0 +1,110 @@
+"""The process of an engine-core that somebody else runs: what this host can tell of how it ended.
+
+Its parent knows the signal; a client that attached knows that a connection was lost, and what Linux shows anyone:
+whether the process is there, what the kernel killed for memory, and, where its stderr is a file, the end of its log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from headrace.ipc.failure import Failure
+from headrace.ipc.process import oom_kill_count, status_of
+
+END_SEEN_WITHIN_S = 1.0
+"""How long a process may take to end once its connection is lost; one that takes longer hangs, or is stopped."""
+END_LOOK_S = 0.02
+LOG_LINES = 10
+_LOG_BYTES = 8192
+_PROGRAMS = (b"engine-core", b"headrace")
+"""One of these is in an engine's command line; a process of that number without it is of another host or container."""
+
+
+class EngineProcess:
+    """One process, from the time of the attachment on."""
+
+    def __init__(self, pid: int, started: int) -> None:
+        self.pid, self._started = pid, started
+        self._log = _log_of(pid)
+        self._oom_kills = oom_kill_count()
+
+    @classmethod
+    def find(cls, pid: int) -> EngineProcess | None:
+        """None where it is not to be seen from here."""
+        status = status_of(pid)
+        command = b""
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if status is None or not any(name in command for name in _PROGRAMS):
+            return None
+        return cls(pid, status.started)
+
+    @property
+    def has_ended(self) -> bool:
+        status = status_of(self.pid)
+        # A number may be given again; and a zombie only waits for its parent to ask how it ended.
+        return status is None or status.started != self._started or status.state in "ZX"
+
+    def explain_soon(self, lost: Failure, tell: Callable[[Failure], None]) -> None:
+        """Tells, from the running asyncio loop, as soon as the end is seen."""
+        self._look(lost, tell, time.monotonic() + END_SEEN_WITHIN_S)
+
+    def _look(self, lost: Failure, tell: Callable[[Failure], None], deadline_s: float) -> None:
+        if self.has_ended or time.monotonic() > deadline_s:
+            tell(self.explain(lost))
+        else:
+            asyncio.get_running_loop().call_later(END_LOOK_S, self._look, lost, tell, deadline_s)
+
+    def explain(self, lost: Failure) -> Failure:
+        """A lost connection with what is known of the process."""
+        if not self.has_ended:
+            status = status_of(self.pid)
+            is_stopped = status is not None and status.state in "Tt"
+            how = "is stopped, by a signal or a debugger" if is_stopped else "runs, but does not answer"
+            hint = f"`kill -CONT {self.pid}` lets it go on; requests must be sent again." if is_stopped else ""
+            return self._failure(lost, f"its process {self.pid} {how}", hint)
+        how = "ended without a word, as one does that is killed"
+        if kills := oom_kill_count() - self._oom_kills:
+            how += f"; since this client attached the kernel killed {kills} for lack of memory"
+        log = f"its log is {self._log}" if self._log is not None else "its log, where it was started, may tell more"
+        return self._failure(lost, f"its process {self.pid} {how}", f"Start it anew and attach again; {log}.")
+
+    def _failure(self, lost: Failure, how: str, hint: str) -> Failure:
+        return msgspec.structs.replace(
+            lost,
+            message=f"{lost.message}; {how}",
+            process="engine-core",
+            pid=self.pid,
+            hint=hint,
+            log_tail=_last_lines(self._log),
+        )
+
+
+def _log_of(pid: int) -> Path | None:
+    """Where its stderr goes, if that is a file that we may read."""
+    with contextlib.suppress(OSError):
+        path = Path(os.readlink(f"/proc/{pid}/fd/2"))
+        if path.is_file() and os.access(path, os.R_OK):
+            return path
+    return None
+
+
+def _last_lines(path: Path | None) -> tuple[str, ...]:
+    if path is None:
+        return ()
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES)
+            file.seek(start)
+            text = file.read(_LOG_BYTES).decode(errors="replace")
+    except OSError:
+        return ()
+    lines = text.splitlines()[1 if start else 0 :]  # the first of them may be a part of a line
+    return tuple(line for line in lines if line.strip())[-LOG_LINES:]
