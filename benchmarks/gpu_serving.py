@@ -150,7 +150,7 @@ def transformers_batching(folder: Path, arguments: Any, workload: Workload, temp
         pad_token_id=0,
     )
     # Left to itself it fills all memory, which takes minutes on a CPU.
-    small = {"num_blocks": 64, "block_size": 32, "max_batch_tokens": 256} if arguments.dry else {}
+    small: dict[str, Any] = {"num_blocks": 64, "block_size": 32, "max_batch_tokens": 256} if arguments.dry else {}
     with (
         model.to(device)
         .eval()

@@ -53,10 +53,16 @@ def make_checkpoint(folder: Path, config: dict[str, Any], device: torch.device) 
     names, weight_map = sorted(shapes), dict[str, str]()
     for number in range(NUM_FILES):
         file = f"model-{number + 1:05}-of-{NUM_FILES:05}.safetensors"
-        part = {name: source.get(name).cpu().contiguous() for name in names[number::NUM_FILES]}
+        part = {name: weight_of(source, name) for name in names[number::NUM_FILES]}
         save_file(part, folder / file)
         weight_map |= dict.fromkeys(part, file)
     index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def weight_of(source: DeviceDummyWeights, name: str) -> torch.Tensor:
+    """On the host. Norms are about 1, as trained ones are."""
+    weight = source.get(name)
+    return (weight + 1 if name.endswith("norm.weight") else weight).cpu().contiguous()
 
 
 def read_all(folder: Path) -> int:

@@ -1,0 +1,256 @@
+"""All that is to be measured on a GPU, in one command that fits a short lease: tests first, then by value.
+
+    python benchmarks/gpu_all.py --out DIR [--budget-s 540] [--only decode ...] [--resume DIR] [--wheels FOLDER] [--dry]
+    python benchmarks/gpu_all.py --table [--out DIR]     # the README's table anew, from the JSON in DIR
+
+Needs a checkout, and a Python that has torch, triton and transformers; the package itself need not be installed, and
+`--wheels FOLDER` installs what else is missing from files, without a network. Each benchmark is a program of its own
+with a limit in seconds, so one that fails or hangs takes no other along, and writes its JSON after each case. What no
+longer fits the budget is skipped and named. `--resume DIR` copies what an earlier call's DIR has and runs the rest.
+Nothing but the standard library is imported here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tomllib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+from gpu_table import table, write_readme
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+FOLDERS = ("core", "executor", "frontend", "ipc", "kernels")
+NEEDED = ("torch", "numpy", "safetensors", "transformers", "msgspec", "zmq", "psutil", "yaml", "jinja2", "tokenizers")
+ALSO = ("gguf", "xxhash", "tqdm", "uvloop", "prometheus_client", "starlette", "uvicorn", "httptools")
+"""What parts of the package import besides."""
+KEPT_LINES = 200
+SHOWN_LINES = 15
+LINE_CHARACTERS = 240
+LAST_S = 8.0
+"""Kept for the table, and for ending what hangs."""
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    file: str
+    """Of the JSON; jobs may share one."""
+    command: tuple[str, ...]
+    most_s: float
+    least_s: float
+    """With less time left it is not begun."""
+
+
+@dataclass
+class Outcome:
+    name: str
+    status: str
+    seconds: float
+    output: list[str]
+    """Its last lines."""
+    errors: list[str]
+    """The last lines of a job that did not end well."""
+
+
+def script(name: str, file: str, most_s: float, least_s: float, *arguments: str) -> Job:
+    command = (sys.executable, str(ROOT / "benchmarks" / f"{file}.py"), *arguments, "--out", f"{{out}}/{file}.json")
+    return Job(name, f"{file}.json", command, most_s, least_s)
+
+
+TESTS = (
+    sys.executable,
+    "-m",
+    "pytest",
+    str(ROOT / "tests" / "test_gpu_device.py"),
+    "-q",
+    "--tb=short",
+    "-o",
+    "timeout=90",
+)
+JOBS = (  # in order of value
+    Job("tests", "", TESTS, 180, 30),
+    script("decode", "gpu_decode", 150, 45),
+    script("prefill", "gpu_prefill", 60, 25),
+    script("kernels", "gpu_kernels", 180, 40, "--sweep"),
+    script("greedy", "gpu_greedy", 90, 40),
+    script("startup", "gpu_startup", 150, 70),
+    script("nano", "gpu_serving", 270, 60, "--case", "nano"),
+    script("full", "gpu_serving", 330, 150, "--case", "full"),
+    script("linear", "gpu_linear", 90, 30),
+)
+
+
+def missing(names: Sequence[str]) -> list[str]:
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def is_importable() -> bool:
+    """Whether the package is installed; a folder of its name alone is not enough."""
+    try:
+        return importlib.util.find_spec("headrace.core") is not None
+    except ImportError:
+        return False
+
+
+def environment(folder: Path, wheels: Path | None) -> dict[str, str]:
+    """The children's, in which `headrace` can be imported wherever it is installed or not.
+
+    Where it is not, a tree of links has each folder under its import name. Exits with 2 where something is missing.
+    """
+    paths = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    if wheels is not None:
+        site, files = folder / "site", sorted(map(str, wheels.glob("*.whl")))
+        options = ("--no-index", "--no-deps", "--no-compile", "--upgrade", "--quiet", "--target", str(site))
+        subprocess.run([sys.executable, "-m", "pip", "install", *options, *files], check=True)
+        sys.path.insert(0, str(site))
+        paths.insert(0, str(site))
+    if absent := missing(NEEDED):
+        raise SystemExit(
+            f"missing here: {', '.join(absent)}; bring their wheels in a folder and name it with --wheels "
+            "(benchmarks/README.md says how to fetch them)"
+        )
+    if absent := missing(ALSO):
+        print(f"also missing, and perhaps not needed: {', '.join(absent)}")
+    if not is_importable():
+        paths.insert(0, str(link_tree(folder / "tree")))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def link_tree(tree: Path) -> Path:
+    """What an installation would be: links under the import names, and the metadata that tells the version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    package, about = tree / "headrace", tree / f"headrace-{project['version']}.dist-info"
+    for made in (package, about):
+        made.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: headrace\nVersion: {project['version']}\n")
+    for file in (ROOT / "headrace").glob("*.*"):
+        (package / file.name).symlink_to(file)
+    for name in FOLDERS:
+        (package / name).symlink_to(ROOT / name)
+    return tree
+
+
+def run(job: Job, arguments: argparse.Namespace, variables: dict[str, str], most_s: float) -> Outcome:
+    """Its output goes on to ours line by line, and its errors only where it does not end well."""
+    command = [part.format(out=arguments.out) for part in job.command]
+    command += ["--dry"] if arguments.dry and job.file else []
+    began_s, shown = time.monotonic(), deque[str](maxlen=KEPT_LINES)
+    with tempfile.TemporaryFile("w+") as log:
+        child = subprocess.Popen(
+            command, stdout=PIPE, stderr=log, text=True, env=variables, cwd=arguments.out, start_new_session=True
+        )
+        reader = threading.Thread(target=pass_on, args=(child.stdout, shown), daemon=True)
+        reader.start()
+        try:
+            code = child.wait(most_s)
+            status = "done" if code == 0 else f"ended with status {code}"
+        except subprocess.TimeoutExpired:
+            status = f"stopped after {most_s:.0f} s"
+        finally:
+            end(child)
+        reader.join(LAST_S / 2)  # what it started may hold the pipe a little longer
+        log.seek(0)
+        errors = deque((line.rstrip()[:LINE_CHARACTERS] for line in log), maxlen=KEPT_LINES)
+    return Outcome(job.name, status, time.monotonic() - began_s, list(shown), [] if status == "done" else list(errors))
+
+
+def pass_on(lines: Iterable[str], kept: deque[str]) -> None:
+    for line in lines:
+        kept.append(line.rstrip()[:LINE_CHARACTERS])
+        print(kept[-1], flush=True)
+
+
+def end(child: subprocess.Popen[str]) -> None:
+    """The process and all of its group; engines that it started end with their parent."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def is_done(job: Job, outcomes: list[dict[str, Any]]) -> bool:
+    return any(each["name"] == job.name and each["status"] == "done" for each in outcomes)
+
+
+def take_over(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """What an earlier call came to, its files copied here."""
+    if arguments.resume is None:
+        return []
+    for file in arguments.resume.glob("gpu_*.json"):
+        if arguments.resume.resolve() != arguments.out.resolve():
+            shutil.copy(file, arguments.out)
+    summary = arguments.out / "gpu_all.json"
+    found: list[dict[str, Any]] = json.loads(summary.read_text())["jobs"] if summary.exists() else []
+    return found
+
+
+def run_all(arguments: argparse.Namespace, variables: dict[str, str], began_s: float) -> list[dict[str, Any]]:
+    outcomes = take_over(arguments)
+    for job in JOBS:
+        if (arguments.only and job.name not in arguments.only) or (not arguments.only and is_done(job, outcomes)):
+            continue
+        if job.file and not Path(job.command[1]).exists():
+            continue
+        left_s = arguments.budget_s - LAST_S - (time.monotonic() - began_s)
+        if left_s < job.least_s and not arguments.dry:
+            outcome = Outcome(
+                job.name, f"skipped: {left_s:.0f} s were left, and it takes {job.least_s:.0f}", 0.0, [], []
+            )
+        else:
+            print(f"=== {job.name} (at most {min(left_s, job.most_s):.0f} s)", flush=True)
+            outcome = run(job, arguments, variables, min(left_s, job.most_s))
+        for line in outcome.errors[-SHOWN_LINES:]:
+            print(f"  | {line}")
+        print(f"=== {job.name}: {outcome.status}, {outcome.seconds:.0f} s", flush=True)
+        outcomes = [each for each in outcomes if each["name"] != job.name] + [asdict(outcome)]
+        (arguments.out / "gpu_all.json").write_text(json.dumps({"benchmark": "gpu_all", "jobs": outcomes}, indent=1))
+    return outcomes
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="a folder for the JSON; default benchmarks/results")
+    parser.add_argument("--budget-s", type=float, default=540.0, help="seconds in all")
+    parser.add_argument("--only", action="append", choices=[job.name for job in JOBS], help="repeatable")
+    parser.add_argument("--resume", type=Path, help="the --out of an earlier call: what it has is not run again")
+    parser.add_argument("--wheels", type=Path, help="a folder of .whl files to install for this run")
+    parser.add_argument("--table", action="store_true", help="run nothing: write the README's table anew")
+    parser.add_argument("--dry", action="store_true", help="tiny models on the CPU, to see that the scripts work")
+    arguments = parser.parse_args()
+    arguments.out = arguments.out.resolve()
+    return arguments
+
+
+def main() -> None:
+    began_s, arguments = time.monotonic(), parse()
+    if arguments.table:
+        write_readme(ROOT / "README.md", arguments.out)
+        return
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="headrace-gpu-") as folder:
+        variables = environment(Path(folder), arguments.wheels)
+        outcomes = run_all(arguments, variables, began_s)
+    print("", *(f"{each['name']:9} {each['seconds']:5.0f} s  {each['status']}" for each in outcomes), "", sep="\n")
+    print(table(arguments.out))
+    if any(each["status"] != "done" for each in outcomes):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""Each kernel of a decode and of a prefill step at the shapes of Llama-3.1-8B: microseconds, and share of its limit.
+
+    python benchmarks/gpu_kernels.py --out results/gpu_kernels.json [--sweep] [--only attention] [--dry]
+
+The kernels are those that the engine chooses. A kernel's limit is moving its bytes at the rate of copying or
+multiplying at the rate of matrix products (of fp8 where both sides are fp8), whichever takes longer, both measured in
+this run. A sample is a graph of calls on as many sets of inputs as no cache holds, divided by their number, so it has
+the time between two kernels of a graph in it. --sweep times attention with some other tiles too, and says which row of
+`kernels/triton/configs.py` is not the fastest here. --dry runs tiny shapes by Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import gpu_common
+import torch
+from gpu_common import attempt, limits, times_s
+from gpu_shapes import LLAMA_8B, TINY, head_dim_of
+from report import Report
+from torch import Tensor
+
+CACHE_BYTES = 1 << 28
+"""Several times a GPU's second-level cache."""
+MOST_SETS = 12
+SAMPLES = 15
+BLOCK_SIZE = 16
+BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One op on one shape. `make` gives a call on inputs of its own."""
+
+    name: str
+    shape: str
+    num_bytes: float
+    flop: float
+    make: Callable[[], Callable[[], Any]]
+    fp8: bool = False
+
+
+@dataclass(frozen=True)
+class Machine:
+    device: torch.device
+    found: dict[str, Any]
+    dry: bool
+    served: dict[str, str] = field(default_factory=dict)
+    """Which version of each op was chosen last."""
+
+    def random(self, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
+        return torch.randn(shape, device=self.device).to(dtype)
+
+    def choose(self, op: str, dtype: torch.dtype = BF16, **facts: Any) -> Callable[..., Any]:
+        """What the engine would call; in a dry run Triton's version where there is one."""
+        from headrace.kernels import ops
+
+        known = {"device": self.device, "dtype": dtype, **facts}
+        found = ops()[op]
+        if self.dry:
+            found = replace(found, versions=tuple(each for each in found.versions if each.name.startswith("triton")))
+        choice = found.choose(**known)
+        self.served[op] = choice.name
+        return choice.function
+
+    def samples_s(self, kernel: Kernel) -> list[float]:
+        """Seconds of one call."""
+        if self.dry:
+            return times_s(self.device, kernel.make(), 1, warm_up=0)
+        from headrace.executor.gpu_cuda import CudaCapturer
+
+        count = max(2, min(MOST_SETS, -(-CACHE_BYTES // int(kernel.num_bytes))))
+        calls = [kernel.make() for _ in range(count)]
+        times = max(1, 24 // count)  # enough that a sample is not the launch of a graph
+
+        def run() -> None:
+            for call in calls * times:
+                call()
+
+        with torch.inference_mode():
+            replay, _ = CudaCapturer(self.device).capture(run)
+        return [sample / count / times for sample in times_s(self.device, replay, SAMPLES)]
+
+    def measure(self, kernel: Kernel) -> dict[str, Any]:
+        samples_s = self.samples_s(kernel)
+        rate = self.found["fp8_flop_s"] if kernel.fp8 and self.found["fp8_flop_s"] else self.found["bf16_flop_s"]
+        least_s = max(kernel.num_bytes / self.found["copy_bytes_s"], kernel.flop / rate)
+        median_s = statistics.median(samples_s)
+        return {
+            "us": 1e6 * median_s,
+            "limit_us": 1e6 * least_s,
+            "share_of_limit": least_s / median_s,
+            "samples_s": samples_s,
+        }
+
+
+def linears(machine: Machine, config: dict[str, Any], tokens: int) -> Iterator[Kernel]:
+    from headrace.executor.gpu_quantise import to_fp8
+
+    hidden, inner, size = config["hidden_size"], config["intermediate_size"], head_dim_of(config)
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    shapes = {
+        "qkv": ((heads + 2 * kv_heads) * size, hidden),
+        "output": (hidden, heads * size),
+        "gate up": (2 * inner, hidden),
+        "down": (hidden, inner),
+        "head": (config["vocab_size"], hidden),
+    }
+
+    def make(shape: tuple[int, int], fp8: bool) -> Callable[[], Any]:
+        weight, x = machine.random(*shape) * shape[1] ** -0.5, machine.random(tokens, shape[1])
+        if fp8:
+            packed = machine.choose("linear_fp8_dynamic", shape=shape)(*to_fp8(weight), None)
+        else:
+            packed = machine.choose("linear", shape=shape)(weight, None)
+        return partial(packed.apply, x)
+
+    for name, shape in shapes.items():
+        rows = min(tokens, 256) if name == "head" else tokens
+        for fp8 in (False, True):
+            if (fp8 and name == "head") or (name == "head" and rows != tokens):
+                continue
+            passed = 2 * rows * (shape[0] + shape[1])
+            num_bytes = shape[0] * shape[1] * (1 if fp8 else 2) + passed
+            flop = 2 * rows * shape[0] * shape[1]
+            kind = "fp8" if fp8 else "bf16"
+            yield Kernel(f"linear {name} {kind}", f"{tokens} rows", num_bytes, flop, partial(make, shape, fp8), fp8)
+
+
+def row_kernels(machine: Machine, config: dict[str, Any], tokens: int) -> Iterator[Kernel]:
+    from headrace.kernels.reference_rotary_cache import LayerCache, Rotation
+
+    hidden, inner, size = config["hidden_size"], config["intermediate_size"], head_dim_of(config)
+    heads, kv_heads, shape = config["num_attention_heads"], config["num_key_value_heads"], f"{tokens} tokens"
+
+    def norm() -> Callable[[], Any]:
+        x, residual = machine.random(tokens, hidden), machine.random(tokens, hidden)
+        weight = machine.random(hidden, dtype=FP32)
+        return partial(machine.choose("rms_norm", size=hidden), x, residual, weight, 1e-5)
+
+    def activation() -> Callable[[], Any]:
+        return partial(machine.choose("activate_and_multiply", kind="silu"), machine.random(tokens, 2 * inner), "silu")
+
+    def rotary() -> Callable[[], Any]:
+        joined = machine.random(tokens, heads + 2 * kv_heads, size)
+        query, key, value = joined.split((heads, kv_heads, kv_heads), dim=1)
+        angles = machine.random(tokens, size // 2, dtype=FP32)
+        batch, keys, values = paged(machine, (kv_heads, size), tokens, 1, BLOCK_SIZE, BF16)
+        op = machine.choose("rotary_and_write", head_dim=size)
+        return partial(op, query, key, value, Rotation(angles.cos(), angles.sin()), LayerCache(keys, values), batch)
+
+    width = (heads + 2 * kv_heads) * size
+    yield Kernel("norm with residual", shape, 8 * tokens * hidden, 0, norm)
+    yield Kernel("activation", shape, 6 * tokens * inner, 0, activation)
+    yield Kernel("rotary, cache write", shape, 4 * tokens * width, 0, rotary)
+
+
+def choices(machine: Machine, config: dict[str, Any], rows: int) -> Iterator[Kernel]:
+    from headrace.kernels.reference_sampling import DeviceDraws
+
+    def make(may_draw: bool, may_truncate: bool) -> Callable[[], Any]:
+        logits = machine.random(rows, config["vocab_size"], dtype=FP32) * 3
+        of = {"device": machine.device}
+        draws = DeviceDraws(
+            temperature=torch.full((rows,), 0.8 if may_draw else 0.0, **of),
+            top_k=torch.full((rows,), 50 if may_truncate else 0, dtype=torch.int32, **of),
+            top_p=torch.full((rows,), 0.9 if may_truncate else 1.0, dtype=torch.float64, **of),
+            min_p=torch.zeros(rows, dtype=torch.float64, **of),
+            seed=torch.arange(rows, **of),
+            position=torch.arange(rows, **of),
+            may_draw=may_draw,
+            may_truncate=may_truncate,
+        )
+        op = machine.choose("choose_tokens", dtype=FP32, vocab_size=config["vocab_size"])
+        return partial(op, logits, draws)
+
+    num_bytes = 4 * rows * config["vocab_size"]
+    for name, draw, truncate in (("greedy", False, False), ("drawn", True, False), ("top-k and top-p", True, True)):
+        yield Kernel(f"choice, {name}", f"{rows} rows", num_bytes, 0, partial(make, draw, truncate))
+
+
+def paged(
+    machine: Machine, heads: tuple[int, int], rows: int, query_len: int, context: int, dtype: torch.dtype
+) -> tuple[Any, Tensor, Tensor]:
+    """A batch whose rows compute the last `query_len` of `context` tokens, in blocks that lie anywhere, and its cache.
+
+    heads: key/value heads and values of each.
+    """
+    from headrace.kernels.reference_attention import PagedBatch
+
+    blocks, device = -(-context // BLOCK_SIZE), machine.device
+    tables = (1 + torch.randperm(rows * blocks, device=device)).view(rows, blocks).int()
+    positions = torch.arange(context - query_len, context, device=device)
+    slots = tables.long()[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    cache = (rows * blocks + 1, heads[0], BLOCK_SIZE, heads[1])
+    batch = PagedBatch(
+        query_start=torch.arange(rows + 1, dtype=torch.int32, device=device) * query_len,
+        seq_lens=torch.full((rows,), context, dtype=torch.int32, device=device),
+        block_tables=tables,
+        slot_mapping=slots.reshape(-1),
+        block_size=BLOCK_SIZE,
+        max_query_len=query_len,
+    )
+    return batch, machine.random(*cache, dtype=dtype), machine.random(*cache, dtype=dtype)
+
+
+def attention(
+    machine: Machine, config: dict[str, Any], rows: int, query_len: int, context: int, stored: torch.dtype = BF16
+) -> Kernel:
+    from headrace.kernels.reference_attention import AttentionParams, CacheScales
+
+    heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], head_dim_of(config)
+
+    def make() -> Callable[[], Any]:
+        batch, keys, values = paged(machine, (kv_heads, size), rows, query_len, context, stored)
+        query = machine.random(rows * query_len, heads, size)
+        op = machine.choose("paged_attention", head_dim=size, num_heads=heads, num_kv_heads=kv_heads)
+        return partial(op, query, keys, values, batch, AttentionParams(size**-0.5), CacheScales())
+
+    cached = 2 * rows * context * kv_heads * size * (1 if stored is FP8 else 2)
+    pairs = rows * (query_len * context - query_len * (query_len - 1) // 2)
+    name = "attention" if stored is BF16 else "attention, fp8 cache"
+    num_bytes = cached + 4 * rows * query_len * heads * size
+    return Kernel(name, f"{rows} x {query_len} of {context}", num_bytes, 4 * heads * size * pairs, make)
+
+
+def kernels_of(machine: Machine, config: dict[str, Any]) -> Iterator[Kernel]:
+    """Steps of 1, 32 and 256 decodes with contexts of 1024, and a prompt of 8192 tokens."""
+    batches, context, prompt = ((2,), 40, 24) if machine.dry else ((1, 32, 256), 1024, 8192)
+    for rows in batches:
+        yield from linears(machine, config, rows)
+        yield from row_kernels(machine, config, rows)
+        yield attention(machine, config, rows, 1, context)
+        yield attention(machine, config, rows, 1, context, FP8)
+        yield from choices(machine, config, rows)
+    yield from linears(machine, config, prompt)
+    yield from row_kernels(machine, config, prompt)
+    yield attention(machine, config, 1, prompt, prompt)
+    yield attention(machine, config, 1, prompt, prompt, FP8)
+    if not machine.dry:
+        yield attention(machine, config, 1, 1, 32768)
+
+
+DECODE_SWEEP = ((32, 4, 3), (64, 4, 3), (64, 4, 5), (64, 8, 3), (128, 4, 3), (128, 8, 3))
+"""(keys per iteration, warps, stages); a tile has 16 rows, of which Llama's groups of four heads use four."""
+PREFILL_SWEEP = ((64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 5), (128, 128, 8, 3), (64, 128, 4, 3))
+"""(rows of queries, keys, warps, stages)"""
+
+
+def sweep(machine: Machine, config: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
+    """Cases and what measures them: attention with other tiles than the table's, and the table's first (no tiles)."""
+    from headrace.kernels.triton.configs import Tiles
+
+    rows, context, prompt = ((2,), 40, 24) if machine.dry else ((1, 32, 256), 1024, 8192)
+    decodes = [None, *(Tiles(16, *each) for each in (DECODE_SWEEP[:1] if machine.dry else DECODE_SWEEP))]
+    prefills = [None, *(Tiles(*each) for each in (PREFILL_SWEEP[:1] if machine.dry else PREFILL_SWEEP))]
+    shapes = [("decode_tiles", (count, 1, context), decodes) for count in rows]
+    shapes += [("prefill_tiles", (1, prompt, prompt), prefills)]
+    for table, shape, tried in shapes:
+        kernel = attention(machine, config, *shape)
+        for tiles in tried:
+            case = {"sweep": table, "shape": kernel.shape, "tiles": None if tiles is None else vars(tiles)}
+            yield case, partial(with_tiles, machine, kernel, table, tiles)
+
+
+def with_tiles(machine: Machine, kernel: Kernel, table: str, tiles: Any) -> dict[str, Any]:
+    from headrace.kernels.triton import attention as launcher
+
+    if tiles is None:
+        return machine.measure(kernel)
+    with mock.patch.object(launcher, table, return_value=tiles):
+        return machine.measure(kernel)
+
+
+def show_sweep(cases: list[dict[str, Any]]) -> None:
+    """For each shape the table's own tiles beside the fastest."""
+    swept = [case for case in cases if "sweep" in case and "failed" not in case]
+    for (table, shape), group in itertools.groupby(swept, lambda case: (case["sweep"], case["shape"])):
+        found = list(group)
+        best = min(found, key=lambda case: case["us"])
+        own = next((case for case in found if case["tiles"] is None), best)
+        print(
+            f"{table} at {shape}: {own['us']:.1f} us as it is, {best['us']:.1f} us with {best['tiles'] or 'the same'}"
+        )
+
+
+def main() -> None:
+    parser = gpu_common.arguments(__doc__)
+    parser.add_argument("--sweep", action="store_true", help="attention with other tiles too")
+    parser.add_argument("--only", default="", help="kernels whose names hold this")
+    arguments = parser.parse_args()
+    if arguments.dry:
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read as the kernels are imported, which is below
+    device, config = gpu_common.device_of(arguments.dry, arguments.device), TINY if arguments.dry else LLAMA_8B
+    found = limits(device, arguments.dry)
+    machine = Machine(device, found, arguments.dry)
+    report = Report(arguments.out, "gpu_kernels", {"model": "tiny" if arguments.dry else "llama-8b", "limits": found})
+    with torch.inference_mode():
+        for kernel in kernels_of(machine, config):
+            if arguments.only not in kernel.name:
+                continue
+            row = attempt(report, {"kernel": kernel.name, "shape": kernel.shape}, partial(machine.measure, kernel))
+            if "failed" not in row:
+                print(
+                    f"{kernel.name:24} {kernel.shape:>18} {row['us']:10.1f} us {row['share_of_limit']:6.1%}", flush=True
+                )
+        if arguments.sweep and "attention".startswith(arguments.only):
+            for case, measure in sweep(machine, config):
+                attempt(report, case, measure)
+    report.results["served"] = machine.served
+    report.save()
+    show_sweep(report.results["cases"])
+    gpu_common.finish(report)
+
+
+if __name__ == "__main__":
+    main()
