@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import errno
 import importlib
 import os
 import pkgutil
@@ -36,7 +37,24 @@ class CommandModule(Protocol):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        status = _run(list(sys.argv[1:] if arguments is None else arguments))
+        if sys.stdout is not None:  # closed by the caller, who wants no output
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has had enough
+        _forget_output()
+        return EXIT_ERROR
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _forget_output()
+        return _complain(HeadraceError("cannot write the output: there is no space left on the device"), EXIT_ERROR)
+    return status
+
+
+def _run(given: list[str]) -> int:
     parser = _parser(given)
     if given and not given[0].startswith("-") and given[0] not in commands():
         return _misused(_unknown_command(given[0]), "headrace --help")
@@ -47,19 +65,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return EXIT_USAGE
     try:
-        status = _load(parsed.command).run(parsed)
-        sys.stdout.flush()
+        return _load(parsed.command).run(parsed)
     except OptionError as error:
         command = " ".join(filter(None, (parsed.command, getattr(parsed, "bench_command", None))))
         return _misused(error, f"headrace {command} --help")
     except HeadraceError as error:
         return _complain(error, EXIT_ERROR)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_ERROR
-    return status
+
+
+def _forget_output() -> None:
+    """What could not be written would be tried again at the exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def commands() -> tuple[str, ...]:
@@ -96,7 +112,7 @@ def _parser(given: list[str]) -> OptionParser:
 
 
 def _complain(error: HeadraceError, status: int) -> int:
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # it may be closed
         sys.stdout.flush()
     print(
         f"headrace: {error}" + (f"\n{error.hint}" if error.hint and error.hint not in str(error) else ""),

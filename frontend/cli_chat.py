@@ -17,6 +17,7 @@ from headrace.frontend.command_engine import (
     add_engine_arguments,
     add_server_arguments,
     check_sampling,
+    check_text,
     open_engine_or_server,
     sampling_params,
 )
@@ -51,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.frontend.conversation import Conversation
 
     check_sampling(arguments)
-    interactive = sys.stdin.isatty()
+    check_text("--system", arguments.system)
+    interactive = sys.stdin is not None and sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # a bad line is then one line's error
     with open_engine_or_server(arguments) as llm:
@@ -187,7 +189,7 @@ def _converse(chat: Chat) -> int:
 def _answer_lines(chat: Chat) -> int:
     """Of a pipe or file: every line gets its chance, and the exit status tells whether one failed."""
     status = 0
-    for line in sys.stdin:
+    for line in sys.stdin or ():
         try:
             if not chat.take(line):
                 break

@@ -9,6 +9,7 @@ from headrace.frontend.command_engine import (
     add_engine_arguments,
     add_server_arguments,
     check_sampling,
+    check_text,
     open_engine_or_server,
     sampling_params,
 )
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     check_sampling(arguments)
     prompt = _prompt_from_stdin() if arguments.prompt is None else arguments.prompt
+    check_text("PROMPT", prompt)
     with open_engine_or_server(arguments) as llm:
         params = sampling_params(arguments, llm.get_default_sampling_params())
         with llm.stream(prompt, params) as stream:
@@ -42,8 +44,8 @@ def _prompt_from_stdin() -> str:
     """Without the newline that ends its last line. Raises OptionError where nothing is piped in."""
     try:
         text = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise OptionError(f"PROMPT, read from stdin, is not valid text: {error}") from None
+    except UnicodeDecodeError:
+        raise OptionError("PROMPT, read from stdin, is not valid UTF-8") from None
     if not text:
         raise OptionError("PROMPT is missing: give the text to continue, or pipe it in")
     return text.removesuffix("\n")

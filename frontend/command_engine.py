@@ -118,6 +118,14 @@ def check_sampling(arguments: argparse.Namespace) -> None:
         raise as_flag_error(error) from None
 
 
+def check_text(name: str, text: str | None) -> None:
+    """Raises OptionError for what is no text: bytes that are not UTF-8, as a command line or stdin gave them."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        raise OptionError(f"{name} is not valid UTF-8") from None
+
+
 def as_flag_error(error: InvalidRequestError) -> OptionError:
     """A SamplingParams' complaint about a value that came from a flag."""
     name, _, rest = str(error).removeprefix("SamplingParams.").partition(" = ")

@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.frontend.conversation import SETTABLE
 from headrace.frontend.sampling_params import SamplingParams
-from headrace.ipc.failure import EngineDeadError, HeadraceError, OptionError
+from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError, OptionError
 
 TIMEOUT_S = 600.0
 """Longest silence of a server; ours sends comments when it has nothing to say."""
@@ -117,6 +117,8 @@ class RemoteLLM:
             if isinstance(prompt, str)
             else prompt["prompt_token_ids"]
         )
+        if not token_ids:
+            raise InvalidRequestError("the prompt is empty; at least one token is needed")
         neutral, told = SamplingParams(), self.engine.default_sampling_params
         body = {name: getattr(params, name) for name in SETTABLE}
         # The server's own defaults stand for what is not sent; what it does not tell of is sent where it was set.

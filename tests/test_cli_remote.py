@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
-from http_server import Server, metric, serving, wait_until
+from http_server import Server, address_of_engine, metric, serving, wait_until
 
 from headrace.frontend.cli import main
 from headrace.frontend.remote import RemoteLLM
@@ -95,3 +101,92 @@ def test_what_is_no_server_or_no_url_is_named(capsys):
     ):
         assert main(["complete", "x", *arguments]) == 2
         assert said in capsys.readouterr().err
+
+
+class Bytes(io.TextIOWrapper):
+    """A stdin of these bytes, decoded as Python does in a UTF-8 locale: what is none is kept, or is an error."""
+
+    def __init__(self, data: bytes, errors: str) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8", errors=errors)
+
+
+@pytest.mark.parametrize("errors", ["surrogateescape", "strict"])
+def test_input_that_is_no_text_is_said_to_be_none(server, capsys, monkeypatch, errors):
+    where = ("--url", server.url, "--api-key", KEY, "--max-tokens", "4")
+    monkeypatch.setattr("sys.stdin", Bytes(b"a\xff\xfeb", errors))
+    assert main(["complete", *where]) == 2
+    assert "is not valid UTF-8\n" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", Bytes(b"a\xff\nhello\n", errors))
+    assert main(["chat", *where]) == 1
+    said = capsys.readouterr()
+    assert said.out
+    assert "this line is not valid UTF-8; the message was not sent" in said.err
+    for arguments in (("complete", "a\udcff"), ("chat", "--system", "a\udcff")):
+        assert main([*arguments, *where]) == 2
+        assert "is not valid UTF-8\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stdin", "complete_is", "said", "chat_is"),
+    [(b"", 2, "PROMPT is missing", 0), (b"\n", 1, "the prompt is empty", 0), (None, 2, "PROMPT is missing", 0)],
+)
+def test_an_input_that_holds_nothing_is_a_sentence(server, capsys, monkeypatch, stdin, complete_is, said, chat_is):
+    """None is a stdin that the caller has closed."""
+    where = ("--url", server.url, "--api-key", KEY)
+    for command, status in (("complete", complete_is), ("chat", chat_is)):
+        monkeypatch.setattr("sys.stdin", None if stdin is None else Bytes(stdin, "strict"))
+        assert main([command, *where]) == status
+        assert (said in capsys.readouterr().err) == bool(status)
+
+
+def test_an_output_that_cannot_be_written_is_no_traceback(server):
+    """A reader that has had enough, a full disk, and a stdout that the caller has closed."""
+    complete = f"headrace complete x --url {server.url} --api-key {KEY} --max-tokens 100 --ignore-eos"
+    no_space = "headrace: cannot write the output: there is no space left on the device\n"
+    expected = {
+        f"{complete} | head -c 1 >/dev/null; exit ${{PIPESTATUS[0]}}": (1, ""),
+        f"{complete} >/dev/full": (1, no_space),
+        f"{complete} >&-": (0, ""),
+    }
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    programs = [
+        subprocess.Popen(["bash", "-c", each], stderr=subprocess.PIPE, text=True, env={**os.environ, "PATH": path})
+        for each in expected
+    ]
+    for command, program in zip(expected, programs, strict=True):
+        _, said = program.communicate(timeout=20)
+        assert (program.returncode, said) == expected[command], command
+
+
+def test_ctrl_c_ends_every_command_without_a_traceback(tmp_path):
+    (tmp_path / "in").write_text(
+        '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": [5], "ignore_eos": true, '
+        '"max_tokens": 9000}}\n'
+    )
+    with serving(null_model={"step_delay_s": 0.05}) as server, server.client() as client:
+        engine = address_of_engine(server)
+        commands = [
+            ("chat", "--url", server.url, "--max-tokens", "9000", "--ignore-eos"),
+            ("run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--engine", engine),
+            ("bench", "serve", "--base-url", server.url, "--num-prompts", "1", "--random-output-len", "9000",
+             "--random-vocab-size", "400", "--ignore-eos", "--no-machine-probe"),
+        ]  # fmt: skip
+        programs = [
+            subprocess.Popen(
+                [sys.executable, "-m", "headrace.frontend.cli", *command],
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            )
+            for command in commands
+        ]  # fmt: skip
+        for program in programs:
+            assert program.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                program.stdin.write(b"hello\n")
+                program.stdin.flush()
+        wait_until(lambda: metric(client, "headrace:num_requests_running") == len(commands), 20, "all to run")
+        for program in programs:
+            program.send_signal(signal.SIGINT)
+        for command, program in zip(commands, programs, strict=True):
+            _, said = program.communicate(timeout=10)
+            assert (program.returncode, b"Traceback" in said) == (130, False), (command, said.decode())
+        wait_until(lambda: metric(client, "headrace:num_requests_running") == 0, 5, "the aborts")
