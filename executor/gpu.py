@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
 import msgspec
@@ -192,6 +192,11 @@ class GpuExecutor(UniprocExecutor):
     def stop(self) -> None:
         super().stop()
         self._steps = self._decoder = self._residence = None
+        if self._gpu is None:
+            return
+        gc.collect()
+        with suppress(RuntimeError), self._backend.here():  # of a device that has failed
+            self._backend.memory()  # back to the driver, for the next engine of this process
 
     @property
     def steps(self) -> GpuRunner:
