@@ -18,7 +18,7 @@ from typing import Protocol, cast
 
 import headrace.frontend
 from headrace.core.option_parsing import OptionParser
-from headrace.ipc.failure import HeadraceError, OptionError
+from headrace.ipc.failure import EngineStartError, HeadraceError, OptionError
 
 _PREFIX = "cli_"
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -66,6 +66,8 @@ def _run(given: list[str]) -> int:
         return EXIT_USAGE
     try:
         return _load(parsed.command).run(parsed)
+    except EngineStartError as error:  # an option that only the engine found wrong is no wrong command line
+        return _complain(error, EXIT_ERROR)
     except OptionError as error:
         command = " ".join(filter(None, (parsed.command, getattr(parsed, "bench_command", None))))
         return _misused(error, f"headrace {command} --help")
