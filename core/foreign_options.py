@@ -90,7 +90,6 @@ FOREIGN: Mapping[str, Foreign] = types.MappingProxyType(
             "not supported: the engine chooses the attention kernel itself",
             attention_backend=("auto",),
             attention_config=({},),
-            disable_cascade_attn=EITHER,
         ),
         **_rows(
             ADAPTERS,

@@ -87,12 +87,9 @@ class Attention:
         # The three before attention as one kernel, where the device has it: they are small, and each costs a launch.
         fusable = self.query_norm is None or spec.norm.kind == "rms"
         self._prepare = weights.fused_kernel("rotary_and_write", head_dim=spec.head_dim) if fusable else None
-        self._attend = weights.kernel(
-            "paged_attention",
-            head_dim=spec.head_dim,
-            num_heads=self.qkv.num_heads,
-            num_kv_heads=self.qkv.num_kv_heads,
-        )
+        facts = {"head_dim": spec.head_dim, "num_heads": self.qkv.num_heads, "num_kv_heads": self.qkv.num_kv_heads}
+        self._attend = weights.kernel("paged_attention", **facts)
+        self._cascade = weights.fused_kernel("cascade_attention", sliding_window=layer.sliding_window, **facts)
 
     def __call__(self, x: Tensor, step: Step, cache: LayerCache) -> Tensor:
         """x [num_tokens, hidden] -> [num_tokens, hidden]; writes the tokens' keys and values into the cache."""
@@ -105,7 +102,8 @@ class Attention:
             if self._rope_index is not None:
                 query, key = self._rotate(query, key, *step.cos_sin[self._rope_index])
             self._write(key, value, cache.keys, cache.values, step.batch, cache.scales)
-        attended = self._attend(query, cache.keys, cache.values, step.batch, self._params, cache.scales)
+        attend = self._attend if self._cascade is None or step.batch.shared_tokens is None else self._cascade
+        attended = attend(query, cache.keys, cache.values, step.batch, self._params, cache.scales)
         return self.output(attended.view(len(x), -1))
 
     def _rotation(self, step: Step) -> Rotation:

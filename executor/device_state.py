@@ -3,9 +3,9 @@
 All of it lies in one int32 tensor, so that whatever a step changes goes over as one list of (index, word) pairs: one
 copy from pinned memory and one scatter, however many columns and rows are concerned. A steady decode changes nothing.
 
-    words: | seed | top_p | min_p | block_table | last_token | num_computed | ... | batch_rows |
-             2 words a row, first so    W words    1 word each                      the rows of this step's decode batch
-             that they are aligned
+    words: | seed | top_p | min_p | block_table | last_token | num_computed | ... | batch_rows | shared_tokens |
+             2 words a row, first so    W words    1 word each                      the rows of this step's decode
+             that they are aligned                                                  batch, and 1 word of all of them
 
 Row `num_rows` belongs to nobody: batches are padded with it. Its block table is all block 0, the null block, and its
 num_computed stays 0, so a padding row reads and writes slot 0 of block 0, which no request ever holds.
@@ -137,6 +137,7 @@ class StateShape:
         for name in COLUMNS:
             offsets[name], at = at, at + rows
         offsets["batch_rows"], at = at, at + rows
+        offsets["shared_tokens"], at = at, at + 1
         return offsets, at
 
 
@@ -165,6 +166,7 @@ class DeviceState:
         self.frequency_penalty = column("frequency_penalty").view(torch.float32)
         self.repetition_penalty = column("repetition_penalty").view(torch.float32)
         self.batch_rows = column("batch_rows")  # [num_rows + 1]: rows of the decode batch, then the padding row
+        self.shared_tokens = self.words[offsets["shared_tokens"] :]  # [1]: with which a cascaded batch's rows begin
         self.repetition_penalty.fill_(1.0)
         self.batch_rows.fill_(shape.num_rows)
 

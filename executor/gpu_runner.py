@@ -24,6 +24,7 @@ from torch import Tensor
 from headrace.executor.batch import BatchState, Needs
 from headrace.executor.device_clock import DeviceClock
 from headrace.executor.device_state import DecodeRows, Deltas, Device, DeviceState, Staging, StateShape
+from headrace.executor.gpu_cascade import Cascade, CascadeRule
 from headrace.executor.gpu_choosing import Choosing
 from headrace.executor.gpu_results import StepInFlight
 from headrace.executor.gpu_sampler import Choice, PenaltyCounts, choice_for, chooser
@@ -53,6 +54,8 @@ class RunnerLimits:
     eos_token_ids: tuple[int, ...] = ()
     capture_sizes: tuple[int, ...] = ()
     """Batch sizes of decode graphs, ascending."""
+    cascade: CascadeRule | None = None
+    """When decodes whose rows begin alike read that beginning once; None never does."""
 
     @property
     def state_shape(self) -> StateShape:
@@ -83,6 +86,9 @@ class GpuRunner:
         self._staging = Staging(device, STAGING_BUFFERS)
         self.deltas = Deltas(self.state, self._staging)
         self._decode_rows = DecodeRows(self.state, self.deltas)
+        self._cascade = Cascade(limits.cascade, self.batch, self.deltas) if limits.cascade is not None else None
+        self.num_cascaded = 0
+        """Decodes so far that read what all of their rows begin with once."""
         self._choosing = Choosing(device, self._staging, self.batch, self.state, self.penalties, self.steps)
         # A result is read after the next step is submitted, so one buffer more than steps in flight.
         words = (limits.max_num_seqs + 1) * NUM_RESULTS
@@ -150,6 +156,8 @@ class GpuRunner:
     def _apply(self, plan: StepPlan) -> None:
         batch, deltas = self.batch, self.deltas
         batch.apply(plan)
+        if self._cascade is not None:
+            self._cascade.apply(plan)
         for new in plan.new_rows:
             self._enter(new)
         if plan.block_rows.size:
@@ -206,18 +214,20 @@ class GpuRunner:
         """Starts it; the logits when it ends with them."""
         if self.graphs.due():
             self._capture()
-        graph = self.graphs.find(len(plan.rows), choice)
+        cascade = self._cascade is not None and self._cascade.place(plan)
+        graph = self.graphs.find(len(plan.rows), choice, cascade)
         size = graph.key.size if graph is not None else len(plan.rows)
         with self.times.phase("ship"):
             self._decode_rows.place(plan.rows, size)
             self.deltas.ship()
+        self.num_cascaded += graph.key.cascade if graph is not None else cascade
         if graph is not None:
             with self.times.phase("replay"):
                 graph.replay()
             logits: Tensor | None = graph.result
             return logits
         with self.times.phase("eager decode"):
-            return self.steps.decode(size, choice, _num_blocks(plan, self._limits.block_size))
+            return self.steps.decode(size, choice, _num_blocks(plan, self._limits.block_size), cascade)
 
     def _mixed(self, plan: StepPlan, step: StepInFlight, needs: int) -> Tensor | None:
         with self.times.phase("ship"):
@@ -239,7 +249,7 @@ class GpuRunner:
 
     def _decode_nothing(self, key: GraphKey) -> Tensor | None:
         """What is captured: a step of padding rows, which changes no request's state wherever it really runs."""
-        return self.steps.decode(key.size, key.choice)
+        return self.steps.decode(key.size, key.choice, cascade=key.cascade)
 
     def _capture(self) -> bool:
         self._decode_rows.clear()

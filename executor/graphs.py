@@ -76,6 +76,8 @@ class Capturer(Protocol):
 class GraphKey:
     size: int
     choice: Choice
+    cascade: bool = False
+    """With attention that reads a common beginning once, however long that is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +96,7 @@ class DecodeGraphs:
         self.sizes = tuple(sizes)
         self._capturer, self._run = capturer, run
         self._graphs: dict[GraphKey, Graph] = {}
-        self._choices: list[Choice] = [Choice.ARGMAX] if capturer is not None else []
+        self._kinds: list[tuple[Choice, bool]] = [(Choice.ARGMAX, False)] if capturer is not None else []
         self._lacked: dict[GraphKey, int] = {}
         self._steps_lacking = 0
         self.why_eager = "" if capturer is not None else "enforce_eager is set"
@@ -106,22 +108,24 @@ class DecodeGraphs:
     def pool_bytes(self) -> int:
         return self._capturer.pool_bytes if self._capturer is not None else 0
 
-    def key_for(self, batch_size: int, choice: Choice) -> GraphKey | None:
+    def key_for(self, batch_size: int, choice: Choice, cascade: bool = False) -> GraphKey | None:
         """What such a batch would run in: the smallest size that holds it; None when it is larger than all."""
         size = next((size for size in self.sizes if size >= batch_size), None)
-        return GraphKey(size, choice) if size is not None else None
+        return GraphKey(size, choice, cascade) if size is not None else None
 
-    def find(self, batch_size: int, choice: Choice) -> Graph | None:
-        """The graph for a batch; None when it must run eagerly, which is counted towards what is captured next."""
-        key = self.key_for(batch_size, choice)
+    def find(self, batch_size: int, choice: Choice, cascade: bool = False) -> Graph | None:
+        """The graph for a batch; None when it must run eagerly. One that is lacked counts towards what is captured
+        next; in place of one with cascade, one without does."""
+        key = self.key_for(batch_size, choice, cascade)
         if key is None or self.why_eager:
             return None
-        if choice not in self._choices:
-            self._choices.append(choice)
+        if (choice, cascade) not in self._kinds:
+            self._kinds.append((choice, cascade))
         graph = self._graphs.get(key)
         if graph is None:
             self._lacked[key] = self._lacked.get(key, 0) + 1
             self._steps_lacking += 1
+            graph = self._graphs.get(GraphKey(key.size, choice))
         return graph
 
     def forget(self) -> None:
@@ -164,9 +168,9 @@ class DecodeGraphs:
             return None
         left = [
             key
-            for choice in self._choices
+            for choice, cascade in self._kinds
             for size in reversed(self.sizes)
-            if (key := GraphKey(size, choice)) not in self._graphs
+            if (key := GraphKey(size, choice, cascade)) not in self._graphs
         ]
         if not left or not self._graphs:
             return left[0] if left else None

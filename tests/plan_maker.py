@@ -32,22 +32,41 @@ class PlanMaker:
     _before: StepPlan | None = None
 
     def enter(
-        self, row: int, tokens: list[int], num_prompt: int | None = None, seed: int = 0, **sampling: object
+        self,
+        row: int,
+        tokens: list[int],
+        num_prompt: int | None = None,
+        seed: int = 0,
+        like: int | None = None,
+        **sampling: object,
     ) -> None:
-        """`sampling` are fields of Sampling; the row starts with blocks for what `compute` then takes of it."""
+        """`sampling` are fields of Sampling; the row starts with blocks for what `compute` then takes of it.
+
+        like: a row whose full blocks are found for the tokens that both begin with.
+        """
         self.tokens[row], self.prompts[row] = list(tokens), num_prompt or len(tokens)
-        self.computed[row], self.blocks[row] = 0, self._take(1)
+        found = self._found(tokens, like)
+        self.computed[row], self.blocks[row] = len(found) * self.block_size, found + self._take(1)
         self._new.append(
             NewRow(
                 row=row,
                 token_ids=np.array(tokens, np.int32),
                 num_prompt_tokens=self.prompts[row],
-                num_computed_tokens=0,
+                num_computed_tokens=self.computed[row],
                 block_ids=np.array(self.blocks[row], np.int32),
                 sampling=Sampling(max_tokens=99, **sampling),  # type: ignore[arg-type]
                 seed=seed,
             )
         )
+
+    def _found(self, tokens: list[int], like: int | None) -> list[int]:
+        """As the prefix cache does, all but the block of the last token."""
+        if like is None or like not in self.tokens:
+            return []
+        usable = min(self.computed[like], len(tokens) - 1) // self.block_size
+        alike = [mine == theirs for mine, theirs in zip(tokens, self.tokens[like], strict=False)]
+        same = alike.index(False) if False in alike else len(alike)
+        return self.blocks[like][: min(usable, same // self.block_size)]
 
     def release(self, row: int) -> None:
         for state in (self.tokens, self.prompts, self.computed, self.blocks):
