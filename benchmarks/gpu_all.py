@@ -40,6 +40,8 @@ FOLDERS = ("core", "executor", "frontend", "ipc", "kernels")
 NEEDED = ("torch", "numpy", "safetensors", "transformers", "msgspec", "zmq", "psutil", "yaml", "jinja2", "tokenizers")
 ALSO = ("gguf", "xxhash", "tqdm", "uvloop", "prometheus_client", "starlette", "uvicorn", "httptools")
 """What parts of the package import besides."""
+OUT = "{out}"
+"""Stands for --out in a command."""
 KEPT_LINES = 200
 SHOWN_LINES = 15
 LINE_CHARACTERS = 240
@@ -70,7 +72,7 @@ class Outcome:
 
 
 def script(name: str, file: str, most_s: float, least_s: float, *arguments: str) -> Job:
-    command = (sys.executable, str(ROOT / "benchmarks" / f"{file}.py"), *arguments, "--out", f"{{out}}/{file}.json")
+    command = (sys.executable, str(ROOT / "benchmarks" / f"{file}.py"), *arguments, "--out", f"{OUT}/{file}.json")
     return Job(name, f"{file}.json", command, most_s, least_s)
 
 
@@ -149,7 +151,7 @@ def link_tree(tree: Path) -> Path:
 
 def run(job: Job, arguments: argparse.Namespace, variables: dict[str, str], most_s: float) -> Outcome:
     """Its output goes on to ours line by line, and its errors only where it does not end well."""
-    command = [part.format(out=arguments.out) for part in job.command]
+    command = [part.replace(OUT, str(arguments.out)) for part in job.command]
     command += ["--dry"] if arguments.dry and job.file else []
     began_s, shown = time.monotonic(), deque[str](maxlen=KEPT_LINES)
     with tempfile.TemporaryFile("w+") as log:

@@ -31,7 +31,7 @@ NUM_TOKENS = 64
 
 def ours(folder: Path, prompts: list[list[int]], dtype: str, device: torch.device) -> list[list[int]]:
     """Prompts with our answers."""
-    memory = {"gpu_memory_utilization": 0.3} if device.type == "cuda" else {}
+    memory: dict[str, Any] = {"gpu_memory_utilization": 0.3} if device.type == "cuda" else {}
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
     with LLM(
         str(folder), device=str(device), dtype=dtype, skip_tokenizer_init=True, max_model_len=1024, **memory
@@ -45,8 +45,8 @@ def logits_of(folder: Path, sequences: list[list[int]], dtype: torch.dtype, devi
     """[len(sequence) - 1, vocab_size] float32 on the host for each sequence, by transformers."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-    model = model.to(device).eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    model.to(device).eval()
     return [model(torch.tensor([ids[:-1]], device=device)).logits[0].float().cpu() for ids in sequences]
 
 

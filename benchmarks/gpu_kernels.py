@@ -167,7 +167,7 @@ def choices(machine: Machine, config: dict[str, Any], rows: int) -> Iterator[Ker
 
     def make(may_draw: bool, may_truncate: bool) -> Callable[[], Any]:
         logits = machine.random(rows, config["vocab_size"], dtype=FP32) * 3
-        of = {"device": machine.device}
+        of: dict[str, Any] = {"device": machine.device}
         draws = DeviceDraws(
             temperature=torch.full((rows,), 0.8 if may_draw else 0.0, **of),
             top_k=torch.full((rows,), 50 if may_truncate else 0, dtype=torch.int32, **of),

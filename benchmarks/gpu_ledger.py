@@ -1,16 +1,15 @@
 """What a step must do on paper: bytes and products of each phase, its least time at given limits, and its launches.
 
-    python benchmarks/gpu_ledger.py [--copy-tb-s 4.3] [--tflops 788] [--launch-us 1.3]
+    python benchmarks/gpu_ledger.py
 
-prints the cases of `gpu_decode.py` and `gpu_prefill.py`, and which of their targets cannot be met as the step is built,
-even if each kernel reached its limit. Those scripts print the same beside what a profile measured, with the limits of
-the machine. A phase's least time is the larger of moving its bytes (weights, keys, values and activations, once) at the
-rate of copying and multiplying at the rate of matrix products; to that comes a launch for each kernel.
+prints the cases of `gpu_decode.py` and `gpu_prefill.py` for what an H200 is said to reach, and which of their targets
+cannot be met as the step is built, even if each kernel reached its limit. Those scripts print the same for the limits
+that they measure, beside a profile. A phase's least time is the larger of moving its bytes (weights, keys, values and
+activations, once) at the rate of copying and multiplying at the rate of products; to that comes a launch per kernel.
 """
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,10 +126,8 @@ def lines(config: dict[str, Any], step: Step, rates: Rates, measured_us: dict[st
         + (f" {found[phase.name]:9.1f} us measured" if phase.name in found else "")
         for phase in phases(config, step)
     ]
-    total_s, (least_s, bound_by) = (
-        sum(each.predicted_s(rates) for each in phases(config, step)),
-        limit(config, step, rates),
-    )
+    total_s = sum(phase.predicted_s(rates) for phase in phases(config, step))
+    least_s, bound_by = limit(config, step, rates)
     total = f"    {'all':20} {1e6 * total_s:9.1f} us on paper, {least_s / total_s:.1%} of the {bound_by} limit"
     return [*shown, total + (f" {sum(found.values()):9.1f} us measured" if found else "")]
 
@@ -145,13 +142,7 @@ CASES = (  # what, the step, the share of its limit to reach
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--copy-tb-s", type=float, default=4.3, help="of an H200, bytes read and written")
-    parser.add_argument("--tflops", type=float, default=788, help="of bf16 products on an H200")
-    parser.add_argument("--launch-us", type=float, default=1e6 * LAUNCH_S)
-    arguments = parser.parse_args()
-    rates = Rates(1e12 * arguments.copy_tb_s, 1e12 * arguments.tflops, arguments.launch_us / 1e6)
-    totals_s = {}
+    rates, totals_s = Rates(4.3e12, 788e12), {}
     for name, step, target in CASES:
         totals_s[name] = sum(phase.predicted_s(rates) for phase in phases(LLAMA_8B, step))
         share = limit(LLAMA_8B, step, rates)[0] / totals_s[name]
