@@ -6,17 +6,26 @@ import asyncio
 import json
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fake_server as fake
 import pytest
+from http_server import Server, serving
 
 from headrace.frontend.bench.http_client import Pool, Target
 from headrace.frontend.bench.load import Load, LoadResult
 from headrace.frontend.cli import main
 
 SHORT = ("--random-input-len", "5", "--random-output-len", "4")
+
+
+@pytest.fixture(scope="module")
+def chat_server() -> Iterator[Server]:
+    """Ours: it has the routes of its tokenizer."""
+    with serving() as server:
+        yield server
 
 
 def bench(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
@@ -64,6 +73,33 @@ def test_chat_is_spoken_too_and_a_role_is_no_token(capsys: pytest.CaptureFixture
     (first, _) = record["samples"]["requests"]
     assert first["text"] == "word0 word1 word2 "
     assert len(first["gaps_s"]) == 2
+
+
+@pytest.mark.parametrize("dataset", ["random", "prefix_repetition"])
+def test_prompts_of_chat_are_drawn_with_the_server_s_own_tokenizer(
+    dataset: str, chat_server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lengths = ("--random-input-len", "12", "--prefix-repetition-prefix-len", "8", "--prefix-repetition-suffix-len", "4")
+    arguments = ("--base-url", chat_server.url, "--backend", "openai-chat", "--dataset-name", dataset, *lengths)
+    short = ("--output-len", "30", "--num-prompts", "12", "--ignore-eos", "--random-vocab-size", "300")
+    status, record, _ = bench(capsys, tmp_path, *arguments, *short)
+    assert (status, record["results"]["completed"]) == (0, 12)
+    told = [sample["num_prompt_tokens"] for sample in record["samples"]["requests"]]
+    with chat_server.client() as client:
+        body = {"messages": [{"role": "user", "content": ""}]}
+        template_tokens = client.post("/tokenize", json=body).json()["count"]
+    assert all(abs(count - template_tokens - 12) <= 4 for count in told), "of text that bytes made"
+
+
+def test_a_server_that_cannot_make_texts_is_named(chat_server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    with fake.FakeServer(fake.stream) as server:
+        chat = ("bench", "serve", "--backend", "openai-chat", "--num-prompts", "1", "--no-machine-probe")
+        assert main([*chat, "--base-url", server.url]) == 2
+        said = capsys.readouterr().err
+        assert f"{server.url}/detokenize, which would make them of the tokens that were drawn, " in said
+        assert "give --tokenizer FOLDER" in said
+        assert main([*chat, "--base-url", chat_server.url, "--random-vocab-size", "100000"]) == 2
+        assert "--random-vocab-size" in capsys.readouterr().err
 
 
 FAULTS = {
@@ -232,7 +268,6 @@ def test_a_bound_on_concurrency_tells_the_wait_apart(capsys: pytest.CaptureFixtu
         (("--header", "nonsense"), "--header nonsense: it must be KEY=VALUE"),
         (("--base-url", "localhost:80"), "it must be like http://127.0.0.1:8000"),
         (("--base-url", "http://localhost:99999"), "--base-url=http://localhost:99999"),
-        (("--backend", "openai-chat"), "these prompts are token ids: give --tokenizer"),
         (("--tokenizer", "/nowhere"), "it must be a folder with a tokenizer.json"),
         (("--extra-body", '{"prompt": "x"}'), "prompt is what the benchmark sets itself"),
         (("--dataset-name", "sharegpt"), "give --dataset-path"),

@@ -105,7 +105,7 @@ class TargetOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Option(
             TARGET,
             "A folder with tokenizer.json, or that file: prompts are sent as text",
-            default_text="none: drawn prompts are sent as token ids",
+            default_text="none: drawn prompts are sent as token ids, or for openai-chat as text that the server makes",
         ),
     ] = None
     ready_check_timeout_sec: Annotated[

@@ -25,6 +25,7 @@ from headrace.frontend.bench.options import (
     TrafficOptions,
     WorkloadOptions,
 )
+from headrace.frontend.bench.server_tokenizer import ServerTokenizer, as_texts
 from headrace.frontend.bench.tables import serving_table
 from headrace.frontend.bench.workload import BenchRequest, FileTokenizer, PromptMaker, make_workload
 from headrace.frontend.command_engine import as_flag_error
@@ -64,6 +65,8 @@ def bench_serve(asked: ServingRun) -> int:
     """The exit status: 0 when any request succeeded. Raises OptionError before anything is sent; ServerError."""
     check(asked)
     requests, traffic = requests_of(asked)
+    if asked.target.backend == _CHAT and any(isinstance(request.prompt, list) for request in requests):
+        requests = run_loop(_as_texts(asked, requests))
     due_s = schedule(requests, traffic, asked.workload.seed)
     record = records.new_record("serve", asked.result, records.given(*asked), asked.workload.seed)
     outcome = run_loop(_run(asked, requests, due_s))
@@ -118,8 +121,6 @@ def requests_of(asked: ServingRun) -> tuple[list[BenchRequest], TrafficOptions]:
     tokenizer = None if asked.target.tokenizer is None else FileTokenizer(asked.target.tokenizer)
     maker = PromptMaker(asked.workload.random_vocab_size, tokenizer)
     requests = make_workload(asked.workload, maker)
-    if asked.target.backend == _CHAT and any(isinstance(request.prompt, list) for request in requests):
-        raise OptionError(f"--backend {_CHAT} takes texts, and these prompts are token ids: give --tokenizer FOLDER")
     traffic = asked.traffic
     if traffic.self_timed is None:
         is_free = math.isinf(traffic.request_rate) and traffic.ramp_up_strategy is None
@@ -166,19 +167,38 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
     return uvloop.run(work)
 
 
+async def _as_texts(asked: ServingRun, requests: list[BenchRequest]) -> list[BenchRequest]:
+    """Chat takes no token ids: what was drawn as such becomes text, by the tokenizer of the server."""
+    target, pool = _pool_of(asked.target)
+    try:
+        model = _model_of(asked.target, await _models(pool, target, asked.target), target)
+        ordinary_ids = PromptMaker(asked.workload.random_vocab_size).ids
+        return await as_texts(requests, ServerTokenizer(pool, target, model, ordinary_ids), asked.workload.seed)
+    finally:
+        await pool.close()
+
+
+def _pool_of(options: TargetOptions) -> tuple[Target, Pool]:
+    target = target_of(options)
+    return target, Pool(
+        target,
+        connect_timeout_s=options.connect_timeout,
+        stall_timeout_s=options.stall_timeout,
+        request_timeout_s=options.request_timeout,
+    )
+
+
+def _model_of(options: TargetOptions, models: Any, target: Target) -> str:
+    return options.served_model_name or options.model or _first_model(models, target)
+
+
 async def _run(
     asked: ServingRun, requests: list[BenchRequest], due_s: list[float] | None
 ) -> tuple[LoadResult, str, dict[str, Any]]:
-    target = target_of(asked.target)
-    pool = Pool(
-        target,
-        connect_timeout_s=asked.target.connect_timeout,
-        stall_timeout_s=asked.target.stall_timeout,
-        request_timeout_s=asked.target.request_timeout,
-    )
+    target, pool = _pool_of(asked.target)
     try:
         models = await _models(pool, target, asked.target)
-        model = asked.target.served_model_name or asked.target.model or _first_model(models, target)
+        model = _model_of(asked.target, models, target)
         path = asked.target.endpoint or _PATHS[asked.target.backend]
         encoder = msgspec.json.Encoder()
         bodies = [target.post(path, encoder.encode(body_of(asked, model, request))) for request in requests]

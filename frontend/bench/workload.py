@@ -73,14 +73,14 @@ class PromptMaker:
 
     def __init__(self, vocab_size: int, tokenizer: TextTokenizer | None = None) -> None:
         self.tokenizer = tokenizer
-        self._ids: Sequence[int] = (
+        self.ids: Sequence[int] = (
             tokenizer.ordinary_ids
             if tokenizer is not None
             else range(min(_FIRST_ORDINARY_ID, vocab_size - 1), vocab_size)
         )
 
     def draw(self, numbers: random.Random, length: int) -> list[int]:
-        return numbers.choices(self._ids, k=length)
+        return numbers.choices(self.ids, k=length)
 
     def prompt(self, token_ids: list[int], numbers: random.Random) -> tuple[str | list[int], int]:
         """These tokens as a prompt, and its length. Text keeps the length, where its tokens may become others."""
