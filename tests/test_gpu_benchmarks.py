@@ -228,7 +228,7 @@ def test_a_checkout_that_is_not_installed_is_imported_through_links(load: Any, t
     )
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     command = [sys.executable, "-S", "-c", code]  # without what is installed
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
     file, version = found.stdout.split()
     assert file.startswith(str(tree))
     assert version == importlib.import_module("headrace").__version__
