@@ -1,0 +1,248 @@
+"""The GPU's path, whole, on a GPU that is not there: `python FILE FOLDER [PART OF A NAME ...]`.
+
+FOLDER holds tiny checkpoints by name. Prints one line of JSON for each case: its name, the seconds it took, and what
+failed. `pretend_rules` has the cases that show what the harness refuses.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MODELS = ("llama_gqa_tied", "qwen3", "gemma2", "mistral_window", "llama_dynamic", "opt_projected_post_norm")
+"""Those of `tiny_models` that differ in what the device has to do."""
+GREEDY = [7, 8, 9, 10, 11, 12, 13]
+
+
+def names() -> list[str]:
+    found = [f"tokens_of_{model}" for model in MODELS]
+    for path in (Path(__file__), Path(__file__).with_name("pretend_rules.py")):
+        lines = path.read_text().splitlines()
+        found += [line[9:].partition("(")[0] for line in lines if line.startswith("def case_")]
+    return found
+
+
+def find_cases(folder: Path) -> dict[str, Callable[[], None]]:
+    cases: dict[str, Callable[[], None]] = {}
+    for model in MODELS:
+        cases[f"tokens_of_{model}"] = lambda model=model: tokens_of(folder / model)  # type: ignore[misc]
+    for module in (sys.modules[__name__], importlib.import_module("pretend_rules")):
+        for name, function in vars(module).items():
+            if name.startswith("case_"):
+                cases[name.removeprefix("case_")] = lambda function=function: function(folder)  # type: ignore[misc]
+    return cases
+
+
+def main() -> None:
+    import torch
+    from pretend_kernels import begin
+
+    begin()
+    folder, chosen = Path(sys.argv[1]), sys.argv[2:]
+    for name, case in find_cases(folder).items():
+        if chosen and not any(part in name for part in chosen):
+            continue
+        torch.manual_seed(0)
+        began_s = time.monotonic()
+        try:
+            case()
+            failure = ""
+        except Exception:
+            failure = traceback.format_exc()
+        print(json.dumps({"name": name, "seconds": time.monotonic() - began_s, "failure": failure}), flush=True)
+
+
+# --- what the cases share ---------------------------------------------------------------------------------------
+
+
+def requests() -> list[Any]:
+    from pretend_engine import Request
+
+    return [
+        Request(GREEDY),
+        Request([5], {"temperature": 0.9}, seed=4),
+        Request([20, 21, 22], {"temperature": 0.9, "top_p": 0.8, "top_k": 20}, seed=5),
+    ]
+
+
+def capture_all(executor: Any) -> None:
+    while executor.idle():
+        pass
+    assert not executor.steps.graphs.why_eager, executor.steps.graphs.why_eager
+    assert len(executor.steps.graphs) >= len(executor.steps.graphs.sizes)
+
+
+def check_waits(answers: Any) -> None:
+    """Submitting waits for nothing, and collecting for the step's own event alone."""
+    assert not answers.submit_syncs, answers.submit_syncs
+    others = [wait for wait in answers.collect_syncs if not wait.startswith("Event.synchronize at executor/gpu_")]
+    assert not others, others
+
+
+def compare(got: Any, wanted: Any) -> None:
+    assert got.tokens == wanted.tokens, (got.tokens, wanted.tokens)
+    assert len(got.logprobs) == len(wanted.logprobs)
+    for (row, ids, values), (wanted_row, wanted_ids, wanted_values) in zip(
+        sorted(got.logprobs), sorted(wanted.logprobs), strict=True
+    ):
+        assert (row, ids) == (wanted_row, wanted_ids)
+        assert all(a == b or abs(a - b) < 1e-3 for a, b in zip(values, wanted_values, strict=True)), (
+            values,
+            wanted_values,
+        )
+
+
+def tokens_of(folder: Path, wanted_on: str = "cpu", asked: Any = None, **options: Any) -> Any:
+    """Through graphs, with two steps in flight, as on a CPU one by one."""
+    from pretend_engine import drive, executor_for
+
+    asked = asked or requests()
+    wanted = drive(executor_for(folder, wanted_on, **options), asked, 1)
+    executor = executor_for(folder, **options)
+    capture_all(executor)
+    answers = drive(executor, asked, 2)
+    check_waits(answers)
+    compare(answers, wanted)
+    return executor
+
+
+# --- cases ------------------------------------------------------------------------------------------------------
+
+
+def case_everything_that_follows_logits(folder: Path) -> None:
+    from pretend_engine import Request
+
+    tokens_of(
+        folder / "llama",
+        asked=[
+            Request(GREEDY, {"logprobs": 3, "prompt_logprobs": 2}),
+            Request([5], {"temperature": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.4}, seed=4),
+            Request([20, 21, 22], {"repetition_penalty": 1.3, "min_tokens": 4, "logprobs": 0}, seed=5),
+            Request([9, 9, 4], {"temperature": 1.1, "min_p": 0.05, "top_k": 9, "prompt_logprobs": 0}, seed=6),
+        ],
+    )
+
+
+def case_requests_in_which_the_host_chooses_may_wait(folder: Path) -> None:
+    """Only what no op of the device does: the one documented exception to `check_waits`."""
+    from pretend_engine import Request, drive, executor_for
+
+    asked = [Request(GREEDY), Request([5], {"allowed_token_ids": (5, 6, 7, 8)})]
+    answers = drive(executor_for(folder / "llama"), asked, 2)
+    compare(answers, drive(executor_for(folder / "llama", "cpu"), asked, 1))
+
+
+def case_bfloat16(folder: Path) -> None:
+    tokens_of(folder / "llama_biases", "reference", dtype="bfloat16")
+
+
+def case_fp8_weights(folder: Path) -> None:
+    tokens_of(folder / "llama", "reference", dtype="bfloat16", quantization="fp8")
+
+
+def case_int8_weights(folder: Path) -> None:
+    tokens_of(folder / "llama", "reference", quantization="int8", quantization_group_size=32)
+
+
+def case_int4_weights(folder: Path) -> None:
+    tokens_of(folder / "llama", "reference", quantization="int4", quantization_group_size=32)
+
+
+def case_fp8_cache(folder: Path) -> None:
+    tokens_of(folder / "qwen3", "reference", kv_cache_dtype="fp8")
+
+
+def case_int8_cache(folder: Path) -> None:
+    tokens_of(folder / "llama", "reference", kv_cache_dtype="int8")
+
+
+def case_batch_invariant(folder: Path) -> None:
+    tokens_of(folder / "llama", "reference", batch_invariant=True)
+
+
+def case_layers_in_the_hosts_memory(folder: Path) -> None:
+    from headrace.executor.gpu_offload import OffloadedLayer
+
+    executor = tokens_of(folder / "smollm3", "reference", cpu_offload_gb=2.5e-4)
+    layers = executor._residence.decoder._layers
+    assert sum(isinstance(layer, OffloadedLayer) and layer._order is not None for layer in layers) == 3
+
+
+def case_sleep_and_new_weights(folder: Path) -> None:
+    from pretend_cuda import GPU
+    from pretend_engine import drive, executor_for
+
+    from headrace.ipc.control import PrepareWeights, Sleep, UseWeights, WakeUp
+
+    executor = executor_for(folder / "llama", enable_sleep_mode=True)
+    asked, commands = requests()[:2], ([], [Sleep(level=1), WakeUp()], [Sleep(level=2), WakeUp()])
+    wanted = drive(executor_for(folder / "llama", "cpu"), asked, 1)
+    reload = [PrepareWeights(path=str(folder / "llama_other")), UseWeights(prepared=True)]
+    for orders in (*commands, reload):
+        for order in orders:
+            executor.control(order)
+        capture_all(executor)
+        GPU.syncs.clear()
+        answers = drive(executor, asked, 2)
+        check_waits(answers)
+        if orders is reload:
+            wanted = drive(executor_for(folder / "llama_other", "cpu"), asked, 1)
+        compare(answers, wanted)
+
+
+def case_an_engine_whose_requests_give_way(folder: Path) -> None:
+    """The core, its blocks running out, with graphs that are captured while requests run."""
+    from headrace import LLM, SamplingParams
+
+    settings: dict[str, Any] = {
+        "in_process": True, "device": "cpu", "skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 4,
+        "max_model_len": 48, "block_size": 4, "num_gpu_blocks_override": 20,
+    }  # fmt: skip
+    prompts: list[Any] = [{"prompt_token_ids": [3 + index, *range(20, 29)]} for index in range(4)]
+    params = [
+        SamplingParams(temperature=0.9 * (index % 2), seed=index, max_tokens=20, ignore_eos=True) for index in range(4)
+    ]
+    answers = []
+    for backend in ("uni", "pretend_engine:PretendGpu"):
+        with LLM(str(folder / "llama"), distributed_executor_backend=backend, **settings) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            answers.append([list(output.outputs[0].token_ids) for output in outputs])
+            preempted = llm.get_stats().num_preemptions
+    assert answers[0] == answers[1]
+    assert preempted > 0
+
+
+def case_kernels_are_interpreted(folder: Path) -> None:
+    """All of a step's launches as the device would be given them, on a device of few multiprocessors."""
+    import torch
+    from pretend_cuda import GPU
+    from pretend_engine import Request, drive, executor_for
+
+    from headrace.kernels.triton import configs
+
+    asked = [Request(GREEDY[:5]), Request([5], {"temperature": 0.9, "top_p": 0.8}, seed=4)]
+    wanted = drive(executor_for(folder / "llama_short", "cpu"), asked, 1, 3)
+    properties: Any = torch.cuda.get_device_properties(0)
+    properties.multi_processor_count, GPU.interpreting = 2, True
+    configs._cuda_device.cache_clear()
+    try:
+        executor = executor_for(folder / "llama_short", cudagraph_capture_sizes=(2,), max_num_batched_tokens=8)
+        capture_all(executor)
+        answers = drive(executor, asked, 2, 3)
+    finally:
+        properties.multi_processor_count, GPU.interpreting = 132, False
+        configs._cuda_device.cache_clear()
+    check_waits(answers)
+    compare(answers, wanted)
+
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+    main()

@@ -1,0 +1,121 @@
+"""Triton kernels on the device that is not there: interpreted, or (some hundred times faster) computed by reference.
+
+Either way the code that launches them runs as it is, with the tensors of the device, and each launch is checked and
+noted. By reference, what a kernel would have written is then what the op's torch reference computes; linear layers, of
+which the interpreter takes a minute for each, always are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from pretend_cuda import GPU, CudaTensor, Mode, unwrap
+from pretend_streams import install
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from headrace.kernels import reference
+from headrace.kernels.registry import Version, choose_reference
+from headrace.kernels.triton import versions
+
+
+def begin() -> None:
+    """Once in a process, before anything of ours is imported that names torch.cuda's classes, and before the first
+    kernel is chosen. The environment must ask for Triton's interpreter."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, where a GPU's arithmetic silently gives infinity
+    torch.set_num_threads(1)
+    install(GPU, Mode)
+    run = InterpretedFunction.run
+
+    def launch(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        GPU.launch(function, run, args, grid, kwargs)
+
+    InterpretedFunction.run = launch  # type: ignore[method-assign]
+    versions.VERSIONS = tuple(_changed(version) for version in versions.VERSIONS)
+
+
+def _changed(version: Version) -> Version:
+    def why_not(device: Any = None, **facts: Any) -> str:
+        """What is interpreted would serve the CPU's own tensors too."""
+        return "not here" if device == torch.device("cpu") else version.why_not(device=device, **facts)
+
+    function = _linear(version) if version.op.startswith("linear") else _either(version)
+    return dataclasses.replace(version, function=function, why_not=why_not)
+
+
+def _either(version: Version) -> Callable[..., Any]:
+    def serve(*args: Any, **options: Any) -> Any:
+        return _computed(version.op, version.function, choose_reference(version.op), args, options)
+
+    return serve
+
+
+def _linear(version: Version) -> Callable[..., Any]:
+    def pack(*args: Any) -> Any:
+        packed: Any = version.function(*args)
+        plain = choose_reference(version.op)(*_held(args))
+
+        def fused(x: Tensor, norm: Any = None, activation: Any = None, residual: Any = None) -> Tensor:
+            if norm is not None:
+                x = reference.rms_norm(x, None, *norm)[0]
+            x = plain.apply(x)
+            if activation is not None:
+                x = reference.activate_and_multiply(x, activation)
+            return x if residual is None else x + residual
+
+        for name, compute in (("apply", plain.apply), ("apply_fused", fused)):
+            if hasattr(packed, name):
+                real = getattr(packed, name)
+                setattr(packed, name, functools.partial(_called, version.op, real, compute))
+        return packed
+
+    return pack
+
+
+def _called(op: str, real: Callable[..., Any], compute: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return _computed(op, real, compute, args, options)
+
+
+def _computed(op: str, real: Callable[..., Any], compute: Callable[..., Any], args: Any, options: Any) -> Any:
+    """`real`, which launches, with the results of `compute`, which knows nothing of devices."""
+    is_interpreted = GPU.interpreting and not op.startswith("linear")
+    if is_interpreted or not any(isinstance(tensor, CudaTensor) for tensor in _tensors((args, options))):
+        return real(*args, **options)
+    with GPU.noting():
+        out = real(*args, **options)
+    into = [tensor.held for tensor in tree_leaves(out) if isinstance(tensor, CudaTensor)]
+
+    def fill(*_: Any) -> None:
+        # Anew each time: a reference keeps in its arguments what it has found out of their values.
+        for target, values in zip(into, tree_leaves(compute(*_held(args), **_held(options))), strict=False):
+            target.copy_(values)
+
+    GPU.run(fill, op, (into, unwrap(list(_tensors((args, options))))), {}, launches=False)
+    return out
+
+
+def _held(tree: Any) -> Any:
+    """The CPU's tensors in the place of the device's, also in dataclasses."""
+
+    def replace(leaf: Any) -> Any:
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            fields = {field.name: _held(getattr(leaf, field.name)) for field in dataclasses.fields(leaf) if field.init}
+            return type(leaf)(**fields)
+        return unwrap(leaf)
+
+    return tree_map(replace, tree)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
