@@ -63,14 +63,14 @@ class OptionParser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flags = [argument for argument in unknown if argument.startswith("-")]  # the others may be their values
-            command = getattr(parsed, "command", None)
-            self._fail("; ".join(self._explain(argument) for argument in flags or unknown), command)
+            commands = [value for name, value in vars(parsed).items() if name.endswith("command") and value]
+            self._fail("; ".join(self._explain(argument) for argument in flags or unknown), " ".join(commands))
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        self._fail(message)
+        self._fail(" ".join(message.split()).replace(" :", ":"))  # names of columns are padded
 
-    def _fail(self, message: str, command: str | None = None) -> NoReturn:
+    def _fail(self, message: str, command: str = "") -> NoReturn:
         """What a sub-command does not know comes back to its parent, whose help would say nothing of it."""
         prog = f"{self.prog} {command}" if command else self.prog
         self.exit(2, f"{self.prog}: {message}\nTry: {prog} --help\n")
@@ -261,8 +261,10 @@ class _Formatter(argparse.HelpFormatter):
 
     def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
         if usage is None and len(actions) > 12:  # a wall of brackets helps nobody
+            needed = "".join(f" {a.option_strings[0]} {a.metavar}" for a in actions if a.option_strings and a.required)
             positional = [a for a in actions if not a.option_strings and a.help != argparse.SUPPRESS]
-            return f"usage: {self._prog} [options]" + "".join(f" [{a.metavar or a.dest}]" for a in positional) + "\n\n"
+            rest = "".join(f" [{a.metavar or a.dest}]" for a in positional)
+            return f"usage: {self._prog}{needed} [options]{rest}\n\n"
         return super()._format_usage(usage, actions, groups, prefix)
 
 
@@ -273,8 +275,8 @@ def _argument(spec: OptionSpec) -> dict[str, Any]:
         "help": f"{spec.option.help} ({notes})".replace("%", "%%"),
         "default": argparse.SUPPRESS,
     }
-    if spec.kind == "bool":
-        return {**argument, "action": argparse.BooleanOptionalAction}
+    if spec.kind == "bool":  # the opposite of --no-x would be --no-no-x
+        return {**argument, "action": "store_true" if spec.name.startswith("no_") else argparse.BooleanOptionalAction}
     argument["metavar"] = type_text(spec)
     if spec.kind in ("list", "numbers"):
         argument.update({"action": "append"} if spec.option.repeated else {"nargs": "+", "action": "extend"})

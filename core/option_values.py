@@ -134,7 +134,8 @@ def range_text(option: Option) -> str:
     if option.minimum is not None and option.maximum is not None:
         return f"{_number(option.minimum)} to {_number(option.maximum)}{unit}"
     if option.minimum is not None:
-        return f"at least {_number(option.minimum)}{unit.removesuffix('s') if option.minimum == 1 else unit}"
+        one = unit.removesuffix("es" if unit.endswith("xes") else "s")
+        return f"at least {_number(option.minimum)}{one if option.minimum == 1 else unit}"
     if option.maximum is not None:
         return f"at most {_number(option.maximum)}{unit}"
     return ""

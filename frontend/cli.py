@@ -99,11 +99,13 @@ def _unknown_command(name: str) -> OptionError:
 
 def _parser(given: list[str]) -> OptionParser:
     """Only a command that is named gets its arguments: building all of them would show in the start-up."""
-    parser = OptionParser(prog="headrace", description="Headrace, an LLM inference engine.")
+    usage = "headrace [-h] [--version] COMMAND ..."
+    parser = OptionParser(prog="headrace", usage=usage, description="Headrace, an LLM inference engine.")
     parser.add_argument("--version", action="store_true", help="Print the version")
     # argparse gives commands a column two characters too narrow for the longest name, unless the heading is longer.
     longest = max(map(len, commands()))
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND".ljust(longest + 2), title="commands")
+    column = "COMMAND".ljust(longest + 2)
+    subparsers = parser.add_subparsers(dest="command", metavar=column, title="commands", prog="headrace")
     for name in commands():
         module = _load(name)
         text = (module.__doc__ or "").strip()

@@ -16,7 +16,9 @@ _COMMANDS = ("latency", "throughput", "serve", "startup", "overhead", "sweep", "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    subparsers = parser.add_subparsers(dest="bench_command", metavar="COMMAND".ljust(14), title="benchmarks")
+    parser.usage = "headrace bench [-h] COMMAND ..."
+    column = "COMMAND".ljust(14)
+    subparsers = parser.add_subparsers(dest="bench_command", metavar=column, title="benchmarks", prog="headrace bench")
     for name in _COMMANDS:
         module = _load(name)
         text = (module.__doc__ or "").strip()

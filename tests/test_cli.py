@@ -53,6 +53,18 @@ def test_help_loads_no_heavy_library() -> None:
     assert result.stdout.splitlines()[-1] == "[]"
 
 
+def test_usage_is_one_line_that_names_what_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, usage in (
+        ([], "headrace [-h] [--version] COMMAND ..."),
+        (["bench"], "headrace bench [-h] COMMAND ..."),
+        (["run-batch"], "headrace run-batch -i FILE -o FILE [options]"),
+        (["complete"], "headrace complete [options] [PROMPT]"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*command, "--help"])
+        assert capsys.readouterr().out.splitlines()[:2] == [f"usage: {usage}", ""]
+
+
 def test_version_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
     assert capsys.readouterr().out.startswith(f"headrace {headrace.__version__} ")
@@ -65,6 +77,8 @@ def test_version_and_options(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["bench", "serve", "--num-prompt", "1"], "did you mean --num-prompts?\nTry: headrace bench serve --help"),
+        (["bench", "nonsense"], "argument COMMAND: invalid choice: 'nonsense'"),
         (["complete", "x", "--temprature", "1"], "unknown option --temprature; did you mean --temperature?"),
         (["complete", "x", "--block-size", "0"], "--block-size=0: out of range; it must be 1 to 256 tokens"),
         (["complete", "x", "--engine", "ipc:///x", "--block-size", "8"], "leave out --block-size"),
