@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class CudaCapturer:
         current.wait_stream(self._stream)
         left_bytes, _ = torch.cuda.mem_get_info(self._device)
         self.pool_bytes += max(0, free_bytes - left_bytes)
-        return graph.replay, result
+        return graph.replay, lent(result)
 
     def forget(self) -> None:
         self._graphs.clear()
@@ -107,6 +108,19 @@ class CudaCapturer:
             return  # no error of CUDA's, so all of it has ended
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+
+
+def lent(result: Any) -> Any:
+    """A tensor's memory without owning it, so that later graphs of the pool may have it too: what a replay leaves there
+    is read before the next. The logits of all batch sizes side by side would take gigabytes."""
+    if not isinstance(result, Tensor) or not result.is_cuda:
+        return result
+    try:
+        view = SimpleNamespace(__cuda_array_interface__=result.__cuda_array_interface__)
+        borrowed = torch.as_tensor(view, device=result.device)
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # it only costs memory
+        return result
+    return borrowed if borrowed.data_ptr() == result.data_ptr() else result
 
 
 @contextmanager
