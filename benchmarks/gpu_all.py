@@ -126,7 +126,7 @@ def environment(folder: Path, wheels: Path | None) -> dict[str, str]:
     if absent := missing(NEEDED):
         raise SystemExit(
             f"missing here: {', '.join(absent)}; bring their wheels in a folder and name it with --wheels "
-            "(benchmarks/README.md says how to fetch them)"
+            "(docs/benchmarks.md says how to fetch them)"
         )
     if absent := missing(ALSO):
         print(f"also missing, and perhaps not needed: {', '.join(absent)}")
