@@ -190,7 +190,8 @@ class Staging:
     buffer than steps in flight that never waits.
     """
 
-    def __init__(self, device: Device, num_buffers: int, num_words: int = 1 << 12) -> None:
+    def __init__(self, device: Device, num_buffers: int, num_words: int = 1 << 16) -> None:
+        """num_words: enough for most steps of prompts, as more pinned memory makes the device wait when it is had."""
         self._device = device
         self._buffers = [device.host_buffer(num_words) for _ in range(num_buffers)]
         self._read = [device.event() for _ in range(num_buffers)]
