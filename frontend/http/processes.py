@@ -6,19 +6,18 @@ Everything that happens comes through one queue, from the start on: signals, and
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import FrameType
 
 import msgspec
 
 from headrace.core.options import Options
-from headrace.core.supervisor import Child, start_engine
+from headrace.core.supervisor import Child, Kind, start_engine
 from headrace.frontend.http.kept_engine import EngineDown, EngineUp
 from headrace.frontend.http.launch import ready_text
 from headrace.frontend.http.metrics import pages_bytes
@@ -91,9 +90,9 @@ def serve_with_processes(engine_options: Options, options: ServeOptions, engine:
     events: Events = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: _on_signal(events, number, frame))
-    with sock, tempfile.TemporaryDirectory(prefix="headrace-") as folder:
+    with sock:
         keeper = _EngineKeeper(engine_options, options.restart_engine, engine, events)
-        workers = _start_workers(options, Path(folder), events, has_engine=engine is not None)
+        workers = _start_workers(options, events, has_engine=engine is not None)
         try:
             if engine is not None:
                 keeper.watch_start(lambda phase: phases.enter(f"engine: {phase}"))
@@ -253,20 +252,22 @@ class _Crew:
         return stops
 
 
-def _start_workers(options: ServeOptions, folder: Path, events: Events, *, has_engine: bool) -> list[Child]:
-    pages = folder / "metrics"
-    pages.write_bytes(bytes(pages_bytes(options.api_server_count, len(options.engine) or 1)))
+def _start_workers(options: ServeOptions, events: Events, *, has_engine: bool) -> list[Child]:
+    pages = os.memfd_create("headrace-metrics")  # no name that could stay behind
+    os.ftruncate(pages, pages_bytes(options.api_server_count, len(options.engine) or 1))
     workers = []
     for index in range(options.api_server_count):
         told = WorkerOptions(
             server=options,
             parent_has_engine=has_engine,
-            pages_file=str(pages),
+            pages_file=f"/proc/self/fd/{pages}",
             num_processes=options.api_server_count,
             index=index,
         )
         start = Start(schema_hash=SCHEMA_HASH, options=msgspec.to_builtins(told), bind="")
-        workers.append(Child(f"http-{index}", ["-m", "headrace.frontend.http.worker"], start))
+        kind = Kind(pass_fds=(pages,))
+        workers.append(Child(f"http-{index}", ["-m", "headrace.frontend.http.worker"], start, kind))
+    os.close(pages)
     for worker in workers:
         _watch_start(worker, lambda ready: events.put(WorkerReady()), lambda failure: events.put(WorkerEnded(failure)))
     return workers
