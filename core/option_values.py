@@ -229,7 +229,7 @@ def _to_choice(spec: OptionSpec, value: Any) -> str:
     text = value if isinstance(value, str) else getattr(value, "__name__", None) or str(value).removeprefix("torch.")
     if text not in spec.choices:
         close = nearest(str(text), spec.choices)
-        raise ValueError(f"it must be one of {', '.join(spec.choices)}" + (f"; {close}?" if close else ""))
+        raise ValueError(f"it must be one of {', '.join(spec.choices)}" + (f"; did you mean {close}?" if close else ""))
     return str(text)
 
 

@@ -206,13 +206,17 @@ class ZmqTransport:
             elif self._connected:
                 self._end(f"the engine-core at {self.address} is gone: the connection was lost", CONNECTION_LOST)
             else:
-                self._end(f"no engine-core listens at {self.address}", "ConnectionRefused")
+                self._end(
+                    f"no engine-core listens at {self.address}",
+                    "ConnectionRefused",
+                    "`headrace ps` lists those of yours that run",
+                )
 
-    def _end(self, message: str, kind: str) -> None:
+    def _end(self, message: str, kind: str, hint: str = "") -> None:
         if self._context is not None:
             self._connected = False
             self.close()
-            self._on_closed(Failure(message=message, type=kind, phase="connection"))
+            self._on_closed(Failure(message=message, type=kind, phase="connection", hint=hint))
 
 
 _HANDSHAKE_FAILED = (

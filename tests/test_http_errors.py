@@ -188,7 +188,7 @@ def test_an_unknown_model_or_route_or_method(server, client):
         ("/collective_rpc", "calls no method by name"),
         ("/api/chat", "Ollama's API"),
         ("/pause", "which --server-dev-mode serves"),
-        ("/chat/completions", "did you mean /v1/chat/completions?; the base address of OpenAI's clients ends in /v1"),
+        ("/chat/completions", "did you mean /v1/chat/completions? The base address of OpenAI's clients ends in /v1."),
         ("/v1/v1/completions", "did you mean /v1/completions?"),
         ("/v1/completions/", "did you mean /v1/completions?"),
         ("/v1/tokenize", "did you mean /tokenize?"),

@@ -15,8 +15,8 @@ from headrace.frontend.http.errors import ApiError
 from headrace.frontend.missing import ONLY_GENERATION
 
 _TEXT = "/v1/chat/completions and /v1/completions generate text"
-_GENERATION = f"{ONLY_GENERATION}: {_TEXT}"
-_TEXT_ONLY = f"models read and write text alone: {_TEXT}"
+_GENERATION = f"{ONLY_GENERATION}; {_TEXT}"
+_TEXT_ONLY = f"models read and write text alone; {_TEXT}"
 _ADAPTERS = "LoRA adapters are not supported yet: merge one into the model's weights, and serve that"
 _NOTHING_STORED = "this server stores nothing"
 _RENDER = "POST /tokenize gives the tokens of a prompt, or of a conversation as the template renders it"
@@ -62,7 +62,7 @@ def _why(path: str, served: tuple[str, ...]) -> str:
     bare = re.sub(r"^(/v1)+(?=/)", "", plain)
     meant = next((each for each in (f"/v1{bare}", bare) if each in served), None)
     if meant is not None:
-        base = "; the base address of OpenAI's clients ends in /v1" if meant.startswith("/v1") else ""
+        base = " The base address of OpenAI's clients ends in /v1." if meant.startswith("/v1") else ""
         return f"; did you mean {meant}?{base}"
     close = difflib.get_close_matches(plain, served, n=1)
     return f"; did you mean {close[0]}?" if close else "; GET /docs lists what there is"
