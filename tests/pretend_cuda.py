@@ -203,7 +203,8 @@ class Gpu:
             return
 
         def interpret(*reals: Any, **real_kwargs: Any) -> None:
-            run(function, *reals, grid=grid, warmup=False, **real_kwargs)
+            with torch._C._DisableTorchDispatch():
+                run(function, *reals, grid=grid, warmup=False, **real_kwargs)
 
         self.run(interpret, name, unwrap(args), unwrap(kwargs))
 
@@ -328,13 +329,20 @@ def is_view(func: Any) -> bool:
 
 def caller() -> str:
     """The innermost line of ours, outside the tests."""
-    frame = sys._getframe(1)
+    frame: Any = sys._getframe(1)
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(ROOT) and path.parent.name != "tests" and ".venv" not in path.parts:
-            return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        if where := ours(frame.f_code.co_filename):
+            return f"{where}:{frame.f_lineno}"
+        frame = frame.f_back
     return "a test"
+
+
+@functools.cache
+def ours(file: str) -> str:
+    """The file's path within the repository; empty for the tests' and others'."""
+    path = Path(file)
+    is_ours = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] not in ("tests", ".venv")
+    return str(path.relative_to(ROOT)) if is_ours else ""
 
 
 def scaled_mm(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, bias: Any = None, out_dtype: Any) -> Tensor:

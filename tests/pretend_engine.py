@@ -70,6 +70,7 @@ def executor_for(folder: Path, where: str = "gpu", **options: Any) -> Any:
     plan = resolve(asked, executor.describe(_ignore))
     executor.load(plan, _ignore)
     executor.allocate(64, 64)
+    torch.set_num_threads(1)  # the CPU's path has taken all cores, which such small matrices do not need
     return executor
 
 

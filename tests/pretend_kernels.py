@@ -94,8 +94,10 @@ def _computed(op: str, real: Callable[..., Any], compute: Callable[..., Any], ar
 
     def fill(*_: Any) -> None:
         # Anew each time: a reference keeps in its arguments what it has found out of their values.
-        for target, values in zip(into, tree_leaves(compute(*_held(args), **_held(options))), strict=False):
-            target.copy_(values)
+        held, options_held = _held(args), _held(options)
+        with torch._C._DisableTorchDispatch():
+            for target, values in zip(into, tree_leaves(compute(*held, **options_held)), strict=False):
+                target.copy_(values)
 
     GPU.run(fill, op, (into, unwrap(list(_tensors((args, options))))), {}, launches=False)
     return out
