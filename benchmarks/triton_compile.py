@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from headrace.kernels.triton import configs
 
-OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
 TYPES = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",

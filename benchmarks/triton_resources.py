@@ -146,8 +146,8 @@ def sampling_cases() -> dict[str, Run]:
     one, whole = meta(64, dtype=FP32), meta(64, dtype=INT32)
     wide = meta(64, dtype=torch.float64)
     bits = meta(64, -(-VOCABULARY // 32), dtype=INT32)
-    penalties = Penalties(whole, meta(64, VOCABULARY, dtype=INT32), bits, one, one, one)
-    changes = LogitChanges(bits, penalties, meta(64, 300, dtype=INT32), meta(64, 300, dtype=FP32))
+    counts = meta(64, VOCABULARY, dtype=INT32)
+    uncounted, counted = (Penalties(bits, bits, found, one, one, one) for found in (None, counts))
     seeds = meta(64, dtype=INT64)
     return {
         "choose_tokens greedy": lambda: sampling.choose_tokens(
@@ -159,8 +159,10 @@ def sampling_cases() -> dict[str, Run]:
         "choose_tokens truncated": lambda: sampling.choose_tokens(
             rows, DeviceDraws(one, whole, wide, wide, seeds, whole)
         ),
-        "adjust_logits": lambda: logits.adjust_logits(rows, changes),
-        "count_tokens": lambda: logits.count_tokens(meta(64, VOCABULARY, dtype=INT32), whole, seeds),
+        "adjust_logits, masks": lambda: logits.adjust_logits(rows, LogitChanges(seeds, bits)),
+        "adjust_logits, penalties": lambda: logits.adjust_logits(rows, LogitChanges(seeds, bits, uncounted)),
+        "adjust_logits, counts": lambda: logits.adjust_logits(rows, LogitChanges(seeds, bits, counted)),
+        "token_logprobs of 5": lambda: logprobs.token_logprobs(rows, seeds, 5),
         "token_logprobs of 20": lambda: logprobs.token_logprobs(rows, seeds, 20),
         "token_logprobs alone": lambda: logprobs.token_logprobs(rows, seeds, 0),
     }

@@ -120,7 +120,7 @@ def _needs(sampling: Sampling) -> Needs:
         needs |= Needs.RANDOM
         if sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0:
             needs |= Needs.TRUNCATION
-    if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1:
+    if has_penalties(sampling):
         needs |= Needs.PENALTIES
     if sampling.min_tokens > 0:
         needs |= Needs.MIN_TOKENS
@@ -129,6 +129,10 @@ def _needs(sampling: Sampling) -> Needs:
     if sampling.prompt_logprobs is not None:
         needs |= Needs.PROMPT_LOGPROBS
     return needs
+
+
+def has_penalties(sampling: Sampling) -> bool:
+    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1)
 
 
 class BatchState:

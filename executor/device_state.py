@@ -25,9 +25,6 @@ from torch import Tensor
 from headrace.executor.batch import GREEDY_BELOW
 from headrace.ipc.messages import Sampling
 
-SEEN_IN_PROMPT = 1 << 30
-"""Bit of a word of `penalty_counts`; the bits below count the token in the output."""
-
 
 class Event(Protocol):
     def record(self) -> None: ...

@@ -28,9 +28,10 @@ class Meter(Protocol):
 @dataclass(frozen=True)
 class StepMemory:
     activation_bytes: int
-    """Peak of a step of max_num_batched_tokens, or of choosing max_num_seqs tokens, whichever is more."""
+    """Peak of a step of max_num_batched_tokens, or of choosing max_num_seqs tokens, or of changing and reporting their
+    logits, whichever is more."""
     state_bytes: int
-    """Rows' state and the counts of penalties."""
+    """What is kept of rows."""
     graph_bytes: int
     """All decode graphs, from the measured sizes of the largest and of the smallest."""
 
@@ -48,8 +49,10 @@ def measure(
         meter.peak_bytes(lambda: largest_prefill(runner, device, limits, max_num_batched_tokens)),
         meter.peak_bytes(lambda: runner.steps.decode(limits.max_num_seqs, Choice.TRUNCATE)),
     ]
+    if runner.chooses:
+        peaks.append(meter.peak_bytes(lambda: runner.choosing.visit(limits.max_num_seqs)))
     visit_kernels(runner, limits)
-    state_bytes = runner.state.nbytes + runner.penalties.nbytes + runner.steps.results.nbytes
+    state_bytes = runner.state.nbytes + runner.tokens.nbytes + runner.steps.results.nbytes
     return StepMemory(max(peaks), state_bytes, _graph_bytes(runner, limits, capturer))
 
 

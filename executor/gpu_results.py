@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,44 +13,47 @@ from torch import Tensor
 
 from headrace.executor.device_state import Device, Mark
 from headrace.executor.gpu_steps import BEST, NUM_RESULTS, RAW_BEST, TOKEN
-from headrace.executor.logprobs import logprob_tensors
+from headrace.executor.logprobs import padded
 from headrace.executor.sampler import ALL_FORBIDDEN, Sampled, find_problems
-from headrace.ipc.codec import Tensor as WireTensor
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import LogprobRows
 from headrace.ipc.step import PromptLogprobRun, RowFailure, StepPlan, StepResult
+from headrace.kernels.reference_sampling import TokenLogprobs
+
+ReportLogprobs = Callable[[Tensor, Tensor, int], TokenLogprobs]
+"""A version of the op `token_logprobs`."""
 
 
 class LogprobsInFlight:
     """Log-probabilities on their way to the host: num_rows rows of 1 + width tokens each."""
 
-    def __init__(self, device: Device, logits: Tensor, own_ids: Tensor, counts: np.ndarray, most: Tensor) -> None:
-        """logits [num_rows, vocab_size] float32; own_ids [num_rows] int64; counts [num_rows] `limited`, and as `most`
-        on the device."""
+    def __init__(
+        self, device: Device, logits: Tensor, own_ids: Tensor, counts: np.ndarray, report: ReportLogprobs
+    ) -> None:
+        """logits [num_rows, vocab_size] float32; own_ids [num_rows] int64; counts [num_rows] `limited`."""
         self._counts = counts
-        ids, values, ranks = logprob_tensors(logits, own_ids, most, int(counts.max(initial=0)))
+        found = report(logits, own_ids, int(counts.max(initial=0)))
         finite = logits.amax(1).isfinite().all()
-        flat = torch.cat((ids.reshape(-1), values.reshape(-1).view(torch.int32), ranks, finite.int()[None]))
-        self._shape = ids.shape
+        flat = torch.cat(
+            (found.token_ids.flatten(), found.logprobs.flatten().view(torch.int32), found.ranks, finite.int()[None])
+        )
+        self._shape = found.token_ids.shape
         self._host = device.host_buffer(len(flat))
         device.to_host(self._host, flat)
 
     def rows(self, kept: np.ndarray | slice = slice(None)) -> LogprobRows:
         """Those that `kept` [num_rows] bool marks, as wide as they need. After the step's event."""
         num_rows, columns = self._shape
-        words = self._host.numpy()
-        ids, values, ranks = np.split(words[:-1], [num_rows * columns, 2 * num_rows * columns])
-        width = 1 + int(self._counts[kept].max(initial=0))
-        return LogprobRows(
-            token_ids=WireTensor.from_numpy(ids.reshape(num_rows, columns)[kept, :width].copy()),
-            logprobs=WireTensor.from_numpy(values.view(np.float32).reshape(num_rows, columns)[kept, :width].copy()),
-            ranks=WireTensor.from_numpy(ranks[kept].copy()),
-        )
+        words = self._host.numpy()[: num_rows * (2 * columns + 1)]
+        ids, values, ranks = np.split(words, [num_rows * columns, 2 * num_rows * columns])
+        ids, values = ids.reshape(num_rows, columns), values.view(np.float32).reshape(num_rows, columns)
+        return padded(ids[kept], values[kept], ranks[kept], self._counts[kept])
 
     @property
     def finite(self) -> bool:
         """Every row's highest logit was. After the step's event."""
-        return bool(self._host[-1])
+        num_rows, columns = self._shape
+        return bool(self._host[num_rows * (2 * columns + 1)])
 
 
 @dataclass(eq=False)

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.batch import BatchState, Needs
+from headrace.executor.batch import CHANGES, BatchState, Needs
 from headrace.executor.device_clock import DeviceClock
 from headrace.executor.device_state import DecodeRows, Deltas, Device, DeviceState, Staging, StateShape
 from headrace.executor.gpu_cascade import Cascade, CascadeRule
 from headrace.executor.gpu_choosing import Choosing
 from headrace.executor.gpu_results import StepInFlight
-from headrace.executor.gpu_sampler import Choice, PenaltyCounts, choice_for, chooser
+from headrace.executor.gpu_sampler import Choice, TokenStates, choice_for, chooser
 from headrace.executor.gpu_steps import NUM_RESULTS, DeviceSteps, MixedInputs
 from headrace.executor.graphs import Capturer, DecodeGraphs, GraphKey
 from headrace.executor.inputs import HiddenStateModel
@@ -41,7 +41,7 @@ STAGING_BUFFERS = 8 * (STEPS_IN_FLIGHT + 1)
 PENDING = -1
 """In the place of a token that is sampled and not known to the host."""
 ON_THE_DEVICE = int(
-    Needs.RANDOM | Needs.TRUNCATION | Needs.PENALTIES | Needs.MIN_TOKENS | Needs.LOGPROBS | Needs.PROMPT_LOGPROBS
+    Needs.RANDOM | Needs.TRUNCATION | CHANGES | Needs.BAD_WORDS | Needs.LOGPROBS | Needs.PROMPT_LOGPROBS
 )
 
 
@@ -65,6 +65,9 @@ class RunnerLimits:
 class GpuRunner:
     """Owns the device's state and the host's copy of it; borrows model and cache. Used from one thread."""
 
+    chooses = True
+    """Whether steps end in a choice of tokens here."""
+
     def __init__(
         self,
         model: HiddenStateModel,
@@ -76,7 +79,7 @@ class GpuRunner:
         """capturer: None runs every step eagerly."""
         self._device, self._limits = device, limits
         self.state = DeviceState(limits.state_shape, device.device)
-        self.penalties = PenaltyCounts(limits.max_num_seqs, limits.vocab_size, device.device)
+        self.tokens = TokenStates(limits.max_num_seqs if self.chooses else 0, limits.vocab_size, device.device)
         self.steps = DeviceSteps(
             model, kv_cache, self.state, limits.block_size, chooser(device.device, limits.vocab_size)
         )
@@ -89,7 +92,7 @@ class GpuRunner:
         self._cascade = Cascade(limits.cascade, self.batch, self.deltas) if limits.cascade is not None else None
         self.num_cascaded = 0
         """Decodes so far that read what all of their rows begin with once."""
-        self._choosing = Choosing(device, self._staging, self.batch, self.state, self.penalties, self.steps)
+        self.choosing = Choosing(device, self._staging, self.batch, self.state, self.tokens, self.steps)
         # A result is read after the next step is submitted, so one buffer more than steps in flight.
         words = (limits.max_num_seqs + 1) * NUM_RESULTS
         self._buffers = deque(device.host_buffer(words) for _ in range(STEPS_IN_FLIGHT + 1))
@@ -178,23 +181,21 @@ class GpuRunner:
         deltas.set("last_token", at, new.token_ids[-1:])
         deltas.set("prompt_len", at, np.array([new.num_prompt_tokens]))
         deltas.set_blocks(np.full(len(new.block_ids), row), np.arange(len(new.block_ids)), new.block_ids)
-        if self.batch.needs(at) & Needs.PENALTIES:
-            self._count_tokens(new)
-
-    def _count_tokens(self, new: NewRow) -> None:
-        (token_ids,) = self._staging.send(np.asarray(new.token_ids, np.int32))
-        self.penalties.enter(new.row, token_ids, new.num_prompt_tokens)
+        if self.chooses:
+            self.tokens.enter(new, self.batch.sampling.rules.get(row), self._staging)
 
     # --- a step -------------------------------------------------------------------------------------------------
 
     def _start(self, plan: StepPlan, step: StepInFlight) -> None:
         needs = self.batch.needs(plan.rows)
-        on_the_host = bool(needs & ~ON_THE_DEVICE)
+        on_the_host = bool(needs & ~ON_THE_DEVICE) or not self.choosing.can(step.rows)
         logits = self._compute(plan, step, needs)
         num_sampled = len(step.rows)
         if logits is not None and num_sampled:
             with self.times.phase("sample"):
-                choose = self._sample_on_host if on_the_host else self._choosing.sample
+                if on_the_host or needs & Needs.BAD_WORDS:  # which ask for the tokens of the steps before
+                    self._settle_earlier()
+                choose = self._sample_on_host if on_the_host else self.choosing.sample
                 choose(logits[:num_sampled], step, needs)
         self.batch.append_sampled(step.rows, np.full(num_sampled, PENDING, np.int32))
         if num_sampled and step.sampled is None:
@@ -259,19 +260,22 @@ class GpuRunner:
     # --- choosing, where logits are changed or reported ---------------------------------------------------------
 
     def _report_prompts(self, hidden: Tensor, plan: StepPlan, query_start: np.ndarray, step: StepInFlight) -> None:
-        self._choosing.report_prompts(hidden, plan, query_start, step)
+        self.choosing.report_prompts(hidden, plan, query_start, step)
 
     def _sample_on_host(self, logits: Tensor, step: StepInFlight, needs: int) -> None:
-        """For what no op here does: waits for all tokens, and lets the host's sampler choose."""
-        for earlier in self._in_flight:
-            self._settle(earlier)
+        """For what no op here does: lets the host's sampler choose. The steps before must be settled."""
         step.sampled = sample(logits, self.batch, step.rows)
         rows, token_ids = self._staging.send(step.rows, step.sampled.token_ids.astype(np.int32))
         self.state.last_token[rows.long()] = token_ids
         if needs & Needs.PENALTIES:
-            self.penalties.add(rows.long(), token_ids.long())
+            self.tokens.add(rows.long(), token_ids.long())
 
     # --- the host's copy ----------------------------------------------------------------------------------------
+
+    def _settle_earlier(self) -> None:
+        """Waits for the steps in flight. The model of the one at hand has been started, so the device goes on."""
+        for earlier in self._in_flight:
+            self._settle(earlier)
 
     def _settle(self, step: StepInFlight) -> None:
         """Waits for the step, and puts its tokens into the host's copy of the rows."""

@@ -7,22 +7,23 @@ operations whose shapes the host knows beforehand, so that they can be captured 
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headrace import kernels
-from headrace.executor.batch import Needs
-from headrace.executor.device_state import SEEN_IN_PROMPT, DeviceState
-from headrace.executor.logprobs import likeliest
-from headrace.executor.random_numbers import gumbel_noise, words
-from headrace.kernels.reference_sampling import DeviceChosen, DeviceDraws
+from headrace.executor.batch import BatchState, Needs, has_penalties
+from headrace.executor.device_state import DeviceState, Staging
+from headrace.executor.token_rules import TokenRules
+from headrace.ipc.step import NewRow
+from headrace.kernels.reference_sampling import DeviceChosen, DeviceDraws, LogitChanges, Penalties, choose_tokens
 
-TILE_ELEMENTS = 1 << 23
-"""So many logits are sampled from at a time: their float64 noise and their keys take 64 MiB each."""
+logger = logging.getLogger(__name__)
 
 
 class Choice(enum.IntEnum):
@@ -52,13 +53,15 @@ class Chosen(NamedTuple):
 
 
 Choose = Callable[[Tensor, DeviceState, Tensor, Tensor, Choice], Chosen]
-"""`choose`, or what does the same faster."""
+"""The next token of each row: of logits [num_rows, vocab_size] float32, which are kept as they are, for rows
+[num_rows] int64 of the state at positions [num_rows] int64 of their sequences. LOGITS chooses as TRUNCATE does."""
 
 
 def chooser(device: torch.device, vocab_size: int) -> Choose:
-    """The kernel for this device where there is one."""
-    found = kernels.ops()["choose_tokens"].choose(device=device, dtype=torch.float32, vocab_size=vocab_size)
-    return choose if found.name == "reference" else partial(choose_with, found.function)
+    """By the kernel for this device where there is one."""
+    return partial(
+        choose_with, kernels.choose("choose_tokens", device=device, dtype=torch.float32, vocab_size=vocab_size)
+    )
 
 
 def choose_with(
@@ -69,7 +72,7 @@ def choose_with(
     positions: Tensor,
     choice: Choice,
 ) -> Chosen:
-    """`choose` by a version of the op `choose_tokens`."""
+    """`Choose`, by a version of the op `choose_tokens`."""
     draws = DeviceDraws(
         temperature=state.temperature[rows],
         top_k=state.top_k[rows],
@@ -84,94 +87,124 @@ def choose_with(
     return Chosen(chosen.token_ids.int(), chosen.best)
 
 
-def choose(logits: Tensor, state: DeviceState, rows: Tensor, positions: Tensor, choice: Choice) -> Chosen:
-    """The next token of each row.
-
-    logits: [num_rows, vocab_size] float32, kept as they are; rows: [num_rows] int64, of the state; positions:
-    [num_rows] int64, in its sequence, of the token to choose. LOGITS chooses as TRUNCATE does.
-    """
-    best = logits.max(1)
-    greedy = best.indices.int()
-    if choice is Choice.ARGMAX:
-        return Chosen(greedy, best.values)
-    at_once = max(1, TILE_ELEMENTS // logits.shape[1])
-    parts = []
-    for first in range(0, len(logits), at_once):
-        tile = slice(first, first + at_once)
-        parts.append(_draw(logits[tile], state, rows[tile], positions[tile], choice))
-    drawn = torch.cat(parts).int()
-    return Chosen(torch.where(state.temperature[rows] > 0, drawn, greedy), best.values)
+choose: Choose = partial(choose_with, choose_tokens)
+"""By the reference."""
 
 
-def _draw(logits: Tensor, state: DeviceState, rows: Tensor, positions: Tensor, choice: Choice) -> Tensor:
-    """[num_rows] int64; of greedy rows something of no use."""
-    temperature = state.temperature[rows]
-    tempered = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    keys = words(state.seed[rows][:, None], positions[:, None])  # the same mixing makes a row's key and a token's word
-    if choice is Choice.DRAW:
-        noise = gumbel_noise(keys, torch.arange(logits.shape[1], device=logits.device))
-        return noise.add_(tempered).argmax(1)
-    token_ids = likeliest(tempered, logits.shape[1])
-    kept = truncated(tempered, token_ids, state.top_k[rows], state.top_p[rows], state.min_p[rows])
-    scores = kept.add_(gumbel_noise(keys, token_ids))
-    return token_ids.gather(1, scores.argmax(1, keepdim=True))[:, 0]
+class TokenStates:
+    """What requests have to do with each token of the vocabulary, on the device: a row for each that is running.
 
-
-def truncated(tempered: Tensor, token_ids: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """[num_rows, vocab_size] float64: the logits in the order of token_ids, -inf for what min_p, top_k and top_p cut.
-
-    As `sampler.truncate`, over the whole vocabulary. tempered: [num_rows, vocab_size] float32; token_ids: the same
-    shape, each row in the total order of `logprobs.likeliest`; the rest [num_rows].
-    """
-    vocab_size = tempered.shape[1]
-    values = tempered.gather(1, token_ids).double()
-    first = values[:, :1]
-    weights = (values - first).exp()
-    place = torch.arange(vocab_size, device=tempered.device)
-    by_min_p = (weights >= min_p[:, None]).sum(1)
-    by_top_k = torch.where(top_k > 0, top_k.long().clamp(max=vocab_size), vocab_size)
-    limit = torch.minimum(by_min_p, by_top_k)
-    mass = weights.masked_fill_(place >= limit[:, None], 0).cumsum(1)
-    # Without min_p and top_k, top_p takes its share of the whole vocabulary, summed as the host sums it.
-    whole = (min_p <= 0) & (top_k <= 0)
-    total = torch.where(whole, (tempered - first.float()).exp_().sum(1, dtype=torch.float64), mass[:, -1])
-    by_top_p = (mass < (top_p * total)[:, None]).sum(1) + 1
-    keep = torch.where(top_p < 1, torch.minimum(by_top_p, limit), limit)
-    return values.masked_fill_(place >= keep[:, None], -torch.inf)
-
-
-class PenaltyCounts:
-    """What tokens each row has seen and how often, for rows with penalties: [num_rows + 1, vocab_size] int32.
-
-    A word is SEEN_IN_PROMPT for a token of the prompt, plus the times that it came in the output.
+    Bits, 32 to an int32 word, say which tokens are allowed, in the prompt and in the output. How often a token is in
+    the output matters to a frequency penalty alone: those counts take 32 times as much, and are not there before a
+    request has one. They come out of memory that nothing was promised; where there is none, the host must choose.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.counts = torch.zeros(num_rows + 1, vocab_size, dtype=torch.int32, device=device)
+        self.vocab_size, self._num_words = vocab_size, -(-vocab_size // 32)
+        self.bits = torch.zeros(3, num_rows + 1, self._num_words, dtype=torch.int32, device=device)
+        self.allowed_bits, self.prompt_bits, self.output_bits = self.bits
+        self.allowed_bits.fill_(-1)
+        self.counts: Tensor | None = None  # [num_rows + 1, vocab_size] int32
+        self.lacks_counts = False
+        """Some request needed them, and there was no room."""
+        self._limited: set[int] = set()  # rows whose allowed bits are not all ones
+        self._bit = torch.ones(32, dtype=torch.int32, device=device) << torch.arange(32, device=device)
+        self._adjust = kernels.choose("adjust_logits", device=device, dtype=torch.float32)
 
     @property
     def nbytes(self) -> int:
-        return self.counts.nbytes
+        return self.bits.nbytes + (self.counts.nbytes if self.counts is not None else 0)
 
-    def enter(self, row: int, token_ids: Tensor, num_prompt_tokens: int) -> None:
-        """token_ids: [num_tokens] int32 on the device, the prompt and what is known of the output."""
-        ids, counts = token_ids.long(), self.counts[row]
-        output = ids[num_prompt_tokens:]
-        counts.zero_().index_fill_(0, ids[:num_prompt_tokens], SEEN_IN_PROMPT)
-        counts.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+    def enter(self, new: NewRow, rules: TokenRules | None, staging: Staging) -> None:
+        """A request that is given a row, with the tokens known so far."""
+        row, sampling = new.row, new.sampling
+        if rules is not None and len(rules.allowed):
+            self._limited.add(row)
+            self._set_bits(self.allowed_bits[row], rules.allowed, staging)
+        elif row in self._limited:
+            self._limited.remove(row)
+            self.allowed_bits[row].fill_(-1)
+        if not has_penalties(sampling):
+            return
+        prompt, output = np.split(np.asarray(new.token_ids, np.int32), [new.num_prompt_tokens])
+        self._set_bits(self.prompt_bits[row], prompt, staging)
+        self._set_bits(self.output_bits[row], output, staging)
+        if sampling.frequency_penalty and self._has_counts():
+            assert self.counts is not None, "it has just been asked"
+            self.counts[row].zero_()
+            if len(output):
+                (ids,) = staging.send(output)
+                self.counts[row].index_add_(0, ids.long(), torch.ones_like(ids))
 
     def add(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Counts one more output token, token_ids [n], of each of rows [n] int64."""
-        flat = rows * self.counts.shape[1] + token_ids
-        self.counts.view(-1).index_add_(0, flat, torch.ones_like(token_ids, dtype=torch.int32))
+        """One more output token, token_ids [n] int64, of each of rows [n] int64, which are distinct."""
+        words = self.output_bits.view(-1)
+        words[rows * self._num_words + token_ids // 32] |= self._bit[token_ids % 32]
+        if self.counts is not None:
+            ones = torch.ones_like(token_ids, dtype=torch.int32)
+            self.counts.view(-1).index_add_(0, rows * self.vocab_size + token_ids, ones)
 
-    def penalise(self, logits: Tensor, state: DeviceState, rows: Tensor) -> None:
-        """`sampler.penalise`, in place: logits [num_rows, vocab_size] float32; rows without penalties keep theirs."""
-        counts = self.counts[rows]
-        repetition = state.repetition_penalty[rows][:, None]
-        penalised = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits.copy_(torch.where(counts != 0, penalised, logits))
-        times = counts & (SEEN_IN_PROMPT - 1)
-        losses = state.frequency_penalty[rows][:, None] * times.float()
-        losses += torch.where(times > 0, state.presence_penalty[rows][:, None], 0.0)
-        logits.sub_(losses)
+    def adjust(self, logits: Tensor, state: DeviceState, rows: Tensor, changes: Changes) -> None:
+        """Allowed tokens and penalties, in place. logits: [num_rows, vocab_size] float32; rows: [num_rows] int64."""
+        if not (changes.limited or changes.penalised):
+            return
+        penalties = Penalties(
+            prompt_bits=self.prompt_bits,
+            output_bits=self.output_bits,
+            output_counts=self.counts if changes.counted else None,
+            repetition=state.repetition_penalty,
+            frequency=state.frequency_penalty,
+            presence=state.presence_penalty,
+        )
+        # Penalties never come without the allowed bits, which cost little to read: a kernel less to compile.
+        self._adjust(logits, LogitChanges(rows, self.allowed_bits, penalties if changes.penalised else None))
+
+    def visit_counted(self, logits: Tensor, state: DeviceState, rows: Tensor) -> None:
+        """`adjust` with counts, for one row that is row 0."""
+        assert self.counts is None, "no request has come"
+        self.counts = torch.zeros(1, self.vocab_size, dtype=torch.int32, device=logits.device)
+        self.adjust(logits, state, rows, Changes(limited=True, penalised=True, counted=True))
+        self.counts = None
+
+    def changes(self, batch: BatchState, rows: np.ndarray) -> Changes:
+        """What `rows` [num_rows] need."""
+        penalised = bool(batch.needs(rows) & Needs.PENALTIES)
+        return Changes(
+            limited=not self._limited.isdisjoint(rows.tolist()),
+            penalised=penalised,
+            counted=penalised and bool(batch.sampling.frequency_penalty[rows].any()),
+        )
+
+    def _set_bits(self, row: Tensor, token_ids: np.ndarray, staging: Staging) -> None:
+        if not len(token_ids):
+            row.zero_()
+            return
+        flags = np.zeros(self._num_words * 32, bool)
+        flags[token_ids] = True
+        (words,) = staging.send(np.packbits(flags, bitorder="little").view(np.int32))
+        row.copy_(words)
+
+    def _has_counts(self) -> bool:
+        if self.counts is None and not self.lacks_counts:
+            shape = (self.bits.shape[1], self.vocab_size)
+            try:
+                self.counts = torch.zeros(shape, dtype=torch.int32, device=self.bits.device)
+            except torch.OutOfMemoryError:
+                self.lacks_counts = True
+                logger.warning(
+                    "no memory for the counts of frequency penalties, %d bytes: tokens of requests with one are chosen "
+                    "by the host, which is slow; lower gpu_memory_utilization",
+                    4 * shape[0] * shape[1],
+                )
+        return self.counts is not None
+
+
+class Changes(NamedTuple):
+    """Which changes of logits a step's rows need, of those that depend on all tokens."""
+
+    limited: bool
+    """Some row has allowed tokens."""
+    penalised: bool
+    """Some row has penalties."""
+    counted: bool
+    """Some row has a frequency penalty."""

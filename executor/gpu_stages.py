@@ -24,7 +24,7 @@ from headrace.executor.graphs import Capturer
 from headrace.executor.inputs import HiddenStateModel, StepInputs
 from headrace.executor.place import Collectives, Place
 from headrace.executor.stages import MOST_UNKNOWN
-from headrace.ipc.step import NewRow, StepPlan, StepResult
+from headrace.ipc.step import StepPlan, StepResult
 
 NOTHING = np.zeros(0, np.int32)
 
@@ -68,6 +68,7 @@ class _Unknown:
 class GpuStageRunner(GpuRunner):
     """Of a stage that is not the last. Its results hold nothing."""
 
+    chooses = False
     link: Collectives
     """Needed from the first plan on."""
 
@@ -81,7 +82,6 @@ class GpuStageRunner(GpuRunner):
     ) -> None:
         super().__init__(model, kv_cache, device, limits, capturer)
         self.steps = StageSteps(StageModel(model), kv_cache, self.state, limits.block_size)
-        self.penalties.counts = self.penalties.counts[:0].clone()  # nobody chooses here, so nobody counts
         self._unknown: deque[_Unknown] = deque()
 
     def collect(self) -> StepResult:
@@ -96,9 +96,6 @@ class GpuStageRunner(GpuRunner):
     def _apply(self, plan: StepPlan) -> None:
         super()._apply(plan)
         self._take_tokens(plan)
-
-    def _count_tokens(self, new: NewRow) -> None:
-        """Nobody asks for them here."""
 
     def _start(self, plan: StepPlan, step: StepInFlight) -> None:
         self._compute(plan, step, self.batch.needs(plan.rows))

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from headrace.executor.batch import CHANGES, BatchState, Draws, Needs
 from headrace.executor.inputs import Chosen
-from headrace.executor.logprobs import TILE_ELEMENTS, likeliest, logprob_rows
+from headrace.executor.logprobs import logprob_rows
 from headrace.executor.random_numbers import draw, gumbel_noise, row_keys, token_steps
 from headrace.executor.token_rules import additions
 from headrace.ipc.messages import LogprobRows
+from headrace.kernels.reference_sampling import CPU_TILE_ELEMENTS, likeliest
 
 CANDIDATES = 256
 """How many of the likeliest tokens are ranked at first; rows whose choice needs more are ranked whole."""
@@ -176,7 +177,7 @@ def _draw_from_all(tempered: Tensor, keys: Tensor, indices: np.ndarray) -> np.nd
 
 @dataclass(frozen=True)
 class Candidates:
-    token_ids: Tensor  # [num_rows, width] int64, in the order of `logprobs.likeliest`
+    token_ids: Tensor  # [num_rows, width] int64, in the order of `likeliest`
     logits: Tensor  # [num_rows, width] float64, -inf for what is truncated
     complete: np.ndarray  # [num_rows] bool: nothing that truncation keeps lies beyond `width`
 
@@ -217,7 +218,7 @@ def truncate(tempered: Tensor, width: int, *, top_k: np.ndarray, top_p: np.ndarr
 
 def _exp_sums(logits: Tensor, first: Tensor, chosen: Tensor) -> Tensor:
     """[num_chosen] float64: the sums of exp(logits - first) of the rows that chosen [num_rows] bool marks."""
-    at_once = max(1, TILE_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    at_once = max(1, CPU_TILE_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
     sums = [
         (logits[rows] - first[rows].float()).exp_().sum(1, dtype=torch.float64)
         for rows in chosen.nonzero()[:, 0].split(at_once)

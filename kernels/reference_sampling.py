@@ -1,7 +1,7 @@
 """From logits to tokens on the device, in torch: masks, penalties and bias; the choice; log-probabilities.
 
 Every tensor that a GPU version needs is on the device, and nothing of it is read on the host. Rows of padding have
-state row -1 and temperature 0. Tokens are ranked in one total order: by logit, highest first, equal ones by token id,
+temperature 0. Tokens are ranked in one total order: by logit, highest first, equal ones by token id,
 lowest first.
 """
 
@@ -19,37 +19,40 @@ GOLDEN = 0x9E3779B97F4A7C15
 FIRST_FACTOR = 0xBF58476D1CE4E5B9
 SECOND_FACTOR = 0x94D049BB133111EB
 """SplitMix64's constants, as a counter-based generator (see `choose_tokens`)."""
+LOW_WORD = 0xFFFFFFFF
+TILE_ELEMENTS = 1 << 23
+"""So many logits are drawn from at a time: their float64 noise and their keys take 64 MiB each."""
+CPU_TILE_ELEMENTS = 1 << 18
+"""On a CPU so many logits are ranked at a time: their keys stay in its cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class Penalties:
-    """What a row loses for tokens that it has seen. State rows live as long as their request."""
+    """What tokens lose that a request has seen. All have a row for each request (`LogitChanges.rows`)."""
 
-    state_rows: Tensor
-    """[num_rows] int32: each row's row of the two states below; -1 for a row without penalties"""
-    output_counts: Tensor
-    """[num_states, vocab_size] int32: how often each token was sampled"""
     prompt_bits: Tensor
     """[num_states, ceil(vocab_size / 32)] int32: bit t % 32 of word t // 32 is set where token t is in the prompt"""
+    output_bits: Tensor
+    """the same of the output"""
+    output_counts: Tensor | None
+    """[num_states, vocab_size] int32: how often each token is in the output; None where `frequency` is 0 in all rows"""
     repetition: Tensor
-    """[num_rows] float32; 1 for none"""
+    """[num_states] float32; 1 for none"""
     frequency: Tensor
-    """[num_rows] float32; 0 for none"""
+    """[num_states] float32; 0 for none"""
     presence: Tensor
-    """[num_rows] float32; 0 for none"""
+    """[num_states] float32; 0 for none"""
 
 
 @dataclass(frozen=True, eq=False)
 class LogitChanges:
     """What is done to logits before a token is chosen, in the order of the fields. None leaves a part out."""
 
+    rows: Tensor
+    """[num_rows] int32 or int64: the row of each row of logits in what follows"""
     allowed_bits: Tensor | None = None
-    """[num_rows, ceil(vocab_size / 32)] int32: tokens whose bit is 0 become -inf"""
+    """[num_states, ceil(vocab_size / 32)] int32: tokens whose bit is 0 become -inf"""
     penalties: Penalties | None = None
-    bias_ids: Tensor | None = None
-    """[num_rows, width] int32: distinct tokens within a row; negative ones are padding"""
-    bias: Tensor | None = None
-    """[num_rows, width] float32, added to those tokens; -inf forbids (bad words, min_tokens)"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,29 +97,22 @@ def adjust_logits(logits: Tensor, changes: LogitChanges) -> Tensor:
 
     A token seen in prompt or output has its logit divided by the repetition penalty if positive and multiplied if
     negative (Keskar et al., "CTRL", 2019); one seen in the output then loses frequency for each time and presence once.
+    Every product and difference is rounded by itself.
     """
-    vocab_size = logits.shape[1]
+    rows, vocab_size = changes.rows.long(), logits.shape[1]
     if changes.allowed_bits is not None:
-        logits.masked_fill_(~unpack_bits(changes.allowed_bits, vocab_size), -torch.inf)
-    if changes.penalties is not None:
-        _penalise(logits, changes.penalties)
-    if changes.bias_ids is not None and changes.bias is not None:
-        used = changes.bias_ids >= 0
-        row, _ = torch.nonzero(used, as_tuple=True)
-        logits[row, changes.bias_ids[used].long()] += changes.bias[used]
+        logits.masked_fill_(~unpack_bits(changes.allowed_bits[rows], vocab_size), -torch.inf)
+    if (penalties := changes.penalties) is not None:
+        written = unpack_bits(penalties.output_bits[rows], vocab_size)
+        seen = unpack_bits(penalties.prompt_bits[rows], vocab_size) | written
+        repetition = penalties.repetition[rows, None]
+        penalised = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits.copy_(torch.where(seen, penalised, logits))
+        losses = penalties.presence[rows, None]
+        if penalties.output_counts is not None:
+            losses = penalties.frequency[rows, None] * penalties.output_counts[rows] + losses
+        logits.copy_(torch.where(written, logits - losses, logits))
     return logits
-
-
-def _penalise(logits: Tensor, penalties: Penalties) -> None:
-    (rows,) = torch.nonzero(penalties.state_rows >= 0, as_tuple=True)
-    states = penalties.state_rows[rows].long()
-    counts = penalties.output_counts[states]
-    seen = unpack_bits(penalties.prompt_bits[states], logits.shape[1]) | (counts > 0)
-    values = logits[rows]
-    factor = penalties.repetition[rows, None]
-    values = torch.where(seen, torch.where(values > 0, values / factor, values * factor), values)
-    losses = penalties.frequency[rows, None] * counts + penalties.presence[rows, None]
-    logits[rows] = torch.where(counts > 0, values - losses, values)
 
 
 def unpack_bits(bits: Tensor, count: int) -> Tensor:
@@ -133,16 +129,6 @@ def pack_bits(flags: Tensor) -> Tensor:
     return torch.where(words >> 31 > 0, words - (1 << 32), words).int()
 
 
-def count_tokens(output_counts: Tensor, state_rows: Tensor, token_ids: Tensor) -> None:
-    """Counts each row's sampled token in its state.
-
-    output_counts [num_states, vocab_size] int32, mutated; state_rows [num_rows] int32, distinct, negative for none;
-    token_ids [num_rows] int32 or int64, negative for none.
-    """
-    kept = (state_rows >= 0) & (token_ids >= 0)
-    output_counts[state_rows[kept].long(), token_ids[kept].long()] += 1
-
-
 def choose_tokens(logits: Tensor, draws: DeviceDraws) -> DeviceChosen:
     """The next token of each row of logits [num_rows, vocab_size] float32, which are left as they are.
 
@@ -154,30 +140,54 @@ def choose_tokens(logits: Tensor, draws: DeviceDraws) -> DeviceChosen:
         noise = -log(-log(((word >> 12) + 0.5) * 2**-52))      in float64
     """
     best = logits.max(1)
-    tempered = logits / torch.where(draws.temperature > 0, draws.temperature, 1.0)[:, None]
-    order = ordered_keys(tempered).sort(dim=1, descending=True).values
-    ids = LOW_WORD - (order & LOW_WORD)
-    values = tempered.gather(1, ids).double()
-    weights = (values - values[:, :1]).exp()
-    limit = _kept(weights, draws)
-    place = torch.arange(logits.shape[1], device=logits.device)
-    noise = -(-_uniform(draws.seed, draws.position, ids).log()).log()
-    drawn = (values + noise).masked_fill(place >= limit[:, None], -torch.inf).argmax(1, keepdim=True)
-    random = ids.gather(1, drawn)[:, 0]
-    return DeviceChosen(torch.where(draws.temperature > 0, random, best.indices), best.values)
+    if not draws.may_draw:
+        return DeviceChosen(best.indices, best.values)
+    at_once = max(1, TILE_ELEMENTS // logits.shape[1])
+    tiles = [slice(first, first + at_once) for first in range(0, len(logits), at_once)]
+    drawn = torch.cat([best.indices[:0], *(_draw(logits[tile], draws, tile) for tile in tiles)])
+    return DeviceChosen(torch.where(draws.temperature > 0, drawn, best.indices), best.values)
 
 
-def _kept(weights: Tensor, draws: DeviceDraws) -> Tensor:
-    """weights [num_rows, vocab_size] float64, descending from 1 -> [num_rows] int64: how many tokens are kept."""
-    vocab_size = weights.shape[1]
-    place = torch.arange(vocab_size, device=weights.device)
-    by_min_p = (weights >= draws.min_p.double()[:, None]).sum(1)
-    top_k = torch.where(draws.top_k > 0, draws.top_k, vocab_size).clamp(max=vocab_size)
-    limit = torch.minimum(by_min_p, top_k)
-    mass = weights.masked_fill(place >= limit[:, None], 0).cumsum(1)
-    top_p = draws.top_p.double()
-    by_top_p = (mass < (top_p * mass[:, -1])[:, None]).sum(1) + 1
-    return torch.where(top_p < 1, torch.minimum(by_top_p, limit), limit)
+def _draw(logits: Tensor, draws: DeviceDraws, tile: slice) -> Tensor:
+    """[num_rows] int64, for the rows of `draws` in this tile; of greedy rows something of no use."""
+    temperature = draws.temperature[tile]
+    tempered = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    seed, position = draws.seed[tile], draws.position[tile]
+    if not draws.may_truncate:
+        noise = _noise(seed, position, torch.arange(logits.shape[1], device=logits.device)[None])
+        return noise.add_(tempered).argmax(1)
+    ids = likeliest(tempered, logits.shape[1])
+    kept = truncated(tempered, ids, draws.top_k[tile], draws.top_p[tile].double(), draws.min_p[tile].double())
+    scores = kept.add_(_noise(seed, position, ids))
+    return ids.gather(1, scores.argmax(1, keepdim=True))[:, 0]
+
+
+def truncated(tempered: Tensor, token_ids: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """[num_rows, vocab_size] float64: the logits in the order of token_ids, -inf for what min_p, top_k and top_p cut.
+
+    tempered: [num_rows, vocab_size] float32; token_ids: the same shape, each row in the total order of `likeliest`;
+    the rest [num_rows].
+    """
+    vocab_size = tempered.shape[1]
+    values = tempered.gather(1, token_ids).double()
+    first = values[:, :1]
+    weights = (values - first).exp()
+    place = torch.arange(vocab_size, device=tempered.device)
+    by_min_p = (weights >= min_p[:, None]).sum(1)
+    by_top_k = torch.where(top_k > 0, top_k.long().clamp(max=vocab_size), vocab_size)
+    limit = torch.minimum(by_min_p, by_top_k)
+    mass = weights.masked_fill_(place >= limit[:, None], 0).cumsum(1)
+    # Without min_p and top_k, top_p takes its share of the whole vocabulary, summed as the CPU's sampler sums it.
+    whole = (min_p <= 0) & (top_k <= 0)
+    total = torch.where(whole, (tempered - first.float()).exp_().sum(1, dtype=torch.float64), mass[:, -1])
+    by_top_p = (mass < (top_p * total)[:, None]).sum(1) + 1
+    keep = torch.where(top_p < 1, torch.minimum(by_top_p, limit), limit)
+    return values.masked_fill_(place >= keep[:, None], -torch.inf)
+
+
+def _noise(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
+    """[num_rows, n] float64 for token ids [num_rows or 1, n]."""
+    return _uniform(seed, position, ids).log_().neg_().log_().neg_()
 
 
 def _uniform(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
@@ -202,7 +212,16 @@ def _shifted(bits: Tensor, count: int) -> Tensor:
     return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
-LOW_WORD = 0xFFFFFFFF
+def likeliest(logits: Tensor, count: int) -> Tensor:
+    """Token ids [num_rows, count] int64 of the first `count` tokens as they are ranked; count <= vocab_size."""
+    at_once = max(1, CPU_TILE_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
+    return torch.cat([_likeliest(part, count) for part in logits.split(at_once)])
+
+
+def _likeliest(logits: Tensor, count: int) -> Tensor:
+    keys = ordered_keys(logits)
+    top = keys.topk(count, dim=1).values if count < keys.shape[1] else keys.sort(dim=1, descending=True).values
+    return LOW_WORD - (top & LOW_WORD)
 
 
 def ordered_keys(logits: Tensor) -> Tensor:
@@ -211,9 +230,11 @@ def ordered_keys(logits: Tensor) -> Tensor:
     bits 63..32: the float's bits as an integer of the same order    31..0: 0xFFFFFFFF - token id
     """
     bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
-    bits = bits ^ (bits >> 31).bitwise_and_(0x7FFFFFFF)
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    return (bits.long() << 32) | (LOW_WORD - ids)
+    bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
+    keys = bits.long()
+    keys <<= 32
+    keys |= torch.arange(LOW_WORD, LOW_WORD - logits.shape[1], -1, device=logits.device)
+    return keys
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogprobs:
@@ -221,19 +242,14 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogp
 
     logits [num_rows, vocab_size] float32; token_ids [num_rows] int64; num_top from 0 to vocab_size.
     """
-    own = token_ids.long()[:, None]
-    likeliest = LOW_WORD - (ordered_keys(logits).topk(num_top, dim=1).values & LOW_WORD)
-    ids = torch.cat((own, likeliest), 1)
+    ids = own = token_ids.long()[:, None]
+    if num_top:
+        ids = torch.cat((own, likeliest(logits, num_top)), 1)
     logprobs = logits.gather(1, ids) - logits.logsumexp(1, keepdim=True)
     ranks = (logits > logits.gather(1, own)).sum(1, dtype=torch.int32) + 1
     return TokenLogprobs(ids.int(), logprobs, ranks)
 
 
 REFERENCES: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {
-        "adjust_logits": adjust_logits,
-        "count_tokens": count_tokens,
-        "choose_tokens": choose_tokens,
-        "token_logprobs": token_logprobs,
-    }
+    {"adjust_logits": adjust_logits, "choose_tokens": choose_tokens, "token_logprobs": token_logprobs}
 )

@@ -30,6 +30,8 @@ from headrace.executor.runner import ModelRunner
 from headrace.ipc.step import StepResult
 
 LIMITS = RunnerLimits(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB_SIZE, eos_token_ids=(3,), capture_sizes=(1, 2, 4, 6))
+PAIRS = ((7,), *((first, second) for first in range(0, VOCAB_SIZE, 2) for second in range(0, VOCAB_SIZE, 3)))
+"""A third of what may follow half of the tokens, so that hardly a step goes by without a word to complete."""
 SAMPLINGS = (
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": 3},
@@ -40,6 +42,10 @@ SAMPLINGS = (
     {"temperature": 0.0, "frequency_penalty": 1.5},
     {"temperature": 1.0, "min_tokens": 9, "stop_token_ids": (4, 5, 6)},
     {"temperature": 0.7, "top_k": 3, "logprobs": 0, "prompt_logprobs": 2},
+    {"temperature": 0.9, "allowed_token_ids": tuple(range(0, VOCAB_SIZE, 3)), "logprobs": 12},
+    {"temperature": 0.0, "logit_bias": {2: 3.0, 7: -np.inf, 9: 4.0}, "presence_penalty": 0.5},
+    {"temperature": 1.1, "bad_words": PAIRS, "logit_bias": {7: 2.0, 8: 2.5}},
+    {"temperature": 0.0, "allowed_token_ids": tuple(range(20)), "bad_words": PAIRS, "repetition_penalty": 0.8},
 )
 
 
@@ -158,3 +164,31 @@ def test_what_the_device_cannot_choose_the_host_does_with_every_token_known(
     monkeypatch.setattr("headrace.executor.gpu_runner.ON_THE_DEVICE", on_the_device)
     twins = Twins(capturer=RecordingCapturer(), device=LateDevice())
     play(seed, twins)
+
+
+def test_without_memory_for_counts_the_host_chooses_what_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = torch.zeros
+
+    def out_of_memory(*shape: object, **options: object) -> torch.Tensor:
+        if shape == ((NUM_ROWS + 1, VOCAB_SIZE),):
+            raise torch.OutOfMemoryError
+        return zeros(*shape, **options)  # type: ignore[call-overload, no-any-return]
+
+    twins = Twins(device=LateDevice())
+    monkeypatch.setattr(torch, "zeros", out_of_memory)
+    play(3, twins, steps=60)
+    assert twins.runner.tokens.lacks_counts
+
+
+def test_counts_take_no_memory_before_a_request_has_a_frequency_penalty() -> None:
+    twins = Twins()
+    tokens, counted = twins.runner.tokens, 4 * (NUM_ROWS + 1) * VOCAB_SIZE
+    before = tokens.nbytes
+    assert before < counted
+    twins.maker.enter(0, [1, 2, 1], num_prompt=1, repetition_penalty=1.3, presence_penalty=0.5)
+    twins.step(0)
+    assert tokens.nbytes == before
+    twins.maker.enter(1, [1, 2, 1], num_prompt=1, frequency_penalty=0.5)
+    twins.step(0, 1)
+    assert tokens.nbytes == before + counted
+    twins.drain()

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
 
 from headrace.executor.batch import Draws, Needs
 from headrace.executor.device_state import Deltas, DeviceState, HostDevice, Staging, StateShape
-from headrace.executor.gpu_sampler import Choice, choice_for, choose, choose_with
+from headrace.executor.gpu_sampler import Choice, choice_for, choose
 from headrace.executor.sampler import choose_in_torch
 from headrace.ipc.messages import Sampling
-from headrace.kernels.reference_sampling import choose_tokens
 
 NUM_ROWS, VOCAB_SIZE = 12, 700
 
@@ -65,10 +62,9 @@ def test_tokens_are_the_hosts(choice: Choice, seed: int) -> None:
     expected = choose_in_torch(logits.clone(), draws)
     state, before = state_of(samplings, seeds), logits.clone()
     arguments = (logits, state, torch.from_numpy(rows), torch.from_numpy(positions).long(), choice)
-    for version in (choose, partial(choose_with, choose_tokens)):
-        found = version(*arguments)
-        assert found.token_ids.tolist() == expected.token_ids.tolist()
-        assert found.best.tolist() == expected.best.tolist()
+    found = choose(*arguments)
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
+    assert found.best.tolist() == expected.best.tolist()
     assert logits.equal(before), "the logits are kept"
     assert greedy.all() == (choice is Choice.ARGMAX)
 
@@ -78,7 +74,7 @@ def test_large_batches_are_drawn_in_tiles(monkeypatch: pytest.MonkeyPatch) -> No
     state, logits = state_of(samplings, list(range(NUM_ROWS))), torch.randn(NUM_ROWS, VOCAB_SIZE)
     arguments = (logits, state, torch.arange(NUM_ROWS), torch.arange(NUM_ROWS), Choice.TRUNCATE)
     whole = choose(*arguments)
-    monkeypatch.setattr("headrace.executor.gpu_sampler.TILE_ELEMENTS", 5 * VOCAB_SIZE)
+    monkeypatch.setattr("headrace.kernels.reference_sampling.TILE_ELEMENTS", 5 * VOCAB_SIZE)
     assert choose(*arguments).token_ids.equal(whole.token_ids)
 
 
@@ -99,5 +95,5 @@ def test_what_a_step_can_choose_by_itself_follows_from_its_rows_needs() -> None:
     assert choice_for(0) is Choice.ARGMAX
     assert choice_for(Needs.RANDOM) is Choice.DRAW
     assert choice_for(Needs.RANDOM | Needs.TRUNCATION) is Choice.TRUNCATE
-    for needs in (Needs.PENALTIES, Needs.MIN_TOKENS, Needs.LOGPROBS | Needs.RANDOM, 1 << 7):
+    for needs in (Needs.PENALTIES, Needs.MIN_TOKENS, Needs.LOGPROBS | Needs.RANDOM, Needs.TOKEN_RULES, 1 << 8):
         assert choice_for(needs) is Choice.LOGITS

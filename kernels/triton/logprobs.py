@@ -14,20 +14,26 @@ CHUNK_TOKENS = 2048
 NUM_WARPS = 4
 MOST_TOP = 32
 """Beyond this many, the likeliest are found by torch's own top-k, which does not wait for the device either."""
+COMPILED_TOPS = (0, 8, MOST_TOP)
+"""The kernels find so many, of which the first are given: for others they would be compiled while serving."""
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int, out: TokenLogprobs | None = None) -> TokenLogprobs:
-    """As `reference_sampling.token_logprobs`; out takes the result of up to MOST_TOP likeliest. Two launches."""
-    num_rows, vocab_size = logits.shape
-    if num_top > min(MOST_TOP, vocab_size):
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogprobs:
+    """As `reference_sampling.token_logprobs`. Two launches."""
+    found = next((top for top in COMPILED_TOPS if num_top <= top <= logits.shape[1]), None)
+    if found is None:
         return reference_sampling.token_logprobs(logits, token_ids, num_top)
-    device = logits.device
-    if out is None:
-        out = TokenLogprobs(
-            torch.empty((num_rows, 1 + num_top), dtype=torch.int32, device=device),
-            torch.empty((num_rows, 1 + num_top), dtype=torch.float32, device=device),
-            torch.empty(num_rows, dtype=torch.int32, device=device),
-        )
+    out = _launch(logits, token_ids, found)
+    return TokenLogprobs(out.token_ids[:, : 1 + num_top], out.logprobs[:, : 1 + num_top], out.ranks)
+
+
+def _launch(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenLogprobs:
+    (num_rows, vocab_size), device = logits.shape, logits.device
+    out = TokenLogprobs(
+        torch.empty((num_rows, 1 + num_top), dtype=torch.int32, device=device),
+        torch.empty((num_rows, 1 + num_top), dtype=torch.float32, device=device),
+        torch.empty(num_rows, dtype=torch.int32, device=device),
+    )
     if num_rows == 0:
         return out
     num_chunks = -(-vocab_size // CHUNK_TOKENS)

@@ -148,7 +148,6 @@ VERSIONS = (
     _offer("activate_and_multiply", "activation"),
     _offer("embed", "embedding"),
     _offer("adjust_logits", "logits", why_no_triton),
-    _offer("count_tokens", "logits", why_no_triton),
     _offer("choose_tokens", "sampling", why_no_triton),
     _offer("token_logprobs", "logprobs", why_no_triton),
     _offer("linear", "linear", _why_no_invariant_linear),
