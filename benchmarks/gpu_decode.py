@@ -48,7 +48,6 @@ def measure(feeder: Feeder, config: dict[str, Any], step: Step, steps: int, foun
         samples_s = run_steps(feeder, steps)
     breakdown_us = feeder.executor.steps.times.summary()
     measured_us = profile_us(feeder.device, partial(one_step, feeder), PROFILED_STEPS)
-    feeder.release()
     graph_s, gaps_s = between(marks)
     least_s, bound_by = limit(config, step, rates)
     median_s = statistics.median(samples_s)
@@ -164,11 +163,9 @@ def measure_all(folder: Path, arguments: argparse.Namespace, report: Report, wei
     for batch in batches:
         step = Step(batch, context, weight_bytes=1 if options else 2)
         case = {"weights": weights, "batch": batch, "context": context}
-        show(
-            attempt(
-                report, case, partial(measure, feeder, MODELS[arguments.model], step, steps, report.results["limits"])
-            )
-        )
+        config, found = MODELS[arguments.model], report.results["limits"]
+        show(attempt(report, case, partial(measure, feeder, config, step, steps, found)))
+        feeder.release()
     feeder.close()
 
 
