@@ -37,10 +37,10 @@ class CommandModule(Protocol):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
+    _open_what_is_closed()
     try:
         status = _run(list(sys.argv[1:] if arguments is None else arguments))
-        if sys.stdout is not None:  # closed by the caller, who wants no output
-            sys.stdout.flush()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output has had enough
@@ -73,6 +73,13 @@ def _run(given: list[str]) -> int:
         return _misused(error, f"headrace {command} --help")
     except HeadraceError as error:
         return _complain(error, EXIT_ERROR)
+
+
+def _open_what_is_closed() -> None:
+    """The caller may have closed a standard stream, whose number the next file or socket would be given."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - as long as the process
 
 
 def _forget_output() -> None:
@@ -116,7 +123,7 @@ def _parser(given: list[str]) -> OptionParser:
 
 
 def _complain(error: HeadraceError, status: int) -> int:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # it may be closed
+    with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     print(
         f"headrace: {error}" + (f"\n{error.hint}" if error.hint and error.hint not in str(error) else ""),

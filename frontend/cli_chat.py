@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_sampling(arguments)
     check_text("--system", arguments.system)
-    interactive = sys.stdin is not None and sys.stdin.isatty()
+    interactive = sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # a bad line is then one line's error
     with open_engine_or_server(arguments) as llm:
@@ -189,7 +189,7 @@ def _converse(chat: Chat) -> int:
 def _answer_lines(chat: Chat) -> int:
     """Of a pipe or file: every line gets its chance, and the exit status tells whether one failed."""
     status = 0
-    for line in sys.stdin or ():
+    for line in sys.stdin:
         try:
             if not chat.take(line):
                 break

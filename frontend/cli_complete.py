@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _prompt_from_stdin() -> str:
     """Without the newline that ends its last line. Raises OptionError where nothing is piped in."""
     try:
-        text = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
+        text = "" if sys.stdin.isatty() else sys.stdin.read()
     except UnicodeDecodeError:
         raise OptionError("PROMPT, read from stdin, is not valid UTF-8") from None
     if not text:

@@ -147,6 +147,7 @@ def test_an_output_that_cannot_be_written_is_no_traceback(server):
         f"{complete} | head -c 1 >/dev/null; exit ${{PIPESTATUS[0]}}": (1, ""),
         f"{complete} >/dev/full": (1, no_space),
         f"{complete} >&-": (0, ""),
+        f"{complete} --url nonsense 2>&- | grep -c .": (1, ""),
     }
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     programs = [
