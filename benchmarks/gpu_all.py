@@ -42,7 +42,7 @@ ALSO = ("gguf", "xxhash", "tqdm", "uvloop", "prometheus_client", "starlette", "u
 """What parts of the package import besides."""
 OUT = "{out}"
 """Stands for --out in a command."""
-KEPT_LINES = 200
+KEPT_LINES = 1000
 SHOWN_LINES = 15
 LINE_CHARACTERS = 240
 LAST_S = 8.0

@@ -123,9 +123,11 @@ def limits(device: torch.device, dry: bool) -> dict[str, Any]:
         if torch.cuda.get_device_capability(device) >= (8, 9):
             # With a scale for each row of either, as the engine multiplies.
             ones, codes = torch.ones(side, device=device), [x.to(torch.float8_e4m3fn) for x in (a, b)]
-            of = {"scale_a": ones[:, None], "scale_b": ones[None], "out_dtype": torch.bfloat16}
+            of: dict[str, Any] = {"scale_a": ones[:, None], "scale_b": ones[None], "out_dtype": torch.bfloat16}
             samples["fp8_products_s"] = times_s(device, partial(torch._scaled_mm, codes[0], codes[1].t(), **of), 10)
     del a, b
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # an engine in another process is to find it free
     median_s = {name: statistics.median(each) for name, each in samples.items()}
     return {
         "device": gpu_facts(device).name if device.type == "cuda" else "cpu (dry run)",

@@ -40,6 +40,9 @@ PUBLISHED: list[dict[str, Any]] = [
 ]
 """nano-vllm's README; mini-sglang's README; TensorRT-LLM's perf-overview.md (Llama-3.1-8B-Instruct-FP8, TP1)."""
 GRAPHS_MOST_S = 90.0
+WARM_UP_REQUESTS = 64
+CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896)
+"""Of a full load, whose batch is smaller than the largest at its end alone."""
 PEER_TOKENS = 32
 """Of each of a few requests that warm transformers up."""
 Workload = tuple[list[list[int]], list[int]]
@@ -86,7 +89,7 @@ def ours(folder: Path, arguments: Any, workload: Workload, temperature: float, *
             return sum(len(output.outputs[0].token_ids) for output in llm.generate(asked, params, use_tqdm=False))
 
         captured_s = wait_for_graphs(llm, partial(generate, 2, 4))
-        generate(options["max_num_seqs"], 8)
+        generate(min(WARM_UP_REQUESTS, len(prompts)), 8)
         is_full = len(set(lengths)) == 1
         found = timed(lambda: generate(len(prompts), longest), 1 if is_full or arguments.dry else arguments.repeats)
         stats, report = llm.get_stats(), llm.describe_engine()
@@ -216,7 +219,7 @@ def full(arguments: Any) -> dict[str, Any]:
     options: dict[str, Any] = {"max_num_seqs": seqs, "max_num_batched_tokens": max(seqs, 8192)}
     if not arguments.dry:
         options |= {"kv_cache_dtype": arguments.kv_cache_dtype, "gpu_memory_utilization": 0.92}
-        options |= {"max_cudagraph_capture_size": seqs}
+        options |= {"cudagraph_capture_sizes": (*(size for size in CAPTURED if size < seqs), seqs)}
         options |= {} if arguments.weights == "bf16" else {"quantization": "fp8"}
     with gpu_common.model_folder("tiny" if arguments.dry else "llama-8b") as folder:
         found = ours(folder, arguments, workload, 0.0, **options)
