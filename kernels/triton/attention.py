@@ -9,7 +9,8 @@ from torch import Tensor
 
 from headrace.kernels.reference_attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.triton import configs
-from headrace.kernels.triton.attention_kernels import attend_kernel, combine_kernel
+from headrace.kernels.triton.attention_kernels import attend_kernel
+from headrace.kernels.triton.combine_kernels import combine_kernel
 from headrace.kernels.triton.configs import (
     Device,
     Tiles,
