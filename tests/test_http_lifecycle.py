@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -51,14 +52,19 @@ def slow_server() -> Iterator[Server]:
 
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_phases_sum_to_the_time_until_the_address(processes):
-    began_s = time.time()
-    with serving("--api-server-count", processes) as server:
-        wall_s = time.time() - began_s
-        phases = [float(seconds) for seconds in re.findall(r"\[ *([\d.]+) s\]", server.log)]
-        (total,) = re.findall(r"ready: .* \(([\d.]+) s\)", server.log)
-        assert len(phases) >= 5, server.log
-        assert sum(phases) == pytest.approx(float(total), abs=0.02)
-        assert float(total) == pytest.approx(wall_s, abs=0.15)
+    untold_s = 1.0
+    for _ in range(3):  # a busy machine may take its time between their clock and this one
+        began_s = time.time()
+        with serving("--api-server-count", processes) as server:
+            wall_s = time.time() - began_s
+            phases = [float(seconds) for seconds in re.findall(r"\[ *([\d.]+) s\]", server.log)]
+            (total,) = re.findall(r"ready: .* \(([\d.]+) s\)", server.log)
+            assert len(phases) >= 5, server.log
+            assert sum(phases) == pytest.approx(float(total), abs=0.02)
+            untold_s = abs(wall_s - float(total))
+        if untold_s <= 0.15:
+            break
+    assert untold_s <= 0.15
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
@@ -103,7 +109,7 @@ def test_a_client_that_leaves_is_aborted_at_once(slow_server, how):
                 assert metric(watcher, "headrace:num_requests_running") == 1
         else:
             with slow_server.client() as client, pytest.raises(httpx.ReadTimeout):
-                client.post(COMPLETIONS, json=ENDLESS, timeout=0.3)
+                client.post(COMPLETIONS, json=ENDLESS, timeout=httpx.Timeout(30, read=0.3))
         left_s = time.monotonic()
         wait_until(lambda: metric(watcher, "headrace:num_requests_running") == 0, 5, "the abort")
         assert time.monotonic() - left_s < 1.0
@@ -292,13 +298,15 @@ def test_a_frozen_engine_makes_no_progress():
     with (
         serving("--progress-timeout", "0.5", null_model={"step_delay_s": 1000}) as server,
         server.client() as client,
+        server.client() as other,
+        ThreadPoolExecutor(1) as pool,
     ):
         assert client.get("/health/progress").status_code == 200
-        with pytest.raises(httpx.ReadTimeout), server.client() as other:
-            other.post(COMPLETIONS, json=ENDLESS, timeout=0.1)
+        answer = pool.submit(other.post, COMPLETIONS, json=ENDLESS)
         wait_until(lambda: client.get("/health/progress").status_code == 503, 10, "the stall to be noticed")
         assert client.get("/health/live").status_code == 200
         engine_of(server).kill()
+        assert answer.result(10).status_code == 503
         assert server.wait_exit() == 70
 
 
