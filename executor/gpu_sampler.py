@@ -73,15 +73,21 @@ def choose_with(
     choice: Choice,
 ) -> Chosen:
     """`Choose`, by a version of the op `choose_tokens`."""
+    may_draw, may_truncate = choice is not Choice.ARGMAX, choice > Choice.DRAW
+
+    def of_rows(column: Tensor, is_read: bool) -> Tensor:
+        """What is not read need not be gathered, as each costs a launch."""
+        return column[rows] if is_read else column[: len(rows)]
+
     draws = DeviceDraws(
-        temperature=state.temperature[rows],
-        top_k=state.top_k[rows],
-        top_p=state.top_p[rows],
-        min_p=state.min_p[rows],
-        seed=state.seed[rows],
+        temperature=of_rows(state.temperature, may_draw),
+        top_k=of_rows(state.top_k, may_truncate),
+        top_p=of_rows(state.top_p, may_truncate),
+        min_p=of_rows(state.min_p, may_truncate),
+        seed=of_rows(state.seed, may_draw),
         position=positions,
-        may_draw=choice is not Choice.ARGMAX,
-        may_truncate=choice > Choice.DRAW,
+        may_draw=may_draw,
+        may_truncate=may_truncate,
     )
     chosen = op(logits, draws)
     return Chosen(chosen.token_ids.int(), chosen.best)

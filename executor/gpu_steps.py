@@ -47,6 +47,8 @@ class DeviceSteps:
         rows, device = state.shape.num_rows + 1, state.words.device
         self._counting = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._indices = torch.arange(rows, device=device)
+        # By how much a decode step moves a row on: the padding row has no context and never advances.
+        self._advance = (self._indices < state.padding_row).long()
         self.results = torch.zeros(rows, NUM_RESULTS, dtype=torch.int32, device=device)
         """[num_rows + 1, NUM_RESULTS]: one line for each sampled row of the last step, in the plan's order."""
 
@@ -63,15 +65,15 @@ class DeviceSteps:
         """
         state, block_size = self._state, self._block_size
         rows = state.batch_rows[:size].long()
-        positions = state.num_computed[rows]
+        positions = state.num_computed[rows].long()
         tables = state.block_table[:, :num_blocks][rows]
-        places = torch.div(positions, block_size, rounding_mode="floor").long()
-        slots = tables.gather(1, places[:, None])[:, 0].long() * block_size + positions % block_size
-        seq_lens = (positions + 1) * (rows < state.padding_row)  # a padding row has no context and never advances
+        blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0]
+        following = positions + self._advance[rows]
+        seq_lens = following.int()
         inputs = StepInputs(
             token_ids=state.last_token[rows].long(),
-            positions=positions.long(),
-            slot_mapping=slots,
+            positions=positions,
+            slot_mapping=torch.add(positions % block_size, blocks, alpha=block_size),
             query_start=self._counting[: size + 1],
             seq_lens=seq_lens,
             block_tables=tables,
@@ -85,7 +87,7 @@ class DeviceSteps:
         state.num_computed[rows] = seq_lens
         if choice is Choice.LOGITS:
             return logits
-        self.take(logits, rows, seq_lens.long(), choice)
+        self.take(logits, rows, following, choice)
         return None
 
     @torch.inference_mode()
