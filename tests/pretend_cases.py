@@ -119,22 +119,24 @@ def tokens_of(folder: Path, wanted_on: str = "cpu", asked: Any = None, **options
 def case_everything_that_follows_logits(folder: Path) -> None:
     from pretend_engine import Request
 
+    rules = {"allowed_token_ids": tuple(range(0, 320, 2)), "logit_bias": {6: 2.0}, "bad_words": ((8,),)}
     tokens_of(
         folder / "llama",
         asked=[
             Request(GREEDY, {"logprobs": 3, "prompt_logprobs": 2}),
-            Request([5], {"temperature": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.4}, seed=4),
+            Request([5], {"temperature": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.4, **rules}, seed=4),
             Request([20, 21, 22], {"repetition_penalty": 1.3, "min_tokens": 4, "logprobs": 0}, seed=5),
             Request([9, 9, 4], {"temperature": 1.1, "min_p": 0.05, "top_k": 9, "prompt_logprobs": 0}, seed=6),
         ],
     )
 
 
-def case_requests_in_which_the_host_chooses_may_wait(folder: Path) -> None:
-    """Only what no op of the device does: the one documented exception to `check_waits`."""
+def case_bad_words_wait_for_the_tokens_before(folder: Path) -> None:
+    """Those of several tokens: the one documented exception to `check_waits`."""
     from pretend_engine import Request, drive, executor_for
 
-    asked = [Request(GREEDY), Request([5], {"allowed_token_ids": (5, 6, 7, 8)})]
+    pairs = tuple((first, second) for first in range(320) for second in (first, 5, 77))
+    asked = [Request(GREEDY), Request([5], {"bad_words": pairs})]
     answers = drive(executor_for(folder / "llama"), asked, 2)
     compare(answers, drive(executor_for(folder / "llama", "cpu"), asked, 1))
 
