@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -27,6 +27,7 @@ from headrace.executor.decoder import Decoder
 from headrace.executor.device_state import HostDevice
 from headrace.executor.dummy_shapes import weight_shapes
 from headrace.executor.families import spec_from_config
+from headrace.executor.gpu_cascade import LEAST_ROWS, CascadeRule
 from headrace.executor.gpu_kernels import Rounding, batch_invariant, quantising
 from headrace.executor.gpu_memory import largest_prefill, visit_kernels
 from headrace.executor.gpu_runner import GpuRunner, RunnerLimits
@@ -134,13 +135,15 @@ class LaunchNotes:
     ) -> None:
         self.launches: dict[Hashable, tuple[str, LaunchRecord]] = {}
         self._phase, self._architecture = "start", architecture
-        self._spec, self._cached = spec_from_config(config), cached
+        self._spec, self._cached, self._is_invariant = spec_from_config(config), cached, is_invariant
+        self.num_cascaded = 0
         choose = batch_invariant(kernels.choose) if is_invariant else kernels.choose
         self._choose = choose if rounding is None else quantising(choose, self._spec.vocab_size, rounding)
 
     def run(self) -> None:
         with self._noting():
-            limits = RunnerLimits(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, self._spec.vocab_size, (2,))
+            rule = None if self._is_invariant else CascadeRule(LEAST_ROWS, BLOCK_SIZE, 0)
+            limits = RunnerLimits(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, self._spec.vocab_size, (2,), cascade=rule)
             source = Shapes(weight_shapes(self._spec), torch.bfloat16)
             decoder = Decoder(self._spec, source, torch.bfloat16, META, choose=self._choose)
             cache = kv_cache.allocate(self._spec, 1000, BLOCK_SIZE, self._cached, META)
@@ -152,13 +155,17 @@ class LaunchNotes:
             for name, sampling in SAMPLINGS.items():
                 self._phase = name
                 self._serve(runner, sampling)
+            self._phase = "alike"
+            self._serve(runner, SAMPLINGS["greedy"], beginning=[5] * 2 * BLOCK_SIZE)
+            self.num_cascaded = runner.num_cascaded
 
-    def _serve(self, runner: GpuRunner, sampling: dict[str, Any]) -> None:
+    def _serve(self, runner: GpuRunner, sampling: dict[str, Any], beginning: Sequence[int] = ()) -> None:
         """More and more requests, of prompts of any length, and a few tokens of each batch."""
         dice, maker = np.random.default_rng(0), PlanMaker(block_size=BLOCK_SIZE)
         for count in (1, 1, 3, 6, 13, 30, 60, MOST_ROWS):
             for row in range(len(maker.tokens), min(MOST_ROWS, len(maker.tokens) + count)):
-                maker.enter(row, dice.integers(3, 999, int(dice.integers(1, 90))).tolist(), **sampling)
+                own = dice.integers(3, 999, int(dice.integers(1, 90))).tolist()
+                maker.enter(row, [*beginning, *own], like=0 if beginning else None, **sampling)
             for _ in range(3):
                 for row in maker.tokens:
                     maker.compute(row)
@@ -169,6 +176,8 @@ class LaunchNotes:
                     maker.tokens[row].append(5)
         for row in list(maker.tokens):
             maker.release(row)
+        runner.submit(maker.plan())
+        runner.collect()
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -202,7 +211,7 @@ def main() -> None:
         by_phase: dict[str, list[str]] = {}
         for phase, launch in notes.launches.values():
             by_phase.setdefault(phase, []).append(launch.function.__name__)
-        print(json.dumps({"name": name, "forms": by_phase}), flush=True)
+        print(json.dumps({"name": name, "forms": by_phase, "cascaded": notes.num_cascaded}), flush=True)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class PlanMaker:
 
     def _found(self, tokens: list[int], like: int | None) -> list[int]:
         """As the prefix cache does, all but the block of the last token."""
-        if like is None or like not in self.tokens:
+        if like is None or like not in self.computed:
             return []
         usable = min(self.computed[like], len(tokens) - 1) // self.block_size
         alike = [mine == theirs for mine, theirs in zip(tokens, self.tokens[like], strict=False)]
