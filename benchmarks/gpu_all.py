@@ -76,19 +76,11 @@ def script(name: str, file: str, most_s: float, least_s: float, *arguments: str)
     return Job(name, f"{file}.json", command, most_s, least_s)
 
 
-TESTS = (
-    sys.executable,
-    "-m",
-    "pytest",
-    str(ROOT / "tests" / "test_gpu_device.py"),
-    "-q",
-    "--tb=short",
-    "-o",
-    "timeout=90",
-)
+PYTEST = (sys.executable, "-m", "pytest", str(ROOT / "tests" / "test_gpu_device.py"), "-vv", "--tb=short")
+TESTS = (*PYTEST, "-o", "timeout=90", "--maxfail=12", "--durations=5", "-p", "no:cacheprovider")
 JOBS = (  # in order of value
     Job("tests", "", TESTS, 180, 30),
-    script("decode", "gpu_decode", 150, 45),
+    script("decode", "gpu_decode", 220, 45),
     script("prefill", "gpu_prefill", 60, 25),
     script("kernels", "gpu_kernels", 180, 40, "--sweep"),
     script("greedy", "gpu_greedy", 90, 40),

@@ -82,8 +82,8 @@ def start_once(folder: Path, device: str) -> dict[str, Any]:
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
         llm.generate([{"prompt_token_ids": list(range(2, 18))}], params, use_tqdm=False)
         first_token_s = time.perf_counter() - began_s
-        workers = llm.describe_engine().workers
-    return {"ready_s": ready_s, "first_token_s": first_token_s, "workers": workers}
+        phases_s = llm.describe_engine().facts["startup_s"]
+    return {"ready_s": ready_s, "first_token_s": first_token_s, "engine_s_by_phase": phases_s}
 
 
 def main() -> None:
