@@ -12,12 +12,18 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-MODELS = ("llama_gqa_tied", "qwen3", "gemma2", "mistral_window", "llama_dynamic", "opt_projected_post_norm")
+MODELS = ("llama_gqa_tied", "qwen3", "gemma2", "llama_dynamic", "opt_projected_post_norm")
 """Those of `tiny_models` that differ in what the device has to do."""
+LAYER_KERNELS = (
+    *("norm_kernel", "linear_kernel", "small_linear_kernel", "rotary_cache_kernel", "attend_kernel", "combine_kernel"),
+    "activation_kernel",
+)
 GREEDY = [7, 8, 9, 10, 11, 12, 13]
 
 
@@ -199,26 +205,66 @@ def case_sleep_and_new_weights(folder: Path) -> None:
         compare(answers, wanted)
 
 
-def case_an_engine_whose_requests_give_way(folder: Path) -> None:
-    """The core, its blocks running out, with graphs that are captured while requests run."""
+def engines(folder: Path, prompts: list[list[int]], gpu_options: dict[str, Any], **options: Any) -> Any:
+    """Both engines' tokens, and what describes the GPU's worker afterwards."""
     from headrace import LLM, SamplingParams
 
     settings: dict[str, Any] = {
         "in_process": True, "device": "cpu", "skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 4,
-        "max_model_len": 48, "block_size": 4, "num_gpu_blocks_override": 20,
+        "max_model_len": 48, "block_size": 4, **options,
     }  # fmt: skip
-    prompts: list[Any] = [{"prompt_token_ids": [3 + index, *range(20, 29)]} for index in range(4)]
+    asked: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
     params = [
-        SamplingParams(temperature=0.9 * (index % 2), seed=index, max_tokens=20, ignore_eos=True) for index in range(4)
+        SamplingParams(temperature=0.9 * (index % 2), seed=index, max_tokens=20, ignore_eos=True)
+        for index in range(len(prompts))
     ]
     answers = []
-    for backend in ("uni", "pretend_engine:PretendGpu"):
-        with LLM(str(folder / "llama"), distributed_executor_backend=backend, **settings) as llm:
-            outputs = llm.generate(prompts, params, use_tqdm=False)
+    for backend, more in (("uni", {}), ("pretend_engine:PretendGpu", gpu_options)):
+        with LLM(str(folder / "llama"), distributed_executor_backend=backend, **settings, **more) as llm:
+            outputs = llm.generate(asked, params, use_tqdm=False)
             answers.append([list(output.outputs[0].token_ids) for output in outputs])
-            preempted = llm.get_stats().num_preemptions
+            found = {**llm.describe_engine().workers[0], "num_preemptions": llm.get_stats().num_preemptions}
     assert answers[0] == answers[1]
-    assert preempted > 0
+    return found
+
+
+def case_an_engine_whose_requests_give_way(folder: Path) -> None:
+    """The core, its blocks running out, with graphs that are captured while requests run."""
+    prompts = [[3 + index, *range(20, 29)] for index in range(4)]
+    assert engines(folder, prompts, {}, num_gpu_blocks_override=20)["num_preemptions"] > 0
+
+
+def case_a_beginning_that_all_share_is_read_once(folder: Path) -> None:
+    from headrace.executor.gpu_cascade import CascadeRule
+
+    rule = mock.patch.object(CascadeRule, "for_layers", return_value=CascadeRule(2, 4, 0))
+    prompts = [[*range(20, 33), 3 + index] for index in range(4)]
+    with rule:
+        found = engines(folder, prompts, {"disable_cascade_attn": False}, enable_prefix_caching=True)
+    assert found["cascaded_steps"] > 5
+    assert found["graphs"] > 1
+
+
+def case_launches_of_a_captured_llama_step(folder: Path) -> None:
+    """Each costs a graph two microseconds or so: in a layer nothing but kernels, and few around the layers."""
+    import torch
+    from pretend_cuda import GPU
+    from pretend_engine import executor_for
+
+    from headrace.executor.gpu_sampler import Choice
+
+    def launches(name: str) -> Counter[str]:
+        executor = executor_for(folder / name, dtype="bfloat16")
+        backend, steps = executor._backend, executor.steps.steps
+        with backend.here(), torch.inference_mode():
+            backend.capturer().capture(lambda: steps.decode(4, Choice.ARGMAX))
+        return Counter(launch.partition(" ")[0] for launch in GPU.launches)
+
+    one, two = launches("llama_short"), launches("llama")
+    layer = two - one
+    assert set(layer) <= {*LAYER_KERNELS, "mm"}, layer
+    assert layer.total() <= 10, layer
+    assert one.total() - layer.total() <= 29, one - layer
 
 
 def case_kernels_are_interpreted(folder: Path) -> None:
