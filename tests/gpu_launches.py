@@ -67,14 +67,6 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "random": {"temperature": 0.8},
     "truncated": {"temperature": 0.8, "top_p": 0.9},
-    "penalised": {"temperature": 0.0, "repetition_penalty": 1.2},
-    "counted": {"temperature": 0.7, "frequency_penalty": 0.2},
-    "limited": {"temperature": 0.7, "min_tokens": 3},
-    "reported": {"temperature": 0.0, "logprobs": 3},
-    "reported with the prompt": {"temperature": 0.0, "logprobs": 20, "prompt_logprobs": 1},
-    "changed": {"temperature": 0.9, "repetition_penalty": 1.2, "logprobs": 5, "prompt_logprobs": 12},
-    "counted": {"temperature": 0.0, "frequency_penalty": 0.5, "logit_bias": {5: 1.0}, "logprobs": 0},
-    "limited": {"temperature": 0.7, "allowed_token_ids": (5, 6, 7), "bad_words": ((5, 6),)},
 }
 MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE = 256, 8192, 16
 MOST_ROWS = 200
