@@ -172,6 +172,8 @@ async def _as_texts(asked: ServingRun, requests: list[BenchRequest]) -> list[Ben
     target, pool = _pool_of(asked.target)
     try:
         model = _model_of(asked.target, await _models(pool, target, asked.target), target)
+        # Some 30 ms each, of 1024 tokens.
+        print(f"drawing {len(requests)} prompts with the server's own tokenizer", file=sys.stderr)
         ordinary_ids = PromptMaker(asked.workload.random_vocab_size).ids
         return await as_texts(requests, ServerTokenizer(pool, target, model, ordinary_ids), asked.workload.seed)
     finally:
