@@ -67,9 +67,14 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "random": {"temperature": 0.8},
     "truncated": {"temperature": 0.8, "top_p": 0.9},
+    "penalised": {"temperature": 0.0, "repetition_penalty": 1.2},
+    "counted": {"temperature": 0.7, "frequency_penalty": 0.2, "logit_bias": {5: 1.0}},
+    "limited": {"temperature": 0.7, "min_tokens": 3, "allowed_token_ids": (5, 6, 7), "bad_words": ((5, 6),)},
+    "reported": {"temperature": 0.0, "logprobs": 3},
+    "reported with the prompt": {"temperature": 0.0, "logprobs": 20, "prompt_logprobs": 1},
 }
 MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE = 256, 8192, 16
-MOST_ROWS = 200
+MOST_ROWS = 100
 
 
 class MetaDevice(HostDevice):
@@ -163,11 +168,11 @@ class LaunchNotes:
     def _serve(self, runner: GpuRunner, sampling: dict[str, Any], beginning: Sequence[int] = ()) -> None:
         """More and more requests, of prompts of any length, and a few tokens of each batch."""
         dice, maker = np.random.default_rng(0), PlanMaker(block_size=BLOCK_SIZE)
-        for count in (1, 1, 3, 6, 13, 30, 60, MOST_ROWS):
+        for count in (1, 1, 6, 30, MOST_ROWS):
             for row in range(len(maker.tokens), min(MOST_ROWS, len(maker.tokens) + count)):
                 own = dice.integers(3, 999, int(dice.integers(1, 90))).tolist()
                 maker.enter(row, [*beginning, *own], like=0 if beginning else None, **sampling)
-            for _ in range(3):
+            for _ in range(2):
                 for row in maker.tokens:
                     maker.compute(row)
                 plan = maker.plan()
