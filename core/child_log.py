@@ -11,16 +11,16 @@ import threading
 from headrace.ipc.wait import Deadline
 
 LOG_TAIL_LINES = 30
-QUIET_S = 0.05
-"""After that long without another line, a program that was asked for something has written it all."""
+LAST_FRAME = "in _run_module_as_main"
+"""The outermost one of the main thread of a program that `python -m` started: it ends what faulthandler writes."""
 
 
 class ChildLog:
     """`take` is for one thread, everything else for any."""
 
     def __init__(self) -> None:
-        self.num_lines = 0
-        """Written so far."""
+        self.num_stacks = 0
+        """How many times it has written, to the end, where its threads are."""
         self._last: collections.deque[str] = collections.deque(maxlen=LOG_TAIL_LINES)
         self._unfinished_line = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -33,7 +33,7 @@ class ChildLog:
             *lines, rest = (self._unfinished_line + text).split("\n")  # a line may come in many writes
             self._last.extend(line.rstrip("\r") for line in lines if line.strip())
             self._unfinished_line = rest
-            self.num_lines += len(lines)
+            self.num_stacks += sum(LAST_FRAME in line for line in lines)
             self._changed.notify_all()
         write_beside_bars(text)
 
@@ -43,12 +43,10 @@ class ChildLog:
         with self._changed:
             return (*self._last, *filter(str.strip, [self._unfinished_line]))[-LOG_TAIL_LINES:]
 
-    def wait(self, num_lines: int, deadline: Deadline) -> None:
-        """Until there are more than `num_lines` lines in all, and then no more for a moment."""
+    def wait(self, num_stacks: int, deadline: Deadline) -> None:
+        """Until it has written more than `num_stacks` times where its threads are."""
         with self._changed:
-            self._changed.wait_for(lambda: self.num_lines > num_lines, deadline.remaining_s)
-            while not deadline.passed and self._changed.wait(QUIET_S):
-                pass
+            self._changed.wait_for(lambda: self.num_stacks > num_stacks, deadline.remaining_s)
 
 
 def write_beside_bars(text: str) -> None:

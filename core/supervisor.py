@@ -42,7 +42,7 @@ from headrace.ipc.wait import Deadline, WaitTimeoutError, open_pidfd
 
 START_GRACE_S = 5.0
 """By how much a parent's patience outlasts `startup_timeout`, as an engine may notice which of its workers hangs."""
-STACKS_WITHIN_S = 0.5
+STACKS_WITHIN_S = 2.0
 """How long a program that hangs may take to write where its threads are."""
 STOP_MESSAGE_S = 1.0
 """How long a child may take to read what it is sent at its end."""
@@ -317,15 +317,16 @@ def ask_for_stacks(children: Sequence[Child]) -> None:
     """Has programs that seem to hang write to their logs where their threads are.
 
     Returns once they have, or have not within STACKS_WITHIN_S. One that has said nothing yet is not asked, as the
-    signal might be its end.
+    signal might be its end, nor is one that is stopped.
     """
     deadline = Deadline(STACKS_WITHIN_S)
-    before = {child: child.log.num_lines for child in children if child.alive and child.phase != "start"}
+    asked = [child for child in children if child.alive and child.phase != "start" and not child.is_stopped]
+    before = {child: child.log.num_stacks for child in asked}
     for child in before:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, signal.SIGUSR1)
-    for child, num_lines in before.items():
-        child.log.wait(num_lines, deadline)
+    for child, num_stacks in before.items():
+        child.log.wait(num_stacks, deadline)
 
 
 def start_engine(options: Options, address: str = "") -> Child:
