@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,6 +100,7 @@ class DeviceStorage:
 
     def resize_(self, size: int) -> None:
         GPU.refuse_in_capture("the resizing of memory")
+        GPU.num_resized[self.held._cdata] += 1
         self.held.resize_(size)
 
 
@@ -118,6 +119,8 @@ class Gpu:
         self.syncs: list[str] = []
         self.launches: list[str] = []
         self.allocated_bytes = 0
+        self.num_resized: Counter[int] = Counter()
+        """By storage: its memory is elsewhere each time, though the CPU's may be where it was."""
         self.interpreting = False
         """Whether kernels that have a reference are interpreted."""
         self._is_noting = False
@@ -345,7 +348,9 @@ def ours(file: str) -> str:
     return str(path.relative_to(ROOT)) if is_ours else ""
 
 
-def scaled_mm(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, bias: Any = None, out_dtype: Any) -> Tensor:
+def scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Any = None, result: Any = None, out_dtype: Any = None
+) -> Tensor:
     """`torch._scaled_mm` with a scale for each row, which the CPU's has not, under the GPU's rules."""
     assert a.is_contiguous()
     assert b.stride(0) == 1, "the second factor must be column-major"

@@ -146,6 +146,55 @@ def test_decoding_runs_dry_and_its_report_is_whole(
     assert table.count("not measured") == len(load("gpu_table").ROWS), "a dry run is no measurement"
 
 
+PRETEND = """
+import sys
+sys.path[:0] = sys.argv.pop(1).split(":")
+from pretend_kernels import begin
+begin()
+import torch
+from pretend_cuda import DEVICE
+import gpu_common, gpu_decode
+from headrace.executor.gpu import GpuExecutor
+gpu_common.device_of = lambda dry, asked: DEVICE
+gpu_common.make_executor = lambda asked: GpuExecutor(asked, DEVICE)
+gpu_decode.limits = lambda device, dry: gpu_common.limits(device, True)  # small ones
+with torch.cuda.device(DEVICE):
+    gpu_decode.main()
+"""
+
+
+def test_decoding_is_measured_through_graphs_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    """What a dry run has no use for: limits with launches and fp8, captures, marks between graphs."""
+    out = tmp_path / "gpu_decode.json"
+    paths = f"{ROOT / 'tests'}:{ROOT / 'benchmarks'}"
+    asked = (
+        "--model",
+        "tiny",
+        "--batch",
+        "2",
+        "--context",
+        "24",
+        "--steps",
+        "4",
+        "--weights",
+        "bf16",
+        "--out",
+        str(out),
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PRETEND, paths, *asked]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads(out.read_text())["results"]
+    (case,) = results["cases"]
+    assert case["why_eager"] == ""
+    assert len(case["graph_samples_s"]) == 5, "a replay for each step after the warm-up"
+    assert len(case["gap_samples_s"]) == 4
+    assert min(case["gap_samples_s"]) > 0
+    assert results["limits"]["fp8_flop_s"] > 0
+    assert len(results["limits"]["launches_s"]) == 10
+
+
 def test_every_kernel_that_is_timed_is_called_as_its_reference_is(load: Any) -> None:
     kernels, shapes = load("gpu_kernels"), load("gpu_shapes")
 
