@@ -24,7 +24,7 @@ from headrace.executor.gpu_device import choose_device
 from headrace.ipc.failure import HeadraceError, OptionError
 from headrace.kernels import ops
 from headrace.kernels.reference_attention import AttentionParams, PagedBatch
-from headrace.kernels.reference_sampling import DeviceDraws
+from headrace.kernels.reference_sampling import DeviceDraws, LogitChanges, Penalties, pack_bits
 
 
 def why_no_gpu() -> str:
@@ -118,6 +118,27 @@ def test_chosen_tokens_are_the_references() -> None:
     found, expected = version(logits, draws), reference(logits, draws)
     assert found.token_ids.tolist() == expected.token_ids.tolist()
     assert found.best.tolist() == expected.best.tolist()
+
+
+@needs_kernels
+def test_changed_and_reported_logits_are_the_references() -> None:
+    """What changes a choice to the bit: no product and sum are fused."""
+    rows, vocab_size = (5, 1000) if INTERPRETED else (64, 128256)
+    generator = torch.Generator(DEVICE).manual_seed(3)
+    logits = torch.randn(rows, vocab_size, generator=generator, device=DEVICE) * 3
+    counts = torch.randint(0, 4, (rows + 1, vocab_size), generator=generator, device=DEVICE, dtype=torch.int32)
+    numbers = torch.rand(3, rows + 1, generator=generator, device=DEVICE) + 0.5
+    penalties = Penalties(pack_bits(counts == 1), pack_bits(counts > 1), counts, *numbers)
+    order = torch.randperm(rows, generator=generator, device=DEVICE)
+    version, reference = both("adjust_logits", torch.float32)
+    for changes in (LogitChanges(order, pack_bits(counts > 0)), LogitChanges(order, pack_bits(counts > 0), penalties)):
+        assert version(logits.clone(), changes).equal(reference(logits.clone(), changes))
+    version, reference = both("token_logprobs", torch.float32)
+    for num_top in (0, 5, 20, 50):
+        found, expected = version(logits, order, num_top), reference(logits, order, num_top)
+        assert found.token_ids.tolist() == expected.token_ids.tolist()
+        assert found.ranks.tolist() == expected.ranks.tolist()
+        close(found.logprobs, expected.logprobs)
 
 
 # --- the executor -----------------------------------------------------------------------------------------------
