@@ -26,7 +26,9 @@ PROGRAMS_PER_MULTIPROCESSOR = 2
 MOST_PARTS = 128
 """With one key/value head, as on each of eight ranks, a single long sequence still has programs for all of an H200."""
 PARTS_AT_ONCE = 32
-"""Parts that are merged together."""
+"""Parts that are merged together by a program of four warps, where there are more than FEW_PARTS."""
+FEW_PARTS = 4
+"""So many are merged by a program of one warp: large batches have few parts of each sequence, and many sequences."""
 FIXED_SPLIT_TOKENS = 4096
 """Batch-invariant attention divides every context at multiples of this."""
 CACHE_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}
@@ -206,7 +208,7 @@ class Launch:
 
     def combine(self, out: Tensor, parts: Parts, split_tokens: int = 0) -> None:
         """Merges the parts of sequences of one token into out."""
-        batch = self.batch
+        batch, is_few = self.batch, split_tokens > 0 or parts.count <= FEW_PARTS
         combine_kernel[(len(batch.seq_lens), self.num_heads)](
             out,
             parts.values,
@@ -222,6 +224,6 @@ class Launch:
             BLOCK_D=self._shape["BLOCK_D"],
             SPLIT_TOKENS=split_tokens,
             WINDOW=self._shape["WINDOW"],
-            AT_ONCE=PARTS_AT_ONCE,
-            num_warps=4,
+            AT_ONCE=FEW_PARTS if is_few else PARTS_AT_ONCE,
+            num_warps=1 if is_few else 4,
         )
