@@ -77,14 +77,15 @@ def test_latencies_are_those_that_clients_see() -> None:
 
         before, after = asyncio.run(look_around())
         told = dict(zip(HEADER, row(after, before), strict=True))
-        # A core takes requests up between steps: what they waited for the end of one, it does not see.
-        for column, name, unit_s, unseen_s in (
-            ("FIRST ms", "time_to_first_token_seconds", 1e-3, 0.025),
-            ("NEXT ms", "inter_token_latency_seconds", 1e-3, 0.002),
-            ("TOTAL s", "e2e_request_latency_seconds", 1.0, 0.02),
-        ):
-            seen_s = metric(client, f"headrace:{name}_sum") / metric(client, f"headrace:{name}_count")
-            assert float(told[column]) * unit_s == pytest.approx(seen_s, rel=0.1, abs=unseen_s), column
+
+        def seen_s(name: str) -> float:
+            return metric(client, f"headrace:{name}_seconds_sum") / metric(client, f"headrace:{name}_seconds_count")
+
+        # A core takes requests up between steps: what they waited for the end of one, or for the server, it does not
+        # see. A step at the least it does.
+        assert 0.01 <= float(told["FIRST ms"]) / 1e3 <= seen_s("time_to_first_token") + 0.001
+        assert float(told["NEXT ms"]) / 1e3 == pytest.approx(seen_s("inter_token_latency"), rel=0.1, abs=0.002)
+        assert float(told["TOTAL s"]) == pytest.approx(seen_s("e2e_request_latency"), rel=0.1, abs=0.02)
         assert metric(client, "headrace:inter_token_latency_seconds_count") == 100 - 4
         assert after.stats is not None
         assert after.stats.times.num_later_tokens == 100 - 4
