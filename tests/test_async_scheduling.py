@@ -289,7 +289,8 @@ def checkpoint(tmp_path_factory) -> str:
 
 
 def answers(checkpoint: str, **options: Any) -> tuple[list[Any], int]:
-    """Tokens and log-probabilities of greedy, sampled and penalised requests with few blocks, and all preemptions."""
+    """Tokens and log-probabilities of requests, greedy, sampled, penalised and biased, with few blocks, and all
+    preemptions."""
     prompts = [[5 + number % 3] * (3 + 4 * number) for number in range(6)]
     params = [
         SamplingParams(
@@ -299,6 +300,8 @@ def answers(checkpoint: str, **options: Any) -> tuple[list[Any], int]:
             repetition_penalty=1.2 if number == 3 else 1.0,
             logprobs=1 if number == 4 else None,
             stop_token_ids=[number * 7],
+            allowed_token_ids=[*range(30, 200)] if number in (0, 5) else None,
+            logit_bias={40: 2.0, 77: -100.0} if number in (1, 5) else None,
         )
         for number in range(6)
     ]
