@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from headrace import LLM, SamplingParams
 from headrace.executor.dummy_shapes import weight_shapes
 from headrace.executor.families import spec_from_config
-from headrace.executor.gpu_weights import DeviceDummyWeights
+from headrace.executor.weights import DummyWeights
 
 NUM_FILES = 8
 READ_BYTES = 16 << 20
@@ -49,7 +49,7 @@ def make_checkpoint(folder: Path, config: dict[str, Any], device: torch.device) 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     shapes = weight_shapes(spec_from_config(config))
-    source = DeviceDummyWeights(shapes, torch.bfloat16, device)
+    source = DummyWeights(shapes, torch.bfloat16, device)
     names, weight_map = sorted(shapes), dict[str, str]()
     for number in range(NUM_FILES):
         file = f"model-{number + 1:05}-of-{NUM_FILES:05}.safetensors"
@@ -59,7 +59,7 @@ def make_checkpoint(folder: Path, config: dict[str, Any], device: torch.device) 
     index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def weight_of(source: DeviceDummyWeights, name: str) -> torch.Tensor:
+def weight_of(source: DummyWeights, name: str) -> torch.Tensor:
     """On the host. Norms are about 1, as trained ones are."""
     weight = source.get(name)
     return (weight + 1 if name.endswith("norm.weight") else weight).cpu().contiguous()

@@ -16,7 +16,7 @@ from collections import deque
 from typing import Any, Protocol
 
 from headrace.core.desk import ClientGone, ExecutorFailed, Inbox, StopOrder
-from headrace.core.in_flight import steps_in_flight
+from headrace.core.in_flight import Capacity, steps_in_flight
 from headrace.core.intake import Intake
 from headrace.core.options import Options
 from headrace.core.orders import Orders
@@ -74,7 +74,7 @@ class Port(Protocol):
     def clients(self) -> list[int]: ...
 
 
-class Runs(Protocol):
+class Runs(Capacity, Protocol):
     """The part of an Executor that the loop uses."""
 
     def submit(self, plan: StepPlan) -> None: ...
@@ -82,12 +82,6 @@ class Runs(Protocol):
     def idle(self) -> bool: ...
     def agree(self, count: int) -> int: ...
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]: ...
-    @property
-    def max_steps_in_flight(self) -> int: ...
-    @property
-    def num_stages(self) -> int: ...
-    @property
-    def async_by_default(self) -> bool: ...
 
 
 class Loop:

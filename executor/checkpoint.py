@@ -138,7 +138,7 @@ def config_at_hand(options: Options) -> dict[str, Any] | None:
     file = path / "config.json" if found is not None else cached_config(options.model, choice)
     if file is None or not file.is_file():
         return None
-    config = _overridden(_read_json(file), options.hf_overrides)
+    config = _overridden(read_json(file), options.hf_overrides)
     return config if "architectures" in config else None
 
 
@@ -203,7 +203,7 @@ def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Ch
             f"{folder} holds no weights: *.safetensors, pytorch_model*.bin or one .gguf file are looked for",
             hint="load_format dummy runs it with random weights",
         )
-    config = _overridden(_read_json(config_path), options.hf_overrides)
+    config = _overridden(read_json(config_path), options.hf_overrides)
     generation = _read_generation_config(folder, options)
     return Checkpoint(
         name=name,
@@ -217,7 +217,8 @@ def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Ch
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ModelError for anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -249,7 +250,7 @@ def _read_generation_config(folder: Path | None, options: Options) -> dict[str, 
         folder = named
     if folder is None or not (folder / "generation_config.json").is_file():
         return {}
-    return _read_json(folder / "generation_config.json")
+    return read_json(folder / "generation_config.json")
 
 
 def _sampling_defaults(generation: Mapping[str, Any], options: Options) -> dict[str, Any]:
@@ -317,7 +318,7 @@ def _folder_weights(folder: Path, found: Format, strategy: Strategy = "lazy", pl
     files = _torch_files(folder) if found == "pt" else _safetensors_files(folder)
     weight_map: dict[str, str] | None = None
     if index_path.is_file():
-        weight_map = _read_json(index_path).get("weight_map")
+        weight_map = read_json(index_path).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(each, str) for each in weight_map.values()):
             raise ModelError(f"{index_path} has no weight_map of weight names to file names")
         files = [folder / each for each in sorted(set(weight_map.values()))]

@@ -31,7 +31,7 @@ from headrace.executor.gpu_offload import Offload, SideStream, layers_to_offload
 from headrace.executor.gpu_residence import Residence
 from headrace.executor.gpu_runner import STEPS_IN_FLIGHT, GpuRunner, RunnerLimits
 from headrace.executor.gpu_stages import make_runner, runner_kind
-from headrace.executor.gpu_weights import DeviceDummyWeights, StagedWeights
+from headrace.executor.gpu_weights import StagedWeights
 from headrace.executor.graphs import Capturer, capture_sizes
 from headrace.executor.layers import ChooseKernel
 from headrace.executor.meeting import Meeting
@@ -41,7 +41,7 @@ from headrace.executor.place import Place
 from headrace.executor.profiling import WorkerProfile
 from headrace.executor.rank_device import rank_device
 from headrace.executor.uniproc import DTYPES, UniprocExecutor, cache_dtype
-from headrace.executor.weights import WeightSource
+from headrace.executor.weights import DummyWeights, WeightSource
 from headrace.ipc.control import DoIdleWork, WorkerAnswer, WorkerCommand
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.kernels.triton.versions import why_no_triton
@@ -217,7 +217,7 @@ class GpuExecutor(UniprocExecutor):
         plan, place, dtype = self._plan, self._place, DTYPES[self._plan.dtype]
         source: WeightSource
         if checkpoint.format == "dummy":
-            source = DeviceDummyWeights(weight_shapes(self._spec), dtype, self._device)
+            source = DummyWeights(weight_shapes(self._spec), dtype, self._device)
         else:
             source = StagedWeights(checkpoint.weights(place=place), self._backend.host_side())
         offload = offload_of(plan, self._spec, place, self._backend)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from headrace.executor.device_state import Device
-from headrace.executor.weights import DUMMY_STANDARD_DEVIATION, WeightSource, bounds
+from headrace.executor.weights import WeightSource
 
 STAGING_BYTES = 32 << 20
 NUM_BUFFERS = 2
@@ -57,27 +54,3 @@ class StagedWeights:
         into.copy_(buffer, non_blocking=True)
         self._events[at].record()
         self._used += 1
-
-
-class DeviceDummyWeights:
-    """Random weights made on the device: normal, small, the same for a name and shape on one kind of device.
-
-    A CPU would take a minute for the numbers of an 8-billion-parameter model.
-    """
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
-        self._shapes, self._dtype, self._device = dict(shapes), dtype, device
-
-    def names(self) -> frozenset[str]:
-        return frozenset(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
-        generator = torch.Generator(self._device).manual_seed(seed)
-        whole = torch.empty(self._shapes[name], dtype=self._dtype, device=self._device)
-        whole.normal_(std=DUMMY_STANDARD_DEVIATION, generator=generator)
-        part = whole[slice(*bounds(rows, whole.shape[0]))]
-        return part if columns is None else part[..., slice(*bounds(columns, whole.shape[-1]))]

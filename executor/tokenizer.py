@@ -7,14 +7,13 @@ same model needs none of it.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
 from headrace.core.options import Options
-from headrace.executor.checkpoint import Checkpoint
+from headrace.executor.checkpoint import Checkpoint, read_json
 from headrace.executor.converted_tokenizers import cached_bundle
 from headrace.executor.gguf_header import GGUFHeader
 from headrace.executor.gguf_tokenizer import gguf_bundle
@@ -146,15 +145,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object; {} where the file is missing. Raises ModelError for anything else."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} holds a {type(content).__name__}; a JSON object is expected")
-    return content
+    return read_json(path) if path.is_file() else {}
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -27,7 +27,8 @@ from headrace.executor.families import spec_from_config
 from headrace.executor.gpu import GpuExecutor
 from headrace.executor.gpu_device import GpuFacts
 from headrace.executor.gpu_runner import GpuRunner, RunnerLimits
-from headrace.executor.gpu_weights import DeviceDummyWeights, StagedWeights
+from headrace.executor.gpu_weights import StagedWeights
+from headrace.executor.weights import DUMMY_STANDARD_DEVIATION, DummyWeights
 from headrace.ipc.control import DescribeEngine, StartProfile, StopProfile
 from headrace.ipc.failure import HeadraceError, OptionError
 
@@ -253,10 +254,10 @@ def test_weights_pass_through_small_buffers_unchanged_whatever_their_shape_and_p
 
 def test_dummy_weights_are_made_where_they_are_used() -> None:
     shapes = {"a": (40, 30), "b": (40, 30), "c": (9,)}
-    weights = DeviceDummyWeights(shapes, torch.bfloat16, torch.device("cpu"))
+    weights = DummyWeights(shapes, torch.bfloat16, torch.device("cpu"))
     a = weights.get("a")
     assert (a.dtype, tuple(a.shape)) == (torch.bfloat16, (40, 30))
     assert weights.get("a", slice(3, 9), slice(2, 4)).equal(a[3:9, 2:4])
     assert not weights.get("b").equal(a)
-    assert 0 < float(a.float().std()) < 2 * gpu_weights.DUMMY_STANDARD_DEVIATION
+    assert 0 < float(a.float().std()) < 2 * DUMMY_STANDARD_DEVIATION
     assert tuple(weights.get("c", slice(1, 4)).shape) == (3,)
