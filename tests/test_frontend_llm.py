@@ -7,11 +7,12 @@ import gc
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from fake_core import MAX_MODEL_LEN, Faults, MemoryCore, expected_text, memory_core
+from fake_llm import core, llm
 
 from headrace import (
     LLM,
@@ -25,19 +26,8 @@ from headrace import (
 )
 from headrace.ipc.messages import Abort, AddRequest, GetStats, Goodbye
 
+__all__ = ["core", "llm"]  # fixtures
 pytestmark = pytest.mark.usefixtures("private_cache")
-
-
-@pytest.fixture
-def core() -> Iterator[MemoryCore]:
-    with memory_core() as running:
-        yield running
-
-
-@pytest.fixture
-def llm(core: MemoryCore) -> Iterator[LLM]:
-    with LLM.attach(core.transport) as attached:
-        yield attached
 
 
 def requests_of(core: MemoryCore) -> list[AddRequest]:

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 
 import pytest
 from fake_core import Faults, MemoryCore, expected_text, memory_core
+from fake_llm import core, llm
 
 from headrace import LLM, EngineArgs, InvalidRequestError, LLMEngine, OptionError, RequestFailedError, SamplingParams
 from headrace.ipc.messages import Abort
 
+__all__ = ["core", "llm"]  # fixtures
 pytestmark = pytest.mark.usefixtures("private_cache")
-
-
-@pytest.fixture
-def core() -> Iterator[MemoryCore]:
-    with memory_core() as running:
-        yield running
-
-
-@pytest.fixture
-def llm(core: MemoryCore) -> Iterator[LLM]:
-    with LLM.attach(core.transport) as attached:
-        yield attached
 
 
 def test_every_request_is_stepped_to_its_one_finished_output(llm: LLM) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fake_core import expected_text, memory_core, zmq_core
+from fake_llm import core, llm
 
 import headrace
 from headrace import (
@@ -19,13 +19,8 @@ from headrace import (
 )
 from headrace.ipc.messages import FetchTokenizer
 
+__all__ = ["core", "llm"]  # fixtures
 pytestmark = pytest.mark.usefixtures("private_cache")
-
-
-@pytest.fixture
-def llm() -> Iterator[LLM]:
-    with memory_core() as core, LLM.attach(core.transport) as attached:
-        yield attached
 
 
 def test_threads_can_share_one(llm: LLM) -> None:
