@@ -21,7 +21,7 @@ from headrace.core.memory import fit_cache, ledger
 from headrace.core.options import Options
 from headrace.core.plan import MemoryReading, Plan
 from headrace.core.resolve import resolve
-from headrace.executor import gpu_weights, kv_cache
+from headrace.executor import kv_cache
 from headrace.executor.decoder import Decoder
 from headrace.executor.families import spec_from_config
 from headrace.executor.gpu import GpuExecutor
