@@ -184,6 +184,14 @@ class BatchState:
         self._repeated_rows = rows
         self._repeated.append(token_ids)
 
+    def with_rules(self, rows: np.ndarray) -> list[tuple[int, int, TokenRules]]:
+        """(index in rows, row, its rules) of those that have any."""
+        indices = np.flatnonzero((self.sampling.needs[rows] & Needs.TOKEN_RULES) != 0)
+        return [
+            (index, row, self.sampling.rules[row])
+            for index, row in zip(indices.tolist(), rows[indices].tolist(), strict=True)
+        ]
+
     def needs(self, rows: np.ndarray) -> int:
         """Bits of `Needs`: what any of rows asks for."""
         return int(np.bitwise_or.reduce(self.sampling.needs[rows]))

@@ -91,15 +91,15 @@ def choose_in_torch(logits: Tensor, draws: Draws) -> Chosen:
 
 def apply_rules(logits: Tensor, batch: BatchState, rows: np.ndarray) -> None:
     """What requests say of single tokens, in place: allowed tokens, bad words, min_tokens, bias (the order of vLLM)."""
-    for index, row in enumerate(rows.tolist()):
-        rules = batch.sampling.rules.get(row)
-        if rules is not None and len(rules.allowed):
+    for index, _, rules in batch.with_rules(rows):
+        if len(rules.allowed):
             allowed = _indices(rules.allowed, logits)
             kept = logits[index, allowed]
             logits[index] = -torch.inf
             logits[index, allowed] = kept
     places, added = additions(batch, rows, logits.shape[1])
-    logits.view(-1).index_add_(0, _indices(places, logits), _column(added, logits))
+    if places.size:
+        logits.view(-1).index_add_(0, _indices(places, logits), _column(added, logits))
 
 
 def penalise(logits: Tensor, batch: BatchState, rows: np.ndarray) -> None:

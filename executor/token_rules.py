@@ -72,10 +72,7 @@ def additions(batch: BatchState, rows: np.ndarray, vocab_size: int) -> tuple[np.
     for index in np.flatnonzero(last - first < columns.min_tokens[rows]).tolist():
         ending = columns.ending_token_ids[rows[index]]
         forbid(index, ending[ending < vocab_size])
-    for index, row in enumerate(rows.tolist()):
-        rules = columns.rules.get(row)
-        if rules is None:
-            continue
+    for index, row, rules in batch.with_rules(rows):
         places.append(rules.ids + index * vocab_size)
         added.append(rules.added)
         if completing := rules.completing(batch.tokens[row, first[index] : last[index]]):
