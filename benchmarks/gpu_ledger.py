@@ -15,6 +15,8 @@ from typing import Any
 
 from gpu_shapes import LLAMA_8B, cache_bytes, head_dim_of, weight_elements
 
+from headrace.kernels.triton.configs import most_small_rows
+
 LAUNCH_S = 1.3e-6
 """From one kernel of a graph to the next where neither has much to do; `gpu_common.limits` measures it on a GPU."""
 NAMES = (  # the first that is part of a kernel's name says the phase
@@ -52,6 +54,11 @@ class Step:
         return self.rows * self.query_len
 
     @property
+    def is_fused(self) -> bool:
+        """Whether norms, activation, rounding and addition are parts of the matrices' kernels."""
+        return self.tokens <= most_small_rows(int(8 * self.weight_bytes), rounds_input=self.weight_bytes < 2)
+
+    @property
     def pairs(self) -> int:
         """Of a query and a key that it sees."""
         return self.rows * (self.query_len * self.context - self.query_len * (self.query_len - 1) // 2)
@@ -81,16 +88,19 @@ def phases(config: dict[str, Any], step: Step) -> list[Phase]:
     queries = 2 * layers * heads * size * tokens
     moved = elements * step.weight_bytes + tokens * (inputs * (1 if fp8 else 2) + 2 * outputs)
     logits = 4 * step.rows * config["vocab_size"]
-    return [
+    norms = 1 if step.is_fused else 2 * layers + 1
+    found = [
         Phase("inputs, embedding", 20, 4 * tokens * hidden, 0),
-        Phase("norms", 2 * layers + 1, (2 * layers + 1) * 8 * tokens * hidden, 0),
-        *([Phase("rounding to fp8", 4 * layers, 3 * tokens * inputs, 0)] if fp8 else []),
+        Phase("norms", norms, norms * 8 * tokens * hidden, 0),
         Phase("matrices", 4 * layers + 1, moved + 2 * head + logits, 2 * tokens * elements + 2 * step.rows * head),
         Phase("rotary, cache write", layers, 4 * layers * tokens * width, 0),
         Phase("attention", layers * (2 if split else 1), cached + 2 * queries, attention_flop(config, step)),
-        Phase("activation", layers, 6 * layers * tokens * inner, 0),
         Phase("choice of tokens", 5, 2 * logits, 0),
     ]
+    if step.is_fused:
+        return found
+    rounding = [Phase("rounding to fp8", 4 * layers, 3 * tokens * inputs, 0)] if fp8 else []
+    return [*found, *rounding, Phase("activation", layers, 6 * layers * tokens * inner, 0)]
 
 
 def attention_flop(config: dict[str, Any], step: Step) -> float:
