@@ -19,6 +19,7 @@ from headrace import LLM, SamplingParams
 from headrace.core.memory import fit_cache
 from headrace.core.options import Options
 from headrace.core.resolve import resolve
+from headrace.executor import gpu_cascade
 from headrace.executor.gpu import GpuExecutor
 from headrace.executor.gpu_device import choose_device
 from headrace.ipc.failure import HeadraceError, OptionError
@@ -82,6 +83,34 @@ def test_attention_over_a_mixed_batch(dtype: torch.dtype, window: int | None, ca
         for function in (version, reference)
     ]
     close(*outputs)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_seqs", "kv_heads", "own"), [(1, 1, 9000), (4, 8, 2000), (8, 8, 300), (200, 8, 40)])
+def test_decodes_that_are_divided_and_begin_alike(dtype: torch.dtype, num_seqs: int, kv_heads: int, own: int) -> None:
+    """From one sequence in many parts to many in few; the first 1000 or so tokens are the same blocks."""
+    block, size, alike = 16, 128, 1000
+    if INTERPRETED:
+        num_seqs, kv_heads, size, alike, own = min(num_seqs, 5), min(kv_heads, 2), 16, 70, min(own, 90)
+    generator = torch.Generator(DEVICE).manual_seed(3)
+    lens = alike + torch.randint(1, own, (num_seqs,), generator=generator, device=DEVICE)
+    longest, shared_blocks = -(-int(lens.max()) // block), alike // block
+    tables = torch.randperm(num_seqs * longest, generator=generator, device=DEVICE).view(num_seqs, longest) + 1
+    tables[:, :shared_blocks] = tables[:1, :shared_blocks].clone()
+    shape = (num_seqs * longest + 1, kv_heads, block, size)
+    keys, values = (torch.randn(shape, generator=generator, device=DEVICE).to(dtype) for _ in range(2))
+    query = torch.randn(num_seqs, 4 * kv_heads, size, generator=generator, device=DEVICE).to(dtype)
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=DEVICE)
+    slots = torch.zeros(num_seqs, dtype=torch.int64, device=DEVICE)
+    shared = torch.tensor([shared_blocks * block], dtype=torch.int32, device=DEVICE)
+    batch = PagedBatch(starts, lens.int(), tables.int(), slots, block, max_query_len=1, shared_tokens=shared)
+    heads = {"head_dim": size, "num_heads": 4 * kv_heads, "num_kv_heads": kv_heads}
+    plain, reference = both("paged_attention", dtype, **heads)
+    cascade, _ = both("cascade_attention", dtype, **heads)
+    expected = reference(query, keys, values, batch, AttentionParams(size**-0.5))
+    close(plain(query, keys, values, batch, AttentionParams(size**-0.5)), expected)
+    close(cascade(query, keys, values, batch, AttentionParams(size**-0.5)), expected)
 
 
 @needs_kernels
@@ -166,7 +195,7 @@ def generate(
 
     for step in range(num_tokens + len(prompts)):
         if step < len(prompts):
-            maker.enter(step, list(prompts[step]), temperature=0.0)
+            maker.enter(step, list(prompts[step]), temperature=0.0, like=0 if step else None)
         for row, tokens in maker.tokens.items():
             if len(tokens) < len(prompts[row]) + num_tokens:
                 maker.compute(row)
@@ -243,6 +272,20 @@ def test_offloaded_layers_change_nothing_through_graphs_and_eagerly(tmp_path: Pa
         executor.stop()
         found.append(tokens)
     assert found[0] == found[1] == found[2]
+
+
+@needs_gpu
+def test_a_common_beginning_read_once_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, least in (("LEAST_ROWS", 2), ("LEAST_TOKENS", 32), ("LEAST_SAVED_BYTES", 1)):
+        monkeypatch.setattr(gpu_cascade, name, least)
+    model, prompts = tiny_models.save("llama_gqa_tied", tmp_path), [[*range(20, 120), 5 + i] for i in range(7)]
+    expected, executor = generate(model, prompts, 60)
+    executor.stop()
+    for options in ({}, {"enforce_eager": True}):
+        found, executor = generate(model, prompts, 60, disable_cascade_attn=False, **options)
+        assert executor.steps.num_cascaded > 20
+        executor.stop()
+        assert found == expected
 
 
 @needs_gpu
