@@ -203,7 +203,8 @@ class LaunchNotes:
             stack.enter_context(pretended(self._architecture))
             stack.enter_context(mock.patch.object(JITFunction, "run", note))
             stack.enter_context(mock.patch.object(registry.Op, "choose", for_a_gpu))
-            stack.enter_context(mock.patch.object(versions, "_why_not_started", return_value=""))  # there is no driver
+            for name in ("_why_not_started", "_why_scaled_mm_fails"):  # there is no driver
+                stack.enter_context(mock.patch.object(versions, name, return_value=""))
             stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=capability))
             yield
 
