@@ -15,6 +15,7 @@ import torch
 
 from headrace.kernels.registry import Version
 
+logger = logging.getLogger(__name__)
 LEAST_CAPABILITY = (8, 0)
 LEAST_SCALED_MM = (9, 0)
 COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
