@@ -152,11 +152,9 @@ def case_shared_beginnings_of_scaled_caches() -> None:
             caches.append(scaled.round().to(stored) if stored == torch.int8 else scaled.to(stored))
             rows.append(row)
         scales = CacheScales(keys=rows[0], values=rows[1])
-        expected = paged_attention(query, *caches, batch, params, scales)
-        assert_close(cascade.cascade_attention(query, *caches, batch, params, scales), expected)
-        fixed = CacheScales(0.04, 0.03)
-        expected = paged_attention(query, *caches, batch, params, fixed)
-        assert_close(cascade.cascade_attention(query, *caches, batch, params, fixed), expected)
+        for each in (scales, CacheScales(0.04, 0.03)):
+            expected = paged_attention(query, caches[0], caches[1], batch, params, each)
+            assert_close(cascade.cascade_attention(query, caches[0], caches[1], batch, params, each), expected)
 
 
 def case_what_cannot_share_is_plain_attention() -> None:
