@@ -87,7 +87,7 @@ JOBS = (  # in order of value
     script("startup", "gpu_startup", 150, 70),
     script("nano", "gpu_serving", 270, 60, "--case", "nano"),
     script("full", "gpu_serving", 330, 150, "--case", "full"),
-    script("linear", "gpu_linear", 90, 30),
+    script("linear", "gpu_linear", 110, 30, "--sweep"),
 )
 
 
