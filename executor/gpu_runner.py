@@ -207,7 +207,8 @@ class GpuRunner:
     def _compute(self, plan: StepPlan, step: StepInFlight, needs: int) -> Tensor | None:
         """Starts the model, and the choice of tokens where it is part of a decode; the logits when it is not."""
         is_decode = plan.total_tokens == len(plan.rows) and bool(plan.sampled.all())
-        if is_decode and not needs & Needs.PROMPT_LOGPROBS:
+        if is_decode:  # every row is past its prompt, of which no more is told
+            needs &= ~int(Needs.PROMPT_LOGPROBS)
             return self._decode(plan, Choice.LOGITS if needs & ~ON_THE_DEVICE else choice_for(needs))
         return self._mixed(plan, step, needs)
 

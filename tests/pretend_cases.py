@@ -79,14 +79,21 @@ def requests() -> list[Any]:
 
 
 def capture_all(executor: Any) -> None:
+    """Graphs of all sizes, for greedy steps and for those that `requests` need."""
+    from headrace.executor.gpu_sampler import Choice
+
+    graphs = executor.steps.graphs
+    for choice in (Choice.TRUNCATE, Choice.LOGITS):
+        graphs.find(1, choice)  # which notes that there is none
     while executor.idle():
         pass
-    assert not executor.steps.graphs.why_eager, executor.steps.graphs.why_eager
-    assert len(executor.steps.graphs) >= len(executor.steps.graphs.sizes)
+    assert not graphs.why_eager, graphs.why_eager
+    assert len(graphs) == 3 * len(graphs.sizes)
 
 
-def check_waits(answers: Any) -> None:
-    """Submitting waits for nothing, and collecting for the step's own event alone."""
+def check_steps(answers: Any) -> None:
+    """Submitting waits for nothing, and collecting for the step's own event alone; decodes go through graphs."""
+    assert answers.num_replays >= 2, "too few steps go through graphs"
     assert not answers.submit_syncs, answers.submit_syncs
     others = [wait for wait in answers.collect_syncs if not wait.startswith("Event.synchronize at executor/gpu_")]
     assert not others, others
@@ -114,7 +121,7 @@ def tokens_of(folder: Path, wanted_on: str = "cpu", asked: Any = None, **options
     executor = executor_for(folder, **options)
     capture_all(executor)
     answers = drive(executor, asked, 2)
-    check_waits(answers)
+    check_steps(answers)
     compare(answers, wanted)
     return executor
 
@@ -138,7 +145,7 @@ def case_everything_that_follows_logits(folder: Path) -> None:
 
 
 def case_bad_words_wait_for_the_tokens_before(folder: Path) -> None:
-    """Those of several tokens: the one documented exception to `check_waits`."""
+    """Those of several tokens: the one documented exception to `check_steps`."""
     from pretend_engine import Request, drive, executor_for
 
     pairs = tuple((first, second) for first in range(320) for second in (first, 5, 77))
@@ -190,7 +197,7 @@ def case_sleep_and_new_weights(folder: Path) -> None:
     from headrace.ipc.control import PrepareWeights, Sleep, UseWeights, WakeUp
 
     executor = executor_for(folder / "llama", enable_sleep_mode=True)
-    asked, commands = requests()[:2], ([], [Sleep(level=1), WakeUp()], [Sleep(level=2), WakeUp()])
+    asked, commands = requests(), ([], [Sleep(level=1), WakeUp()], [Sleep(level=2), WakeUp()])
     wanted = drive(executor_for(folder / "llama", "cpu"), asked, 1)
     reload = [PrepareWeights(path=str(folder / "llama_other")), UseWeights(prepared=True)]
     for orders in (*commands, reload):
@@ -199,7 +206,7 @@ def case_sleep_and_new_weights(folder: Path) -> None:
         capture_all(executor)
         GPU.syncs.clear()
         answers = drive(executor, asked, 2)
-        check_waits(answers)
+        check_steps(answers)
         if orders is reload:
             wanted = drive(executor_for(folder / "llama_other", "cpu"), asked, 1)
         compare(answers, wanted)
@@ -287,7 +294,7 @@ def case_kernels_are_interpreted(folder: Path) -> None:
     finally:
         properties.multi_processor_count, GPU.interpreting = 132, False
         configs._cuda_device.cache_clear()
-    check_waits(answers)
+    check_steps(answers)
     compare(answers, wanted)
 
 

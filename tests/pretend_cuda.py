@@ -37,6 +37,7 @@ NUMBERS_WELCOME = {"masked_fill_", "masked_fill", "fill_", "index_fill_", "index
 WITHOUT_LAUNCH = {
     *("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"),
 }
+as_tensor = torch.as_tensor
 ROOT = Path(__file__).parent.parent
 
 
@@ -74,6 +75,10 @@ class CudaTensor(Tensor):
     def is_pinned(self, *_: Any) -> bool:
         return False
 
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"tensor": self}
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
@@ -104,6 +109,12 @@ class DeviceStorage:
         self.held.resize_(size)
 
 
+def borrow(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """`torch.as_tensor`, which makes a tensor of memory that another owns."""
+    tensor = getattr(data, "__cuda_array_interface__", {}).get("tensor")
+    return as_tensor(data, *args, **kwargs) if tensor is None else CudaTensor(tensor.held)
+
+
 def unwrap(tree: Any) -> Any:
     return tree_map_only(CudaTensor, lambda tensor: tensor.held, tree)
 
@@ -119,6 +130,7 @@ class Gpu:
         self.syncs: list[str] = []
         self.launches: list[str] = []
         self.allocated_bytes = 0
+        self.num_replays = 0
         self.num_resized: Counter[int] = Counter()
         """By storage: its memory is elsewhere each time, though the CPU's may be where it was."""
         self.interpreting = False

@@ -47,6 +47,7 @@ class Answers:
     """Row, token ids and values; prompts' first within a step."""
     submit_syncs: list[str] = field(default_factory=list)
     collect_syncs: list[str] = field(default_factory=list)
+    num_replays: int = 0
 
 
 def executor_for(folder: Path, where: str = "gpu", **options: Any) -> Any:
@@ -86,7 +87,7 @@ def _ignore(*_: Any, **__: Any) -> None:
 
 def drive(executor: Any, requests: list[Request], ahead: int, new_tokens: int = NEW_TOKENS) -> Answers:
     """The requests enter one a step, the first in two pieces, and go until each has new_tokens."""
-    maker, answers = PlanMaker(block_size=BLOCK_SIZE), Answers()
+    maker, answers, replays_before = PlanMaker(block_size=BLOCK_SIZE), Answers(), GPU.num_replays
     in_flight: deque[tuple[Any, list[int]]] = deque()
 
     def read() -> None:
@@ -124,6 +125,7 @@ def drive(executor: Any, requests: list[Request], ahead: int, new_tokens: int = 
             read()
     while in_flight:
         read()
+    answers.num_replays = GPU.num_replays - replays_before
     answers.tokens = [maker.tokens[row] for row in range(len(requests))]
     return answers
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from pretend_cuda import GPU, CudaTensor, Mode, unwrap
+from pretend_cuda import GPU, CudaTensor, Mode, borrow, unwrap
 from pretend_streams import install
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
@@ -32,6 +32,7 @@ def begin() -> None:
     warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, where a GPU's arithmetic silently gives infinity
     torch.set_num_threads(1)
     install(GPU, Mode)
+    torch.as_tensor = borrow
     run = InterpretedFunction.run
 
     def launch(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:

@@ -177,8 +177,12 @@ class Capture:
         self._unjoined: dict[int, int] = {}
         self._made: dict[int, Tensor] = {}
         self._saved: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-        self._found: dict[int, torch.UntypedStorage] = {}
-        """By address, what was there before and is used."""
+        self._found: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        """By address, what was there before and is used, and how often it had been given other memory."""
+
+    def _num_resized(self, storage: torch.UntypedStorage) -> int:
+        found: int = self.streams[0].gpu.num_resized[storage._cdata]
+        return found
 
     def make(self, real: Tensor) -> None:
         self._made[_address(real)] = real
@@ -190,7 +194,7 @@ class Capture:
             if at in self._made or at in self._found:
                 continue
             storage = tensor.untyped_storage()
-            self._found[at] = storage
+            self._found[at] = storage, self._num_resized(storage)
             self._saved[at] = storage, byte_view(storage).clone()
 
     def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -227,7 +231,7 @@ class Capture:
                 byte_view(tensor.untyped_storage()).fill_(0xFF)
 
     def replay(self) -> None:
-        moved = [at for at, storage in self._found.items() if storage.data_ptr() != at]
+        moved = [storage for storage, resized in self._found.values() if self._num_resized(storage) != resized]
         assert not moved, "a graph is replayed after memory that it uses has moved"
         with torch.inference_mode():
             for func, args, kwargs, recorded in self.calls:
@@ -260,6 +264,8 @@ class Graph:
 
     def capture_end(self) -> None:
         capture, self.gpu.capture = self.gpu.capture, None
+        if capture is None:
+            raise RuntimeError("there is no capture to end")
         with torch._C._DisableTorchDispatch():
             capture.end()
         self._capture = capture
@@ -274,7 +280,7 @@ class Graph:
                 if graph is not self and graph._capture is not None:
                     graph._capture.spoil()
             self._capture.replay()
-        self.num_replays = getattr(self, "num_replays", 0) + 1
+        self.gpu.num_replays += 1
 
 
 def _allow_guards() -> None:
@@ -364,4 +370,5 @@ def install(gpu: Any, new_mode: Callable[[], Any]) -> None:
     }
     for name, function in functions.items():
         setattr(torch.cuda, name, function)
+    torch._C._cuda_endAllocateToPool = lambda *_: None  # type: ignore[attr-defined]
     torch.Generator = Generator  # type: ignore[misc]
