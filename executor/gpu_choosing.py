@@ -49,7 +49,11 @@ class Choosing:
         rows = sent_rows.long()
         row_needs = self._batch.sampling.needs[step.rows]
         reporting = np.flatnonzero((row_needs & Needs.LOGPROBS) != 0)
-        raw = logits[self._indices(reporting)] if reporting.size else None
+        told = raw = None
+        if reporting.size:
+            told = self._indices(reporting)
+            # Choosing leaves logits as they are: all of them need a copy only where something changes them.
+            raw = logits if reporting.size == count and not needs & CHANGES else logits[told]
         if needs & CHANGES:
             step.changed = True
             steps.results[:count, RAW_BEST] = logits.amax(1).view(torch.int32)
@@ -58,11 +62,10 @@ class Choosing:
         token_ids = steps.take(logits, rows, self._state.num_computed[rows].long(), choice)
         if needs & Needs.PENALTIES:
             self._tokens.add(rows, token_ids.long())
-        if raw is not None:
+        if raw is not None and told is not None:
             counts = limited(self._batch.sampling.num_logprobs[step.rows[reporting]], logits.shape[1])
-            own_ids = token_ids[self._indices(reporting)].long()
             step.reporting = reporting.astype(np.int32)
-            step.logprobs = LogprobsInFlight(self._device, raw, own_ids, counts, self._report)
+            step.logprobs = LogprobsInFlight(self._device, raw, token_ids[told].long(), counts, self._report)
 
     def _change(self, logits: Tensor, host_rows: np.ndarray, rows: Tensor) -> None:
         """What is added to single logits commutes with what forbids others, so allowed tokens can wait for the launch

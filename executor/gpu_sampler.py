@@ -114,7 +114,7 @@ class TokenStates:
         self.lacks_counts = False
         """Some request needed them, and there was no room."""
         self._limited: set[int] = set()  # rows whose allowed bits are not all ones
-        self._bit = torch.ones(32, dtype=torch.int32, device=device) << torch.arange(32, device=device)
+        self._bit = 1 << torch.arange(32, dtype=torch.int32, device=device)
         self._adjust = kernels.choose("adjust_logits", device=device, dtype=torch.float32)
 
     @property
