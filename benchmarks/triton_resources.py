@@ -194,9 +194,40 @@ def linear_cases() -> dict[str, Run]:
             meta(*shape, dtype=torch.float8_e4m3fn), meta(*one, dtype=FP32), meta(6144)
         ),
     }
-    cases = {f"{name}, {rows} tokens": multiply(pack, rows) for name, pack in kinds.items() for rows in (1, 64, 4096)}
-    invariant = multiply(lambda: linear.linear(meta(*shape), None), 64)
-    return {**cases, "linear, invariant": invariant, "round_tokens": lambda: linear.round_tokens(meta(64, 4096))}
+
+    def fp8_dynamic() -> Any:
+        return linear.linear_fp8_dynamic(meta(*shape, dtype=torch.float8_e4m3fn), meta(*one, dtype=FP32), None)
+
+    cases = {
+        f"{name}, {rows} tokens": multiply(pack, rows) for name, pack in kinds.items() for rows in (1, 16, 64, 4096)
+    }
+    scaled = {f"linear_fp8_dynamic, {rows} tokens": multiply(fp8_dynamic, rows) for rows in (1, 16)}
+    dense = {f"linear, {rows} tokens": multiply(lambda: linear.linear(meta(*shape), None), rows) for rows in (1, 2, 4)}
+    norm = (meta(4096, dtype=FP32), 1e-5)
+    fused = {
+        "linear after a norm": lambda: linear.linear(meta(*shape), None).apply_fused(meta(1, 4096), norm),
+        "linear after a norm, 4 tokens": lambda: linear.linear(meta(*shape), None).apply_fused(meta(4, 4096), norm),
+        "linear before an activation": lambda: linear.linear(meta(*shape), None).apply_fused(
+            meta(1, 4096), norm, activation="silu"
+        ),
+        "linear before an addition": lambda: linear.linear(meta(*shape), None).apply_fused(
+            meta(1, 4096), residual=meta(1, 6144)
+        ),
+        "linear_fp8_dynamic after a norm, before an activation": lambda: fp8_dynamic().apply_fused(
+            meta(1, 4096), norm, activation="silu"
+        ),
+        "linear_int4 after a norm": lambda: kinds["linear_int4 in groups of 32"]().apply_fused(meta(1, 4096), norm),
+        "linear of few rows of weights": lambda: linear.linear(meta(1024, 4096), None).apply(meta(1, 4096)),
+    }
+    invariant = multiply(lambda: linear.linear(meta(*shape), None, batch_invariant=True), 64)
+    return {
+        **cases,
+        **scaled,
+        **dense,
+        **fused,
+        "linear, invariant": invariant,
+        "round_tokens": lambda: linear.round_tokens(meta(64, 4096)),
+    }
 
 
 def all_cases() -> Mapping[str, Run]:

@@ -24,6 +24,7 @@ from headrace.executor.layers import (
     RowParallel,
     VocabParallelEmbedding,
     VocabParallelHead,
+    fusable,
 )
 from headrace.executor.padding import padded_for
 from headrace.executor.place import SINGLE, Place
@@ -66,6 +67,12 @@ class Norm:
         """[size] float32, the offset added."""
         return self._weights[0]
 
+    @property
+    def parameters(self) -> tuple[Tensor, float]:
+        """Of an RMS norm: weight and eps."""
+        assert self.weight is not None, "an RMS norm without one has ones"
+        return self.weight, self.eps
+
 
 class Attention:
     def __init__(self, weights: CheckedWeights, prefix: str, spec: ArchSpec, layer: LayerSpec, place: Place) -> None:
@@ -93,7 +100,10 @@ class Attention:
 
     def __call__(self, x: Tensor, step: Step, cache: LayerCache) -> Tensor:
         """x [num_tokens, hidden] -> [num_tokens, hidden]; writes the tokens' keys and values into the cache."""
-        query, key, value = self.qkv(x)
+        return self.output(self.attend(*self.qkv(x), step, cache))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, step: Step, cache: LayerCache) -> Tensor:
+        """What `qkv` returns -> [num_tokens, num_heads * head_dim]"""
         if self._prepare is not None:
             query = self._prepare(query, key, value, self._rotation(step), cache, step.batch)
         else:
@@ -104,7 +114,7 @@ class Attention:
             self._write(key, value, cache.keys, cache.values, step.batch, cache.scales)
         attend = self._attend if self._cascade is None or step.batch.shared_tokens is None else self._cascade
         attended = attend(query, cache.keys, cache.values, step.batch, self._params, cache.scales)
-        return self.output(attended.view(len(x), -1))
+        return attended.view(len(query), -1)
 
     def _rotation(self, step: Step) -> Rotation:
         cos, sin = (None, None) if self._rope_index is None else step.cos_sin[self._rope_index]
@@ -126,11 +136,11 @@ class Mlp:
         self.down = RowParallel(weights, prefix + names.down, inner, hidden, spec.mlp_bias, place)
         op = "activate_and_multiply" if spec.gated_mlp else "activate"
         self._activate = weights.kernel(op, kind=spec.activation)
-        self._kind = spec.activation
+        self.kind = spec.activation
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [num_tokens, hidden] -> [num_tokens, hidden]"""
-        return self.down(self._activate(self.up(x), self._kind))
+        return self.down(self._activate(self.up(x), self.kind))
 
 
 class Layer:
@@ -149,11 +159,18 @@ class Layer:
         if spec.norm_placement == "sandwich":
             self.attention_post_norm = Norm(weights, prefix + names.attention_post_norm, size, norm)
             self.mlp_post_norm = Norm(weights, prefix + names.mlp_post_norm, size, norm)
+        # Ranks add their parts after each matrix, and other norms do not begin one.
+        plain = norm.kind == "rms" and spec.norm_placement == "pre" and spec.gated_mlp and place.world_size == 1
+        parts = (self.attention.qkv, self.attention.output, self.mlp.up, self.mlp.down)
+        self._fusable = fusable([part.weight for part in parts]) if plain else ()
+        self._most_fused_rows = min((weight.most_fused_rows for weight in self._fusable), default=0)
 
     def __call__(
         self, hidden: Tensor, delta: Tensor | None, step: Step, cache: LayerCache
     ) -> tuple[Tensor, Tensor | None]:
         """hidden, delta: [num_tokens, hidden] -> the same after this layer"""
+        if len(hidden) <= self._most_fused_rows:
+            return self._fused(hidden if delta is None else hidden + delta, step, cache), None
         normed, hidden = self.attention_norm(hidden, delta)
         delta = self.attention(normed, step, cache)
         if self.attention_post_norm is not None:
@@ -163,6 +180,15 @@ class Layer:
         if self.mlp_post_norm is not None:
             delta, _ = self.mlp_post_norm(delta)
         return hidden, delta
+
+    def _fused(self, hidden: Tensor, step: Step, cache: LayerCache) -> Tensor:
+        """Of few tokens, whose matrices' kernels take in the norms before them and the additions after them."""
+        qkv, output, gate_up, down = self._fusable
+        joined = qkv.apply_fused(hidden, norm=self.attention_norm.parameters)
+        attended = self.attention.attend(*self.attention.qkv.split(joined), step, cache)
+        hidden = output.apply_fused(attended, residual=hidden)
+        inner = gate_up.apply_fused(hidden, norm=self.mlp_norm.parameters, activation=self.mlp.kind)
+        return down.apply_fused(inner, residual=hidden)
 
 
 class PostNormLayer(Layer):

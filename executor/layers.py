@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,6 +23,30 @@ from headrace.kernels.reference import DenseLinear, LinearWeight
 
 ChooseKernel = Callable[..., Callable[..., Any]]
 """(op's name, **facts) -> the function that serves; `kernels.choose` is one."""
+
+
+@runtime_checkable
+class FusableLinear(Protocol):
+    """A `LinearWeight` whose kernel takes in what stands around it, up to some number of rows of x."""
+
+    most_fused_rows: int
+
+    def apply_fused(
+        self,
+        x: Tensor,
+        norm: tuple[Tensor, float] | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """x [num_rows, in_features] -> RMS norm (weight [in_features] float32, eps), product and bias, the ops
+        `activate_and_multiply` and addition, in this order and without what is None."""
+        ...
+
+
+def fusable(weights: Sequence[LinearWeight]) -> tuple[FusableLinear, ...]:
+    """The weights, or none where one of them takes nothing in."""
+    found = tuple(weight for weight in weights if isinstance(weight, FusableLinear))
+    return found if len(found) == len(weights) else ()
 
 
 @dataclass(frozen=True)
@@ -207,8 +231,12 @@ class QKVParallel:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [num_tokens, in_features] -> query, key, value, each [num_tokens, this rank's heads, head_dim]"""
-        joined = self.weight.apply(x).view(len(x), self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        query, key, value = joined.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        return self.split(self.weight.apply(x))
+
+    def split(self, joined: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the weight makes of x -> query, key, value, which are views of it."""
+        heads = joined.view(len(joined), self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         return query, key, value
 
 

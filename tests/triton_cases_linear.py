@@ -23,7 +23,7 @@ def assert_close(found: Tensor, expected: Tensor, x: Tensor, weight: Tensor) -> 
 
 def case_int8_and_fp8_weights() -> None:
     for dtype in BOUND:
-        for num_rows, shape, num_groups in ((1, (40, 96), 1), (17, (33, 288), 3), (5, (70, 256), 2), (70, (40, 48), 1)):
+        for num_rows, shape, num_groups in ((6, (40, 96), 1), (17, (33, 288), 3), (5, (70, 256), 2), (70, (40, 48), 1)):
             x = torch.randn(num_rows, shape[1]).to(dtype)
             scales, bias = torch.rand(shape[0], num_groups) * 0.02, torch.randn(shape[0]).to(dtype)
             codes = torch.randint(-127, 128, shape, dtype=torch.int8)
@@ -57,7 +57,7 @@ def case_weights_rounded_as_they_are_loaded() -> None:
 
 def case_int4_weights_in_groups() -> None:
     for dtype in BOUND:
-        for num_rows, shape, group in ((1, (40, 64), 32), (18, (33, 256), 128), (5, (20, 192), 64), (3, (24, 384), 96)):
+        for num_rows, shape, group in ((6, (40, 64), 32), (18, (33, 256), 128), (5, (20, 192), 64), (3, (24, 384), 96)):
             codes = torch.randint(0, 256, (shape[0], shape[1] // 2), dtype=torch.uint8)
             scales = torch.rand(shape[0], shape[1] // group) * 0.1
             zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8)
@@ -92,7 +92,7 @@ def case_scaled_mm_is_the_reference_where_torch_has_it() -> None:
 def case_a_token_is_multiplied_the_same_in_every_batch() -> None:
     weight, bias = torch.randn(70, 100), torch.randn(70)
     for dtype in BOUND:
-        layer = linear.linear(weight.to(dtype), bias.to(dtype))
+        layer = linear.linear(weight.to(dtype), bias.to(dtype), batch_invariant=True)
         x = torch.randn(80, 100).to(dtype)
         whole = layer.apply(x)
         assert_close(whole, ops()["linear"].reference(weight.to(dtype), bias.to(dtype)).apply(x), x, weight)

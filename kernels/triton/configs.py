@@ -7,7 +7,7 @@ must be measured on a GPU.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -110,10 +110,33 @@ class MatrixTiles:
     block_k: int
     num_warps: int
     num_stages: int
+    splits: int = 1
+    """Parts of the inputs that are summed by programs of their own."""
 
 
-def matrix_tiles(device: Device, num_rows: int, itemsize: int, is_int4: bool = False) -> MatrixTiles:
-    """Narrow tiles for few tokens, so that all multiprocessors read weights; wide ones for many."""
+SPLIT_ROWS = 64
+"""The most rows of x whose products are waiting for weights rather than for the tensor cores."""
+LEAST_SPLIT_BLOCKS = 8
+"""Blocks of inputs in a part, so that its pipeline fills."""
+
+
+def matrix_tiles(
+    device: Device, num_rows: int, itemsize: int, shape: tuple[int, int], is_int4: bool = False
+) -> MatrixTiles:
+    """Narrow tiles for few tokens, so that all multiprocessors read weights; wide ones for many.
+
+    shape: the weight's, out and in. A pipeline of 4 stages has 3 tiles of weights on their way: 12 KB of 8 bits, of the
+    33 KB that a multiprocessor needs (`small_tiles`). Where tiles are fewer than 2.5 for each, inputs are divided.
+    """
+    tiles = _matrix_tiles(device, num_rows, itemsize, is_int4)
+    num_tiles = -(-num_rows // tiles.block_m) * -(-shape[0] // tiles.block_n)
+    most, splits = shape[1] // (LEAST_SPLIT_BLOCKS * tiles.block_k), 1
+    while num_rows <= SPLIT_ROWS and 2 * splits <= most and 2 * splits * num_tiles < 5 * device.num_multiprocessors:
+        splits *= 2
+    return replace(tiles, splits=splits)
+
+
+def _matrix_tiles(device: Device, num_rows: int, itemsize: int, is_int4: bool) -> MatrixTiles:
     if itemsize == 4:
         return MatrixTiles(32, 32, 32, 4, 2)
     stages = 4 if device.has_large_shared_memory else 3
@@ -126,6 +149,55 @@ def matrix_tiles(device: Device, num_rows: int, itemsize: int, is_int4: bool = F
     return MatrixTiles(128, 128, 64, 8, 3)
 
 
+def least_scaled_mm_rows(device: Device, out_features: int) -> int:
+    """Rows of x from which torch's fp8 product is called: its tiles are 128 wide, and do not divide the inputs."""
+    return 17 if -(-out_features // 128) >= device.num_multiprocessors else SPLIT_ROWS + 1
+
+
 def invariant_matrix_tiles(device: Device, itemsize: int) -> MatrixTiles:
     """One size for every number of tokens."""
     return MatrixTiles(32, 32, 32, 4, 2) if itemsize == 4 else MatrixTiles(64, 64, 64, 4, 3)
+
+
+@dataclass(frozen=True)
+class SmallTiles:
+    """Of `small_linear_kernel`."""
+
+    columns: int
+    """Rows of the weight that a program owns; 2 at the least where an activation pairs them."""
+    num_warps: int
+
+
+MOST_SMALL_ROWS = {32: 4, 16: 4, 8: 2, 4: 1}
+"""Bits of a weight -> the most rows of x that are multiplied without the tensor cores.
+
+At 4.3 TB/s each of an H200's 132 multiprocessors receives 18 bytes a clock: 9 weights of 16 bits, 18 of 8, 36 of 4. It
+issues 128 operations of a thread a clock, and a weight takes about one to widen (two or three of 4 bits) and one for
+each row. Past half of that the tensor cores do better.
+"""
+MOST_ROUNDED_ROWS = 1
+"""The same where inputs are rounded to e4m3 too, which takes eight operations for each input and program."""
+
+
+def most_small_rows(bits: int, rounds_input: bool) -> int:
+    """Rows of x up to which `small_linear_kernel` multiplies weights of so many bits."""
+    return MOST_ROUNDED_ROWS if rounds_input else MOST_SMALL_ROWS[bits]
+
+
+def small_tiles(
+    device: Device, num_rows: int, shape: tuple[int, int], itemsize: int, is_int4: bool = False, least: int = 1
+) -> SmallTiles:
+    """shape: weight rows, and elements of `itemsize` bytes in one of them; least: columns of a program.
+
+    Bytes on their way must be the latency times the bandwidth (Little's law): at 4.3 TB/s and a microsecond under load
+    33 KB for each of an H200's 132 multiprocessors. A program of 4 warps has 8 columns x 16 bytes x 128 threads = 16 KB
+    on their way while it multiplies the 16 KB before them, and 4 of 8 columns or 8 of 4 columns fit a multiprocessor's
+    registers: 64 KB. With three programs for each multiprocessor (4096 rows in eights are 3.9) 48 KB remain. Narrower
+    matrices get fewer columns a program, down to one; so none needs its rows cut, and a sum is one program's.
+    """
+    # 4 bits hold two halves of the inputs, and the groups' scales: with 8 columns registers spill.
+    columns = min(8, 16 // (power_of_two(num_rows) * (4 if is_int4 else 1)))
+    while columns > least and -(-shape[0] // columns) < 3 * device.num_multiprocessors:
+        columns //= 2
+    loads = max(1, shape[1] * itemsize // (16 * 32))  # 16 bytes for each thread of a warp
+    return SmallTiles(max(columns, least, 1), min(4, power_of_two(loads + 1) // 2))

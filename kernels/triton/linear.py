@@ -1,8 +1,9 @@
-"""Linear layers with packed weights on the GPU, and a dense one whose sums do not depend on the batch."""
+"""Linear layers on the GPU: for few tokens by `small_linear_kernel`, for more by the tensor cores.
+
+Which serves how many rows is in `configs`. Dense weights of many rows go to torch's matrix product (cuBLAS).
+"""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,45 +12,51 @@ from headrace.kernels.reference import DenseLinear, LinearWeight
 from headrace.kernels.reference_quantised import NO_ZERO, QuantisedLinear, dequantise
 from headrace.kernels.triton import configs
 from headrace.kernels.triton.configs import MatrixTiles, invariant_matrix_tiles, matrix_tiles, power_of_two
-from headrace.kernels.triton.linear_kernels import linear_kernel, round_tokens_kernel
+from headrace.kernels.triton.linear_kernels import linear_kernel, merge_kernel, round_tokens_kernel
+from headrace.kernels.triton.linear_packed import (
+    DENSE,
+    E4M3_BYTES,
+    E4M3_IN_HARDWARE,
+    INT4,
+    INT4_BLOCK,
+    INT8,
+    Packed,
+    pack_int4,
+    unpack_int4,
+)
+from headrace.kernels.triton.linear_small import ALONE, Around, fits, multiply_small
 
-DENSE, INT8, E4M3_BYTES, E4M3_IN_HARDWARE, INT4 = range(5)
-INT4_BLOCK = 64
-"""Bytes of packed weights that are unpacked at a time: the low halves belong before the high ones."""
 ROWS_TOGETHER = 8
+MERGED_COLUMNS = 1024
 
 
-@dataclass(frozen=True, eq=False)
-class Packed:
-    """A weight as `linear_kernel` reads it."""
+def multiply(
+    x: Tensor, packed: Packed, tiles: MatrixTiles, x_scales: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """x [..., in_features] -> [..., out_features] in x's dtype, summed in float32.
 
-    kind: int
-    codes: Tensor  # [out_features, bytes or values]
-    scales: Tensor | None  # [out_features, num_groups] float32 or float16
-    shifts: Tensor | None  # of 4 bits alone, as scales: zero * scale
-    bias: Tensor | None
-    in_features: int
-    group: int
-    """Inputs of a scale; 0 where a row has one."""
-
-
-def multiply(x: Tensor, packed: Packed, tiles: MatrixTiles) -> Tensor:
-    """x [..., in_features] -> [..., out_features] in x's dtype, summed in float32."""
+    With x_scales [rows, 1] x is e4m3 as bytes, and the result of the dtype that is given.
+    """
     flat = x.reshape(-1, packed.in_features)
     if flat.stride(1) != 1:
         flat = flat.contiguous()
-    out_features = len(packed.codes)
-    out = torch.empty((len(flat), out_features), dtype=x.dtype, device=x.device)
-    num_tiles = -(-len(flat) // tiles.block_m) * -(-out_features // tiles.block_n)
+    num_rows, out_features = len(flat), len(packed.codes)
+    out = torch.empty((num_rows, out_features), dtype=dtype or x.dtype, device=x.device)
+    num_tiles = -(-num_rows // tiles.block_m) * -(-out_features // tiles.block_n)
+    partials = None
+    if tiles.splits > 1:
+        partials = torch.empty((tiles.splits, num_rows, out_features), dtype=torch.float32, device=x.device)
     if num_tiles:
-        linear_kernel[(num_tiles,)](
+        linear_kernel[(num_tiles, tiles.splits)](
             flat,
             packed.codes,
             packed.scales,
             packed.shifts,
             packed.bias,
+            x_scales,
+            partials,
             out,
-            len(flat),
+            num_rows,
             out_features,
             packed.in_features,
             1 if packed.scales is None else packed.scales.shape[1],
@@ -58,18 +65,58 @@ def multiply(x: Tensor, packed: Packed, tiles: MatrixTiles) -> Tensor:
             out_features,
             KIND=packed.kind,
             GROUP=packed.group,
+            SPLITS=tiles.splits,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             BLOCK_K=INT4_BLOCK if packed.kind == INT4 else tiles.block_k,
             ROWS_TOGETHER=ROWS_TOGETHER,
-            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+            PRECISION="ieee" if out.dtype == torch.float32 else "tf32",
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
+        )
+    if partials is not None and num_tiles:
+        merge_kernel[(num_rows, -(-out_features // MERGED_COLUMNS))](
+            partials, packed.bias, out, num_rows, out_features, SPLITS=tiles.splits, BLOCK=MERGED_COLUMNS, num_warps=4
         )
     return out.view(*x.shape[:-1], out_features)
 
 
-class TritonLinear(QuantisedLinear):
+class Fusable:
+    """What a weight of few rows can do in one launch with what stands around it."""
+
+    _packed: Packed
+    _device: configs.Device
+    most_fused_rows = 0
+    """Of x, up to which `apply_fused` serves."""
+
+    def _prepare(self, packed: Packed) -> None:
+        self._packed, self._device = packed, configs.device_of(packed.codes)
+        if fits(packed):
+            self.most_fused_rows = configs.most_small_rows(packed.bits, packed.rounds_input)
+
+    def _is_small(self, x: Tensor) -> bool:
+        return 0 < x.numel() <= self.most_fused_rows * self._packed.in_features
+
+    def apply_fused(
+        self,
+        x: Tensor,
+        norm: tuple[Tensor, float] | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """residual + activate_and_multiply(rms_norm(x) W^T + bias), without what is None: `linear_small.Around`."""
+        return self._apply_small(x, Around(norm, activation, residual))
+
+    def _apply_small(self, x: Tensor, around: Around = ALONE) -> Tensor:
+        codes = self._packed.codes
+        num_rows, shape = x.numel() // self._packed.in_features, (codes.shape[0], codes.shape[1])
+        least = 1 if around.activation is None else 2
+        is_int4 = self._packed.kind == INT4
+        tiles = configs.small_tiles(self._device, num_rows, shape, codes.itemsize, is_int4, least)
+        return multiply_small(x, self._packed, tiles, around)
+
+
+class TritonLinear(Fusable, QuantisedLinear):
     """Weights of 8 or 4 bits. Its results do not depend on the batch when `batch_invariant`."""
 
     def __init__(
@@ -82,8 +129,6 @@ class TritonLinear(QuantisedLinear):
     ) -> None:
         kept = scales if scales.dtype == torch.float16 else scales.float()
         super().__init__(codes, kept.contiguous(), bias)
-        self._batch_invariant = batch_invariant
-        device = configs.device_of(codes)
         in_features = codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
         group = 0 if self.scales.shape[1] == 1 else in_features // self.scales.shape[1]
         if codes.dtype == torch.uint8:
@@ -95,17 +140,23 @@ class TritonLinear(QuantisedLinear):
             stored, shift, kind = codes.contiguous(), None, INT8
         else:
             stored, shift = codes.contiguous().view(torch.uint8), None
-            kind = E4M3_IN_HARDWARE if device.has_fp8 else E4M3_BYTES
-        self._packed = Packed(kind, stored, self.scales, shift, bias, in_features, group)
-        self._device = device
+            kind = E4M3_IN_HARDWARE if configs.device_of(codes).has_fp8 else E4M3_BYTES
+        self._prepare(Packed(kind, stored, self.scales, shift, bias, in_features, group, self.rounds_input))
+        if batch_invariant:
+            self.most_fused_rows = 0
+        self._batch_invariant = batch_invariant
 
     def apply(self, x: Tensor) -> Tensor:
-        num_rows = x.numel() // max(1, x.shape[-1])
+        if self._is_small(x):
+            return self._apply_small(x)
         if self._batch_invariant:
-            tiles = invariant_matrix_tiles(self._device, x.element_size())
-        else:
-            tiles = matrix_tiles(self._device, num_rows, x.element_size(), self._packed.kind == INT4)
-        return multiply(x, self._packed, tiles)
+            return multiply(x, self._packed, invariant_matrix_tiles(self._device, x.element_size()))
+        return multiply(x, self._packed, self._tiles(x))
+
+    def _tiles(self, x: Tensor) -> MatrixTiles:
+        packed = self._packed
+        shape = (len(packed.codes), packed.in_features)
+        return matrix_tiles(self._device, x.numel() // shape[1], x.element_size(), shape, packed.kind == INT4)
 
     def _rows(self, rows: Tensor | slice) -> Tensor:
         if self._packed.kind != INT4:
@@ -121,6 +172,17 @@ class TritonLinear(QuantisedLinear):
         return super().nbytes + (0 if self._packed.shifts is None else self._packed.shifts.nbytes)
 
 
+class SmallLinear(Fusable, DenseLinear):
+    """A dense weight: torch's, but for few rows."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight.contiguous(), bias)
+        self._prepare(Packed(DENSE, self.weight, None, None, bias, weight.shape[1], 0))
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self._apply_small(x) if self._is_small(x) else super().apply(x)
+
+
 class InvariantLinear(DenseLinear):
     """A dense weight multiplied in tiles of one size, whatever the number of tokens."""
 
@@ -133,10 +195,30 @@ class InvariantLinear(DenseLinear):
         return multiply(x, self._packed, invariant_matrix_tiles(self._device, x.element_size()))
 
 
-class ScaledLinear(QuantisedLinear):
-    """e4m3 weights and inputs, multiplied by the tensor cores as they are, through torch._scaled_mm."""
+class ScaledLinear(TritonLinear):
+    """e4m3 weights and inputs. Whichever of three kernels multiplies, a token's inputs are rounded with its own scale,
+    so that a request's answer does not follow another rounding when its batch grows: the one launch of few rows, tiles
+    that widen e4m3 where torch's 128 wide ones would leave multiprocessors idle, and torch._scaled_mm.
+    """
+
+    rounds_input = True
 
     def apply(self, x: Tensor) -> Tensor:
+        if self._is_small(x):
+            return self._apply_small(x)
+        num_rows = x.numel() // x.shape[-1]
+        if num_rows < configs.least_scaled_mm_rows(self._device, len(self.codes)):
+            return self.apply_tiled(x)
+        return self.apply_scaled(x)
+
+    def apply_tiled(self, x: Tensor, tiles: MatrixTiles | None = None) -> Tensor:
+        """`apply` in tiles, by default those of the table."""
+        codes, scales = round_tokens(x.reshape(-1, x.shape[-1]))
+        product = multiply(codes.view(torch.uint8), self._packed, tiles or self._tiles(x), scales, x.dtype)
+        return product.view(*x.shape[:-1], len(self.codes))
+
+    def apply_scaled(self, x: Tensor) -> Tensor:
+        """`apply` by torch._scaled_mm."""
         codes, scales = round_tokens(x.reshape(-1, x.shape[-1]))
         bias = None if self.bias is None else self.bias.to(x.dtype)
         product = torch._scaled_mm(
@@ -160,21 +242,6 @@ def round_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes.view(torch.float8_e4m3fn), scales
 
 
-def pack_int4(codes: Tensor) -> Tensor:
-    """[out, in / 2] bytes of neighbours -> [out, padded] bytes as `linear_kernel` wants them, done once at load."""
-    width = 2 * INT4_BLOCK
-    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
-    padded = torch.nn.functional.pad(nibbles, (0, -nibbles.shape[1] % width)).unflatten(1, (-1, 2, INT4_BLOCK))
-    return (padded[:, :, 0] | padded[:, :, 1] << 4).flatten(1).contiguous()
-
-
-def unpack_int4(stored: Tensor, in_features: int) -> Tensor:
-    """The reverse of `pack_int4`."""
-    blocks = stored.unflatten(1, (-1, INT4_BLOCK))
-    nibbles = torch.stack((blocks & 15, blocks >> 4), 2).flatten(1)[:, :in_features]
-    return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
-
-
 def linear_int8(codes: Tensor, scales: Tensor, bias: Tensor | None, batch_invariant: bool = False) -> LinearWeight:
     """As `reference_quantised.linear_int8`."""
     return TritonLinear(codes, scales, bias, None, batch_invariant)
@@ -194,9 +261,9 @@ def linear_fp8(weight: Tensor, scales: Tensor, bias: Tensor | None, batch_invari
 
 def linear_fp8_dynamic(weight: Tensor, scales: Tensor, bias: Tensor | None) -> LinearWeight:
     """As `reference_quantised.linear_fp8_dynamic`."""
-    return ScaledLinear(weight, scales.float().contiguous(), bias)
+    return ScaledLinear(weight, scales.float(), bias)
 
 
-def linear(weight: Tensor, bias: Tensor | None) -> LinearWeight:
-    """As `reference.linear`, batch-invariant."""
-    return InvariantLinear(weight, bias)
+def linear(weight: Tensor, bias: Tensor | None, batch_invariant: bool = False) -> LinearWeight:
+    """As `reference.linear`."""
+    return InvariantLinear(weight, bias) if batch_invariant else SmallLinear(weight, bias)

@@ -32,6 +32,8 @@ def linear_kernel(
     scales,  # [out_features, num_groups] float32 or float16, or None
     shifts,  # as scales: zero * scale, of 4 bits alone
     bias,  # [out_features] or None
+    x_scales,  # [num_rows] float32 where x holds e4m3, as the weight does; None where it is of out's type
+    partials,  # [SPLITS, num_rows, out_features] float32, or None
     out,  # [num_rows, out_features]
     num_rows,
     out_features,
@@ -42,13 +44,16 @@ def linear_kernel(
     out_stride,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ROWS_TOGETHER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of the result, summed over in_features in one order. Grid (tiles).
+    """One tile of the result, summed over in_features in one order. Grid (tiles, SPLITS).
+
+    Of several SPLITS each sums a part of in_features, and `merge_kernel` adds them and the bias.
 
     KIND: 0 dense, 1 int8, 2 and 3 e4m3 (see `widen`), 4: byte j of the i-th BLOCK_K bytes holds inputs 2 i BLOCK_K + j
     (low half) and BLOCK_K further on (high half). GROUP: inputs of a scale; 0 for one per row, applied at the end.
@@ -65,12 +70,15 @@ def linear_kernel(
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows, in_columns = rows < num_rows, columns < out_features
     inputs = tl.arange(0, BLOCK_K)
-    dtype = x.dtype.element_ty
+    dtype = out.dtype.element_ty
     x_rows = x + rows.to(tl.int64)[:, None] * x_stride
     weight_rows = weight + columns.to(tl.int64)[:, None] * weight_stride
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    num_blocks = tl.cdiv(in_features, 2 * BLOCK_K if KIND == 4 else BLOCK_K)
+    first_block = tl.program_id(1) * tl.cdiv(num_blocks, SPLITS)
+    end_block = tl.minimum(first_block + tl.cdiv(num_blocks, SPLITS), num_blocks)
     if KIND == 4:
-        for block in range(0, tl.cdiv(in_features, 2 * BLOCK_K)):
+        for block in range(first_block, end_block):
             codes = tl.load(weight_rows + block * BLOCK_K + inputs[None, :], mask=in_columns[:, None], other=0)
             for half in tl.static_range(2):
                 first = (2 * block + half) * BLOCK_K
@@ -88,10 +96,12 @@ def linear_kernel(
                 wide = rounded(nibbles * factor - shift, dtype)
                 acc = dot(part, tl.trans(wide), acc, PRECISION)
     else:
-        for block in range(0, tl.cdiv(in_features, BLOCK_K)):
+        for block in range(first_block, end_block):
             at = block * BLOCK_K + inputs
             inside = at < in_features
-            part = tl.load(x_rows + at[None, :], mask=in_rows[:, None] & inside[None, :], other=0.0)
+            part = tl.load(x_rows + at[None, :], mask=in_rows[:, None] & inside[None, :], other=0)
+            if x_scales is not None:
+                part = widen(part, dtype, KIND)
             codes = tl.load(weight_rows + at[None, :], mask=in_columns[:, None] & inside[None, :], other=0)
             if GROUP:
                 wide = scaled(widen(codes, tl.float32, KIND), scales, columns, in_columns, block * BLOCK_K, num_groups,
@@ -101,10 +111,38 @@ def linear_kernel(
             acc = dot(part, tl.trans(wide), acc, PRECISION)
     if scales is not None and GROUP == 0:
         acc *= tl.load(scales + columns, mask=in_columns, other=0.0)[None, :]
+    if x_scales is not None:
+        acc *= tl.load(x_scales + rows, mask=in_rows, other=0.0)[:, None]
+    if partials is not None:
+        target = partials + (tl.program_id(1) * num_rows + rows)[:, None].to(tl.int64) * out_features + columns[None, :]
+        tl.store(target, acc, mask=in_rows[:, None] & in_columns[None, :])
+    else:
+        if bias is not None:
+            acc += tl.load(bias + columns, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        target = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
+        tl.store(target, rounded(acc, dtype), mask=in_rows[:, None] & in_columns[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def merge_kernel(
+    partials,  # [SPLITS, num_rows, out_features] float32
+    bias,  # [out_features] or None
+    out,  # [num_rows, out_features]
+    num_rows,
+    out_features,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The parts' sums in their order, so that no result depends on timing. Grid (num_rows, blocks of columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < out_features
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(partials + (split * num_rows + row) * out_features + columns, mask=inside, other=0.0)
     if bias is not None:
-        acc += tl.load(bias + columns, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-    target = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
-    tl.store(target, rounded(acc, dtype), mask=in_rows[:, None] & in_columns[None, :])
+        total += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * out_features + columns, rounded(total, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
 MOST_HEAD_DIM = 512
 MOST_GROUP = 64
 MOST_NORM_SIZE = 65536
-PACKED = ("linear_int8", "linear_int4", "linear_fp8")
+LINEAR = ("linear", "linear_int8", "linear_int4", "linear_fp8")
 
 
 def why_no_triton(device: torch.device | None = None, **_: Any) -> str:
@@ -99,12 +99,6 @@ def _why_no_norm(size: int | None = None, **facts: Any) -> str:
     return _why_not(**facts)
 
 
-def _why_no_invariant_linear(batch_invariant: bool = False, **facts: Any) -> str:
-    if not batch_invariant:
-        return "torch's own matrix product is faster; this one is for batch-invariant results."
-    return _why_not(**facts)
-
-
 def _why_no_scaled_mm(shape: tuple[int, int] | None = None, batch_invariant: bool = False, **facts: Any) -> str:
     device = facts.get("device")
     if shape is None or shape[0] % 16 or shape[1] % 16:
@@ -134,9 +128,9 @@ def _why_scaled_mm_fails(device: torch.device) -> str:
     return ""
 
 
-def _why_no_packed_linear(batch_invariant: bool = False, **facts: Any) -> str:
+def _why_no_linear(batch_invariant: bool = False, **facts: Any) -> str:
     if batch_invariant:
-        return "its tiles depend on the number of tokens, so it is not batch-invariant."
+        return "its sums' order depends on the number of tokens, so it is not batch-invariant."
     return _why_not(**facts)
 
 
@@ -168,8 +162,7 @@ VERSIONS = (
     _offer("adjust_logits", "logits", why_no_triton),
     _offer("choose_tokens", "sampling", why_no_triton),
     _offer("token_logprobs", "logprobs", why_no_triton),
-    _offer("linear", "linear", _why_no_invariant_linear),
-    *(_offer(op, "linear", _why_no_packed_linear) for op in PACKED),
-    *(_offer(op, "linear", batch_invariant=True) for op in PACKED),
+    *(_offer(op, "linear", _why_no_linear) for op in LINEAR),
+    *(_offer(op, "linear", batch_invariant=True) for op in LINEAR),
     _offer("linear_fp8_dynamic", "linear", _why_no_scaled_mm),
 )
