@@ -41,6 +41,12 @@ def test_openai_client_completes(sdk):
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 7
 
 
+def test_openai_client_biases_and_limits(sdk):
+    limits = {"allowed_token_ids": [5, 6, 7], "bad_words": ["lazy"]}
+    answer = sdk.completions.create(model="null", prompt="x", max_tokens=3, logit_bias={"5": 10}, extra_body=limits)
+    assert answer.usage.completion_tokens == 3
+
+
 def test_openai_client_streams_what_it_would_get_whole(sdk):
     ask = {"model": "null", "prompt": "the quick", "max_tokens": 20, "temperature": 0}
     whole = sdk.completions.create(**ask)
