@@ -158,24 +158,17 @@ def case_bfloat16(folder: Path) -> None:
     tokens_of(folder / "llama_biases", "reference", dtype="bfloat16")
 
 
-def case_fp8_weights(folder: Path) -> None:
-    tokens_of(folder / "llama", "reference", dtype="bfloat16", quantization="fp8")
+def case_fp8_weights_and_cache(folder: Path) -> None:
+    tokens_of(folder / "llama", "reference", dtype="bfloat16", quantization="fp8", kv_cache_dtype="fp8")
 
 
-def case_int8_weights(folder: Path) -> None:
-    tokens_of(folder / "llama", "reference", quantization="int8", quantization_group_size=32)
+def case_int8_weights_and_cache(folder: Path) -> None:
+    options = {"quantization": "int8", "quantization_group_size": 32, "kv_cache_dtype": "int8"}
+    tokens_of(folder / "llama", "reference", **options)
 
 
 def case_int4_weights(folder: Path) -> None:
     tokens_of(folder / "llama", "reference", quantization="int4", quantization_group_size=32)
-
-
-def case_fp8_cache(folder: Path) -> None:
-    tokens_of(folder / "qwen3", "reference", kv_cache_dtype="fp8")
-
-
-def case_int8_cache(folder: Path) -> None:
-    tokens_of(folder / "llama", "reference", kv_cache_dtype="int8")
 
 
 def case_batch_invariant(folder: Path) -> None:
