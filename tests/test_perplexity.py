@@ -8,24 +8,32 @@ from typing import Any
 import pytest
 
 from headrace import LLM, SamplingParams
+from headrace.core.options import Options
+from headrace.executor.checkpoint import open_checkpoint
+from headrace.executor.tokenizer import load_bundle
+from headrace.frontend.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.demo_model
 
 PASSAGES, PASSAGE_TOKENS = 6, 250
 
 
-def perplexity(**options: Any) -> float:
-    """exp of the mean negative log-probability of each token after the first of its passage."""
+@pytest.fixture(scope="module")
+def passages() -> list[dict[str, Any]]:
+    """Prompts from all over a text of 700 kB."""
     from pydoc_data.topics import topics
 
-    with LLM(max_model_len=512, **options) as llm:
-        token_ids = llm.get_tokenizer().encode("\n".join(topics[name] for name in sorted(topics)))
-        stride = len(token_ids) // PASSAGES  # passages from all over the text
-        prompts = [
-            {"prompt_token_ids": token_ids[index * stride : index * stride + PASSAGE_TOKENS]}
-            for index in range(PASSAGES)
-        ]
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    options = Options()
+    tokenizer = Tokenizer(load_bundle(open_checkpoint(options), options))
+    token_ids = tokenizer.encode("\n".join(topics[name] for name in sorted(topics)))
+    stride = len(token_ids) // PASSAGES
+    return [{"prompt_token_ids": token_ids[n * stride : n * stride + PASSAGE_TOKENS]} for n in range(PASSAGES)]
+
+
+def perplexity(passages: list[dict[str, Any]], **options: Any) -> float:
+    """exp of the mean negative log-probability of each token after the first of its passage."""
+    with LLM(max_model_len=512, in_process=True, skip_tokenizer_init=True, **options) as llm:
+        outputs = llm.generate(passages, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
     logprobs = []
     for output in outputs:
         assert output.prompt_logprobs is not None
@@ -37,9 +45,9 @@ def perplexity(**options: Any) -> float:
 
 
 @pytest.fixture(scope="module")
-def exact() -> float:
+def exact(passages: list[dict[str, Any]]) -> float:
     """Of the dequantised weights in float32."""
-    return perplexity(dtype="float32")
+    return perplexity(passages, dtype="float32")
 
 
 @pytest.mark.parametrize(
@@ -50,8 +58,10 @@ def exact() -> float:
         {"kv_cache_dtype": "fp8"},
     ],
 )
-def test_perplexity_stays_near_that_of_the_dequantised_float32_model(exact: float, options: dict[str, Any]) -> None:
+def test_perplexity_stays_near_that_of_the_dequantised_float32_model(
+    passages: list[dict[str, Any]], exact: float, options: dict[str, Any]
+) -> None:
     assert 1 < exact < 60, "the model understands the text"
-    change = perplexity(**options) / exact - 1
+    change = perplexity(passages, **options) / exact - 1
     print(f"perplexity {exact:.3f} in float32, {change:+.3%} with {options}")
     assert abs(change) < 0.005
