@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -305,6 +306,12 @@ def test_a_failed_row_fails_its_request_only_and_its_blocks_are_not_reused():
         ([], {}, "empty"),
         ([3] * 64, {}, "64 tokens; with max_model_len 64 at most 63"),
         ([3, 100, 4], {}, r"prompt_token_ids[1] is 100, outside the vocabulary of 100"),
+        ([3], {"allowed_token_ids": (5, 100)}, "allowed_token_ids has token 100, outside the vocabulary of 100"),
+        ([3], {"bad_words": ((5,), (6, -1))}, "bad_words has token -1, outside the vocabulary of 100"),
+        ([3], {"bad_words": ((5,), ())}, "bad_words has a word of no tokens"),
+        ([3], {"logit_bias": {100: 1.0}}, "logit_bias has token 100, outside the vocabulary of 100"),
+        ([3], {"logit_bias": {5: math.inf}}, "logit_bias has a number that is not below 1e+09"),
+        ([3], {"logit_bias": {5: math.nan}}, "logit_bias has a number that is not below 1e+09"),
         ([3, -1], {}, r"prompt_token_ids[1] is -1"),
         ([3], {"temperature": float("nan")}, "temperature is nan"),
         ([3], {"temperature": -1.0}, "temperature is -1.0"),
