@@ -139,11 +139,12 @@ def transformers_batching(folder: Path, arguments: Any, workload: Workload, temp
 
     prompts, lengths = workload
     device = gpu_common.device_of(arguments.dry, arguments.device)
-    model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.from_pretrained(folder),
-        dtype=torch.float32 if arguments.dry else torch.bfloat16,
-        attn_implementation="sdpa",
-    )
+    with torch.device(device):  # random numbers of a CPU would take longer than the workload
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.from_pretrained(folder),
+            dtype=torch.float32 if arguments.dry else torch.bfloat16,
+            attn_implementation="sdpa",
+        )
     model.set_attn_implementation("paged|sdpa")
     settings = transformers.GenerationConfig(
         max_new_tokens=max(lengths),
