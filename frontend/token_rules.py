@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 MOST_BIAS = 1e6
 """Far above any logit: a token with it is sure to be chosen. The HTTP server takes up to 100, as OpenAI's does."""
 OPENAI_BIAS = 100.0
+_MOST_ID = 2**31 - 1
 MOST_BAD_WORDS = 1024
 MOST_BAD_CHARACTERS = 1 << 16
 """Of a request's bad words together: they are tokenised at once, and other requests wait meanwhile."""
@@ -36,6 +37,8 @@ def _verify_allowed(token_ids: Any) -> None:
         raise _bad("allowed_token_ids", token_ids, "must be a list of token ids")
     if not token_ids:
         raise _bad("allowed_token_ids", token_ids, "allows no token at all; None allows every token")
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) <= _MOST_ID:
+        return  # a whole vocabulary is checked without a loop
     for token_id in token_ids:
         if not _is_id(token_id):
             raise InvalidRequestError(
@@ -73,10 +76,10 @@ def _verify_bias(logit_bias: Any) -> None:
 def check_token_rules(params: SamplingParams, welcome: Welcome) -> None:
     """Raises InvalidRequestError for tokens that the model does not have."""
     for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
-        outside = [token_id for token_id in getattr(params, name) or () if token_id >= welcome.vocab_size]
-        if outside:
+        highest = max(getattr(params, name) or (), default=0)
+        if highest >= welcome.vocab_size:
             raise InvalidRequestError(
-                f"SamplingParams.{name} contains {outside[0]}: the model's token ids are 0 to {welcome.vocab_size - 1}"
+                f"SamplingParams.{name} contains {highest}: the model's token ids are 0 to {welcome.vocab_size - 1}"
             )
     if params.bad_words and welcome.tokenizer is None:
         raise InvalidRequestError(
@@ -142,7 +145,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> Sequence[int]:
 def _is_id(value: Any) -> bool:
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
         return False
-    return 0 <= int(value) < 2**31
+    return 0 <= int(value) <= _MOST_ID
 
 
 def _bad(name: str, value: Any, why: str) -> InvalidRequestError:
