@@ -80,9 +80,7 @@ class GpuRunner:
         self._device, self._limits = device, limits
         self.state = DeviceState(limits.state_shape, device.device)
         self.tokens = TokenStates(limits.max_num_seqs if self.chooses else 0, limits.vocab_size, device.device)
-        self.steps = DeviceSteps(
-            model, kv_cache, self.state, limits.block_size, chooser(device.device, limits.vocab_size)
-        )
+        self.steps = self._make_steps(model, kv_cache)
         self.graphs = DecodeGraphs(limits.capture_sizes, capturer, self._decode_nothing)
         self.batch = BatchState(limits.max_num_seqs, limits.max_model_len, limits.block_size, limits.eos_token_ids)
         self.times = StepTimes()
@@ -102,6 +100,11 @@ class GpuRunner:
         rows = limits.max_num_seqs + 1
         self._num_computed = np.zeros(rows, np.int32)
         self._generation = np.zeros(rows, np.int64)  # how many requests have entered a row
+
+    def _make_steps(self, model: HiddenStateModel, kv_cache: Any) -> DeviceSteps:
+        limits = self._limits
+        choose = chooser(self._device.device, limits.vocab_size)
+        return DeviceSteps(model, kv_cache, self.state, limits.block_size, choose)
 
     # --- what the executor calls --------------------------------------------------------------------------------
 

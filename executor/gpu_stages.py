@@ -72,17 +72,12 @@ class GpuStageRunner(GpuRunner):
     link: Collectives
     """Needed from the first plan on."""
 
-    def __init__(
-        self,
-        model: HiddenStateModel,
-        kv_cache: Any,
-        device: Device,
-        limits: RunnerLimits,
-        capturer: Capturer | None = None,
-    ) -> None:
-        super().__init__(model, kv_cache, device, limits, capturer)
-        self.steps = StageSteps(StageModel(model), kv_cache, self.state, limits.block_size)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._unknown: deque[_Unknown] = deque()
+
+    def _make_steps(self, model: HiddenStateModel, kv_cache: Any) -> DeviceSteps:
+        return StageSteps(StageModel(model), kv_cache, self.state, self._limits.block_size)
 
     def collect(self) -> StepResult:
         step = self._in_flight[0]
