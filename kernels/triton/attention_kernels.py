@@ -193,6 +193,7 @@ def attend_kernel(
         seq = tl.program_id(0)
         begin = tl.load(query_start + seq)
         num_queries = tl.load(query_start + seq + 1) - begin
+        context_len = tl.load(seq_lens + seq)  # before the branch, so that one wait serves all three
         if num_queries != 1:
             return
         first_query = 0
@@ -212,6 +213,7 @@ def attend_kernel(
             seq += tl.sum(((seqs < num_seqs) & (begins // TOKENS + seqs <= index)).to(tl.int32), 0)
         begin = tl.load(query_start + seq)
         num_queries = tl.load(query_start + seq + 1) - begin
+        context_len = tl.load(seq_lens + seq)
         first_query = (index - begin // TOKENS - seq) * TOKENS
         if first_query >= num_queries:
             return
@@ -222,7 +224,6 @@ def attend_kernel(
         first_position = first_token
         table_row = block_tables
     else:
-        context_len = tl.load(seq_lens + seq)
         first_position = context_len - num_queries + first_query
         table_row = block_tables + seq.to(tl.int64) * table_stride
 

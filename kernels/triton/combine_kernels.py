@@ -48,9 +48,10 @@ def combine_kernel(
     seq = tl.program_id(0)
     head = tl.program_id(1)
     begin = tl.load(query_start + seq)
-    if tl.load(query_start + seq + 1) - begin != 1:
-        return
+    num_queries = tl.load(query_start + seq + 1) - begin
     context_len = tl.load(seq_lens + seq)
+    if num_queries != 1:
+        return
     dims = tl.arange(0, BLOCK_D)
     in_head = dims < HEAD_DIM
     base = (seq.to(tl.int64) * NUM_HEADS + head) * num_parts
