@@ -1,6 +1,6 @@
 """Linear layers of few rows on a GPU: which kernel is the fastest for which shape, type and number of rows.
 
-    python benchmarks/gpu_linear.py --out results/gpu_linear.json [--sweep] [--budget-s 75] [--only "down fp8"] [--dry]
+    python benchmarks/gpu_linear.py --out results/gpu_linear.json [--sweep] [--budget-s 65] [--only "down fp8"] [--dry]
 
 Every matrix of Llama-3.1-8B's and Qwen3-0.6B's layers, in bf16, fp8, int8 and int4 (groups of 32), times 1 to 256 rows:
 by torch (F.linear, and _scaled_mm with the rounding of its inputs), by the small kernel, by the tile kernel, and by the
@@ -224,6 +224,8 @@ def cases(bench: Bench, models: dict[str, dict[str, Any]], rows_of: tuple[int, .
                         listed += [(head | other, call) for other, call in swept(layers[0], kind, rows)]
                 bench.compile(layers[0], listed)
                 for case, call in listed:
+                    if time.monotonic() > bench.ends_s:
+                        return
                     yield case, partial(bench.time, layers, case["rows"], call)
 
 
@@ -249,7 +251,7 @@ def show(found: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = gpu_common.arguments(__doc__)
     parser.add_argument("--sweep", action="store_true", help="other tiles too; give it a budget")
-    parser.add_argument("--budget-s", type=float, default=75.0, help="seconds after which nothing more is begun")
+    parser.add_argument("--budget-s", type=float, default=65.0, help="seconds after which nothing more is begun")
     parser.add_argument("--only", default="", help="matrices whose name and type hold this, such as 'down fp8'")
     arguments = parser.parse_args()
     ends_s = time.monotonic() + arguments.budget_s
