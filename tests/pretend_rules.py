@@ -44,7 +44,8 @@ def case_tensors_of_two_devices_do_not_meet(_: Path) -> None:
         here[torch.tensor([0], device=DEVICE)] = 4.0
         assert here.tolist() == [4.0, 5.0, 5.0]
         refused(here.numpy, "not supported")
-    refused(lambda: torch.empty(3, device=DEVICE), "Could not run 'aten::empty")
+    with pytest.raises(RuntimeError):  # in torch's own words: there is no such device
+        torch.empty(3, device=DEVICE)
 
 
 def case_views_share_memory(_: Path) -> None:

@@ -312,6 +312,39 @@ def install(gpu: Any, new_mode: Callable[[], Any]) -> None:
     """For good, in this process; before anything of ours that names torch.cuda's classes is imported."""
     Stream.gpu = Event.gpu = Graph.gpu = gpu
     _allow_guards()
+    properties = SimpleNamespace(
+        name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=MEMORY[1]
+    )
+
+    def synchronize(_: Any = None) -> None:
+        gpu.wait("torch.cuda.synchronize")
+        gpu.current.arrive(gpu.current.at)
+
+    functions = {
+        **_contexts(gpu, new_mode),
+        "_lazy_init": lambda: None,
+        "default_stream": lambda _=None: gpu.default,
+        "current_stream": lambda _=None: gpu.current,
+        "synchronize": synchronize,
+        "empty_cache": lambda: gpu.refuse_in_capture("empty_cache"),
+        "mem_get_info": lambda _=None: MEMORY,
+        "memory_allocated": lambda _=None: gpu.allocated_bytes,
+        "max_memory_allocated": lambda _=None: gpu.allocated_bytes,
+        "reset_peak_memory_stats": lambda _=None: None,
+        "graph_pool_handle": object,
+        "get_device_properties": lambda _=None: properties,
+        "get_device_capability": lambda _=None: (9, 0),
+        "Event": Event,
+        "Stream": Stream,
+        "CUDAGraph": Graph,
+    }
+    for name, function in functions.items():
+        setattr(torch.cuda, name, function)
+    torch._C._cuda_endAllocateToPool = lambda *_: None  # type: ignore[attr-defined]
+    torch.Generator = Generator  # type: ignore[misc]
+
+
+def _contexts(gpu: Any, new_mode: Callable[[], Any]) -> dict[str, Any]:
     threads = threading.local()
 
     @contextmanager
@@ -339,36 +372,4 @@ def install(gpu: Any, new_mode: Callable[[], Any]) -> None:
         finally:
             gpu.current = before
 
-    def synchronize(_: Any = None) -> None:
-        gpu.wait("torch.cuda.synchronize")
-        gpu.current.arrive(gpu.current.at)
-
-    def empty_cache() -> None:
-        gpu.refuse_in_capture("empty_cache")
-
-    properties = SimpleNamespace(
-        name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=MEMORY[1]
-    )
-    functions = {
-        "_lazy_init": lambda: None,
-        "device": device,
-        "stream": stream,
-        "default_stream": lambda _=None: gpu.default,
-        "current_stream": lambda _=None: gpu.current,
-        "synchronize": synchronize,
-        "empty_cache": empty_cache,
-        "mem_get_info": lambda _=None: MEMORY,
-        "memory_allocated": lambda _=None: gpu.allocated_bytes,
-        "max_memory_allocated": lambda _=None: gpu.allocated_bytes,
-        "reset_peak_memory_stats": lambda _=None: None,
-        "graph_pool_handle": object,
-        "get_device_properties": lambda _=None: properties,
-        "get_device_capability": lambda _=None: (9, 0),
-        "Event": Event,
-        "Stream": Stream,
-        "CUDAGraph": Graph,
-    }
-    for name, function in functions.items():
-        setattr(torch.cuda, name, function)
-    torch._C._cuda_endAllocateToPool = lambda *_: None  # type: ignore[attr-defined]
-    torch.Generator = Generator  # type: ignore[misc]
+    return {"device": device, "stream": stream}

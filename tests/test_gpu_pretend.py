@@ -15,10 +15,13 @@ from pathlib import Path
 import pretend_cases
 import pytest
 import tiny_models
+import torch
 from triton_cases import why_not_interpreted
 
 if reason := why_not_interpreted() or ("" if sys.platform == "linux" else "torch's guards are found on Linux alone"):
     pytest.skip(reason, allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("there is a GPU, and tests/test_gpu_device.py runs on it", allow_module_level=True)
 
 RUNNER = Path(pretend_cases.__file__)
 
