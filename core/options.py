@@ -71,10 +71,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ),
     ] = ()
     disable_cascade_attn: Annotated[
-        bool,
-        Option(
-            MODEL, "False: where many requests begin alike, a GPU's decode reads that beginning's keys once for all"
-        ),
+        bool, Option(MODEL, "False: where many requests begin alike, a GPU's decode reads those keys once for all")
     ] = True
     batch_invariant: Annotated[
         bool,
