@@ -1,8 +1,7 @@
-"""From logits to tokens on the device, in torch: masks, penalties and bias; the choice; log-probabilities.
+"""From logits to tokens on the device, in torch: masks and penalties; the choice; log-probabilities.
 
 Every tensor that a GPU version needs is on the device, and nothing of it is read on the host. Rows of padding have
-temperature 0. Tokens are ranked in one total order: by logit, highest first, equal ones by token id,
-lowest first.
+temperature 0. Tokens are ranked in one total order: by logit, highest first, equal ones by token id, lowest first.
 """
 
 from __future__ import annotations
