@@ -24,6 +24,7 @@ from headrace.executor.graphs import DecodeGraphs, GraphKey
 from headrace.executor.runner import ModelRunner
 from headrace.ipc.failure import HeadraceError, OptionError
 from headrace.ipc.step import StepResult
+from headrace.kernels import ops
 
 RULE = CascadeRule(least_rows=2, least_tokens=BLOCK_SIZE, least_saved_tokens=0)
 BEGINNING = [5, 6, 7, 8, 9, 10, 11, 12, 14]
@@ -219,6 +220,14 @@ def test_what_excludes_it_is_named(options: dict[str, bool], sentence: str) -> N
     check_cascade(Options(model="m", **options))
     with pytest.raises(OptionError, match=sentence):
         check_cascade(Options(model="m", disable_cascade_attn=False, **options))
+
+
+def test_what_no_kernel_does_is_said() -> None:
+    (version,) = ops()["cascade_attention"].versions
+    facts = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 128, "num_heads": 8}
+    assert "tokens see 4096 before them" in version.why_not(**facts, num_kv_heads=1, sliding_window=4096)
+    assert "not batch-invariant" in version.why_not(**facts, num_kv_heads=1, batch_invariant=True)
+    assert "64 query heads" in version.why_not(**facts, num_kv_heads=0)
 
 
 @pytest.fixture(scope="module")
