@@ -190,7 +190,8 @@ def case_sleep_and_new_weights(folder: Path) -> None:
     from headrace.ipc.control import PrepareWeights, Sleep, UseWeights, WakeUp
 
     executor = executor_for(folder / "llama", enable_sleep_mode=True)
-    asked, commands = requests(), ([], [Sleep(level=1), WakeUp()], [Sleep(level=2), WakeUp()])
+    asked = requests()
+    commands: tuple[list[Any], ...] = ([], [Sleep(level=1), WakeUp()], [Sleep(level=2), WakeUp()])
     wanted = drive(executor_for(folder / "llama", "cpu"), asked, 1)
     reload = [PrepareWeights(path=str(folder / "llama_other")), UseWeights(prepared=True)]
     for orders in (*commands, reload):

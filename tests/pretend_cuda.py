@@ -45,7 +45,7 @@ class CudaTensor(Tensor):
     """`held` has the values; views share its memory."""
 
     held: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, real: Tensor) -> CudaTensor:
@@ -57,7 +57,9 @@ class CudaTensor(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return GPU.call(func, args, kwargs or {})
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -67,7 +69,7 @@ class CudaTensor(Tensor):
         return DeviceStorage(self.held.untyped_storage())
 
     def storage_offset(self) -> int:
-        return self.held.storage_offset()
+        return int(self.held.storage_offset())
 
     def data_ptr(self) -> int:
         return self.held.data_ptr()
