@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny_models
+import torch
 from gpu_parts import BLOCK_SIZE, MAX_MODEL_LEN, NUM_ROWS, VOCAB_SIZE, GpuOnCpu, LateDevice, TensorHashModel, new_cache
 from graph_recorder import RecordingCapturer
 from plan_maker import PlanMaker
