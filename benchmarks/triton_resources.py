@@ -173,6 +173,11 @@ def multiply(pack: Callable[[], Any], num_rows: int) -> Run:
     return lambda: pack().apply(meta(num_rows, 4096))
 
 
+def multiply_fused(pack: Callable[[], Any], num_rows: int, **around: Any) -> Run:
+    """What is around the matrix: `linear_small.Around`."""
+    return lambda: pack().apply_fused(meta(num_rows, 4096), **around)
+
+
 def linear_cases() -> dict[str, Run]:
     shape, int8, byte, one = (6144, 4096), torch.int8, torch.uint8, (6144, 1)
     small, large = (6144, 128), (6144, 32)
@@ -204,19 +209,19 @@ def linear_cases() -> dict[str, Run]:
     scaled = {f"linear_fp8_dynamic, {rows} tokens": multiply(fp8_dynamic, rows) for rows in (1, 16)}
     dense = {f"linear, {rows} tokens": multiply(lambda: linear.linear(meta(*shape), None), rows) for rows in (1, 2, 4)}
     norm = (meta(4096, dtype=FP32), 1e-5)
+
+    def dense_weight() -> Any:
+        return linear.linear(meta(*shape), None)
+
     fused = {
-        "linear after a norm": lambda: linear.linear(meta(*shape), None).apply_fused(meta(1, 4096), norm),
-        "linear after a norm, 4 tokens": lambda: linear.linear(meta(*shape), None).apply_fused(meta(4, 4096), norm),
-        "linear before an activation": lambda: linear.linear(meta(*shape), None).apply_fused(
-            meta(1, 4096), norm, activation="silu"
+        "linear after a norm": multiply_fused(dense_weight, 1, norm=norm),
+        "linear after a norm, 4 tokens": multiply_fused(dense_weight, 4, norm=norm),
+        "linear before an activation": multiply_fused(dense_weight, 1, norm=norm, activation="silu"),
+        "linear before an addition": multiply_fused(dense_weight, 1, residual=meta(1, 6144)),
+        "linear_fp8_dynamic after a norm, before an activation": multiply_fused(
+            fp8_dynamic, 1, norm=norm, activation="silu"
         ),
-        "linear before an addition": lambda: linear.linear(meta(*shape), None).apply_fused(
-            meta(1, 4096), residual=meta(1, 6144)
-        ),
-        "linear_fp8_dynamic after a norm, before an activation": lambda: fp8_dynamic().apply_fused(
-            meta(1, 4096), norm, activation="silu"
-        ),
-        "linear_int4 after a norm": lambda: kinds["linear_int4 in groups of 32"]().apply_fused(meta(1, 4096), norm),
+        "linear_int4 after a norm": multiply_fused(kinds["linear_int4 in groups of 32"], 1, norm=norm),
         "linear of few rows of weights": lambda: linear.linear(meta(1024, 4096), None).apply(meta(1, 4096)),
     }
     invariant = multiply(lambda: linear.linear(meta(*shape), None, batch_invariant=True), 64)
