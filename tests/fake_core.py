@@ -48,7 +48,7 @@ from headrace.ipc.messages import (
     TokenizerInfo,
     Welcome,
 )
-from headrace.ipc.sockets import bind_router
+from headrace.ipc.sockets import bind_router, ipc_path
 
 MAX_MODEL_LEN = 256
 NextToken = Callable[[list[int], int, int], int]
@@ -318,6 +318,8 @@ class ZmqCore:
                     return
         finally:
             self._context.destroy(linger=200)
+            if (path := ipc_path(self.address)) is not None:
+                path.unlink(missing_ok=True)
 
     def _take_messages(self, codec: Codec[ClientMessage]) -> None:
         while self._socket.poll(0 if self.core.running else 20):
@@ -344,19 +346,17 @@ _DEATH = Failure(
 @contextlib.contextmanager
 def memory_core(*args: Any, **kwargs: Any) -> Iterator[MemoryCore]:
     core = MemoryCore(FakeCore(*args, **kwargs))
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(core.stop)
         yield core
-    finally:
-        core.stop()
 
 
 @contextlib.contextmanager
 def zmq_core(*args: Any, **kwargs: Any) -> Iterator[ZmqCore]:
     core = ZmqCore(FakeCore(*args, **kwargs))
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(core.stop)
         yield core
-    finally:
-        core.stop()
 
 
 def _welcome(**fields: Any) -> Welcome:
