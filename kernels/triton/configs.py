@@ -191,9 +191,9 @@ def small_tiles(
 
     Bytes on their way must be the latency times the bandwidth (Little's law): at 4.3 TB/s and a microsecond under load
     33 KB for each of an H200's 132 multiprocessors. A program of 4 warps has 8 columns x 16 bytes x 128 threads = 16 KB
-    on their way while it multiplies the 16 KB before them, and 4 of 8 columns or 8 of 4 columns fit a multiprocessor's
-    registers: 64 KB. With three programs for each multiprocessor (4096 rows in eights are 3.9) 48 KB remain. Narrower
-    matrices get fewer columns a program, down to one; so none needs its rows cut, and a sum is one program's.
+    on their way while it multiplies the 16 KB before them. 3 (of 8 bits, 168 registers a thread) to 8 (of 16 bits, 64
+    registers) fit a multiprocessor, which makes 48 KB or more where there are as many: 4096 rows in eights are 3.9.
+    Narrower matrices get fewer columns a program, down to one; so none needs its rows cut, and a sum is one program's.
     """
     # 4 bits hold two halves of the inputs, and the groups' scales: with 8 columns registers spill.
     columns = min(8, 16 // (power_of_two(num_rows) * (4 if is_int4 else 1)))
