@@ -21,12 +21,14 @@ from torch import Tensor
 from triton_compile import compile_launch, record
 
 from headrace.kernels.reference_attention import AttentionParams, CacheScales, PagedBatch
+from headrace.kernels.reference_decode import RowsState
 from headrace.kernels.reference_rotary_cache import LayerCache, Rotation
 from headrace.kernels.reference_sampling import DeviceDraws, LogitChanges, Penalties
 from headrace.kernels.triton import (
     activation,
     attention,
     cascade,
+    decode,
     embedding,
     linear,
     logits,
@@ -137,6 +139,9 @@ def row_cases() -> dict[str, Run]:
         "activate_and_multiply gelu_tanh": lambda: activation.activate_and_multiply(meta(64, 2 * 14336), "gelu_tanh"),
         "activate gelu": lambda: activation.activate(meta(64, 4096), "gelu"),
         "activate relu": lambda: activation.activate(meta(64, 4096), "relu"),
+        "decode_inputs": lambda: decode.decode_inputs(
+            meta(64, dtype=INT32), RowsState(meta(257, 8192, dtype=INT32), *[meta(257, dtype=INT32)] * 3), 16, 8192
+        ),
         "embed": lambda: embedding.embed(meta(64, dtype=INT64), meta(VOCABULARY // 2, 4096), VOCABULARY // 2, 1.5),
     }
 

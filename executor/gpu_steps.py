@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace import kernels
 from headrace.executor.device_state import DeviceState
 from headrace.executor.gpu_sampler import Choice, Choose, choose
 from headrace.executor.inputs import HiddenStateModel, StepInputs
+from headrace.kernels.reference_decode import RowsState
 
 TOKEN, BEST, RAW_BEST = 0, 1, 2
 """Columns of `DeviceSteps.results`: the token, the bits of the row's highest logit, and of that before any change."""
@@ -47,8 +49,8 @@ class DeviceSteps:
         rows, device = state.shape.num_rows + 1, state.words.device
         self._counting = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._indices = torch.arange(rows, device=device)
-        # By how much a decode step moves a row on: the padding row has no context and never advances.
-        self._advance = (self._indices < state.padding_row).long()
+        self._decode_inputs = kernels.choose("decode_inputs", device=device)
+        self._rows = RowsState(state.block_table, state.last_token, state.num_computed, state.prompt_len)
         self.results = torch.zeros(rows, NUM_RESULTS, dtype=torch.int32, device=device)
         """[num_rows + 1, NUM_RESULTS]: one line for each sampled row of the last step, in the plan's order."""
 
@@ -64,30 +66,25 @@ class DeviceSteps:
         cascade: their first `state.shared_tokens` tokens, which lie in the same blocks, are read once for all rows.
         """
         state, block_size = self._state, self._block_size
-        rows = state.batch_rows[:size].long()
-        positions = state.num_computed[rows].long()
-        tables = state.block_table[:, :num_blocks][rows]
-        blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0]
-        following = positions + self._advance[rows]
-        seq_lens = following.int()
+        width = state.shape.max_blocks if num_blocks is None else num_blocks
+        found = self._decode_inputs(state.batch_rows[:size], self._rows, block_size, width)
         inputs = StepInputs(
-            token_ids=state.last_token[rows].long(),
-            positions=positions,
-            slot_mapping=torch.add(positions % block_size, blocks, alpha=block_size),
+            token_ids=found.token_ids,
+            positions=found.positions,
+            slot_mapping=found.slot_mapping,
             query_start=self._counting[: size + 1],
-            seq_lens=seq_lens,
-            block_tables=tables,
+            seq_lens=found.seq_lens,
+            block_tables=found.block_tables,
             logits_indices=self._indices[:size],
             block_size=block_size,
-            prompt_lens=state.prompt_len[rows],
+            prompt_lens=found.prompt_lens,
             max_query_len=1,
             shared_tokens=state.shared_tokens if cascade else None,
         )
         logits = self._model.logits(self._model.forward(inputs, self._kv_cache))
-        state.num_computed[rows] = seq_lens
         if choice is Choice.LOGITS:
             return logits
-        self.take(logits, rows, following, choice)
+        self.take(logits, found.rows, found.next_positions, choice)
         return None
 
     @torch.inference_mode()

@@ -11,8 +11,9 @@ from paged import make_batch
 
 from headrace.kernels import ops
 from headrace.kernels.reference_attention import CacheScales
+from headrace.kernels.reference_decode import RowsState
 from headrace.kernels.reference_rotary_cache import LayerCache, Rotation
-from headrace.kernels.triton import activation, embedding, norms, rotary_cache
+from headrace.kernels.triton import activation, decode, embedding, norms, rotary_cache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ULP = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -121,3 +122,20 @@ def case_embedding_of_a_part_of_the_vocabulary() -> None:
         expected = ops()["embed"].reference(token_ids, table, 8, scale)
         assert torch.equal(embedding.embed(token_ids, table, 8, scale), expected)
         assert not expected[[0, 3, 4, 5]].any()
+
+
+def case_inputs_of_a_decode_are_gathered_and_its_rows_move_on() -> None:
+    """Wide tables take several programs; the row of nobody, which pads the batch, stays where it is."""
+    for max_blocks, num_blocks in ((3, 3), (2100, 2100), (2100, 5)):
+        computed = [4 * num_blocks - 1, 0, 17 % (4 * num_blocks), 2, 0]
+        columns = [torch.randint(0, 1000, (5,), dtype=torch.int32) for _ in range(2)]
+        table = torch.randint(0, 1 << 30, (5, max_blocks), dtype=torch.int32)
+        batch_rows = torch.tensor([3, 0, 2, 4, 4], dtype=torch.int32)
+        states = [RowsState(table, columns[0], torch.tensor(computed, dtype=torch.int32), columns[1]) for _ in range(2)]
+        expected = ops()["decode_inputs"].reference(batch_rows, states[0], 4, num_blocks)
+        found = decode.decode_inputs(batch_rows, states[1], 4, num_blocks)
+        for name, value in expected._asdict().items():
+            assert torch.equal(getattr(found, name), value), name
+            assert getattr(found, name).dtype == value.dtype, name
+        assert torch.equal(states[0].num_computed, states[1].num_computed)
+        assert found.next_positions.tolist() == [3, 4 * num_blocks, computed[2] + 1, 0, 0]

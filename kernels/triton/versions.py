@@ -161,6 +161,7 @@ VERSIONS = (
     _offer("embed", "embedding"),
     _offer("adjust_logits", "logits", why_no_triton),
     _offer("choose_tokens", "sampling", why_no_triton),
+    _offer("decode_inputs", "decode", why_no_triton),
     _offer("token_logprobs", "logprobs", why_no_triton),
     *(_offer(op, "linear", _why_no_linear) for op in LINEAR),
     *(_offer(op, "linear", batch_invariant=True) for op in LINEAR),

@@ -1,0 +1,38 @@
+"""Launching the gathering of a decode step's inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.reference_decode import DecodeInputs, RowsState
+from headrace.kernels.triton.decode_kernels import decode_inputs_kernel
+
+BLOCK = 1024
+NUM_WARPS = 4
+
+
+def decode_inputs(batch_rows: Tensor, state: RowsState, block_size: int, num_blocks: int) -> DecodeInputs:
+    """As `reference_decode.decode_inputs`."""
+    size, device = len(batch_rows), batch_rows.device
+    # An allocation each: Triton compiles for how tensors are aligned.
+    wide = [torch.empty(size, dtype=torch.int64, device=device) for _ in range(5)]
+    narrow = [torch.empty(size, dtype=torch.int32, device=device) for _ in range(2)]
+    tables = torch.empty((size, num_blocks), dtype=torch.int32, device=device)
+    decode_inputs_kernel[(size, -(-num_blocks // BLOCK))](
+        batch_rows,
+        state.block_table,
+        state.last_token,
+        state.num_computed,
+        state.prompt_len,
+        *wide,
+        *narrow,
+        tables,
+        num_blocks,
+        state.block_table.stride(0),
+        len(state.num_computed) - 1,
+        BLOCK_SIZE=block_size,
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+    )
+    return DecodeInputs(*wide, *narrow, tables)

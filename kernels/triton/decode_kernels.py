@@ -1,0 +1,52 @@
+"""What a decode step computes its tokens from, in one launch."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
+# What triton.jit compiles has types of its own.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_blocks", "table_stride", "last_row"])
+def decode_inputs_kernel(
+    batch_rows,  # [size] int32
+    block_table,  # [num_rows, table_stride] int32
+    last_token,  # [num_rows] int32, and the next two
+    num_computed,
+    prompt_len,
+    rows_out,  # [size] int64, as the next four; what they are is in `reference_decode.DecodeInputs`
+    token_ids,
+    positions,
+    slot_mapping,
+    next_positions,
+    seq_lens,  # [size] int32
+    prompt_lens,  # [size] int32
+    block_tables,  # [size, num_blocks] int32
+    num_blocks,
+    table_stride,
+    last_row,  # which belongs to nobody
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (size, ceil(num_blocks / BLOCK))."""
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(batch_rows + index).to(tl.int64)
+    table = block_table + row * table_stride
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < num_blocks
+    tl.store(block_tables + index * num_blocks + columns, tl.load(table + columns, mask=inside, other=0), mask=inside)
+    if tl.program_id(1) == 0:
+        position = tl.load(num_computed + row)
+        following = position + (row < last_row).to(tl.int32)
+        block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+        tl.store(rows_out + index, row)
+        tl.store(token_ids + index, tl.load(last_token + row).to(tl.int64))
+        tl.store(positions + index, position.to(tl.int64))
+        tl.store(slot_mapping + index, block * BLOCK_SIZE + position % BLOCK_SIZE)
+        tl.store(next_positions + index, following.to(tl.int64))
+        tl.store(seq_lens + index, following)
+        tl.store(prompt_lens + index, tl.load(prompt_len + row))
+        # Only the last row is here more than once, and it stays where it is.
+        tl.store(num_computed + row, following)
