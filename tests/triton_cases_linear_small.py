@@ -90,7 +90,7 @@ def case_a_row_is_the_same_whatever_is_beside_it() -> None:
 def case_e4m3_as_the_hardware_converts_it() -> None:
     weight = torch.randn(8, 64) * 0.1
     arguments, x = to_fp8(weight), torch.randn(2, 64).bfloat16()
-    layer = linear.linear_fp8_dynamic(*arguments, None)
+    layer: Any = linear.linear_fp8_dynamic(*arguments, None)
     expected = ops()["linear_fp8_dynamic"].reference(*arguments, None).apply(x)
     packed = replace(layer._packed, kind=linear.E4M3_IN_HARDWARE)
     assert_close(linear_small.multiply_small(x, packed, SmallTiles(4, 1)), expected, x, wide(arguments))
@@ -102,16 +102,17 @@ def case_layers_choose_it_up_to_the_rows_of_the_table() -> None:
         layer = getattr(linear, op)(*arguments, None)
         most = layer.most_fused_rows
         assert most == configs.most_small_rows(layer._packed.bits, op == "linear_fp8_dynamic")
-        launched = []
+        launched: list[int] = []
         layer._apply_small = lambda x, around=None, launched=launched: (
             launched.append(len(x)) or torch.zeros(len(x), 32)
         )
         for num_rows in (1, most, most + 1):
             layer.apply(torch.randn(num_rows, 64).bfloat16() if "fp8" in op else torch.randn(num_rows, 64))
         assert launched == [1, most]
-    grouped = linear.linear_int8(torch.ones(8, 48, dtype=torch.int8), torch.ones(8, 6), None)
+    grouped: Any = linear.linear_int8(torch.ones(8, 48, dtype=torch.int8), torch.ones(8, 6), None)
     assert grouped.most_fused_rows == 0, "groups of 8 are less than what a thread loads"
-    assert linear.linear_int8(torch.ones(8, 48, dtype=torch.int8), torch.ones(8, 1), None, True).most_fused_rows == 0
+    one_group: Any = linear.linear_int8(torch.ones(8, 48, dtype=torch.int8), torch.ones(8, 1), None, True)
+    assert one_group.most_fused_rows == 0
 
 
 def case_divided_inputs_add_up() -> None:
