@@ -16,18 +16,19 @@ def decode_inputs(batch_rows: Tensor, state: RowsState, block_size: int, num_blo
     """As `reference_decode.decode_inputs`."""
     size, device = len(batch_rows), batch_rows.device
     # An allocation each: Triton compiles for how tensors are aligned.
-    wide = [torch.empty(size, dtype=torch.int64, device=device) for _ in range(5)]
-    narrow = [torch.empty(size, dtype=torch.int32, device=device) for _ in range(2)]
+    rows, token_ids, positions, slots, following = (
+        torch.empty(size, dtype=torch.int64, device=device) for _ in range(5)
+    )
+    seq_lens, prompt_lens = (torch.empty(size, dtype=torch.int32, device=device) for _ in range(2))
     tables = torch.empty((size, num_blocks), dtype=torch.int32, device=device)
+    found = DecodeInputs(rows, token_ids, positions, slots, following, seq_lens, prompt_lens, tables)
     decode_inputs_kernel[(size, -(-num_blocks // BLOCK))](
         batch_rows,
         state.block_table,
         state.last_token,
         state.num_computed,
         state.prompt_len,
-        *wide,
-        *narrow,
-        tables,
+        *found,
         num_blocks,
         state.block_table.stride(0),
         len(state.num_computed) - 1,
@@ -35,4 +36,4 @@ def decode_inputs(batch_rows: Tensor, state: RowsState, block_size: int, num_blo
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
     )
-    return DecodeInputs(*wide, *narrow, tables)
+    return found
