@@ -139,6 +139,14 @@ def gather(
 
 
 @triton.jit
+def tempered_block(source, divisor, start, count, BLOCK: tl.constexpr):
+    """Whether there are elements start + [0, BLOCK) of source's `count`, and they over the divisor."""
+    at = start + tl.arange(0, BLOCK)
+    values = tl.load(source + at, mask=at < count, other=NEGATIVE_INFINITY)
+    return at < count, tl.div_rn(values, divisor + tl.zeros_like(values))
+
+
+@triton.jit
 def count_and_mass(source, divisor, first, low, step, least_key, count, MASS: tl.constexpr, BLOCK: tl.constexpr):
     """For the three thresholds low + step, + 2 step, + 3 step: how many tokens (or what mass) are not below each.
 
@@ -148,12 +156,10 @@ def count_and_mass(source, divisor, first, low, step, least_key, count, MASS: tl
     two = tl.zeros([], tl.float64)
     three = tl.zeros([], tl.float64)
     for start in range(0, count, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        values = tl.load(source + at, mask=at < count, other=NEGATIVE_INFINITY)
-        tempered = tl.div_rn(values, divisor + tl.zeros_like(values))
+        inside, tempered = tempered_block(source, divisor, start, count, BLOCK)
         signed = ordered(tempered)
         keys = signed.to(tl.uint32, bitcast=True) ^ 0x80000000
-        weights = tl.where((at < count) & (signed >= least_key), 1.0, 0.0)
+        weights = tl.where(inside & (signed >= least_key), 1.0, 0.0)
         if MASS:
             weights *= tl.exp2((tempered - first) * LOG2_E)
         one += tl.sum(tl.where(keys >= low + step, weights, 0.0), 0).to(tl.float64)
@@ -186,13 +192,11 @@ def heavier_and_ties(source, divisor, first, key, count, BLOCK: tl.constexpr):
     heavier = tl.zeros([], tl.float64)
     ties = tl.zeros([], tl.float64)
     for start in range(0, count, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        values = tl.load(source + at, mask=at < count, other=NEGATIVE_INFINITY)
-        tempered = tl.div_rn(values, divisor + tl.zeros_like(values))
+        inside, tempered = tempered_block(source, divisor, start, count, BLOCK)
         keys = ordered(tempered)
         weights = tl.exp2((tempered - first) * LOG2_E)
-        heavier += tl.sum(tl.where((at < count) & (keys > key), weights, 0.0), 0).to(tl.float64)
-        ties += tl.sum(((at < count) & (keys == key)).to(tl.float32), 0).to(tl.float64)
+        heavier += tl.sum(tl.where(inside & (keys > key), weights, 0.0), 0).to(tl.float64)
+        ties += tl.sum((inside & (keys == key)).to(tl.float32), 0).to(tl.float64)
     return heavier, ties
 
 
@@ -202,14 +206,13 @@ def place_of_last(source, divisor, key, of_last, count, BLOCK: tl.constexpr):
     place = tl.full([], 0x7FFFFFFF, tl.int32)
     taken = tl.zeros([], tl.float64)
     for start in range(0, count, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        values = tl.load(source + at, mask=at < count, other=NEGATIVE_INFINITY)
-        is_last = (at < count) & (ordered(tl.div_rn(values, divisor + tl.zeros_like(values))) == key)
+        inside, tempered = tempered_block(source, divisor, start, count, BLOCK)
+        is_last = inside & (ordered(tempered) == key)
         found = tl.sum(is_last.to(tl.int32), 0).to(tl.float64)
         if (taken < of_last) & (taken + found >= of_last):
             numbers = tl.cumsum(is_last.to(tl.int32), 0)
             is_it = is_last & (numbers == (of_last - taken).to(tl.int32))
-            place = tl.max(tl.where(is_it, at, -1), 0)
+            place = tl.max(tl.where(is_it, start + tl.arange(0, BLOCK), -1), 0)
         taken += found
     return place
 
