@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a script's background job is started, and as all its children would then be: none would notice Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LEFTOVER_GRACE_S = 5.0
 """How long a test's processes may take to end after it: what the design promises after a death."""

@@ -203,6 +203,7 @@ def test_the_schedule_is_kept_when_the_server_answers_nobody(
     assert all(arrived_s - start_s > due - 0.05 for arrived_s, due in zip(arrivals_s, due_s, strict=True))
     first, last = samples[0], samples[-1]
     assert first["ttft_s"] > last["due_s"] - first["due_s"]
+    assert all(sample["sent_s"] >= sample["due_s"] for sample in samples)
     for sample in samples:  # latency is counted from when it was due, not from when it was sent
         assert sample["ttft_s"] >= sample["sent_s"] - sample["due_s"] - 1e-5
 
