@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-NUM_TOKENS = 4
+NUM_TOKENS = 3
 REQUESTS: tuple[tuple[list[int], dict[str, Any]], ...] = (
     ([7, 8, 9, 10, 11, 12, 13], {"temperature": 0.0}),
     ([5], {"temperature": 0.9, "top_p": 0.8, "seed": 4}),
