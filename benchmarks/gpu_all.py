@@ -17,6 +17,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -32,7 +33,7 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
-from gpu_table import table, write_readme
+from gpu_table import DRY_RUN, table, write_readme
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -45,6 +46,9 @@ OUT = "{out}"
 KEPT_LINES = 1000
 SHOWN_LINES = 15
 LINE_CHARACTERS = 240
+RECORD = "gpu_all.json"
+ALL_SKIPPED = re.compile(r"=+ \d+ skipped")
+"""The last line of a pytest in which nothing passed: that would be told first."""
 LAST_S = 8.0
 """Kept for the table, and for ending what hangs."""
 
@@ -106,11 +110,13 @@ def is_importable() -> bool:
 def environment(folder: Path, wheels: Path | None) -> dict[str, str]:
     """The children's, in which `headrace` can be imported wherever it is installed or not.
 
-    Where it is not, a tree of links has each folder under its import name. Exits with 2 where something is missing.
+    Where it is not, a tree of links has each folder under its import name. Raises SystemExit where some are missing.
     """
     paths = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     if wheels is not None:
         site, files = folder / "site", sorted(map(str, wheels.glob("*.whl")))
+        if not files:
+            raise SystemExit(f"--wheels {wheels} holds no .whl file; docs/benchmarks.md says how to fetch them")
         options = ("--no-index", "--no-deps", "--no-compile", "--upgrade", "--quiet", "--target", str(site))
         subprocess.run([sys.executable, "-m", "pip", "install", *options, *files], check=True)
         sys.path.insert(0, str(site))
@@ -141,6 +147,33 @@ def link_tree(tree: Path) -> Path:
     return tree
 
 
+def check_gpu(variables: dict[str, str], most_s: float) -> None:
+    """Raises SystemExit without a GPU, once a child has said why: torch is not imported here."""
+    command = [sys.executable, "-c", "import gpu_common; gpu_common.device_of(False, 'cuda')"]
+    try:
+        found = subprocess.run(command, env=variables, cwd=ROOT / "benchmarks", timeout=most_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"torch did not say within {most_s:.0f} s whether there is a GPU") from None
+    if found.returncode:
+        raise SystemExit(1)
+
+
+def check_folders(arguments: argparse.Namespace) -> None:
+    """Raises SystemExit where --resume names no earlier call's folder, or it or --out is of the other kind of run.
+
+    A dry run's record must not stand for a real one's, nor be written over it.
+    """
+    if arguments.resume is not None and not (arguments.resume / RECORD).exists():
+        raise SystemExit(f"--resume {arguments.resume} holds no {RECORD}; name the --out of an earlier call")
+    kinds = ("a real run", "a dry run")
+    for folder in (arguments.resume, arguments.out):
+        if folder is None or not (folder / RECORD).exists():
+            continue
+        was_dry = json.loads((folder / RECORD).read_text()).get("dry", False)
+        if was_dry != arguments.dry:
+            raise SystemExit(f"{folder}: that is {kinds[was_dry]}; {kinds[arguments.dry]} needs another folder")
+
+
 def run(job: Job, arguments: argparse.Namespace, variables: dict[str, str], most_s: float) -> Outcome:
     """Its output goes on to ours line by line, and its errors only where it does not end well."""
     command = [part.replace(OUT, str(arguments.out)) for part in job.command]
@@ -154,12 +187,14 @@ def run(job: Job, arguments: argparse.Namespace, variables: dict[str, str], most
         reader.start()
         try:
             code = child.wait(most_s)
-            status = "done" if code == 0 else f"ended with status {code}"
+            status = f"ended with status {code}"
         except subprocess.TimeoutExpired:
             status = f"stopped after {most_s:.0f} s"
         finally:
             end(child)
         reader.join(LAST_S / 2)  # what it started may hold the pipe a little longer
+        if status == "ended with status 0":
+            status = "skipped: every test was" if shown and ALL_SKIPPED.match(shown[-1]) else "done"
         log.seek(0)
         errors = deque((line.rstrip()[:LINE_CHARACTERS] for line in log), maxlen=KEPT_LINES)
     return Outcome(job.name, status, time.monotonic() - began_s, list(shown), [] if status == "done" else list(errors))
@@ -189,14 +224,15 @@ def take_over(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for file in arguments.resume.glob("gpu_*.json"):
         if arguments.resume.resolve() != arguments.out.resolve():
             shutil.copy(file, arguments.out)
-    summary = arguments.out / "gpu_all.json"
-    found: list[dict[str, Any]] = json.loads(summary.read_text())["jobs"] if summary.exists() else []
+    found: list[dict[str, Any]] = json.loads((arguments.out / RECORD).read_text())["jobs"]
     return found
 
 
 def run_all(arguments: argparse.Namespace, variables: dict[str, str], began_s: float) -> list[dict[str, Any]]:
     outcomes = take_over(arguments)
     for job in JOBS:
+        if arguments.dry and not job.file:  # tests have no dry run
+            continue
         if (arguments.only and job.name not in arguments.only) or (not arguments.only and is_done(job, outcomes)):
             continue
         if job.file and not Path(job.command[1]).exists():
@@ -213,7 +249,8 @@ def run_all(arguments: argparse.Namespace, variables: dict[str, str], began_s: f
             print(f"  | {line}")
         print(f"=== {job.name}: {outcome.status}, {outcome.seconds:.0f} s", flush=True)
         outcomes = [each for each in outcomes if each["name"] != job.name] + [asdict(outcome)]
-        (arguments.out / "gpu_all.json").write_text(json.dumps({"benchmark": "gpu_all", "jobs": outcomes}, indent=1))
+        record = {"benchmark": "gpu_all", "dry": arguments.dry, "jobs": outcomes}
+        (arguments.out / RECORD).write_text(json.dumps(record, indent=1))
     return outcomes
 
 
@@ -227,6 +264,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--table", action="store_true", help="run nothing: write the README's table anew")
     parser.add_argument("--dry", action="store_true", help="tiny models on the CPU, to see that the scripts work")
     arguments = parser.parse_args()
+    if arguments.dry and arguments.only == ["tests"]:
+        parser.error("--only tests: the tests of a GPU have no dry run")
     arguments.out = arguments.out.resolve()
     return arguments
 
@@ -236,12 +275,15 @@ def main() -> None:
     if arguments.table:
         write_readme(ROOT / "README.md", arguments.out)
         return
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    check_folders(arguments)
     with tempfile.TemporaryDirectory(prefix="headrace-gpu-") as folder:
         variables = environment(Path(folder), arguments.wheels)
+        if not arguments.dry:
+            check_gpu(variables, arguments.budget_s)
+        arguments.out.mkdir(parents=True, exist_ok=True)
         outcomes = run_all(arguments, variables, began_s)
     print("", *(f"{each['name']:9} {each['seconds']:5.0f} s  {each['status']}" for each in outcomes), "", sep="\n")
-    print(table(arguments.out))
+    print(DRY_RUN if arguments.dry else table(arguments.out))
     if any(each["status"] != "done" for each in outcomes):
         raise SystemExit(1)
 

@@ -30,6 +30,7 @@ from headrace.executor.meeting import Meeting
 from headrace.executor.place import World
 
 SUMS, SAMPLES = 64, 20
+FROM_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SIZES_BYTES = tuple(1 << power for power in range(12, 25, 2))
 
 
@@ -37,6 +38,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("gpu_allreduce.json"), help="where rank 0 writes the JSON")
     arguments = parser.parse_args()
+    if absent := [name for name in FROM_TORCHRUN if name not in os.environ]:
+        raise SystemExit(
+            f"{', '.join(absent)} not set: start it by torchrun --nproc-per-node N benchmarks/gpu_allreduce.py, "
+            "with one process for each of N GPUs"
+        )
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     with torch.cuda.device(device), torch.inference_mode():

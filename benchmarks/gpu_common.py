@@ -9,11 +9,12 @@ import argparse
 import gc
 import itertools
 import json
+import re
 import statistics
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from gpu_ledger import LAUNCH_S, Rates, phase_of
 from gpu_shapes import MODELS
+from gpu_table import DRY_RUN
 from report import Report
 from torch import Tensor
 
@@ -37,6 +39,7 @@ from headrace.executor.gpu_device import GpuFacts, choose_device, gpu_facts
 from headrace.executor.host import host_memory
 from headrace.executor.meeting import Meeting
 from headrace.executor.uniproc import make_executor
+from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow, StepPlan, StepResult
 
@@ -45,10 +48,34 @@ BLOCK_SIZE = 16
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="cuda or cuda:INDEX")
+    parser.add_argument("--device", type=gpu_name, default="cuda", help="cuda or cuda:INDEX")
     parser.add_argument("--dry", action="store_true", help="a tiny model on the CPU, to see that the script works")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     return parser
+
+
+def gpu_name(text: str) -> str:
+    if re.fullmatch(r"cuda(:\d+)?", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no GPU's name; cuda and cuda:INDEX are")
+    return text
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def check_only(parser: argparse.ArgumentParser, only: str, names: Iterable[str]) -> None:
+    """Exits with 2 where none of the names holds what was asked for."""
+    known = list(dict.fromkeys(names))
+    if not any(only in name for name in known):
+        parser.error(f"--only {only!r} is in no name that there is: {'; '.join(known)}")
+
+
+def open_report(arguments: argparse.Namespace, name: str, results: dict[str, Any]) -> Report:
+    """A report that says whether the run is a dry one."""
+    return Report(arguments.out, name, {"dry": arguments.dry, **results})
 
 
 def attempt(report: Report, case: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -64,7 +91,9 @@ def attempt(report: Report, case: dict[str, Any], measure: Callable[[], dict[str
 
 
 def finish(report: Report) -> None:
-    """Exits with 1 where a case failed, once all are in the report."""
+    """Says so of a dry run, and exits with 1 where a case failed, once all are in the report."""
+    if report.results["dry"]:
+        print(DRY_RUN, flush=True)
     if failed := [case for case in report.results["cases"] if "failed" in case]:
         raise SystemExit(f"{len(failed)} of {len(report.results['cases'])} cases failed")
 
@@ -81,7 +110,13 @@ def model_folder(name: str) -> Iterator[Path]:
 
 
 def device_of(dry: bool, asked: str) -> torch.device:
-    return torch.device("cpu") if dry else choose_device(asked)
+    """Raises SystemExit with a sentence where the GPU is not to be had."""
+    if dry:
+        return torch.device("cpu")
+    try:
+        return choose_device(asked)
+    except OptionError as error:
+        raise SystemExit(f"{error}; --dry tries the benchmarks with a tiny model on the CPU") from None
 
 
 def synchronize(device: torch.device) -> None:

@@ -172,16 +172,20 @@ def measure_all(folder: Path, arguments: argparse.Namespace, report: Report, wei
 def main() -> None:
     parser = gpu_common.arguments(__doc__)
     parser.add_argument("--model", choices=list(MODELS), default="llama-8b")
-    parser.add_argument("--batch", type=int, action="append", help="repeatable; default 1, 32, 64 and 256")
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument(
+        "--batch", type=gpu_common.positive, action="append", help="repeatable; default 1, 32, 64 and 256"
+    )
+    parser.add_argument("--context", type=gpu_common.positive, default=1024)
+    parser.add_argument("--steps", type=gpu_common.positive, default=128)
     parser.add_argument("--weights", choices=["bf16", "fp8"], action="append", help="repeatable; default both")
     arguments = parser.parse_args()
     arguments.batch = arguments.batch or list(BATCHES)
     if arguments.dry:
         arguments.model, arguments.batch, arguments.steps, arguments.context = "tiny", [1, 4], 12, 64
+    if arguments.context <= (least := WARM_UP + arguments.steps // 2):
+        parser.error(f"--context {arguments.context} leaves no prompt: {arguments.steps} steps need more than {least}")
     found = limits(gpu_common.device_of(arguments.dry, arguments.device), arguments.dry)
-    report = Report(arguments.out, "gpu_decode", {"model": arguments.model, "limits": found})
+    report = gpu_common.open_report(arguments, "gpu_decode", {"model": arguments.model, "limits": found})
     with gpu_common.model_folder(arguments.model) as folder:
         for weights in arguments.weights or ("bf16", "fp8"):
             try:

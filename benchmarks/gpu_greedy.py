@@ -21,7 +21,6 @@ import torch
 from gpu_common import attempt
 from gpu_shapes import MODELS
 from gpu_startup import make_checkpoint
-from report import Report
 
 from headrace import LLM, SamplingParams
 
@@ -82,7 +81,7 @@ def main() -> None:
     arguments = parser.parse_args()
     name = "tiny" if arguments.dry else arguments.model
     config, device = MODELS[name], gpu_common.device_of(arguments.dry, arguments.device)
-    report = Report(arguments.out, "gpu_greedy", {"model": name})
+    report = gpu_common.open_report(arguments, "gpu_greedy", {"model": name})
     with tempfile.TemporaryDirectory(prefix="headrace-checkpoint-") as folder:
         make_checkpoint(Path(folder), config, device)
         for dtype in ("float32", "bfloat16"):

@@ -24,7 +24,6 @@ import gpu_common
 import torch
 from gpu_common import attempt, limits, times_s
 from gpu_shapes import LLAMA_8B, TINY, head_dim_of
-from report import Report
 from torch import Tensor
 
 CACHE_BYTES = 1 << 28
@@ -298,10 +297,15 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.dry:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read as the kernels are imported, which is below
+    gpu_common.check_only(
+        parser, arguments.only, (each.name for each in kernels_of(Machine(torch.device("cpu"), {}, True), TINY))
+    )
     device, config = gpu_common.device_of(arguments.dry, arguments.device), TINY if arguments.dry else LLAMA_8B
     found = limits(device, arguments.dry)
     machine = Machine(device, found, arguments.dry)
-    report = Report(arguments.out, "gpu_kernels", {"model": "tiny" if arguments.dry else "llama-8b", "limits": found})
+    report = gpu_common.open_report(
+        arguments, "gpu_kernels", {"model": "tiny" if arguments.dry else "llama-8b", "limits": found}
+    )
     with torch.inference_mode():
         for kernel in kernels_of(machine, config):
             if arguments.only not in kernel.name:

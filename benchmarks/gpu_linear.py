@@ -30,7 +30,6 @@ import torch
 import torch.nn.functional as F
 from gpu_common import attempt, limits, times_s
 from gpu_shapes import LLAMA_8B, QWEN3_06B, TINY, head_dim_of
-from report import Report
 from torch import Tensor
 
 CACHE_BYTES = 1 << 28
@@ -71,6 +70,13 @@ def matrices(model: str, config: dict[str, Any]) -> Iterator[Matrix]:
     yield Matrix(model, "qkv", ((heads + 2 * kv_heads) * size, hidden))
     yield Matrix(model, "output", (hidden, heads * size))
     yield Matrix(model, "head", (config["vocab_size"], hidden))
+
+
+def measured(model: str, config: dict[str, Any]) -> Iterator[tuple[Matrix, str]]:
+    """Each matrix in each type that it is stored in; the head is not quantised."""
+    for matrix, kind in itertools.product(matrices(model, config), TYPES):
+        if matrix.name != "head" or kind == "bf16":
+            yield matrix, kind
 
 
 @dataclass(frozen=True)
@@ -204,8 +210,8 @@ def cases(bench: Bench, models: dict[str, dict[str, Any]], rows_of: tuple[int, .
     """(case, what measures it), fewer rows first."""
     for model, config in models.items():
         for few in (True, False):
-            for matrix, kind in itertools.product(matrices(model, config), TYPES):
-                if arguments.only not in f"{matrix.name} {kind}" or (matrix.name == "head" and kind != "bf16"):
+            for matrix, kind in measured(model, config):
+                if arguments.only not in f"{matrix.name} {kind}":
                     continue
                 if time.monotonic() > bench.ends_s:
                     return
@@ -254,6 +260,8 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=65.0, help="seconds after which nothing more is begun")
     parser.add_argument("--only", default="", help="matrices whose name and type hold this, such as 'down fp8'")
     arguments = parser.parse_args()
+    names = (f"{matrix.name} {kind}" for matrix, kind in measured("tiny", DRY))
+    gpu_common.check_only(parser, arguments.only, names)
     ends_s = time.monotonic() + arguments.budget_s
     if arguments.dry:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read as the kernels are imported, which is below
@@ -261,7 +269,7 @@ def main() -> None:
     found = limits(device, arguments.dry)
     models = {"tiny": DRY} if arguments.dry else {"llama-8b": LLAMA_8B, "qwen3-0.6b": QWEN3_06B}
     bench = Bench(device, found, arguments.dry, ends_s)
-    report = Report(arguments.out, "gpu_linear", {"limits": found, "sweep": arguments.sweep})
+    report = gpu_common.open_report(arguments, "gpu_linear", {"limits": found, "sweep": arguments.sweep})
     with torch.inference_mode():
         for case, measure in cases(bench, models, (1, 3) if arguments.dry else ROWS, arguments):
             attempt(report, case, measure)

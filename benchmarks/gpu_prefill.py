@@ -18,7 +18,6 @@ import gpu_common
 from gpu_common import Feeder, attempt, limits, profile_us, rates_of
 from gpu_ledger import Step, lines, step_flop
 from gpu_shapes import MODELS
-from report import Report
 
 
 def measure(folder: Path, arguments: Any, weights: str, tokens: int, found: dict[str, Any]) -> dict[str, Any]:
@@ -64,15 +63,15 @@ def measure(folder: Path, arguments: Any, weights: str, tokens: int, found: dict
 def main() -> None:
     parser = gpu_common.arguments(__doc__)
     parser.add_argument("--model", choices=list(MODELS), default="llama-8b")
-    parser.add_argument("--tokens", type=int, action="append", help="repeatable; default 8192")
+    parser.add_argument("--tokens", type=gpu_common.positive, action="append", help="repeatable; default 8192")
     parser.add_argument("--weights", choices=["bf16", "fp8"], action="append", help="repeatable; default bf16")
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=gpu_common.positive, default=10)
     arguments = parser.parse_args()
     lengths, kinds = arguments.tokens or [8192], arguments.weights or ["bf16"]
     if arguments.dry:
         arguments.model, arguments.repeats, lengths, kinds = "tiny", 2, [256], ["bf16"]
     found = limits(gpu_common.device_of(arguments.dry, arguments.device), arguments.dry)
-    report = Report(arguments.out, "gpu_prefill", {"model": arguments.model, "limits": found})
+    report = gpu_common.open_report(arguments, "gpu_prefill", {"model": arguments.model, "limits": found})
     with gpu_common.model_folder(arguments.model) as folder:
         for weights in kinds:
             for tokens in lengths:

@@ -28,7 +28,6 @@ from typing import Any
 
 import gpu_common
 from gpu_common import BLOCK_SIZE, attempt, limits
-from report import Report
 
 from headrace import LLM, SamplingParams
 
@@ -231,11 +230,12 @@ def full(arguments: Any) -> dict[str, Any]:
 CASES = {"nano": nano, "full": full}
 
 
-def earlier(path: Path | None, names: list[str]) -> list[dict[str, Any]]:
-    """The cases of a file that is there, but those that are about to be run."""
+def earlier(path: Path | None, names: list[str], dry: bool) -> list[dict[str, Any]]:
+    """The cases of a file that is there, of a run as dry as this one, but those that are about to be run."""
     if path is None or not path.exists():
         return []
-    return [case for case in json.loads(path.read_text())["results"]["cases"] if case["case"] not in names]
+    results = json.loads(path.read_text())["results"]
+    return [case for case in results["cases"] if case["case"] not in names and results.get("dry", False) == dry]
 
 
 def main() -> None:
@@ -243,16 +243,16 @@ def main() -> None:
     parser.add_argument("--case", choices=list(CASES), action="append", help="repeatable; default both")
     parser.add_argument("--no-peer", dest="peer", action="store_false", help="without transformers")
     parser.add_argument("--peer-seconds", type=float, default=150.0, help="of transformers at the most")
-    parser.add_argument("--repeats", type=int, default=2, help="of nano; a full load is run once")
+    parser.add_argument("--repeats", type=gpu_common.positive, default=2, help="of nano; a full load is run once")
     parser.add_argument("--weights", choices=["bf16", "fp8"], default="fp8", help="of the full load")
     parser.add_argument("--kv-cache-dtype", default="fp8", help="of the full load")
-    parser.add_argument("--requests", type=int, default=2048, help="of the full load")
-    parser.add_argument("--max-num-seqs", type=int, default=1024, help="of the full load")
+    parser.add_argument("--requests", type=gpu_common.positive, default=2048, help="of the full load")
+    parser.add_argument("--max-num-seqs", type=gpu_common.positive, default=1024, help="of the full load")
     arguments = parser.parse_args()
     names = arguments.case or list(CASES)
     found = limits(gpu_common.device_of(arguments.dry, arguments.device), arguments.dry)
-    results = {"limits": found, "published": PUBLISHED, "cases": earlier(arguments.out, names)}
-    report = Report(arguments.out, "gpu_serving", results)
+    results = {"limits": found, "published": PUBLISHED, "cases": earlier(arguments.out, names, arguments.dry)}
+    report = gpu_common.open_report(arguments, "gpu_serving", results)
     for name in names:
         attempt(report, {"case": name}, lambda name=name: CASES[name](arguments))  # type: ignore[misc]
     gpu_common.finish(report)

@@ -22,7 +22,6 @@ import gpu_common
 import torch
 from gpu_common import attempt
 from gpu_shapes import MODELS, weight_elements
-from report import Report
 from safetensors.torch import save_file
 
 from headrace import LLM, SamplingParams
@@ -90,12 +89,12 @@ def main() -> None:
     parser = gpu_common.arguments(__doc__)
     parser.add_argument("--folder", type=Path, help="where the checkpoint is kept; else a temporary one")
     parser.add_argument("--model", choices=list(MODELS), default="llama-8b")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=gpu_common.positive, default=3)
     arguments = parser.parse_args()
     if arguments.dry:
         arguments.model, arguments.repeats = "tiny", 2
     config, device = MODELS[arguments.model], gpu_common.device_of(arguments.dry, arguments.device)
-    report = Report(arguments.out, "gpu_startup", {"model": arguments.model})
+    report = gpu_common.open_report(arguments, "gpu_startup", {"model": arguments.model})
     with tempfile.TemporaryDirectory(prefix="headrace-checkpoint-", dir=roomy_folder(config)) as temporary:
         folder = arguments.folder or Path(temporary)
         began_s = time.perf_counter()

@@ -151,7 +151,10 @@ def test_decoding_runs_dry_and_its_report_is_whole(
     for case in (one, four):
         assert len(case["samples_s"]) == 12
         assert 0 < case["share_of_limit"] < 1
-    assert "matrices" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "matrices" in output
+    assert output.splitlines()[-1] == load("gpu_table").DRY_RUN
+    assert report["results"]["dry"]
     table = load("gpu_table").table(tmp_path)
     assert table.count("not measured") == len(load("gpu_table").ROWS), "a dry run is no measurement"
 
@@ -275,6 +278,24 @@ def test_what_an_earlier_call_did_is_taken_over_and_the_rest_is_run(
     assert found["works"] == "done"
     assert json.loads((second / "gpu_works.json").read_text())["results"]["cases"] == [1]
     assert {name for name, status in found.items() if status.startswith("skipped")} == {"fails", "hangs", "long"}
+
+
+@pytest.mark.parametrize(
+    ("summary", "status"),
+    [
+        ("52 skipped in 0.61s", "skipped: every test was"),
+        ("52 skipped, 1 warning in 0.61s", "skipped: every test was"),
+        ("3 passed, 49 skipped in 0.61s", "done"),
+    ],
+)
+def test_tests_that_were_all_skipped_are_not_done(
+    load: Any, run_all: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, summary: str, status: str
+) -> None:
+    module = load("gpu_all")
+    command = (sys.executable, "-S", "-c", f"print('=== {summary} ===')")
+    monkeypatch.setattr(module, "JOBS", (module.Job("tests", "", command, 20, 0),))
+    assert run_all(tmp_path) == {"tests": status}
+    assert run_all(tmp_path / "dry", dry=True) == {}, "tests have no dry run"
 
 
 def test_a_checkout_that_is_not_installed_is_imported_through_links(load: Any, tmp_path: Path) -> None:
