@@ -177,6 +177,8 @@ def _list(problems: list[str]) -> str:
 
 
 def _show(value: Any) -> str:
+    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        value = " ".join(value)
     text = value if isinstance(value, str) and value else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -219,9 +221,19 @@ def _to_float(spec: OptionSpec, value: Any) -> float:
 
 
 def _to_str(spec: OptionSpec, value: Any) -> str:
-    if isinstance(value, str | os.PathLike):
-        return os.fsdecode(os.fspath(value))
-    raise ValueError(f"it must be text, not {type(value).__name__}")
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError(f"it must be text, not {type(value).__name__}")
+    text = os.fsdecode(os.fspath(value))
+    if spec.option.forms and not _has_form(text, spec.option.forms):
+        *others, last = spec.option.forms
+        meant = text.lower().replace("gpu", "cuda")
+        hint = f"; did you mean {meant!r}?" if _has_form(meant, spec.option.forms) else ""
+        raise ValueError(f"it must be {', '.join(others)} or {last}{hint}")
+    return text
+
+
+def _has_form(text: str, forms: tuple[str, ...]) -> bool:
+    return any(re.fullmatch(re.escape(form).replace("INDEX", "[0-9]+"), text) for form in forms)
 
 
 def _to_choice(spec: OptionSpec, value: Any) -> str:
@@ -245,7 +257,13 @@ def _to_numbers(spec: OptionSpec, value: Any) -> tuple[int, ...]:
     if not isinstance(items, list | tuple):
         raise ValueError("it must be a list of whole numbers, such as 1,2")
     parts = [part for item in items for part in (item.split(",") if isinstance(item, str) else [item])]
-    return tuple(_to_int(spec, part) for part in parts)
+    numbers = []
+    for part in parts:
+        try:
+            numbers.append(_to_int(spec, part))
+        except ValueError:
+            raise ValueError(f"{part!r} is not a whole number; write them like 1,2,4") from None
+    return tuple(numbers)
 
 
 def _to_dict(spec: OptionSpec, value: Any) -> dict[str, Any]:

@@ -21,6 +21,8 @@ class Option(msgspec.Struct, frozen=True):
     """What a number counts. Numbers of tokens and bytes may be written with a suffix, as in 8k or 4GiB."""
     minimum: float | None = None
     maximum: float | None = None
+    forms: tuple[str, ...] = ()
+    """What a text may be; INDEX in one stands for a whole number."""
     words: dict[str, Any] = {}
     """Values with a name of their own, such as {"auto": None}."""
     default_text: str = ""
@@ -56,7 +58,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = "auto"
     device: Annotated[
         str,
-        Option(MODEL, "What computes: auto (the first GPU where there is one, else the CPU), cpu, cuda or cuda:INDEX"),
+        Option(
+            MODEL,
+            "What computes: auto (the first GPU where there is one, else the CPU), cpu, cuda or cuda:INDEX",
+            forms=("auto", "cpu", "cuda", "cuda:INDEX"),
+        ),
     ] = "auto"
     enforce_eager: Annotated[
         bool, Option(MODEL, "On a GPU, start every decode step anew instead of replaying a CUDA graph of it")
@@ -67,6 +73,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             MODEL,
             "On a GPU, the numbers of requests that decode graphs are captured for; others are padded to the next",
             "requests",
+            minimum=1,
             default_text="1, 2, 4, then every 8 up to 256 and every 16 beyond",
         ),
     ] = ()
@@ -97,8 +104,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             MODEL,
             "Quantise float weights as they are loaded: on a CPU to blocks of 8 or 4 bits (embedding and head always "
             "to 8), on a GPU to groups of 8 or 4 bits, or to fp8 with a scale for each row (embedding and head stay "
-            "as they are); "
-            "gguf: insist on a GGUF file, which is computed as it is stored anyway",
+            "as they are); gguf: insist on a GGUF file, which is computed as it is stored anyway",
             default_text="as the checkpoint stores them",
         ),
     ] = None
@@ -190,12 +196,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = "auto"
     gpu_memory_utilization: Annotated[
         float,
-        Option(
-            CACHE,
-            "Share of the device's memory the engine may use (on a CPU: of what is free)",
-            minimum=0.01,
-            maximum=1.0,
-        ),
+        Option(CACHE, "Share of the device's memory to use (on a CPU: of what is free)", minimum=0.01, maximum=1.0),
     ] = 0.9
     cpu_offload_gb: Annotated[
         float,
@@ -209,10 +210,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = 0.0
     enable_sleep_mode: Annotated[
         bool,
-        Option(
-            CACHE,
-            "Allow the engine to be put to sleep, in which it gives its memory back; over HTTP too (/sleep, /wake_up)",
-        ),
+        Option(CACHE, "Allow LLM.sleep to give the engine's memory back; over HTTP (/sleep) with server_dev_mode"),
     ] = False
     kv_cache_memory_bytes: Annotated[
         int | None,

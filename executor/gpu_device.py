@@ -20,6 +20,12 @@ LEAST_CAPABILITY = (7, 5)
 """What the CUDA builds of torch 2.11 and later are compiled for at the least."""
 
 
+HOW_TO_HAVE_CUDA = (
+    "a GPU needs an NVIDIA driver and a torch built for CUDA (`pip install torch` from PyPI installs one on Linux, the "
+    "CPU index does not); --device cpu runs the model without"
+)
+
+
 @dataclass(frozen=True)
 class GpuFacts:
     """One GPU as it is before anything of ours is on it."""
@@ -89,7 +95,7 @@ def choose_device(asked: str, facts: Callable[[], CudaFacts] = cuda_facts) -> to
             logger.warning("the model runs on the CPU, though there is a GPU's driver: %s", reason)
         return torch.device("cpu") if reason else torch.device("cuda", 0)
     if reason:
-        raise OptionError(f"device={asked} cannot be used: {reason}")
+        raise OptionError(f"device={asked} cannot be used: {reason}", hint=HOW_TO_HAVE_CUDA)
     index = int(match[1] or 0)
     if index >= found.num_devices:
         known = (
@@ -122,7 +128,7 @@ def check_no_gpu_options(options: Options) -> None:
     if options.quantization == "fp8":
         raise OptionError(
             f"quantization=fp8 is computed on a GPU only, and the model runs on the CPU (device={options.device}); "
-            "int8 and int4 are computed on a CPU"
+            "int8 and int4 of float checkpoints are computed on a CPU"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +13,9 @@ from torch import Tensor
 from headrace.executor.device_state import Device, Mark
 from headrace.executor.gpu_steps import BEST, NUM_RESULTS, RAW_BEST, TOKEN
 from headrace.executor.logprobs import padded
-from headrace.executor.sampler import ALL_FORBIDDEN, Sampled, find_problems
-from headrace.ipc.failure import Failure
+from headrace.executor.sampler import ALL_FORBIDDEN, Sampled, find_problems, row_failure
 from headrace.ipc.messages import LogprobRows
-from headrace.ipc.step import PromptLogprobRun, RowFailure, StepPlan, StepResult
+from headrace.ipc.step import PromptLogprobRun, StepPlan, StepResult
 from headrace.kernels.reference_sampling import TokenLogprobs
 
 ReportLogprobs = Callable[[Tensor, Tensor, int], TokenLogprobs]
@@ -115,7 +113,7 @@ class StepInFlight:
             logprob_indices=reporting if reporting is not None and len(reporting) else None,
             logprobs=logprobs if reporting is not None and len(reporting) else None,
             prompt_logprobs=runs,
-            failures=tuple(_failure(row, why) for row, why in problems.items()),
+            failures=tuple(row_failure(row, why) for row, why in problems.items()),
             **self._times(),
         )
 
@@ -132,8 +130,3 @@ class StepInFlight:
 
     def _times(self) -> dict[str, Any]:
         return {"began_s": self.began_s, "ended_s": self.ended_s} if self.ended_s else {}
-
-
-def _failure(row: int, why: str) -> RowFailure:
-    failure = Failure(message=f"the request cannot go on: {why}", type="SamplingError", pid=os.getpid(), phase="step")
-    return RowFailure(row=row, failure=failure)

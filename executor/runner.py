@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,9 +11,8 @@ import torch
 from headrace.executor.batch import BatchState, Draws, Needs, StepArrays
 from headrace.executor.inputs import BegunBlocks, Chosen, StepLogits
 from headrace.executor.logprobs import logprob_rows
-from headrace.executor.sampler import Choose, Sampled, find_problems, sample
-from headrace.ipc.failure import Failure
-from headrace.ipc.step import PromptLogprobRun, RowFailure, StepPlan, StepResult
+from headrace.executor.sampler import Choose, Sampled, find_problems, row_failure, sample
+from headrace.ipc.step import PromptLogprobRun, StepPlan, StepResult
 
 PROMPT_LOGITS_BYTES = 1 << 27
 """Logits of prompt positions are made for about this many bytes at a time: a whole chunk's could dwarf the model."""
@@ -155,7 +153,7 @@ class ModelRunner:
             logprob_indices=logprob_indices,
             logprobs=sampled.logprobs,
             prompt_logprobs=prompt_logprobs,
-            failures=tuple(_failure(row, why) for row, why in problems.items()),
+            failures=tuple(row_failure(row, why) for row, why in problems.items()),
             began_s=self._began_s,
             ended_s=self._ended_s,
         )
@@ -163,8 +161,3 @@ class ModelRunner:
 
 def _by_row(rows: np.ndarray, problems: dict[int, str]) -> dict[int, str]:
     return {int(rows[index]): why for index, why in problems.items()}
-
-
-def _failure(row: int, why: str) -> RowFailure:
-    failure = Failure(message=f"the request cannot go on: {why}", type="SamplingError", pid=os.getpid(), phase="step")
-    return RowFailure(row=row, failure=failure)

@@ -7,6 +7,7 @@ A row's choice depends on its own logits, parameters, tokens and seed only, neve
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,7 +20,9 @@ from headrace.executor.inputs import Chosen
 from headrace.executor.logprobs import logprob_rows
 from headrace.executor.random_numbers import draw, gumbel_noise, row_keys, token_steps
 from headrace.executor.token_rules import additions
+from headrace.ipc.failure import Failure
 from headrace.ipc.messages import LogprobRows
+from headrace.ipc.step import RowFailure
 from headrace.kernels.reference_sampling import CPU_TILE_ELEMENTS, likeliest
 
 CANDIDATES = 256
@@ -28,6 +31,15 @@ MOST_CANDIDATES = 1024
 ALL_FORBIDDEN = (
     "allowed_token_ids, bad_words, logit_bias and the stop tokens that min_tokens forbids leave no token to choose"
 )
+
+
+def row_failure(row: int, why: str) -> RowFailure:
+    """Ends the request in `row`: the client's doing where its own options leave no token, else ours."""
+    kind = "InvalidRequestError" if why == ALL_FORBIDDEN else "SamplingError"
+    return RowFailure(
+        row=row,
+        failure=Failure(message=f"the request cannot go on: {why}", type=kind, pid=os.getpid(), phase="step"),
+    )
 
 
 @dataclass(frozen=True)

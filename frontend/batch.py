@@ -11,7 +11,7 @@ from headrace.frontend.outputs import RequestOutput
 from headrace.frontend.prompts import Prompt, check_request
 from headrace.frontend.request import RequestStream
 from headrace.frontend.sampling_params import RequestOutputKind, SamplingParams
-from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.failure import HeadraceError, InvalidRequestError, RequestFailedError
 
 MAX_IN_FLIGHT = 8192
 """Requests of one batch at the core at once: enough to keep any engine full, and short of its queue's bound."""
@@ -43,7 +43,7 @@ async def run_batch(
             on_done(stream)
         if not all_ended.done():
             if stream.error is not None:
-                all_ended.set_exception(stream.error)
+                all_ended.set_exception(_naming(streams.index(stream), len(requests), stream.error))
             elif num_left == 0:
                 all_ended.set_result(None)
 
@@ -62,6 +62,15 @@ async def run_batch(
         for stream in streams:
             stream.on_done = None
             client.abort_stream(stream)
+
+
+def _naming(index: int, count: int, error: HeadraceError) -> HeadraceError:
+    """The error of one request, with its prompt's place among several."""
+    if count == 1 or not isinstance(error, InvalidRequestError | RequestFailedError):
+        return error
+    named = type(error)(f"prompts[{index}]: {error}", failure=error.failure)
+    named.__cause__ = error
+    return named
 
 
 def params_for(given: Any, default: SamplingParams, count: int, kind: RequestOutputKind) -> list[SamplingParams]:

@@ -5,6 +5,7 @@ Whatever cannot be found out is None; nothing here raises for a system that is u
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -158,10 +159,19 @@ def _kernel_cache() -> dict[str, Any]:
 
 
 def _gpus() -> dict[str, Any]:
-    """As the driver's own tool tells it; empty without one."""
+    """As the driver's own tool tells it, or why there is none."""
     names = ("index", "name", "memory.total", "compute_cap", "driver_version")
     text = _output(["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"])
-    return gpus_of(text or "")
+    return gpus_of(text or "") or {"none": _why_no_gpu()}
+
+
+def _why_no_gpu() -> str:
+    """As far as can be told without torch."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "there is no NVIDIA driver (libcuda.so.1)"
+    return "there is an NVIDIA driver (libcuda.so.1), and nvidia-smi shows no GPU"
 
 
 def gpus_of(text: str) -> dict[str, Any]:

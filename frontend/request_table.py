@@ -228,7 +228,7 @@ def _news_every(params: SamplingParams, interval: int) -> int:
 
 def _error_of(finish: Finish) -> HeadraceError:
     failure = finish.failure or Failure(message="the engine gave no reason", process="engine-core")
-    if finish.reason is FinishReason.FAILED:
+    if finish.reason is FinishReason.FAILED and failure.type != InvalidRequestError.__name__:
         return RequestFailedError.from_failure(failure)
     if failure.retry_after_s > 0:
         return QueueFullError.from_failure(failure)

@@ -34,7 +34,7 @@ def verify_token_rules(params: SamplingParams) -> None:
 
 def _verify_allowed(token_ids: Any) -> None:
     if not isinstance(token_ids, list | tuple):
-        raise _bad("allowed_token_ids", token_ids, "must be a list of token ids")
+        raise _bad("allowed_token_ids", token_ids, "must be a list or tuple of token ids")
     if not token_ids:
         raise _bad("allowed_token_ids", token_ids, "allows no token at all; None allows every token")
     if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) <= _MOST_ID:
@@ -52,7 +52,8 @@ def _verify_bad_words(words: Any) -> None:
     for word in words:
         if not isinstance(word, str) or not word.strip():
             raise InvalidRequestError(
-                f"SamplingParams.bad_words contains {word!r:.100}: it must contain only strings that are not empty"
+                f"SamplingParams.bad_words contains {word!r:.100}: it must contain only strings that are not empty "
+                "and not blank"
             )
     if len(words) > MOST_BAD_WORDS or sum(map(len, words)) > MOST_BAD_CHARACTERS:
         raise InvalidRequestError(
@@ -69,7 +70,8 @@ def _verify_bias(logit_bias: Any) -> None:
             raise InvalidRequestError(f"SamplingParams.logit_bias has the key {token_id!r:.100}, which is no token id")
         if isinstance(bias, bool) or not isinstance(bias, numbers.Real) or not bias <= MOST_BIAS:
             raise InvalidRequestError(
-                f"SamplingParams.logit_bias[{token_id}] = {bias!r:.100}: must be a number of at most {MOST_BIAS:g}"
+                f"SamplingParams.logit_bias[{token_id}] = {bias!r:.100}: must be a finite number of at most "
+                f"{MOST_BIAS:.0f}, or -inf, which forbids the token"
             )
 
 

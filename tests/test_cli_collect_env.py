@@ -32,6 +32,8 @@ def test_the_report_is_complete_and_loads_nothing_heavy(private_cache: Path) -> 
     assert report["machine"]["memory bytes"] > report["machine"]["available memory bytes"] > 0
     assert report["kernel cache"]["libraries"] == ["cpu-abc.so (4 bytes)"]
     assert report["environment"]["HEADRACE_CACHE"] == str(private_cache)
+    assert all(key.isdigit() or (key == "none" and "NVIDIA driver" in text) for key, text in report["GPU"].items())
+    assert report["GPU"], "the GPUs, or why there are none"
     assert set(report) == {"versions", "machine", "cgroup", "compiler", "kernel cache", "GPU", "environment"}
 
 

@@ -297,7 +297,7 @@ def test_ctrl_c_aborts_what_runs_and_raises(llm: LLM, core: MemoryCore, call: st
 def test_one_request_that_fails_ends_its_call_and_nothing_else() -> None:
     faults = Faults(failing_prompts=(9,))
     with memory_core(faults=faults, max_model_len=1_000_000) as core, LLM.attach(core.transport) as llm:
-        with pytest.raises(RequestFailedError, match="the model gave NaN") as caught:
+        with pytest.raises(RequestFailedError, match=r"^prompts\[1\]: the model gave NaN") as caught:
             llm.generate([[5], [9], [6]], SamplingParams(max_tokens=None), use_tqdm=False)
         assert caught.value.failure is not None
         assert caught.value.failure.phase == "step"

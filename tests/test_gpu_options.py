@@ -59,6 +59,7 @@ def test_a_device_that_cannot_be_used_is_refused_in_a_sentence(asked: str, found
     with pytest.raises(OptionError) as error:
         choose_device(asked, lambda: found)
     assert expected in str(error.value)
+    assert ("pip install torch" in error.value.hint) == ("cannot be used" in str(error.value))
 
 
 def test_an_old_gpu_and_its_missing_bf16_are_named_with_numbers() -> None:

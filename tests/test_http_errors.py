@@ -90,7 +90,7 @@ def check_error(response: httpx.Response, status: int, param: str | None, said: 
         ({"prompt": [5], "logit_bias": {"5": "much"}}, "logit_bias[...]", "expected float"),
         ({"prompt": [5], "allowed_token_ids": []}, "allowed_token_ids", "no token at all"),
         ({"prompt": [5], "allowed_token_ids": [5, 400]}, "allowed_token_ids", "0 to 399"),
-        ({"prompt": [5], "bad_words": ["x", " "]}, "bad_words", "not empty"),
+        ({"prompt": [5], "bad_words": ["x", "\n"]}, "bad_words", "not empty and not blank"),
         ({"prompt": [5], "response_format": {"type": "json_object"}}, "response_format", "structured outputs"),
         ({"prompt": [5], "tempratur": 1}, "tempratur", "did you mean temperature"),
         ({"prompt": [5], "stream_options": {"include_usage": True}}, "stream_options", "stream: true"),

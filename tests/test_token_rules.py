@@ -14,9 +14,10 @@ import tiny_models
 from fake_core import memory_core
 from fake_tokenizers import bundle_of, byte_level_tokenizer, sentencepiece_tokenizer
 
-from headrace import LLM, InvalidRequestError, RequestFailedError, SamplingParams
+from headrace import LLM, InvalidRequestError, SamplingParams
 from headrace.executor.token_rules import rules_of
 from headrace.frontend.http.decoding import decode_request
+from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.requests import ChatCompletionRequest, CompletionRequest
 from headrace.frontend.http.sampling import sampling_params
@@ -35,9 +36,9 @@ VOCAB_SIZE = 400
         ("logit_bias", {"5": 1.0}, "logit_bias has the key '5', which is no token id"),
         ("logit_bias", {-1: 1.0}, "logit_bias has the key -1, which is no token id"),
         ("logit_bias", {True: 1.0}, "logit_bias has the key True, which is no token id"),
-        ("logit_bias", {5: "much"}, "logit_bias[5] = 'much': must be a number of at most 1e+06"),
-        ("logit_bias", {5: math.nan}, "logit_bias[5] = nan: must be a number of at most 1e+06"),
-        ("logit_bias", {5: math.inf}, "logit_bias[5] = inf: must be a number of at most 1e+06"),
+        ("logit_bias", {5: "much"}, "logit_bias[5] = 'much': must be a finite number of at most 1000000, or -inf"),
+        ("logit_bias", {5: math.nan}, "logit_bias[5] = nan: must be a finite number of at most 1000000, or -inf"),
+        ("logit_bias", {5: math.inf}, "logit_bias[5] = inf: must be a finite number of at most 1000000, or -inf"),
         ("allowed_token_ids", [], "allowed_token_ids = []: allows no token at all; None allows every token"),
         ("allowed_token_ids", [3, 1.5], "allowed_token_ids contains 1.5, which is no token id"),
         ("bad_words", ["a", 5], "bad_words contains 5: it must contain only strings that are not empty"),
@@ -234,6 +235,14 @@ def test_a_request_that_forbids_everything_fails_alone(llm: LLM) -> None:
         SamplingParams(max_tokens=2, allowed_token_ids=[5, 6], logit_bias={5: -math.inf, 6: -math.inf}),
         SamplingParams(max_tokens=2),
     ]
-    with pytest.raises(RequestFailedError, match="leave no token to choose"):
+    with pytest.raises(InvalidRequestError, match=r"^prompts\[0\]: the request .* leave no token to choose"):
         llm.generate(PROMPTS[:2], params, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match=r"^prompts\[1\]: "):
+        llm.generate(PROMPTS[:2], params[::-1], use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match=r"^the request cannot go on"):
+        llm.generate(PROMPTS[0], params[0], use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="leave no token to choose") as caught:
+        list(llm.stream(PROMPTS[0], params[0]))
+    assert ApiError.of(caught.value).body.type == "invalid_request_error"
+    assert ApiError.of(caught.value).status == 400
     assert len(tokens(llm, max_tokens=1)) == 3, "the engine goes on"
