@@ -111,7 +111,8 @@ class LLM(Controls, NamesWhatIsMissing):
         A prompt is a text, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": [...]}`, either with a
         `cache_salt`; `prompts` is one or a list of them. Without `sampling_params` the model's own defaults count.
 
-        Raises InvalidRequestError before anything runs; RequestFailedError, QueueFullError.
+        Raises InvalidRequestError, before anything runs unless its options turn out to leave no token to choose;
+        RequestFailedError, QueueFullError.
         """
         self._check_usable()
         refuse_adapter(lora_request)
