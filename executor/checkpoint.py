@@ -99,7 +99,7 @@ def open_checkpoint(options: Options) -> Checkpoint:
 
     Raises ModelError when it is missing, foreign or truncated, and OptionError when `load_format` does not fit it.
     """
-    if options.model:
+    if not _names_demo_model(options):
         choice = HubChoice(options.revision, options.download_dir, options.load_format)
         name, path = options.model, locate(options.model, choice)
     else:
@@ -119,11 +119,16 @@ def open_checkpoint(options: Options) -> Checkpoint:
     return _open_gguf(name, path, wanted, options) if found == "gguf" else _open_folder(name, path, wanted, options)
 
 
+def _names_demo_model(options: Options) -> bool:
+    """By none, or by the name that it is served under."""
+    return not options.model or (options.model == demo_model.NAME and not Path(options.model).exists())
+
+
 def config_at_hand(options: Options) -> dict[str, Any] | None:
     """The config of the model that the options name, `hf_overrides` applied, without opening its weights or bringing
     torch. None where it is not here yet, or cannot be read: `open_checkpoint` fetches it, and says what is wrong.
     """
-    path = Path(options.model).expanduser() if options.model else demo_model.demo_model_path()
+    path = demo_model.demo_model_path() if _names_demo_model(options) else Path(options.model).expanduser()
     found: str | None = None
     if path.is_dir():
         path, found = _folder_format(path, options.load_format)

@@ -133,6 +133,8 @@ class Results:
         """Of the requests that have a result already."""
         self.done_lines: set[int] = set()
         """Numbers of the lines without a custom_id that have one."""
+        self.num_errors = 0
+        """Of those results, how many are errors."""
         try:
             if not resume and path.exists() and path.stat().st_size:
                 raise OptionError(f"{path} has results already: go on with --resume, or name another file")
@@ -169,6 +171,7 @@ class Results:
                     raise OptionError(
                         f"{path}, line {number}, is no batch result ({error}): name another output file"
                     ) from None
+                self.num_errors += result.error is not None
                 if result.custom_id is not None:
                     self.done_ids.add(result.custom_id)
                 elif result.error is not None:

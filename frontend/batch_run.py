@@ -89,7 +89,7 @@ class BatchRun:
                 await client.close()  # the pool forgets one whose engine has died
             await pool.close(STOP_DEADLINE_S)
         self._say_summary()
-        return 1 if self._num_failed else 0
+        return 1 if self._num_failed or self._results.num_errors else 0
 
     async def _run_lines(self, pool: EnginePool, bound: int) -> None:
         slots = asyncio.Semaphore(bound)
@@ -205,6 +205,8 @@ class BatchRun:
 
     def _say_summary(self) -> None:
         skipped = f", {self._num_skipped} had a result already" if self._num_skipped else ""
+        if self._num_skipped and self._results.num_errors:
+            skipped += f" ({self._results.num_errors} of them an error; without its line in the output one runs again)"
         print(
             f"run-batch: {self._num_answered} answered, {self._num_failed} failed{skipped}; "
             f"{self._num_tokens} output tokens",

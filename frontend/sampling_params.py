@@ -22,6 +22,9 @@ T = TypeVar("T")
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would only overflow."""
 
+MOST_FLOAT32 = 3.4e38
+"""What an engine computes with has no larger numbers than this."""
+
 NOT_SUPPORTED = frozenset(
     {
         *("beam_width", "best_of", "early_stopping", "extra_args", "flat_logprobs", "guided_decoding"),
@@ -202,14 +205,14 @@ class SamplingParams:
         return Sampling(
             max_tokens=max_tokens if self.max_tokens is None else min(int(self.max_tokens), max_tokens),
             min_tokens=min(int(self.min_tokens), max_tokens),
-            temperature=0.0 if self.temperature < GREEDY_BELOW else float(self.temperature),
+            temperature=0.0 if self.temperature < GREEDY_BELOW else min(float(self.temperature), MOST_FLOAT32),
             top_p=float(self.top_p),
             top_k=max(int(self.top_k), 0),
             min_p=float(self.min_p),
             seed=seed,
             presence_penalty=float(self.presence_penalty),
             frequency_penalty=float(self.frequency_penalty),
-            repetition_penalty=float(self.repetition_penalty),
+            repetition_penalty=min(float(self.repetition_penalty), MOST_FLOAT32),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
             logprobs=None if self.logprobs is None else int(self.logprobs),

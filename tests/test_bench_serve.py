@@ -64,7 +64,7 @@ def test_chat_is_spoken_too_and_a_role_is_no_token(capsys: pytest.CaptureFixture
     lines = tmp_path / "prompts.jsonl"
     lines.write_text('{"prompt": "Hello", "output_tokens": 3}\n')
     with fake.FakeServer(fake.stream) as server:
-        arguments = ("--base-url", server.url, "--backend", "openai-chat", "--dataset-name", "custom")
+        arguments = ("--base-url", f"{server.url}/v1", "--backend", "openai-chat", "--dataset-name", "custom")
         status, record, _ = bench(
             capsys, tmp_path, *arguments, "--dataset-path", str(lines), "--num-prompts", "2", "--save-detailed"
         )

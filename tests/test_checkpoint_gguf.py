@@ -16,7 +16,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 from tiny_gguf import finish, save_gguf, save_tensors
 
 from headrace.core.options import Options
-from headrace.executor.checkpoint import open_checkpoint
+from headrace.executor.checkpoint import config_at_hand, open_checkpoint
 from headrace.executor.families import spec_from_config
 from headrace.executor.gguf_file import GGUFFile
 from headrace.ipc.failure import ModelError
@@ -244,3 +244,16 @@ def test_the_demo_models_tensors_equal_transformers_own_dequantised_ones(demo_mo
     assert len(shared) >= 11
     for key in shared:
         assert checkpoint.config[key] == theirs["config"][key], key
+
+
+@pytest.mark.demo_model
+def test_the_demo_model_is_found_by_the_name_that_it_is_served_under(
+    demo_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_name, by_none = (open_checkpoint(Options(model=name)) for name in (demo_model_path.name.split(".")[0], ""))
+    assert by_name.name == by_none.name == "SmolLM2-135M-Instruct"
+    assert config_at_hand(Options(model=by_name.name)) == config_at_hand(Options()) != {}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / by_name.name).mkdir()
+    with pytest.raises(ModelError, match=r"config\.json"):  # a folder of that name comes first
+        open_checkpoint(Options(model=by_name.name))

@@ -163,11 +163,15 @@ def test_resume_runs_what_has_no_result_yet(core: ZmqCore, tmp_path: Path, capsy
     out.write_bytes(first + b'{"id": "batch_req_half of a li')
     write(source, lines[0], b"nonsense", *lines[1:])
     before = num_asked(core)
-    assert run_batch(core, source, out, "--resume") == 0
+    assert run_batch(core, source, out, "--resume") == 1, "the error of the run before is still in the output"
     assert out.read_bytes().startswith(first)
     assert num_asked(core) == before + 2
     assert sorted(row["custom_id"] or "" for row in results(out)) == ["", "r0", "r1", "r2", "r3"]
-    assert "2 answered, 0 failed, 3 had a result already" in capsys.readouterr().err
+    assert "2 answered, 0 failed, 3 had a result already (1 of them an error;" in capsys.readouterr().err
+    answered = [row for row in out.read_bytes().splitlines(keepends=True) if json.loads(row)["error"] is None]
+    out.write_bytes(b"".join(answered))
+    write(source, *lines)
+    assert run_batch(core, source, out, "--resume") == 0
 
 
 @pytest.mark.parametrize("bound", [1, 3])

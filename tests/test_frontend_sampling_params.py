@@ -117,6 +117,11 @@ def test_the_wire_form_is_resolved() -> None:
     assert SamplingParams(max_tokens=10).to_wire(max_tokens=90).max_tokens == 10
 
 
+def test_numbers_beyond_what_an_engine_computes_with_are_its_largest() -> None:
+    wire = SamplingParams(temperature=1e300, repetition_penalty=1e300).to_wire(max_tokens=5)
+    assert (wire.temperature, wire.repetition_penalty) == (3.4e38, 3.4e38)
+
+
 def test_children_have_consecutive_seeds_that_stay_in_64_bits() -> None:
     params = SamplingParams(n=3, seed=2**63 - 2)
     assert [params.to_wire(8, child).seed for child in range(3)] == [2**63 - 2, 2**63 - 1, -(2**63)]

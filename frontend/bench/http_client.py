@@ -52,9 +52,9 @@ class Target:
             raise OptionError(f"--base-url={base_url}: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise OptionError(f"--base-url={base_url}: it must be like http://127.0.0.1:8000")
-        self.url = base_url.rstrip("/")
+        self.url = base_url.rstrip("/").removesuffix("/v1")  # as OpenAI's clients are given it
         self.host, self.port = parts.hostname, port or (443 if parts.scheme == "https" else 80)
-        self._path = parts.path.rstrip("/")
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
         self.tls: ssl.SSLContext | None = None
         if parts.scheme == "https":
             self.tls = ssl.create_default_context()
