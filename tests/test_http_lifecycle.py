@@ -26,6 +26,11 @@ from http_server import (
     wait_until,
 )
 
+from headrace.frontend.http.kept_engine import Kept
+from headrace.frontend.http.metrics import Pages
+from headrace.frontend.http.options import ServeOptions
+from headrace.frontend.http.server import HttpServer, listen
+
 COMPLETIONS = "/v1/completions"
 ENDLESS = {"prompt": [5, 6], "max_tokens": 30_000, "ignore_eos": True}
 REQUEST_HEAD = (
@@ -86,6 +91,15 @@ def test_a_server_that_loads_says_so_and_is_not_ready(processes):
         assert server.wait_exit() == 0
     finally:
         server.close()
+
+
+def test_a_server_told_to_stop_before_it_runs_ends_at_once() -> None:
+    """As an HTTP process is whose parent is stopped while it still starts."""
+    options = ServeOptions(port=0)
+    with listen(options) as sock:
+        server = HttpServer(options, sock, Pages(1))
+        server.stop_threadsafe(30.0)
+        assert asyncio.run(asyncio.wait_for(server.run([Kept()]), 10.0)) == 0
 
 
 def listening_ports(server: Server) -> list[int]:

@@ -10,6 +10,7 @@ import os
 import resource
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -134,6 +135,7 @@ class HttpServer:
         self._stop_at_s: float | None = None
         self._stop_asked: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._beginning = threading.Lock()  # what asks to stop, and whether there is a loop to tell
         self.on_ready: Callable[[], None] | None = None
         self.on_engine_end: Callable[[Failure], None] | None = None
         """Told of each engine that ends after the start."""
@@ -146,15 +148,20 @@ class HttpServer:
             self._stop_asked.set()
 
     def stop_threadsafe(self, deadline_s: float) -> None:
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self.stop, deadline_s)
+        """`stop` from another thread. Before `run` has begun too, which then ends at once."""
+        with self._beginning:
+            if self._loop is None:
+                self.stop(deadline_s)
+                return
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.stop, deadline_s)
 
     async def run(self, sources: Sequence[Source]) -> int:
         """Serves until the end; the exit status. Raises HeadraceError when an engine does not start."""
-        self._loop, self._stop_asked = asyncio.get_running_loop(), asyncio.Event()
-        if self._stop_at_s is not None:
-            self._stop_asked.set()
+        with self._beginning:
+            self._loop, self._stop_asked = asyncio.get_running_loop(), asyncio.Event()
+            if self._stop_at_s is not None:
+                self._stop_asked.set()
         pool = EnginePool(sources)
         pool.on_death = self.on_engine_end
         state = ServerState(self._options, pool, self._pages, keys=self._keys, template=self._template)
