@@ -282,7 +282,7 @@ def test_ctrl_c_ends_it_and_leaves_whole_lines(runtime_directory: Path, tmp_path
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 130
+    assert process.returncode == 130, errors
     assert "Traceback" not in errors
     if while_it == "runs":
         assert [row["custom_id"] for row in results(out)] == ["quick"]
