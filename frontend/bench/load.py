@@ -12,11 +12,10 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 
-from headrace.frontend.bench.http_client import ExchangeError, Pool, Target
+from headrace.frontend.bench.http_client import ExchangeError, Pool
 from headrace.frontend.bench.stream import CompletionStream, event_decoder
 
 Tick = Callable[["Load"], None]
@@ -196,12 +195,6 @@ class ProgressBar:
             self.tick(load)
         with contextlib.suppress(Exception):
             self._bar.close()
-
-
-def encode_requests(target: Target, path: str, bodies: Sequence[dict[str, Any]]) -> list[bytes]:
-    """The requests as bytes, before the clock runs."""
-    encoder = msgspec.json.Encoder()
-    return [target.post(path, encoder.encode(body)) for body in bodies]
 
 
 async def _until(at_s: float) -> None:

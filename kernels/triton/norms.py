@@ -8,9 +8,6 @@ from torch import Tensor
 from headrace.kernels.triton.configs import power_of_two
 from headrace.kernels.triton.norms_kernels import norm_kernel
 
-MOST_COLUMNS = 65536
-"""A row is held in registers; nothing larger is normalised."""
-
 
 def rms_norm(
     x: Tensor,
