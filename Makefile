@@ -40,7 +40,7 @@ bench-check: install
 	$(BIN)/python benchmarks/check.py $(if $(BASE),--base $(BASE))
 
 docs: install
-	$(BIN)/python -m headrace.core.options_doc
+	$(BIN)/python -m headrace.core.options.document
 
 install: $(INSTALLED)
 
@@ -55,7 +55,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 demo-model: install
-	@$(BIN)/python -m headrace.executor.demo_model > /dev/null
+	@$(BIN)/python -m headrace.executor.checkpoints.demo_model > /dev/null
 
 # mypy does not see that headrace.core is the folder core; this tree of links tells it.
 $(TYPES): Makefile $(INSTALLED)

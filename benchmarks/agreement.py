@@ -53,7 +53,7 @@ def sitting(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     """Every round's figures by client."""
     samples: dict[str, list[dict[str, float]]] = {"headrace": [], "vllm": []}
     model = str(arguments.model)
-    ours = [sys.executable, "-m", "headrace.frontend.cli"]
+    ours = [sys.executable, "-m", "headrace"]
     load = ["--model", "m", "--tokenizer", model, "--dataset-name", "random", "--num-warmups", "8", "--ignore-eos"]
     load += ["--random-input-len", str(arguments.input_len), "--random-output-len", str(arguments.output_len)]
     load += ["--num-prompts", str(arguments.num_prompts), "--max-concurrency", str(arguments.max_concurrency)]

@@ -25,7 +25,7 @@ def scheduler_step(repeats: int) -> None:
     """Turns of the core's loop with 32 running requests, over an executor that computes nothing."""
     from engine_parts import VOCAB_SIZE, SteppedCore
 
-    from headrace.executor.null import NullModel
+    from headrace.executor.testing.null import NullModel
 
     core = SteppedCore(
         NullModel(vocab_size=VOCAB_SIZE),
@@ -70,7 +70,7 @@ def detokeniser(repeats: int) -> None:
     """One token after another into text."""
     from fake_tokenizers import bundle_of, byte_level_tokenizer
 
-    from headrace.frontend.tokenizer import Tokenizer
+    from headrace.frontend.text.tokenizer import Tokenizer
 
     text = Tokenizer(bundle_of(byte_level_tokenizer())).detokenizer()
     numbers = random.Random(0)
@@ -145,7 +145,7 @@ def _op_runs() -> dict[str, Callable[[], object]]:
     import torch
 
     from headrace.kernels.cpu.ops import shared_ops
-    from headrace.kernels.reference_attention import AttentionParams, PagedBatch
+    from headrace.kernels.reference.attention import AttentionParams, PagedBatch
 
     ops, rows = shared_ops(), 8
     blocks = -(-CONTEXT // BLOCK_SIZE)

@@ -23,7 +23,7 @@ from report import write_report
 from workload import CASES, generator, run_cases
 
 from headrace import LLM, SamplingParams
-from headrace.executor.demo_model import fetch_demo_model
+from headrace.executor.checkpoints.demo_model import fetch_demo_model
 from headrace.frontend.bench.startup import empty_cache
 
 KINDS: dict[str, dict[str, Any]] = {"bf16": {"dtype": "bfloat16"}, "gguf": {}}

@@ -28,17 +28,17 @@ from gpu_table import DRY_RUN
 from report import Report
 from torch import Tensor
 
-from headrace.core.memory import fit_cache
-from headrace.core.options import Options
-from headrace.core.resolve import resolve
-from headrace.executor.device_state import Device, HostDevice
-from headrace.executor.gpu import GpuExecutor
-from headrace.executor.gpu_collectives import GpuCollectives
-from headrace.executor.gpu_cuda import CudaCapturer, CudaDevice
-from headrace.executor.gpu_device import GpuFacts, choose_device, gpu_facts
-from headrace.executor.host import host_memory
-from headrace.executor.meeting import Meeting
-from headrace.executor.uniproc import make_executor
+from headrace.core.options.engine_options import Options
+from headrace.core.options.memory import fit_cache
+from headrace.core.options.resolve import resolve
+from headrace.executor.cpu.host import host_memory
+from headrace.executor.gpu.collectives import GpuCollectives
+from headrace.executor.gpu.cuda import CudaCapturer, CudaDevice
+from headrace.executor.gpu.device import GpuFacts, choose_device, gpu_facts
+from headrace.executor.gpu.device_state import Device, HostDevice
+from headrace.executor.gpu.executor import GpuExecutor
+from headrace.executor.parallel.rendezvous import Meeting
+from headrace.executor.placement.uniproc import make_executor
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow, StepPlan, StepResult

@@ -31,9 +31,9 @@ from gpu_ledger import Step, limit, lines, step_flop
 from gpu_shapes import MODELS
 from report import Report
 
-from headrace.executor.device_state import Mark
-from headrace.executor.gpu_sampler import Choice
-from headrace.executor.graphs import DecodeGraphs
+from headrace.executor.gpu.device_state import Mark
+from headrace.executor.gpu.graphs import DecodeGraphs
+from headrace.executor.gpu.sampler import Choice
 
 BATCHES = (1, 32, 64, 256)
 WARM_UP = 8

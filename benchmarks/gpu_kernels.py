@@ -73,7 +73,7 @@ class Machine:
         """Seconds of one call."""
         if self.dry:
             return times_s(self.device, kernel.make(), 1, warm_up=0)
-        from headrace.executor.gpu_cuda import CudaCapturer
+        from headrace.executor.gpu.cuda import CudaCapturer
 
         count = max(2, min(MOST_SETS, -(-CACHE_BYTES // int(kernel.num_bytes))))
         calls = [kernel.make() for _ in range(count)]
@@ -101,7 +101,7 @@ class Machine:
 
 
 def linears(machine: Machine, config: dict[str, Any], tokens: int) -> Iterator[Kernel]:
-    from headrace.executor.gpu_quantise import to_fp8
+    from headrace.executor.gpu.quantise import to_fp8
 
     hidden, inner, size = config["hidden_size"], config["intermediate_size"], head_dim_of(config)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -134,7 +134,7 @@ def linears(machine: Machine, config: dict[str, Any], tokens: int) -> Iterator[K
 
 
 def row_kernels(machine: Machine, config: dict[str, Any], tokens: int) -> Iterator[Kernel]:
-    from headrace.kernels.reference_rotary_cache import LayerCache, Rotation
+    from headrace.kernels.reference.rotary_cache import LayerCache, Rotation
 
     hidden, inner, size = config["hidden_size"], config["intermediate_size"], head_dim_of(config)
     heads, kv_heads, shape = config["num_attention_heads"], config["num_key_value_heads"], f"{tokens} tokens"
@@ -162,7 +162,7 @@ def row_kernels(machine: Machine, config: dict[str, Any], tokens: int) -> Iterat
 
 
 def choices(machine: Machine, config: dict[str, Any], rows: int) -> Iterator[Kernel]:
-    from headrace.kernels.reference_sampling import DeviceDraws
+    from headrace.kernels.reference.sampling import DeviceDraws
 
     def make(may_draw: bool, may_truncate: bool) -> Callable[[], Any]:
         logits = machine.random(rows, config["vocab_size"], dtype=FP32) * 3
@@ -192,7 +192,7 @@ def paged(
 
     heads: key/value heads and values of each.
     """
-    from headrace.kernels.reference_attention import PagedBatch
+    from headrace.kernels.reference.attention import PagedBatch
 
     blocks, device = -(-context // BLOCK_SIZE), machine.device
     tables = (1 + torch.randperm(rows * blocks, device=device)).view(rows, blocks).int()
@@ -213,7 +213,7 @@ def paged(
 def attention(
     machine: Machine, config: dict[str, Any], rows: int, query_len: int, context: int, stored: torch.dtype = BF16
 ) -> Kernel:
-    from headrace.kernels.reference_attention import AttentionParams, CacheScales
+    from headrace.kernels.reference.attention import AttentionParams, CacheScales
 
     heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], head_dim_of(config)
 

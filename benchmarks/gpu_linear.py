@@ -89,7 +89,7 @@ class Bench:
 
     def packed(self, matrix: Matrix, kind: str) -> list[Any]:
         """The matrix as the engine packs it, as many times as no cache holds."""
-        from headrace.executor.gpu_quantise import to_fp8, to_int4, to_int8
+        from headrace.executor.gpu.quantise import to_fp8, to_int4, to_int8
         from headrace.kernels.triton import linear
 
         made: list[Any] = []
@@ -110,7 +110,7 @@ class Bench:
         """Seconds of one call."""
         if self.dry:
             return times_s(self.device, calls[0], 1, warm_up=0)
-        from headrace.executor.gpu_cuda import CudaCapturer
+        from headrace.executor.gpu.cuda import CudaCapturer
 
         times = max(1, 16 // len(calls))
 

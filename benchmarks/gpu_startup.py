@@ -25,9 +25,9 @@ from gpu_shapes import MODELS, weight_elements
 from safetensors.torch import save_file
 
 from headrace import LLM, SamplingParams
-from headrace.executor.dummy_shapes import weight_shapes
-from headrace.executor.families import spec_from_config
-from headrace.executor.weights import DummyWeights
+from headrace.executor.checkpoints.weights import DummyWeights
+from headrace.executor.models.dummy_shapes import weight_shapes
+from headrace.executor.models.families import spec_from_config
 
 NUM_FILES = 8
 READ_BYTES = 16 << 20

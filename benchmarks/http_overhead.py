@@ -44,7 +44,7 @@ def make_model(folder: Path) -> None:
     import torch
     import transformers
 
-    from headrace.executor.demo_model import fetch_demo_model
+    from headrace.executor.checkpoints.demo_model import fetch_demo_model
 
     gguf = fetch_demo_model()
     torch.manual_seed(0)
@@ -114,7 +114,7 @@ def servers(arguments: argparse.Namespace, model: Path, work: Path, stack: ExitS
     """Their names and addresses, once all answer. vLLM runs at its best here: both cores, Intel's OpenMP."""
     common = [str(model), "--host", "127.0.0.1", "--max-model-len", str(MAX_MODEL_LEN)]
     starting: dict[str, tuple[list[str], dict[str, str]]] = {
-        "headrace": ([sys.executable, "-m", "headrace.frontend.cli", "serve", *common], {})
+        "headrace": ([sys.executable, "-m", "headrace", "serve", *common], {})
     }
     if arguments.peers is not None and arguments.peer_url is None:
         preload = next(iter(sorted(arguments.peers.glob("vllm/**/libiomp5.so"))), None)

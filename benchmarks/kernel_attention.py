@@ -19,13 +19,13 @@ import torch
 from report import write_report
 from torch import Tensor
 
-from headrace.executor.kv_cache import SCALED
+from headrace.executor.models.kv_cache import SCALED
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.limits import limits
 from headrace.kernels.cpu.linear import Runtime
 from headrace.kernels.cpu.ops import CacheScales, CpuOps, best_layout
 from headrace.kernels.cpu.threads import Pool
-from headrace.kernels.reference_attention import AttentionParams, PagedBatch
+from headrace.kernels.reference.attention import AttentionParams, PagedBatch
 
 BLOCK_SIZE = 16
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64

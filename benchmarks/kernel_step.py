@@ -76,7 +76,7 @@ def demo_program(runtime: Runtime, max_tokens: int, num_blocks: int) -> Program:
         if is_last:
             builder.gather(hidden, wanted)
         builder.attend(qkv, attended, attention, only_logits=is_last)
-        if is_last:  # what follows is for the rows that logits are wanted of, as `executor/cpu_program.py` has it
+        if is_last:  # what follows is for the rows that logits are wanted of, as `executor/cpu/program.py` has it
             attended, all_attended = builder.buffer(HEADS * HEAD_DIM, inner, "logits", own=True), attended
             builder.gather(all_attended, attended)
             hidden, normed, activated = wanted, normed.of_logits(MAX_LOGITS), activated.of_logits(MAX_LOGITS)

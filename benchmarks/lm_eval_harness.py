@@ -109,7 +109,16 @@ def main() -> None:
     parser.add_argument("--lm-eval", required=True, help="the program")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "lm_eval.json")
     args = parser.parse_args()
-    command = [sys.executable, "-m", "headrace.frontend.cli", "serve", "--served-model-name", "demo", "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "headrace.frontend.cli.main",
+        "serve",
+        "--served-model-name",
+        "demo",
+        "--port",
+        "0",
+    ]
     command += [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     command.append("--enable-tokenizer-info-endpoint")
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

@@ -33,8 +33,8 @@ from null_rank import NullRank
 from plan_maker import PlanMaker
 from report import write_report
 
-from headrace.executor.base import Executor
-from headrace.executor.multiproc import MultiprocExecutor
+from headrace.executor.placement.base import Executor
+from headrace.executor.placement.multiproc import MultiprocExecutor
 from headrace.ipc.ring import RingLayout, RingReader, RingWriter, lay_out_ring
 from headrace.ipc.wait import Deadline
 
@@ -162,7 +162,7 @@ def worker_memory() -> dict[str, Any]:
     """Of each of two workers with a model so small that what they hold is themselves."""
     import tiny_models
 
-    from headrace.core.options import Options
+    from headrace.core.options.engine_options import Options
 
     with tempfile.TemporaryDirectory() as folder:
         tiny_models.save("llama", Path(folder))

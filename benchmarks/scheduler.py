@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from engine_parts import VOCAB_SIZE, SteppedCore
 from report import write_report
 
-from headrace.executor.null import NullExecutor, NullModel
+from headrace.executor.testing.null import NullExecutor, NullModel
 
 RUNNING = (1, 32, 256, 1024)
 STEPS = 400

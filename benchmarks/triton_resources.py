@@ -20,10 +20,10 @@ from report import write_report
 from torch import Tensor
 from triton_compile import compile_launch, record
 
-from headrace.kernels.reference_attention import AttentionParams, CacheScales, PagedBatch
-from headrace.kernels.reference_decode import RowsState
-from headrace.kernels.reference_rotary_cache import LayerCache, Rotation
-from headrace.kernels.reference_sampling import DeviceDraws, LogitChanges, Penalties
+from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
+from headrace.kernels.reference.decode import RowsState
+from headrace.kernels.reference.rotary_cache import LayerCache, Rotation
+from headrace.kernels.reference.sampling import DeviceDraws, LogitChanges, Penalties
 from headrace.kernels.triton import (
     activation,
     attention,

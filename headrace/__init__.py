@@ -12,12 +12,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.frontend.async_llm import AsyncLLM
-    from headrace.frontend.llm import LLM, connect
-    from headrace.frontend.llm_engine import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine
-    from headrace.frontend.outputs import CompletionOutput, Logprob, RequestOutput
-    from headrace.frontend.prompts import TextPrompt, TokensPrompt
-    from headrace.frontend.sampling_params import RequestOutputKind, SamplingParams
+    from headrace.frontend.api.async_llm import AsyncLLM
+    from headrace.frontend.api.llm import LLM, connect
+    from headrace.frontend.api.llm_engine import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine
+    from headrace.frontend.api.outputs import CompletionOutput, Logprob, RequestOutput
+    from headrace.frontend.api.prompts import TextPrompt, TokensPrompt
+    from headrace.frontend.api.sampling_params import RequestOutputKind, SamplingParams
     from headrace.ipc.failure import (
         EngineAsleepError,
         EngineDeadError,
@@ -34,30 +34,30 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AsyncEngineArgs": "frontend.llm_engine",
-    "AsyncLLM": "frontend.async_llm",
-    "AsyncLLMEngine": "frontend.llm_engine",
-    "CompletionOutput": "frontend.outputs",
-    "EngineArgs": "frontend.llm_engine",
+    "AsyncEngineArgs": "frontend.api.llm_engine",
+    "AsyncLLM": "frontend.api.async_llm",
+    "AsyncLLMEngine": "frontend.api.llm_engine",
+    "CompletionOutput": "frontend.api.outputs",
+    "EngineArgs": "frontend.api.llm_engine",
     "EngineAsleepError": "ipc.failure",
     "EngineDeadError": "ipc.failure",
     "EngineStartError": "ipc.failure",
     "Failure": "ipc.failure",
     "HeadraceError": "ipc.failure",
     "InvalidRequestError": "ipc.failure",
-    "LLM": "frontend.llm",
-    "LLMEngine": "frontend.llm_engine",
-    "Logprob": "frontend.outputs",
+    "LLM": "frontend.api.llm",
+    "LLMEngine": "frontend.api.llm_engine",
+    "Logprob": "frontend.api.outputs",
     "ModelError": "ipc.failure",
     "OptionError": "ipc.failure",
     "QueueFullError": "ipc.failure",
     "RequestFailedError": "ipc.failure",
-    "RequestOutput": "frontend.outputs",
-    "RequestOutputKind": "frontend.sampling_params",
-    "SamplingParams": "frontend.sampling_params",
-    "TextPrompt": "frontend.prompts",
-    "TokensPrompt": "frontend.prompts",
-    "connect": "frontend.llm",
+    "RequestOutput": "frontend.api.outputs",
+    "RequestOutputKind": "frontend.api.sampling_params",
+    "SamplingParams": "frontend.api.sampling_params",
+    "TextPrompt": "frontend.api.prompts",
+    "TokensPrompt": "frontend.api.prompts",
+    "connect": "frontend.api.llm",
 }
 
 __all__ = [  # noqa: RUF022 - the first few are what people come for
@@ -92,7 +92,7 @@ __all__ = [  # noqa: RUF022 - the first few are what people come for
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
-        missing = importlib.import_module("headrace.frontend.missing")
+        missing = importlib.import_module("headrace.frontend.api.unsupported")
         error = missing.no_attribute("headrace", name, missing.PACKAGE)
         raise ImportError(str(error)) if name in missing.PACKAGE else error
     value = globals()[name] = getattr(importlib.import_module(f"headrace.{home}"), name)

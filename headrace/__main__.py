@@ -2,6 +2,6 @@
 
 import sys
 
-from headrace.frontend.cli import main
+from headrace.frontend.cli.main import main
 
 sys.exit(main())

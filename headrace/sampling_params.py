@@ -1,7 +1,7 @@
 """The public names of sampling, under vLLM's module name."""
 
-from headrace.frontend.missing import SAMPLING, no_attribute
-from headrace.frontend.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.api.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.api.unsupported import SAMPLING, no_attribute
 
 __all__ = ["RequestOutputKind", "SamplingParams"]
 

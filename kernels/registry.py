@@ -90,11 +90,10 @@ def choose_reference(name: str, **_: Any) -> Callable[..., Any]:
 
 
 def _find_references() -> dict[str, Callable[..., Any]]:
-    parent = importlib.import_module("headrace.kernels")
+    package = importlib.import_module("headrace.kernels.reference")
     found: dict[str, Callable[..., Any]] = {}
-    for module in sorted(pkgutil.iter_modules(parent.__path__), key=lambda module: module.name):
-        if module.name.startswith("reference"):
-            found |= importlib.import_module(f"headrace.kernels.{module.name}").REFERENCES
+    for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda module: module.name):
+        found |= importlib.import_module(f"{package.__name__}.{module.name}").REFERENCES
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from null_rank import misbehave, told_to
 
-from headrace.core.scheduler import Scheduler, SchedulerConfig
+from headrace.core.schedule.scheduler import Scheduler, SchedulerConfig
 
 
 class BadScheduler(Scheduler):

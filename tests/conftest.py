@@ -25,7 +25,7 @@ def demo_model_path() -> Path:
 
     Fails rather than skips when it cannot be had: the sentence says how to get it.
     """
-    from headrace.executor.demo_model import fetch_demo_model
+    from headrace.executor.checkpoints.demo_model import fetch_demo_model
 
     return fetch_demo_model()
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.core.desk import Desk, Inbox
-from headrace.core.loop import Loop
-from headrace.core.memory_port import MemoryPort
-from headrace.core.options import Options
-from headrace.core.plan import Facts, MemoryReading, ModelDescription, Plan
-from headrace.executor.null import NullExecutor, NullModel
+from headrace.core.engine.loop import Loop
+from headrace.core.engine.memory_port import MemoryPort
+from headrace.core.engine.sessions import Desk, Inbox
+from headrace.core.options.engine_options import Options
+from headrace.core.options.plan import Facts, MemoryReading, ModelDescription, Plan
+from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.ipc.codec import Tensor
 from headrace.ipc.messages import (
     SCHEMA_HASH,

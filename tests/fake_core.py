@@ -20,7 +20,7 @@ from fake_tokenizers import bundle_of, byte_level_tokenizer
 from tokenizers import Tokenizer as FastTokenizer
 
 from headrace import LLM
-from headrace.frontend.transport import MemoryTransport
+from headrace.frontend.client.transport import MemoryTransport
 from headrace.ipc.codec import Codec, CodecError, Tensor
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import (

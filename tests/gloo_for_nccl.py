@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.executor.gpu_collectives import DeviceGroups, GpuCollectives
-from headrace.executor.meeting import Meeting
+from headrace.executor.gpu.collectives import DeviceGroups, GpuCollectives
+from headrace.executor.parallel.rendezvous import Meeting
 
 _calls: dict[int, Callable[[list[Tensor]], None]] = {}
 _numbers = count()

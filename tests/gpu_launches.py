@@ -22,16 +22,16 @@ from triton.runtime.jit import JITFunction
 from triton_compile import OPTIONS, LaunchRecord, pretended
 
 from headrace import kernels
-from headrace.executor import kv_cache
-from headrace.executor.decoder import Decoder
-from headrace.executor.device_state import HostDevice
-from headrace.executor.dummy_shapes import weight_shapes
-from headrace.executor.families import spec_from_config
-from headrace.executor.gpu_cascade import LEAST_ROWS, CascadeRule
-from headrace.executor.gpu_kernels import Rounding, batch_invariant, quantising
-from headrace.executor.gpu_memory import largest_prefill, visit_kernels
-from headrace.executor.gpu_runner import GpuRunner, RunnerLimits
-from headrace.executor.gpu_sampler import Choice
+from headrace.executor.gpu.cascade import LEAST_ROWS, CascadeRule
+from headrace.executor.gpu.device_state import HostDevice
+from headrace.executor.gpu.kernels import Rounding, batch_invariant, quantising
+from headrace.executor.gpu.memory import largest_prefill, visit_kernels
+from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
+from headrace.executor.gpu.sampler import Choice
+from headrace.executor.models import kv_cache
+from headrace.executor.models.decoder import Decoder
+from headrace.executor.models.dummy_shapes import weight_shapes
+from headrace.executor.models.families import spec_from_config
 from headrace.kernels import registry
 from headrace.kernels.triton import versions
 

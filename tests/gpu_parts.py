@@ -13,17 +13,17 @@ from gloo_for_nccl import open_gloo_for_nccl
 from graph_recorder import RecordingCapturer
 from torch import Tensor
 
-from headrace.core.options import Options
-from headrace.executor.device_state import HostDevice
-from headrace.executor.gpu import GpuExecutor
-from headrace.executor.gpu_collectives import GpuCollectives
-from headrace.executor.gpu_device import GpuFacts
-from headrace.executor.inputs import StepInputs
-from headrace.executor.meeting import Meeting
-from headrace.executor.place import Place
+from headrace.core.options.engine_options import Options
+from headrace.executor.gpu.collectives import GpuCollectives
+from headrace.executor.gpu.device import GpuFacts
+from headrace.executor.gpu.device_state import HostDevice
+from headrace.executor.gpu.executor import GpuExecutor
+from headrace.executor.models.inputs import StepInputs
+from headrace.executor.parallel.rank_place import Place
+from headrace.executor.parallel.rendezvous import Meeting
 from headrace.ipc.step import StepPlan
-from headrace.kernels.reference import LARGEST_STORED, narrow
-from headrace.kernels.reference_attention import AttentionParams, CacheScales, PagedBatch
+from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
+from headrace.kernels.reference.rows import LARGEST_STORED, narrow
 from headrace.kernels.registry import choose_reference
 
 BLOCK_SIZE = 4

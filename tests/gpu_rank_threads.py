@@ -7,8 +7,8 @@ from collections import deque
 from gpu_parts import GpuOnCpu
 from rank_threads import RankThreads
 
-from headrace.core.options import Options
-from headrace.executor.place import Place
+from headrace.core.options.engine_options import Options
+from headrace.executor.parallel.rank_place import Place
 from headrace.ipc.step import StepPlan, StepResult
 
 

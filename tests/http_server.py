@@ -39,7 +39,7 @@ class Server:
         # HTTP children bind what was bound for them, so port 0 works with any number of processes.
         where = [] if "--uds" in arguments or "--port" in arguments else ["--port", "0"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "headrace.frontend.cli", "serve", *engine, *where, *arguments],
+            [sys.executable, "-m", "headrace", "serve", *engine, *where, *arguments],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=environment,
@@ -161,7 +161,9 @@ def _processor_s(pid: int) -> float:
 
 def engine_of(server: Server) -> psutil.Process:
     (engine,) = [
-        each for each in psutil.Process(server.process.pid).children() if "headrace.core.daemon" in str(each.cmdline())
+        each
+        for each in psutil.Process(server.process.pid).children()
+        if "headrace.core.process.daemon" in str(each.cmdline())
     ]
     return engine
 

@@ -38,7 +38,7 @@ def tokens_of(step: Callable[[Any], Any]) -> list[list[int]]:
 def model_and_spec(name: str) -> tuple[Any, Any]:
     import tiny_models
 
-    from headrace.executor.families import spec_from_config
+    from headrace.executor.models.families import spec_from_config
 
     model = tiny_models.build(name)
     return model, spec_from_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
@@ -46,14 +46,14 @@ def model_and_spec(name: str) -> tuple[Any, Any]:
 
 def dtype_of(kind: str) -> Any:
     """Of a case's cache."""
-    from headrace.executor.uniproc import CACHE_DTYPES
+    from headrace.executor.placement.uniproc import CACHE_DTYPES
 
     return CACHE_DTYPES[kind.removeprefix("cache_") if kind.startswith("cache_") else "float32"]
 
 
 def quantised(choose: Callable[..., Any], kind: str, vocab_size: int) -> Callable[..., Any]:
     """`choose` for a case's weights."""
-    from headrace.executor.gpu_kernels import Rounding, quantising
+    from headrace.executor.gpu.kernels import Rounding, quantising
 
     return quantising(choose, vocab_size, Rounding(kind, 32)) if kind in ("int8", "int4") else choose
 
@@ -64,10 +64,10 @@ def main() -> None:
     from model_driver import DictSource
 
     from headrace import kernels
-    from headrace.executor import kv_cache
-    from headrace.executor.decoder import Decoder
-    from headrace.executor.device_state import HostDevice
-    from headrace.executor.gpu_runner import GpuRunner, RunnerLimits
+    from headrace.executor.gpu.device_state import HostDevice
+    from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
+    from headrace.executor.models import kv_cache
+    from headrace.executor.models.decoder import Decoder
     from headrace.kernels.triton import configs
 
     warnings.simplefilter("ignore", RuntimeWarning)

@@ -13,12 +13,12 @@ import psutil
 from null_rank import WORKER_CLS
 from plan_maker import PlanMaker
 
-from headrace.core.memory import fit_cache
-from headrace.core.options import Options
-from headrace.core.plan import Facts, Plan
-from headrace.core.resolve import resolve
-from headrace.executor.base import Executor
-from headrace.executor.multiproc import MultiprocExecutor
+from headrace.core.options.engine_options import Options
+from headrace.core.options.memory import fit_cache
+from headrace.core.options.plan import Facts, Plan
+from headrace.core.options.resolve import resolve
+from headrace.executor.placement.base import Executor
+from headrace.executor.placement.multiproc import MultiprocExecutor
 from headrace.ipc.failure import Failure
 from headrace.ipc.step import StepResult
 

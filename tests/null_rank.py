@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.options import Options
-from headrace.core.plan import MemoryReading, ModelDescription, Plan
-from headrace.executor.base import Report
-from headrace.executor.null import NullExecutor, NullModel
-from headrace.executor.place import SINGLE, Place
+from headrace.core.options.engine_options import Options
+from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
+from headrace.executor.parallel.rank_place import SINGLE, Place
+from headrace.executor.placement.base import Report
+from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.ipc.control import DescribeEngine, WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.step import StepPlan, StepResult

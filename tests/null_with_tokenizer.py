@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from fake_tokenizers import bundle_of, byte_level_tokenizer
 
-from headrace.core.options import Options
-from headrace.executor.null import FIRST_ORDINARY_TOKEN, NullExecutor, NullModel, _Rows
+from headrace.core.options.engine_options import Options
+from headrace.executor.testing.null import FIRST_ORDINARY_TOKEN, NullExecutor, NullModel, _Rows
 from headrace.ipc.control import WorkerAnswer, WorkerCommand
 from headrace.ipc.step import NewRow
 

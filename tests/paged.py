@@ -7,7 +7,7 @@ import random
 import torch
 from torch import Tensor
 
-from headrace.kernels.reference_attention import PagedBatch
+from headrace.kernels.reference.attention import PagedBatch
 
 
 def make_batch(

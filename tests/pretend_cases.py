@@ -80,7 +80,7 @@ def requests() -> list[Any]:
 
 def capture_all(executor: Any) -> None:
     """Graphs of all sizes, for greedy steps and for those that `requests` need."""
-    from headrace.executor.gpu_sampler import Choice
+    from headrace.executor.gpu.sampler import Choice
 
     graphs = executor.steps.graphs
     for choice in (Choice.TRUNCATE, Choice.LOGITS):
@@ -176,7 +176,7 @@ def case_batch_invariant(folder: Path) -> None:
 
 
 def case_layers_in_the_hosts_memory(folder: Path) -> None:
-    from headrace.executor.gpu_offload import OffloadedLayer
+    from headrace.executor.gpu.offload import OffloadedLayer
 
     executor = tokens_of(folder / "smollm3", "reference", cpu_offload_gb=2.5e-4)
     layers = executor._residence.decoder._layers
@@ -236,7 +236,7 @@ def case_an_engine_whose_requests_give_way(folder: Path) -> None:
 
 
 def case_a_beginning_that_all_share_is_read_once(folder: Path) -> None:
-    from headrace.executor.gpu_cascade import CascadeRule
+    from headrace.executor.gpu.cascade import CascadeRule
 
     rule = mock.patch.object(CascadeRule, "for_layers", return_value=CascadeRule(2, 4, 0))
     prompts = [[*range(20, 33), 3 + index] for index in range(4)]
@@ -252,7 +252,7 @@ def case_launches_of_a_captured_llama_step(folder: Path) -> None:
     from pretend_cuda import GPU
     from pretend_engine import executor_for
 
-    from headrace.executor.gpu_sampler import Choice
+    from headrace.executor.gpu.sampler import Choice
 
     def launches(name: str) -> Counter[str]:
         executor = executor_for(folder / name, dtype="bfloat16")

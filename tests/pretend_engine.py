@@ -13,11 +13,11 @@ from gpu_parts import HostBackend
 from plan_maker import PlanMaker
 from pretend_cuda import DEVICE, GPU
 
-from headrace.core.options import Options
-from headrace.core.resolve import resolve
-from headrace.executor.gpu import GpuExecutor
-from headrace.executor.gpu_device import GpuFacts
-from headrace.executor.uniproc import UniprocExecutor
+from headrace.core.options.engine_options import Options
+from headrace.core.options.resolve import resolve
+from headrace.executor.gpu.device import GpuFacts
+from headrace.executor.gpu.executor import GpuExecutor
+from headrace.executor.placement.uniproc import UniprocExecutor
 from headrace.kernels.registry import choose_reference
 
 BLOCK_SIZE = 4

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from headrace.core.options import Options
-from headrace.core.plan import MemoryReading, ModelDescription, Plan
-from headrace.executor import cpu_decoder
-from headrace.executor.base import Executor, Report
-from headrace.executor.meeting import Meeting
-from headrace.executor.place import Place, World, collectives_bytes, mark_failed, open_collectives
-from headrace.executor.uniproc import UniprocExecutor
+from headrace.core.options.engine_options import Options
+from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
+from headrace.executor.cpu import decoder as cpu_decoder
+from headrace.executor.parallel.rank_place import Place, World, collectives_bytes, mark_failed, open_collectives
+from headrace.executor.parallel.rendezvous import Meeting
+from headrace.executor.placement.base import Executor, Report
+from headrace.executor.placement.uniproc import UniprocExecutor
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.kernels.cpu.linear import runtime

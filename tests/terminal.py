@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 _START = (
     "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-    "from headrace.frontend.cli import main; sys.exit(main(sys.argv[1:]))"
+    "from headrace.frontend.cli.main import main; sys.exit(main(sys.argv[1:]))"
 )
 
 

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace import LLM, SamplingParams
-from headrace.core.desk import ClientGone
-from headrace.core.in_flight import steps_in_flight
-from headrace.core.options import Options
-from headrace.core.policies import in_turn
-from headrace.core.step_gaps import StepGaps
-from headrace.executor.null import NullExecutor, NullModel
+from headrace.core.engine.sessions import ClientGone
+from headrace.core.engine.step_gaps import StepGaps
+from headrace.core.options.engine_options import Options
+from headrace.core.options.steps_in_flight import steps_in_flight
+from headrace.core.schedule.policies import in_turn
+from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import Abort, FinishReason, ResetPrefixCache
 from headrace.ipc.step import StepPlan, StepResult

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from http_server import serving
 
-from headrace.frontend.cli import main
+from headrace.frontend.cli.main import main
 
-NULL = ("--model", "null", "--distributed-executor-backend", "headrace.executor.null:NullExecutor")
+NULL = ("--model", "null", "--distributed-executor-backend", "headrace.executor.testing.null:NullExecutor")
 
 pytestmark = pytest.mark.usefixtures("private_cache")
 

@@ -14,7 +14,7 @@ from headrace.frontend.bench.compare import bootstrap, compare, verdict, welch
 from headrace.frontend.bench.measures import NUM_SLICES, Measure, measures, tokens_per_slice
 from headrace.frontend.bench.metrics import percentile
 from headrace.frontend.bench.plot import pareto
-from headrace.frontend.cli import main
+from headrace.frontend.cli.main import main
 
 
 def serving_record(seed: int, *, slower: float = 1.0, label: str = "", num_requests: int = 60) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from http_server import Server, serving
 
 from headrace.frontend.bench.http_client import Pool, Target
 from headrace.frontend.bench.load import Load, LoadResult
-from headrace.frontend.cli import main
+from headrace.frontend.cli.main import main
 
 SHORT = ("--random-input-len", "5", "--random-output-len", "4")
 

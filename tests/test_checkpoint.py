@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from tiny_gguf import save_gguf
 from torch import Tensor
 
-from headrace.core.options import Options
-from headrace.executor.checkpoint import Checkpoint, open_checkpoint
-from headrace.executor.weights import DummyWeights, WeightSource
+from headrace.core.options.engine_options import Options
+from headrace.executor.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from headrace.executor.checkpoints.weights import DummyWeights, WeightSource
 from headrace.ipc.failure import ModelError, OptionError
 
 
@@ -332,8 +332,9 @@ def test_opening_a_folder_imports_neither_torch_nor_transformers(tmp_path: Path)
     (tmp_path / "config.json").write_text('{"dtype": "float32"}')
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     program = (
-        "import sys; from headrace.core.options import Options; "
-        "from headrace.executor.checkpoint import open_checkpoint; import headrace.executor.tokenizer; "
+        "import sys; from headrace.core.options.engine_options import Options; "
+        "from headrace.executor.checkpoints.checkpoint import open_checkpoint; "
+        "import headrace.executor.checkpoints.tokenizer; "
         "open_checkpoint(Options(model=sys.argv[1])); assert not {'torch', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)

@@ -15,10 +15,10 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
 from tiny_gguf import finish, save_gguf, save_tensors
 
-from headrace.core.options import Options
-from headrace.executor.checkpoint import config_at_hand, open_checkpoint
-from headrace.executor.families import spec_from_config
-from headrace.executor.gguf_file import GGUFFile
+from headrace.core.options.engine_options import Options
+from headrace.executor.checkpoints.checkpoint import config_at_hand, open_checkpoint
+from headrace.executor.checkpoints.gguf.file import GGUFFile
+from headrace.executor.models.families import spec_from_config
 from headrace.ipc.failure import ModelError
 
 LLAMA3_WIDE = {

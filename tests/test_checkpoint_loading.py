@@ -26,11 +26,11 @@ from test_checkpoint import (
 from tiny_gguf import save_gguf
 from torch import Tensor
 
-from headrace.core.options import Options
-from headrace.executor.checkpoint import open_checkpoint
-from headrace.executor.place import Place
-from headrace.executor.safetensors_weights import SafetensorsWeights, Strategy, open_files, prefetch
-from headrace.executor.sharded_state import ShardedWeights, save
+from headrace.core.options.engine_options import Options
+from headrace.executor.checkpoints.checkpoint import open_checkpoint
+from headrace.executor.checkpoints.safetensors_weights import SafetensorsWeights, Strategy, open_files, prefetch
+from headrace.executor.checkpoints.sharded_state import ShardedWeights, save
+from headrace.executor.parallel.rank_place import Place
 from headrace.ipc.failure import ModelError, OptionError
 
 STRATEGIES: tuple[Strategy, ...] = ("lazy", "eager", "prefetch")
@@ -179,7 +179,7 @@ def test_a_rank_passes_over_what_another_has_read_ahead(large: Path) -> None:
 
 
 def test_reading_ahead_ends_with_the_weights_it_is_for(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.executor.safetensors_weights.BLOCK_BYTES", 1)  # it would take for ever
+    monkeypatch.setattr("headrace.executor.checkpoints.safetensors_weights.BLOCK_BYTES", 1)  # it would take for ever
     weights = SafetensorsWeights([large], None, "prefetch")
     (thread,) = threads_called("prefetch")
     assert thread.is_alive()

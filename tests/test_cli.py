@@ -13,18 +13,18 @@ import psutil
 import pytest
 
 import headrace
-from headrace.core import supervisor
-from headrace.frontend.cli import commands, main
-from headrace.frontend.cli_demo import figures
-from headrace.frontend.outputs import RequestMetrics
+from headrace.core.process import supervisor
+from headrace.frontend.api.outputs import RequestMetrics
+from headrace.frontend.cli.command_demo import figures
+from headrace.frontend.cli.main import commands, main
 from headrace.ipc.wait import Deadline
 
-NULL = ("--distributed-executor-backend", "headrace.executor.null:NullExecutor", "--model", "null")
+NULL = ("--distributed-executor-backend", "headrace.executor.testing.null:NullExecutor", "--model", "null")
 
 
 def run(*arguments: str, env: dict[str, str] | None = None, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "headrace.frontend.cli", *arguments],
+        [sys.executable, "-m", "headrace", *arguments],
         input=stdin,
         capture_output=True,
         text=True,
@@ -45,7 +45,7 @@ def test_help_lists_every_command_with_its_first_line(capsys: pytest.CaptureFixt
 
 def test_help_loads_no_heavy_library() -> None:
     code = (
-        "import sys\nfrom headrace.frontend.cli import main\n"
+        "import sys\nfrom headrace.frontend.cli.main import main\n"
         "try: main(['complete', '--help'])\nexcept SystemExit: pass\n"
         "print([m for m in ('torch', 'numpy', 'transformers', 'zmq', 'tokenizers') if m in sys.modules])"
     )
@@ -157,7 +157,16 @@ def test_an_error_is_a_sentence_and_status_1(tmp_path: Path) -> None:
 
 def test_ctrl_c_while_the_engine_starts_is_status_130_and_leaves_nothing() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "headrace.frontend.cli", "complete", "x", *NULL, "--hf-overrides.load_delay_s", "60"],
+        [
+            sys.executable,
+            "-m",
+            "headrace.frontend.cli.main",
+            "complete",
+            "x",
+            *NULL,
+            "--hf-overrides.load_delay_s",
+            "60",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -14,9 +14,9 @@ from fake_tokenizers import bundle_of, byte_level_tokenizer
 from terminal import on_terminal
 
 from headrace import LLM, SamplingParams
-from headrace.frontend.cli_chat import Chat
-from headrace.frontend.conversation import Conversation, with_param
-from headrace.frontend.tokenizer import Tokenizer
+from headrace.frontend.cli.command_chat import Chat
+from headrace.frontend.text.conversation import Conversation, with_param
+from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 from headrace.ipc.messages import AddRequest, TokenizerBundle
 
@@ -193,7 +193,13 @@ def test_an_answer_of_nothing_takes_the_message_back(capsys: pytest.CaptureFixtu
 def test_lines_of_a_pipe_are_answered_without_prompts(runtime_directory: Path) -> None:
     with zmq_core() as core:
         result = subprocess.run(
-            [*(sys.executable, "-m", "headrace.frontend.cli", "chat"), "--engine", core.address, "--max-tokens", "4"],
+            [
+                *(sys.executable, "-m", "headrace", "chat"),
+                "--engine",
+                core.address,
+                "--max-tokens",
+                "4",
+            ],
             input=b"hello\n\xff\n/nonsense\nagain\n/quit\nnever\n",
             capture_output=True,
             timeout=60,
@@ -247,7 +253,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends(runtime_directory: Path) -> Non
 def test_the_demo_model_answers(demo_model_path: Path) -> None:
     result = subprocess.run(
         [
-            *(sys.executable, "-m", "headrace.frontend.cli", "chat", "--max-model-len", "256"),
+            *(sys.executable, "-m", "headrace", "chat", "--max-model-len", "256"),
             *("--max-tokens", "24", "--temperature", "0"),
         ],
         input="What is the capital of France?\n",

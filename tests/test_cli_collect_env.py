@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 import headrace
-from headrace.frontend.cli import main
-from headrace.frontend.environment import HIDDEN, cpu_limit, gpus_of, instruction_sets, shown_environment
+from headrace.frontend.cli.environment import HIDDEN, cpu_limit, gpus_of, instruction_sets, shown_environment
+from headrace.frontend.cli.main import main
 
 
 def test_the_report_is_complete_and_loads_nothing_heavy(private_cache: Path) -> None:
     (private_cache / "kernels").mkdir(parents=True)
     (private_cache / "kernels" / "cpu-abc.so").write_bytes(b"1234")
     code = (
-        "import sys\nfrom headrace.frontend.cli import main\nstatus = main(['collect-env', '--json'])\n"
+        "import sys\nfrom headrace.frontend.cli.main import main\nstatus = main(['collect-env', '--json'])\n"
         "print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules], file=sys.stderr)\nsys.exit(status)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

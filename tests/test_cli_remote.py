@@ -16,9 +16,9 @@ import httpx
 import pytest
 from http_server import Server, address_of_engine, metric, serving, wait_until
 
-from headrace.frontend.cli import main
-from headrace.frontend.remote import RemoteLLM
-from headrace.frontend.sampling_params import SamplingParams
+from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.frontend.cli.main import main
+from headrace.frontend.client.remote import RemoteLLM
 from headrace.ipc.failure import HeadraceError
 
 KEY = "secret"
@@ -174,7 +174,7 @@ def test_ctrl_c_ends_every_command_without_a_traceback(tmp_path):
         ]  # fmt: skip
         programs = [
             subprocess.Popen(
-                [sys.executable, "-m", "headrace.frontend.cli", *command],
+                [sys.executable, "-m", "headrace", *command],
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             )
             for command in commands

@@ -19,7 +19,7 @@ from fake_core import Faults, ZmqCore, zmq_core
 from http_server import null_engine_arguments, wait_until
 
 from headrace import LLM, SamplingParams
-from headrace.frontend.cli import main
+from headrace.frontend.cli.main import main
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import AddRequest, Draining, EngineFailed
 
@@ -248,7 +248,7 @@ def test_a_wrong_command_line_is_a_sentence_and_touches_no_file(
 
 def start_own(tmp_path: Path, **model: Any) -> subprocess.Popen[str]:
     engine = ["--model", *null_engine_arguments(**model)]
-    command = [sys.executable, "-m", "headrace.frontend.cli", "run-batch", *engine]
+    command = [sys.executable, "-m", "headrace", "run-batch", *engine]
     return subprocess.Popen(
         [*command, "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")],
         stderr=subprocess.PIPE,

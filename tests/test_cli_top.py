@@ -13,9 +13,9 @@ from http_server import address_of_engine, metric, serving
 from terminal import on_terminal
 from test_cli_ps import stats_of
 
-from headrace.frontend.cli import main
-from headrace.frontend.cli_top import HEADER, Watches, row
-from headrace.frontend.engine_watch import EngineWatch, Sight
+from headrace.frontend.cli.command_top import HEADER, Watches, row
+from headrace.frontend.cli.main import main
+from headrace.frontend.client.engine_watch import EngineWatch, Sight
 from headrace.ipc.failure import EngineDeadError
 from headrace.ipc.messages import EngineTimes
 

@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.executor import collectives as collectives_module
-from headrace.executor.collectives_layout import TOKEN_SLOTS, Layout
-from headrace.executor.place import (
+from headrace.executor.parallel import collectives as collectives_module
+from headrace.executor.parallel.rank_place import (
     Collectives,
     PeerError,
     Place,
@@ -27,6 +26,7 @@ from headrace.executor.place import (
     mark_failed,
     open_collectives,
 )
+from headrace.executor.parallel.shared_layout import TOKEN_SLOTS, Layout
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu import collectives as kernels
@@ -172,7 +172,7 @@ def test_a_process_that_ended_is_missed(shared: None, memory: int) -> None:
     world = world_of(2)
     os.ftruncate(memory, collectives_bytes(world))
     program = (
-        "import sys; from headrace.executor.place import World, open_collectives; "
+        "import sys; from headrace.executor.parallel.rank_place import World, open_collectives; "
         "open_collectives(int(sys.argv[1]), World(2, 1, 8, 4, 48, 96), 1).barrier()"
     )
     link = open_collectives(memory, world, 0, deadline_s=60)
@@ -240,6 +240,8 @@ def test_what_cannot_be_divided_is_refused_with_the_numbers() -> None:
 
 
 def test_the_place_is_known_without_torch() -> None:
-    program = "import sys, headrace.executor.place as p; p.collectives_bytes(p.World(2, 2, 8, 4, 48, 96)); "
+    program = (
+        "import sys, headrace.executor.parallel.rank_place as p; p.collectives_bytes(p.World(2, 2, 8, 4, 48, 96)); "
+    )
     program += "sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path("/"), timeout=60)

@@ -14,11 +14,11 @@ import pytest
 from engine_parts import EOS, VOCAB_SIZE, SteppedCore, make_plan
 
 from headrace import LLM, AsyncLLM, SamplingParams
-from headrace.core.commands import profile_folder
-from headrace.core.loop import scheduler_class
-from headrace.core.options import Options
-from headrace.core.scheduler import Scheduler
-from headrace.executor.null import NullExecutor, NullModel
+from headrace.core.engine.commands import profile_folder
+from headrace.core.engine.loop import scheduler_class
+from headrace.core.options.engine_options import Options
+from headrace.core.schedule.scheduler import Scheduler
+from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.ipc.control import (
     CallExtension,
     Commands,
@@ -226,7 +226,7 @@ def test_a_scheduler_of_ones_own_decides():
         ("no_such_module:Thing", "scheduler_cls=no_such_module:Thing cannot be loaded: ModuleNotFoundError: No module"),
         ("json:Nothing", "scheduler_cls=json:Nothing cannot be loaded: AttributeError: module 'json' has no"),
         ("json.dumps", "scheduler_cls=json.dumps is a function; it must be a class"),
-        ("json:JSONDecoder", "must be derived from headrace.core.scheduler.Scheduler"),
+        ("json:JSONDecoder", "must be derived from headrace.core.schedule.scheduler.Scheduler"),
     ],
 )
 def test_a_scheduler_class_that_cannot_be_is_refused_in_a_sentence(name, words):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.ops import LAYOUT_GROUPS, CacheScales, CpuOps, best_layout, describe_cache
-from headrace.kernels.reference_attention import AttentionParams, PagedBatch
+from headrace.kernels.reference.attention import AttentionParams, PagedBatch
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 

@@ -32,13 +32,13 @@ from test_models import (
 from tiny_gguf import save_gguf
 from torch import Tensor
 
-from headrace.executor.arch import ArchSpec
-from headrace.executor.cpu_decoder import CpuDecoder, why_not
-from headrace.executor.cpu_program import StepLimits
-from headrace.executor.families import spec_from_config
-from headrace.executor.gguf_file import GGUFFile
-from headrace.executor.place import Place
-from headrace.executor.weights import WeightSource
+from headrace.executor.checkpoints.gguf.file import GGUFFile
+from headrace.executor.checkpoints.weights import WeightSource
+from headrace.executor.cpu.decoder import CpuDecoder, why_not
+from headrace.executor.cpu.program import StepLimits
+from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.families import spec_from_config
+from headrace.executor.parallel.rank_place import Place
 from headrace.ipc.failure import ModelError
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear import runtime
@@ -317,9 +317,9 @@ SERVE = """
 import sys, torch
 sys.path.insert(0, sys.argv[2])
 from plan_maker import PlanMaker
-from headrace.core.options import Options
-from headrace.core.resolve import resolve
-from headrace.executor.uniproc import UniprocExecutor
+from headrace.core.options.engine_options import Options
+from headrace.core.options.resolve import resolve
+from headrace.executor.placement.uniproc import UniprocExecutor
 options = Options(model=sys.argv[1], dtype=sys.argv[3], block_size=4, max_num_seqs=4, skip_tokenizer_init=True)
 executor = UniprocExecutor(options)
 executor.load(resolve(options, executor.describe(lambda name: None)), lambda name: None)

@@ -13,12 +13,12 @@ from cpu_pools import many_threads_ops, two_threads_ops  # noqa: F401
 from test_cpu_attention import EPSILON, FLOAT_TYPES
 
 from headrace import kernels
-from headrace.kernels import reference
 from headrace.kernels.cpu import build, program_args
 from headrace.kernels.cpu.linear import Runtime
 from headrace.kernels.cpu.ops import CpuOps
 from headrace.kernels.cpu.threads import Pool, Step
-from headrace.kernels.reference_attention import PagedBatch
+from headrace.kernels.reference.attention import PagedBatch
+from headrace.kernels.reference.rows import rows as reference
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 

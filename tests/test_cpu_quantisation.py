@@ -13,12 +13,12 @@ from model_driver import DictSource, Driver
 from test_cpu_decoder import LIMITS, relative_error
 from test_models import config_of, random_prompts, reference, reference_logits, state_of
 
-from headrace.core.options import Options
-from headrace.core.resolve import resolve
-from headrace.executor.cpu_decoder import CpuDecoder
-from headrace.executor.cpu_weights import Blocks
-from headrace.executor.families import spec_from_config
-from headrace.executor.uniproc import UniprocExecutor
+from headrace.core.options.engine_options import Options
+from headrace.core.options.resolve import resolve
+from headrace.executor.cpu.decoder import CpuDecoder
+from headrace.executor.cpu.weights import Blocks
+from headrace.executor.models.families import spec_from_config
+from headrace.executor.placement.uniproc import UniprocExecutor
 from headrace.ipc.failure import OptionError
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear import dequantise, quantise, runtime

@@ -8,8 +8,8 @@ import torch
 from cpu_pools import many_threads_ops, two_threads_ops  # noqa: F401
 from torch import Tensor
 
-from headrace.executor.random_numbers import gumbel_noise, row_keys
-from headrace.executor.sampler import truncate
+from headrace.executor.sampling.random_numbers import gumbel_noise, row_keys
+from headrace.executor.sampling.sampler import truncate
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear import Runtime
 from headrace.kernels.cpu.ops import CpuOps

@@ -18,8 +18,8 @@ import psutil
 import pytest
 from wire_client import WireClient
 
-from headrace.core.options import Options
-from headrace.core.supervisor import Child, start_engine
+from headrace.core.options.engine_options import Options
+from headrace.core.process.supervisor import Child, start_engine
 from headrace.ipc.failure import EngineStartError, Failure
 from headrace.ipc.messages import (
     Abort,
@@ -33,7 +33,7 @@ from headrace.ipc.messages import (
 )
 from headrace.ipc.sockets import ipc_path
 
-NULL = "headrace.executor.null:NullExecutor"
+NULL = "headrace.executor.testing.null:NullExecutor"
 FOREVER = 30_000
 
 
@@ -240,7 +240,7 @@ def test_a_core_dies_with_the_process_that_started_it():
     script = (
         "import sys, time; sys.path.insert(0, sys.argv[1])\n"
         "from test_daemon import null_options\n"
-        "from headrace.core.supervisor import start_engine\n"
+        "from headrace.core.process.supervisor import start_engine\n"
         "child = start_engine(null_options()); print(child.wait_ready(30).address, child.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
@@ -289,7 +289,7 @@ def test_a_core_that_is_not_ready_in_time_is_ended():
 def run_daemon(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "headrace.core.daemon", "--model", "null"),
+            *(sys.executable, "-m", "headrace.core.process.daemon", "--model", "null"),
             *("--distributed-executor-backend", NULL, *arguments),
         ],
         stdout=subprocess.PIPE,

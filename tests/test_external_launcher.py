@@ -12,8 +12,8 @@ import pytest
 import tiny_models
 
 from headrace import LLM, OptionError, SamplingParams
-from headrace.core.engine import load_executor
-from headrace.core.options import Options
+from headrace.core.engine.engine import load_executor
+from headrace.core.options.engine_options import Options
 
 SCRIPT = """
 import json, os, sys, time

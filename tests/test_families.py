@@ -9,9 +9,9 @@ import torch
 from transformers import Gemma3TextConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from headrace.executor.arch import RopeSpec
-from headrace.executor.families import families, spec_from_config
-from headrace.executor.rotary import inverse_frequencies
+from headrace.executor.models.arch import RopeSpec
+from headrace.executor.models.families import families, spec_from_config
+from headrace.executor.models.rotary import inverse_frequencies
 from headrace.ipc.failure import ModelError
 
 LLAMA = {

@@ -10,8 +10,8 @@ from fake_tokenizers import bundle_of, byte_level_tokenizer, sentencepiece_token
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.frontend.detokenizer import REPLACEMENT, StopChecker
-from headrace.frontend.tokenizer import Tokenizer
+from headrace.frontend.text.detokenizer import REPLACEMENT, StopChecker
+from headrace.frontend.text.tokenizer import Tokenizer
 
 TEXT = st.text(
     st.one_of(st.sampled_from("the quick fox é世😀\u0301 \n▁"), st.characters(exclude_categories=["Cs"])), max_size=40

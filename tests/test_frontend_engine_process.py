@@ -17,9 +17,9 @@ import pytest
 from null_with_tokenizer import BACKEND
 
 from headrace import LLM, AsyncLLM, EngineDeadError, SamplingParams
-from headrace.frontend import engine_process
-from headrace.frontend.cli import main
-from headrace.frontend.engine_process import EngineProcess
+from headrace.frontend.cli.main import main
+from headrace.frontend.client.client import engine_process
+from headrace.frontend.client.engine_process import EngineProcess
 
 TOLD_WITHIN_S = 5.0
 
@@ -32,7 +32,7 @@ class Engine:
         self.address = f"ipc://{folder}/core.sock"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "headrace.core.daemon", "null", "--address", self.address,
+                [sys.executable, "-m", "headrace.core.process.daemon", "null", "--address", self.address,
                  "--distributed-executor-backend", BACKEND, "--hf-overrides.step_delay_s", "0.005"],
                 stdout=subprocess.PIPE, stderr=log, env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
             )  # fmt: skip

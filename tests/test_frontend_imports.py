@@ -35,7 +35,7 @@ def test_importing_the_package_loads_next_to_nothing() -> None:
 
 def test_the_public_face_loads_nothing_heavy() -> None:
     modules = loaded_by("import headrace; [getattr(headrace, name) for name in headrace.__all__]")
-    assert "headrace.frontend.llm" in modules
+    assert "headrace.frontend.api.llm" in modules
     assert [name for name in HEAVY if name in modules] == []
     assert [name for name in ("tokenizers", "jinja2", "tqdm", "uvloop") if name in modules] == [], "too early"
 

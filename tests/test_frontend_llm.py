@@ -376,7 +376,7 @@ def test_it_works_where_a_loop_runs_already_as_in_a_notebook(llm: LLM) -> None:
 
 
 def test_a_batch_larger_than_the_window_completes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.frontend.batch.MAX_IN_FLIGHT", 4)
+    monkeypatch.setattr("headrace.frontend.api.batch.MAX_IN_FLIGHT", 4)
     outputs = llm.generate([[10 + index % 50] for index in range(100)], SamplingParams(max_tokens=2), use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == [[10 + index % 50] for index in range(100)]
 

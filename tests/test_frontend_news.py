@@ -12,11 +12,11 @@ import pytest
 from null_with_tokenizer import BACKEND
 
 from headrace import AsyncLLM, RequestOutputKind, SamplingParams
+from headrace.frontend.api.prompts import Prompt
+from headrace.frontend.client.request import RequestStream
+from headrace.frontend.client.request_table import UNREAD_TOKENS, RequestTable
 from headrace.frontend.http import metrics
 from headrace.frontend.http.metrics import RequestMeter
-from headrace.frontend.prompts import Prompt
-from headrace.frontend.request import RequestStream
-from headrace.frontend.request_table import UNREAD_TOKENS, RequestTable
 from headrace.ipc.messages import AddRequest, ClientMessage
 
 DELTA, CUMULATIVE, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY

@@ -27,7 +27,7 @@ from headrace import (
 )
 
 OPTIONS: dict[str, Any] = {
-    "distributed_executor_backend": "headrace.executor.null:NullExecutor",
+    "distributed_executor_backend": "headrace.executor.testing.null:NullExecutor",
     "hf_overrides": {"step_delay_s": 0.01},
     "skip_tokenizer_init": True,
 }

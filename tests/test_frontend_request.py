@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace import RequestOutput, RequestOutputKind, SamplingParams
-from headrace.frontend.prompts import Prompt
-from headrace.frontend.request import RequestStream
-from headrace.frontend.request_table import RequestTable
-from headrace.frontend.tokenizer import Tokenizer
+from headrace.frontend.api.prompts import Prompt
+from headrace.frontend.client.request import RequestStream
+from headrace.frontend.client.request_table import RequestTable
+from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.messages import Abort, ClientMessage, StepOutputs
 
 DELTA, CUMULATIVE, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY

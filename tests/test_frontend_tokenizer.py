@@ -11,8 +11,8 @@ import pytest
 from fake_tokenizers import CHAT_TEMPLATE, bundle_of, byte_level_tokenizer
 
 from headrace import InvalidRequestError, ModelError
-from headrace.frontend.tokenizer import Tokenizer
-from headrace.frontend.tokenizer_cache import load_bundle, store_bundle
+from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.frontend.text.tokenizer_cache import load_bundle, store_bundle
 from headrace.ipc.messages import TokenizerBundle, TokenizerInfo
 
 LLAMA_LIKE = """{{- bos_token }}

@@ -19,9 +19,9 @@ import zmq
 from fake_core import FakeCore, Faults, ZmqCore, zmq_core
 
 from headrace import EngineDeadError, ModelError, SamplingParams, __version__
-from headrace.frontend.client import CoreClient
-from headrace.frontend.prompts import Prompt
-from headrace.frontend.transport import ZmqTransport
+from headrace.frontend.api.prompts import Prompt
+from headrace.frontend.client.client import CoreClient
+from headrace.frontend.client.transport import ZmqTransport
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import SCHEMA_HASH
 from headrace.ipc.sockets import AddressError

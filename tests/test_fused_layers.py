@@ -11,10 +11,10 @@ import torch
 from model_driver import DictSource, Driver
 from torch import Tensor
 
-from headrace.executor.decoder import Decoder
-from headrace.executor.families import spec_from_config
-from headrace.executor.place import Place
-from headrace.kernels.reference import DenseLinear, activate_and_multiply, rms_norm
+from headrace.executor.models.decoder import Decoder
+from headrace.executor.models.families import spec_from_config
+from headrace.executor.parallel.rank_place import Place
+from headrace.kernels.reference.rows import DenseLinear, activate_and_multiply, rms_norm
 from headrace.kernels.registry import choose_reference
 
 PROMPTS = [[5, 6, 7, 8, 9], [11], [12, 13, 14]]

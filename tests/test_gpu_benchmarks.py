@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.executor.gpu_sampler import Choice
-from headrace.executor.graphs import DecodeGraphs
+from headrace.executor.gpu.graphs import DecodeGraphs
+from headrace.executor.gpu.sampler import Choice
 from headrace.kernels import choose_reference
 
 ROOT = Path(__file__).parents[1]
@@ -167,7 +167,7 @@ begin()
 import torch
 from pretend_cuda import DEVICE
 import gpu_common, gpu_decode
-from headrace.executor.gpu import GpuExecutor
+from headrace.executor.gpu.executor import GpuExecutor
 gpu_common.device_of = lambda dry, asked: DEVICE
 gpu_common.make_executor = lambda asked: GpuExecutor(asked, DEVICE)
 gpu_decode.limits = lambda device, dry: gpu_common.limits(device, True)  # small ones

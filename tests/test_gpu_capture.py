@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.executor.gpu_cuda import CudaCapturer
+from headrace.executor.gpu.cuda import CudaCapturer
 
 
 class Allocator:

@@ -15,14 +15,14 @@ from plan_maker import PlanMaker
 from test_gpu_runner import HostModel, same
 
 from headrace import LLM, SamplingParams
-from headrace.core.options import Options
-from headrace.executor import gpu_cascade
-from headrace.executor.batch import BatchState
-from headrace.executor.gpu_cascade import CascadeRule, CommonBlocks, check_cascade
-from headrace.executor.gpu_runner import GpuRunner, RunnerLimits
-from headrace.executor.gpu_sampler import Choice
-from headrace.executor.graphs import DecodeGraphs, GraphKey
-from headrace.executor.runner import ModelRunner
+from headrace.core.options.engine_options import Options
+from headrace.executor.cpu.batch import BatchState
+from headrace.executor.cpu.runner import ModelRunner
+from headrace.executor.gpu.cascade import CascadeRule, CommonBlocks, check_cascade
+from headrace.executor.gpu.executor import cascade as gpu_cascade
+from headrace.executor.gpu.graphs import DecodeGraphs, GraphKey
+from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
+from headrace.executor.gpu.sampler import Choice
 from headrace.ipc.failure import HeadraceError, OptionError
 from headrace.ipc.step import StepResult
 from headrace.kernels import ops

@@ -16,16 +16,16 @@ import torch
 from plan_maker import PlanMaker
 
 from headrace import LLM, SamplingParams
-from headrace.core.memory import fit_cache
-from headrace.core.options import Options
-from headrace.core.resolve import resolve
-from headrace.executor import gpu_cascade
-from headrace.executor.gpu import GpuExecutor
-from headrace.executor.gpu_device import choose_device
+from headrace.core.options.engine_options import Options
+from headrace.core.options.memory import fit_cache
+from headrace.core.options.resolve import resolve
+from headrace.executor.gpu.device import choose_device
+from headrace.executor.gpu.executor import GpuExecutor
+from headrace.executor.gpu.executor import cascade as gpu_cascade
 from headrace.ipc.failure import HeadraceError, OptionError
 from headrace.kernels import ops
-from headrace.kernels.reference_attention import AttentionParams, PagedBatch
-from headrace.kernels.reference_sampling import DeviceDraws, LogitChanges, Penalties, pack_bits
+from headrace.kernels.reference.attention import AttentionParams, PagedBatch
+from headrace.kernels.reference.sampling import DeviceDraws, LogitChanges, Penalties, pack_bits
 
 
 def why_no_gpu() -> str:

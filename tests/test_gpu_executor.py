@@ -17,18 +17,18 @@ from model_driver import DictSource
 from plan_maker import PlanMaker
 
 from headrace import LLM, SamplingParams
-from headrace.core.memory import fit_cache, ledger
-from headrace.core.options import Options
-from headrace.core.plan import MemoryReading, Plan
-from headrace.core.resolve import resolve
-from headrace.executor import kv_cache
-from headrace.executor.decoder import Decoder
-from headrace.executor.families import spec_from_config
-from headrace.executor.gpu import GpuExecutor
-from headrace.executor.gpu_device import GpuFacts
-from headrace.executor.gpu_runner import GpuRunner, RunnerLimits
-from headrace.executor.gpu_weights import StagedWeights
-from headrace.executor.weights import DUMMY_STANDARD_DEVIATION, DummyWeights
+from headrace.core.options.engine_options import Options
+from headrace.core.options.memory import fit_cache, ledger
+from headrace.core.options.plan import MemoryReading, Plan
+from headrace.core.options.resolve import resolve
+from headrace.executor.checkpoints.weights import DUMMY_STANDARD_DEVIATION, DummyWeights
+from headrace.executor.gpu.device import GpuFacts
+from headrace.executor.gpu.executor import GpuExecutor
+from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
+from headrace.executor.gpu.weights import StagedWeights
+from headrace.executor.models import kv_cache
+from headrace.executor.models.decoder import Decoder
+from headrace.executor.models.families import spec_from_config
 from headrace.ipc.control import DescribeEngine, StartProfile, StopProfile
 from headrace.ipc.failure import HeadraceError, OptionError
 

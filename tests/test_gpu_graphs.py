@@ -10,9 +10,9 @@ from gpu_parts import BLOCK_SIZE, MAX_MODEL_LEN, NUM_ROWS, VOCAB_SIZE, LateDevic
 from graph_recorder import RecordingCapturer, address
 from plan_maker import PlanMaker
 
-from headrace.executor.gpu_runner import GpuRunner, RunnerLimits
-from headrace.executor.gpu_sampler import Choice
-from headrace.executor.graphs import STEPS_BETWEEN_CAPTURES, DecodeGraphs, GraphKey, capture_sizes
+from headrace.executor.gpu.graphs import STEPS_BETWEEN_CAPTURES, DecodeGraphs, GraphKey, capture_sizes
+from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
+from headrace.executor.gpu.sampler import Choice
 from headrace.ipc.failure import OptionError
 from headrace.ipc.step import StepResult
 

@@ -17,10 +17,10 @@ from interpreted_decode import dtype_of, model_and_spec, quantised, tokens_of
 from model_driver import DictSource
 from triton_cases import why_not_interpreted
 
-from headrace.executor import kv_cache
-from headrace.executor.batch import BatchState
-from headrace.executor.decoder import Decoder
-from headrace.executor.runner import ModelRunner
+from headrace.executor.cpu.batch import BatchState
+from headrace.executor.cpu.runner import ModelRunner
+from headrace.executor.models import kv_cache
+from headrace.executor.models.decoder import Decoder
 from headrace.kernels.registry import choose_reference
 
 if reason := why_not_interpreted():

@@ -13,19 +13,19 @@ import torch
 from gpu_parts import HostBackend, choose_capturable
 from plan_maker import PlanMaker
 
-from headrace.core.memory import block_bytes
-from headrace.core.options import Options
-from headrace.core.resolve import resolve
-from headrace.executor.gpu import GpuExecutor
-from headrace.executor.gpu_device import GpuFacts
-from headrace.executor.gpu_kernels import Rounding, batch_invariant, quantising
-from headrace.executor.gpu_quantise import to_fp8, to_int4, to_int8
-from headrace.executor.uniproc import make_executor
+from headrace.core.options.engine_options import Options
+from headrace.core.options.memory import block_bytes
+from headrace.core.options.resolve import resolve
+from headrace.executor.gpu.device import GpuFacts
+from headrace.executor.gpu.executor import GpuExecutor
+from headrace.executor.gpu.kernels import Rounding, batch_invariant, quantising
+from headrace.executor.gpu.quantise import to_fp8, to_int4, to_int8
+from headrace.executor.placement.uniproc import make_executor
 from headrace.ipc.failure import OptionError
 from headrace.kernels.cpu.linear import quantise
 from headrace.kernels.cpu.linear_reference import dequantise as from_gguf
-from headrace.kernels.reference_attention import AttentionParams, CacheScales
-from headrace.kernels.reference_quantised import QuantisedBothLinear, QuantisedLinear, dequantise
+from headrace.kernels.reference.attention import AttentionParams, CacheScales
+from headrace.kernels.reference.quantised import QuantisedBothLinear, QuantisedLinear, dequantise
 from headrace.kernels.registry import choose_reference
 
 GPU = GpuFacts("NVIDIA H200", (9, 0), 8 << 30, 7 << 30)

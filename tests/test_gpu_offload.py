@@ -12,17 +12,18 @@ from gpu_parts import GpuOnCpu, LateDevice, LateSide
 from torch import Tensor
 
 from headrace import LLM, SamplingParams
-from headrace.core.engine import load_executor
-from headrace.core.options import Options
-from headrace.executor import gpu_offload, gpu_sleep
-from headrace.executor.families import spec_from_config
-from headrace.executor.gpu_offload import ALIGNMENT, Offload, OffloadedLayer, layers_to_offload
-from headrace.executor.gpu_sleep import tensors_of
-from headrace.executor.host import HostMemory
-from headrace.executor.memory_estimate import layer_elements
-from headrace.executor.place import SINGLE
+from headrace.core.engine.engine import load_executor
+from headrace.core.options.engine_options import Options
+from headrace.executor.cpu.host import HostMemory
+from headrace.executor.gpu.executor import offload as gpu_offload
+from headrace.executor.gpu.executor import sleep as gpu_sleep
+from headrace.executor.gpu.offload import ALIGNMENT, Offload, OffloadedLayer, layers_to_offload
+from headrace.executor.gpu.sleep import tensors_of
+from headrace.executor.models.families import spec_from_config
+from headrace.executor.models.memory_estimate import layer_elements
+from headrace.executor.parallel.rank_place import SINGLE
 from headrace.ipc.failure import ModelError, OptionError
-from headrace.kernels.reference import DenseLinear
+from headrace.kernels.reference.rows import DenseLinear
 
 PROMPTS: list[Any] = [{"prompt_token_ids": [7, 8, 9, 10, 11, 12, 13]}, {"prompt_token_ids": [5]}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -7,11 +7,11 @@ import logging
 import pytest
 import torch
 
-from headrace.core.engine import load_executor
-from headrace.core.options import Options
-from headrace.executor import gpu_device
-from headrace.executor.gpu_device import CudaFacts, GpuFacts, check_free_memory, check_gpu, choose_device
-from headrace.executor.uniproc import UniprocExecutor
+from headrace.core.engine.engine import load_executor
+from headrace.core.options.engine_options import Options
+from headrace.executor.gpu.device import CudaFacts, GpuFacts, check_free_memory, check_gpu, choose_device
+from headrace.executor.gpu.executor import device as gpu_device
+from headrace.executor.placement.uniproc import UniprocExecutor
 from headrace.ipc.failure import HeadraceError, OptionError
 
 GIB = 1 << 30

@@ -13,7 +13,7 @@ import tiny_models
 from gpu_rank_threads import GpuRankThreads
 
 from headrace import LLM, SamplingParams
-from headrace.core.options import Options
+from headrace.core.options.engine_options import Options
 
 RANKS: dict[str, Any] = {"cudagraph_capture_sizes": [4]}
 THREADS = f"{GpuRankThreads.__module__}:{GpuRankThreads.__name__}"

@@ -16,19 +16,19 @@ from gloo_for_nccl import open_gloo_for_nccl
 from graph_recorder import RecordingCapturer
 from torch import Tensor
 
-from headrace.core.engine import load_executor
-from headrace.core.memory import fit_cache
-from headrace.core.options import Options
-from headrace.core.plan import MemoryReading, ModelDescription
-from headrace.core.resolve import resolve
-from headrace.executor import multiproc
-from headrace.executor.gpu_collectives import AgreedCapturer, GpuCollectives
-from headrace.executor.gpu_collectives_small import LARGEST_BYTES, ONE_SHOT_BYTES, SymmetricSums, open_small_sums
-from headrace.executor.gpu_device import CudaFacts
-from headrace.executor.meeting import Meeting
-from headrace.executor.place import PeerError, World, collectives_bytes
-from headrace.executor.rank_device import rank_device
-from headrace.executor.visible_gpus import left_visible, visible_gpus
+from headrace.core.engine.engine import load_executor
+from headrace.core.options.engine_options import Options
+from headrace.core.options.memory import fit_cache
+from headrace.core.options.plan import MemoryReading, ModelDescription
+from headrace.core.options.resolve import resolve
+from headrace.executor.gpu.collectives import AgreedCapturer, GpuCollectives
+from headrace.executor.gpu.device import CudaFacts
+from headrace.executor.gpu.small_sums import LARGEST_BYTES, ONE_SHOT_BYTES, SymmetricSums, open_small_sums
+from headrace.executor.gpu.visible_gpus import left_visible, visible_gpus
+from headrace.executor.parallel.rank_device import rank_device
+from headrace.executor.parallel.rank_place import PeerError, World, collectives_bytes
+from headrace.executor.parallel.rendezvous import Meeting
+from headrace.executor.placement import multiproc
 from headrace.ipc.failure import HeadraceError, OptionError
 
 Body = Callable[[GpuCollectives], Any]

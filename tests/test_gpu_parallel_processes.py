@@ -15,11 +15,11 @@ from multiproc_parts import HERE
 from test_multinode import start_node
 
 from headrace import LLM, SamplingParams
-from headrace.core.options import Options
-from headrace.executor.base import Executor
-from headrace.executor.place import PeerError
-from headrace.executor.worker import Worker
-from headrace.executor.worker_messages import STEP, SharedMemory, StartWorker
+from headrace.core.options.engine_options import Options
+from headrace.executor.parallel.rank_place import PeerError
+from headrace.executor.placement.base import Executor
+from headrace.executor.placement.worker import Worker
+from headrace.executor.placement.worker_messages import STEP, SharedMemory, StartWorker
 from headrace.ipc.failure import EngineDeadError
 from headrace.ipc.ring import RingLayout, RingReader, RingWriter, lay_out_ring
 from headrace.ipc.wait import Deadline

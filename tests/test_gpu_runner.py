@@ -22,11 +22,11 @@ from gpu_parts import (
 from graph_recorder import RecordingCapturer
 from plan_maker import PlanMaker
 
-from headrace.executor.batch import BatchState, Draws, Needs, StepArrays
-from headrace.executor.device_state import HostDevice
-from headrace.executor.gpu_runner import GpuRunner, RunnerLimits
-from headrace.executor.inputs import StepInputs, StepLogits, step_in_two
-from headrace.executor.runner import ModelRunner
+from headrace.executor.cpu.batch import BatchState, Draws, Needs, StepArrays
+from headrace.executor.cpu.runner import ModelRunner
+from headrace.executor.gpu.device_state import HostDevice
+from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
+from headrace.executor.models.inputs import StepInputs, StepLogits, step_in_two
 from headrace.ipc.step import StepResult
 
 LIMITS = RunnerLimits(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB_SIZE, eos_token_ids=(3,), capture_sizes=(1, 2, 4, 6))
@@ -161,7 +161,7 @@ def test_what_the_device_cannot_choose_the_host_does_with_every_token_known(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_the_device = int(Needs.RANDOM | Needs.TRUNCATION | Needs.PROMPT_LOGPROBS)
-    monkeypatch.setattr("headrace.executor.gpu_runner.ON_THE_DEVICE", on_the_device)
+    monkeypatch.setattr("headrace.executor.gpu.runner.ON_THE_DEVICE", on_the_device)
     twins = Twins(capturer=RecordingCapturer(), device=LateDevice())
     play(seed, twins)
 

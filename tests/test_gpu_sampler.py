@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.executor.batch import Draws, Needs
-from headrace.executor.device_state import Deltas, DeviceState, HostDevice, Staging, StateShape
-from headrace.executor.gpu_sampler import Choice, choice_for, choose
-from headrace.executor.sampler import choose_in_torch
+from headrace.executor.cpu.batch import Draws, Needs
+from headrace.executor.gpu.device_state import Deltas, DeviceState, HostDevice, Staging, StateShape
+from headrace.executor.gpu.sampler import Choice, choice_for, choose
+from headrace.executor.sampling.sampler import choose_in_torch
 from headrace.ipc.messages import Sampling
 
 NUM_ROWS, VOCAB_SIZE = 12, 700
@@ -74,7 +74,7 @@ def test_large_batches_are_drawn_in_tiles(monkeypatch: pytest.MonkeyPatch) -> No
     state, logits = state_of(samplings, list(range(NUM_ROWS))), torch.randn(NUM_ROWS, VOCAB_SIZE)
     arguments = (logits, state, torch.arange(NUM_ROWS), torch.arange(NUM_ROWS), Choice.TRUNCATE)
     whole = choose(*arguments)
-    monkeypatch.setattr("headrace.kernels.reference_sampling.TILE_ELEMENTS", 5 * VOCAB_SIZE)
+    monkeypatch.setattr("headrace.kernels.reference.sampling.TILE_ELEMENTS", 5 * VOCAB_SIZE)
     assert choose(*arguments).token_ids.equal(whole.token_ids)
 
 

@@ -14,12 +14,12 @@ from gpu_parts import GpuOnCpu, LateDevice
 from model_driver import DictSource
 
 from headrace import LLM, SamplingParams
-from headrace.executor import gpu_sleep
-from headrace.executor.decoder import Decoder
-from headrace.executor.families import spec_from_config
-from headrace.executor.gpu_kernels import Rounding, quantising
-from headrace.executor.gpu_sleep import HostCopy, check_room, free, pinned, storages_of, tensors_of
-from headrace.executor.host import HostMemory
+from headrace.executor.cpu.host import HostMemory
+from headrace.executor.gpu.executor import sleep as gpu_sleep
+from headrace.executor.gpu.kernels import Rounding, quantising
+from headrace.executor.gpu.sleep import HostCopy, check_room, free, pinned, storages_of, tensors_of
+from headrace.executor.models.decoder import Decoder
+from headrace.executor.models.families import spec_from_config
 from headrace.ipc.failure import HeadraceError
 from headrace.kernels.registry import choose_reference
 
@@ -108,7 +108,7 @@ def test_new_weights_take_the_old_ones_place_or_these_come_back(
         raise RuntimeError("no more memory\nand so on")
 
     with monkeypatch.context() as patch:
-        patch.setattr("headrace.executor.decoder.Decoder._read_end", fail)
+        patch.setattr("headrace.executor.models.decoder.Decoder._read_end", fail)
         with pytest.raises(HeadraceError, match=r"could not be read: no more memory\n  in"):
             llm.reload_weights()
     assert held_bytes(executor) == held

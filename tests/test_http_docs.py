@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from http_server import Server, address_of_engine, serving
 
-from headrace.frontend import cli
+from headrace.frontend.cli.main import main as cli
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTED = "http://127.0.0.1:8000"
@@ -99,7 +99,7 @@ def test_commands_of_the_readme_attach_to_a_running_server(server, line, shown):
     words = shlex.split(line)[1:]
     if words[0] != "ps":
         words += ["--engine", address_of_engine(server)]
-    command = [sys.executable, "-m", "headrace.frontend.cli", *words]
+    command = [sys.executable, "-m", "headrace", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

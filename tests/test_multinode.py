@@ -24,11 +24,11 @@ from plan_maker import PlanMaker
 from test_multiproc import tokens_of_one_process
 
 from headrace import LLM, SamplingParams
-from headrace.core.engine import load_executor
-from headrace.core.options import Options
-from headrace.executor.multinode import MultiNodeExecutor
-from headrace.executor.node import KEY_VARIABLE
-from headrace.executor.ray_cluster import RayExecutor
+from headrace.core.engine.engine import load_executor
+from headrace.core.options.engine_options import Options
+from headrace.executor.placement.multinode import MultiNodeExecutor
+from headrace.executor.placement.node import KEY_VARIABLE
+from headrace.executor.placement.ray_cluster import RayExecutor
 from headrace.ipc.control import DescribeEngine
 from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, OptionError
 
@@ -42,7 +42,14 @@ def workers_find_the_null_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start_node(port: int, *flags: str, **environment: str) -> subprocess.Popen[str]:
     """`engine-core` as the second of two hosts."""
-    command = [sys.executable, "-m", "headrace.core.daemon", "--nnodes=2", "--node-rank=1", f"--master-port={port}"]
+    command = [
+        sys.executable,
+        "-m",
+        "headrace.core.process.daemon",
+        "--nnodes=2",
+        "--node-rank=1",
+        f"--master-port={port}",
+    ]
     return subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
 
 
@@ -253,7 +260,7 @@ def test_ranks_that_ray_places_answer_as_one_process_does(tmp_path: Path) -> Non
 
 def _is_worker(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
-        return "headrace.executor.worker" in process.cmdline()
+        return "headrace.executor.placement.worker" in process.cmdline()
     return False
 
 

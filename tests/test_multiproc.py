@@ -12,10 +12,10 @@ import pytest
 from multiproc_parts import HERE, Ranks, bring_up, leftovers, options, wait_until, wait_until_nothing_is_left
 from null_rank import NullRank
 
-from headrace.core.engine import load_executor
-from headrace.core.options import Options
-from headrace.executor.cpu_share import share
-from headrace.executor.multiproc import MultiprocExecutor, check_equal
+from headrace.core.engine.engine import load_executor
+from headrace.core.options.engine_options import Options
+from headrace.executor.cpu.cores_of_rank import share
+from headrace.executor.placement.multiproc import MultiprocExecutor, check_equal
 from headrace.ipc.control import DescribeEngine, PrepareWeights
 from headrace.ipc.failure import EngineStartError, HeadraceError, ModelError, OptionError
 from headrace.ipc.step import StepPlan, StepResult
@@ -180,7 +180,7 @@ def test_starting_and_stopping_again_and_again_leaves_nothing() -> None:
 
 
 def test_lagging_workers_are_named_in_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.executor.gathering.SLOW_AFTER_S", 0.2)
+    monkeypatch.setattr("headrace.executor.placement.replies.SLOW_AFTER_S", 0.2)
     phases: list[str] = []
     done = threading.Event()
 

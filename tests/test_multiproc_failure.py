@@ -10,7 +10,7 @@ import time
 import pytest
 from multiproc_parts import HERE, Ranks, options, wait_until
 
-from headrace.core.supervisor import start_engine
+from headrace.core.process.supervisor import start_engine
 from headrace.ipc.failure import EngineDeadError, EngineStartError
 
 WITHIN_S = 5.0

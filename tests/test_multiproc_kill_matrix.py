@@ -38,9 +38,9 @@ from multiproc_parts import HERE, options, wait_until
 from wire_client import WireClient
 
 from headrace import LLM, SamplingParams
-from headrace.core.options import Options
-from headrace.core.supervisor import START_GRACE_S, Child, start_engine
-from headrace.frontend.transport import ZmqTransport
+from headrace.core.options.engine_options import Options
+from headrace.core.process.supervisor import START_GRACE_S, Child, start_engine
+from headrace.frontend.client.transport import ZmqTransport
 from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.messages import Progress
 from headrace.ipc.sockets import sweep_sockets
@@ -148,7 +148,7 @@ def check_nothing_is_left(seen: list[psutil.Process]) -> None:
 
 def workers_of(pid: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
-        found = [p for p in psutil.Process(pid).children() if "headrace.executor.worker" in p.cmdline()]
+        found = [p for p in psutil.Process(pid).children() if "headrace.executor.placement.worker" in p.cmdline()]
         return sorted(found, key=lambda process: process.pid)
     return []
 
@@ -285,8 +285,8 @@ def drain(cell: Cell, llm: LLM, child: Child) -> None:
 CLIENT = """
 import os, signal, sys, threading, time
 import msgspec
-from headrace.core.options import Options
-from headrace.core.supervisor import start_engine
+from headrace.core.options.engine_options import Options
+from headrace.core.process.supervisor import start_engine
 from headrace import LLM, SamplingParams
 
 phase, how = sys.argv[1:3]

@@ -17,11 +17,11 @@ from multiproc_parts import HERE, Ranks, bring_up, options
 from test_multinode import cluster
 
 from headrace import LLM
-from headrace.core.engine import EngineThread
-from headrace.core.options import Options
-from headrace.core.startup_table import REST, startup_table
-from headrace.core.supervisor import start_engine
-from headrace.executor.load_turn import turn_to_load
+from headrace.core.engine.engine import EngineThread
+from headrace.core.options.engine_options import Options
+from headrace.core.process.startup_table import REST, startup_table
+from headrace.core.process.supervisor import start_engine
+from headrace.executor.placement.load_turn import turn_to_load
 from headrace.ipc.failure import EngineStartError, OptionError
 
 
@@ -59,7 +59,7 @@ def test_agents_of_one_host_share_its_turns(tmp_path: Path) -> None:
 
 def test_a_turn_ends_with_the_process_that_has_it() -> None:
     code = (
-        "import sys, time\nfrom headrace.executor.load_turn import turn_to_load\n"
+        "import sys, time\nfrom headrace.executor.placement.load_turn import turn_to_load\n"
         "with turn_to_load(sys.argv[1], 1, print):\n    print('loads', flush=True)\n    time.sleep(60)\n"
     )
     name = f"test-{os.getpid()}"
@@ -152,13 +152,13 @@ def test_a_running_engine_tells_how_its_start_went() -> None:
 
 def hanging(**changes: Any) -> Options:
     """An engine of one process, whose model takes longer than it may."""
-    backend = "headrace.executor.null:NullExecutor"
+    backend = "headrace.executor.testing.null:NullExecutor"
     asked = {"load_delay_s": 60.0}
     return Options(model="null", distributed_executor_backend=backend, hf_overrides=asked, **changes)
 
 
 def test_a_core_that_hangs_while_it_starts_is_ended_and_its_stacks_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.core.supervisor.START_GRACE_S", 0.5)
+    monkeypatch.setattr("headrace.core.process.supervisor.START_GRACE_S", 0.5)
     child = start_engine(hanging(startup_timeout=1.5))
     with pytest.raises(EngineStartError, match=r"engine-core \(pid \d+\) was not ready within 1\.5 s") as caught:
         child.wait_ready()
@@ -176,7 +176,7 @@ def test_a_start_on_the_callers_own_thread_has_no_deadline() -> None:
 
 def test_a_daemon_that_hangs_while_it_starts_says_where_and_ends(runtime_directory: Path) -> None:
     asked = hanging()
-    command = [sys.executable, "-m", "headrace.core.daemon", "--model=null", "--startup-timeout=0.5"]
+    command = [sys.executable, "-m", "headrace.core.process.daemon", "--model=null", "--startup-timeout=0.5"]
     command += [f"--distributed-executor-backend={asked.distributed_executor_backend}"]
     done = subprocess.run(
         [*command, f"--hf-overrides={json.dumps(asked.hf_overrides)}"],

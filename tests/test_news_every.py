@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from engine_parts import EOS, VOCAB_SIZE, SteppedClient, SteppedCore
 
-from headrace.executor.null import NullExecutor, NullModel
+from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.ipc.control import PauseGeneration
 from headrace.ipc.messages import Abort, Control, FinishReason
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from engine_parts import make_plan
 
-from headrace.core.options import Options
-from headrace.executor.null import NullExecutor, NullModel
-from headrace.executor.plan_check import PlanCheck
+from headrace.core.options.engine_options import Options
+from headrace.executor.testing.null import NullExecutor, NullModel
+from headrace.executor.testing.plan_check import PlanCheck
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow, StepPlan, StepResult
@@ -119,7 +119,7 @@ def test_its_model_may_come_from_the_options_and_a_misspelt_field_is_named() -> 
 
 
 def test_importing_it_loads_no_torch() -> None:
-    code = "import sys, headrace.executor.null; assert 'torch' not in sys.modules"
+    code = "import sys, headrace.executor.testing.null; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -15,17 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.foreign_options import FOREIGN, RENAMED
-from headrace.core.option_parsing import (
+from headrace.core.options.document import DOCS_PAGE, options_page
+from headrace.core.options.engine_options import Option, Options
+from headrace.core.options.parsing import (
     OptionParser,
     add_options,
     options_from_arguments,
     parse_options,
     struct_from_arguments,
 )
-from headrace.core.option_values import option_specs, parse_size
-from headrace.core.options import Option, Options
-from headrace.core.options_doc import DOCS_PAGE, options_page
+from headrace.core.options.values import option_specs, parse_size
+from headrace.core.options.vllm_options import FOREIGN, RENAMED
 from headrace.ipc.failure import OptionError
 
 ROOT = Path(__file__).parents[1]
@@ -326,7 +326,7 @@ def test_the_docs_page_is_up_to_date() -> None:
 
 def test_reading_options_loads_no_heavy_library() -> None:
     code = (
-        "import sys; from headrace.core.option_parsing import parse_options; parse_options(dtype='half');"
+        "import sys; from headrace.core.options.parsing import parse_options; parse_options(dtype='half');"
         "print([m for m in ('torch', 'numpy', 'transformers', 'yaml') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

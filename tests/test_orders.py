@@ -6,7 +6,7 @@ import pytest
 from engine_parts import EOS, VOCAB_SIZE, SteppedCore
 from test_control import Driver, ObedientNull
 
-from headrace.executor.null import NullModel
+from headrace.executor.testing.null import NullModel
 from headrace.ipc.control import DescribeEngine, WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import EngineDeadError
 

@@ -68,9 +68,11 @@ def test_the_wheel_holds_every_file_of_every_package_and_nothing_else(wheel: Pat
 def test_import_names_resolve_from_the_unpacked_wheel(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import headrace, headrace.core.scheduler, headrace.ipc.messages;"
+        "import sys; sys.path.insert(0, sys.argv[1]); import headrace, headrace.ipc.messages;"
+        "import headrace.core.schedule.scheduler;"
         "import importlib.util;"
-        "names = ['headrace', 'headrace.core.scheduler', 'headrace.executor.families', 'headrace.kernels.cpu'];"
+        "names = ['headrace', 'headrace.core.schedule.scheduler', "
+        "'headrace.executor.models.families', 'headrace.kernels.cpu'];"
         "print(*(importlib.util.find_spec(name).origin for name in names))"
     )
     # -I -S: no current folder and no site-packages, where the editable install would answer for us.
@@ -84,7 +86,12 @@ def test_import_names_resolve_from_the_unpacked_wheel(wheel: Path, tmp_path: Pat
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    expected = ["__init__.py", "core/scheduler.py", "executor/families/__init__.py", "kernels/cpu/__init__.py"]
+    expected = [
+        "__init__.py",
+        "core/schedule/scheduler.py",
+        "executor/models/families/__init__.py",
+        "kernels/cpu/__init__.py",
+    ]
     assert result.stdout.split() == [str(tmp_path / "headrace" / name) for name in expected]
 
 
@@ -94,7 +101,10 @@ def test_the_commands_are_declared_and_can_be_found(wheel: Path) -> None:
     parser = configparser.ConfigParser()
     parser.read_string(archive.read(entry).decode())
     commands = dict(parser["console_scripts"])
-    assert commands == {"headrace": "headrace.frontend.cli:main", "engine-core": "headrace.core.daemon:main"}
+    assert commands == {
+        "headrace": "headrace.frontend.cli.main:main",
+        "engine-core": "headrace.core.process.daemon:main",
+    }
     for target in commands.values():
         module = target.partition(":")[0].replace(".", "/") + ".py"
         assert module in archive.namelist()

@@ -11,15 +11,15 @@ from gguf.constants import GGMLQuantizationType as Kind
 from plan_maker import PlanMaker
 from tiny_gguf import save_gguf
 
-from headrace.core.memory import block_bytes
-from headrace.core.options import Options
-from headrace.core.plan import MemoryReading, Plan
-from headrace.core.resolve import resolve
-from headrace.executor.checkpoint import open_checkpoint
-from headrace.executor.cpu_decoder import CpuDecoder
-from headrace.executor.families import spec_from_config
-from headrace.executor.host import HostMemory
-from headrace.executor.uniproc import UniprocExecutor, check_weights_fit
+from headrace.core.options.engine_options import Options
+from headrace.core.options.memory import block_bytes
+from headrace.core.options.plan import MemoryReading, Plan
+from headrace.core.options.resolve import resolve
+from headrace.executor.checkpoints.checkpoint import open_checkpoint
+from headrace.executor.cpu.decoder import CpuDecoder
+from headrace.executor.cpu.host import HostMemory
+from headrace.executor.models.families import spec_from_config
+from headrace.executor.placement.uniproc import UniprocExecutor, check_weights_fit
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.step import StepResult
 from headrace.kernels.cpu import build

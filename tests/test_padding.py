@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from model_driver import DictSource
 from torch import Tensor
 
-from headrace.executor.arch import ArchSpec, LayerSpec, NormSpec
-from headrace.executor.padding import PaddedWeights, packed_part, padded_for
-from headrace.executor.place import Place
+from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec
+from headrace.executor.parallel.padding import PaddedWeights, packed_part, padded_for
+from headrace.executor.parallel.rank_place import Place
 from headrace.ipc.failure import ModelError
 
 HEAD_DIM, HIDDEN = 4, 6

@@ -17,11 +17,12 @@ from rank_threads import RankThreads, pool_for_each_rank, run_ranks
 from tiny_gguf import save_gguf
 
 from headrace import LLM, SamplingParams
-from headrace.executor import cpu_decoder, uniproc
-from headrace.executor.cpu_program import StepLimits
-from headrace.executor.decoder import Decoder
-from headrace.executor.families import spec_from_config
-from headrace.executor.place import Place, World
+from headrace.executor.cpu import decoder as cpu_decoder
+from headrace.executor.cpu.program import StepLimits
+from headrace.executor.models.decoder import Decoder
+from headrace.executor.models.families import spec_from_config
+from headrace.executor.parallel.rank_place import Place, World
+from headrace.executor.placement import uniproc
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.step import StepPlan
 from headrace.kernels.cpu import build

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from headrace import LLM, SamplingParams
-from headrace.core.options import Options
-from headrace.executor.checkpoint import open_checkpoint
-from headrace.executor.tokenizer import load_bundle
-from headrace.frontend.tokenizer import Tokenizer
+from headrace.core.options.engine_options import Options
+from headrace.executor.checkpoints.checkpoint import open_checkpoint
+from headrace.executor.checkpoints.tokenizer import load_bundle
+from headrace.frontend.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.demo_model
 

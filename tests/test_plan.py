@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.memory import CPU_CACHE_BYTES, block_bytes, fit_cache, ledger
-from headrace.core.option_parsing import parse_options
-from headrace.core.plan import Facts, MemoryReading, ModelDescription, Plan
-from headrace.core.resolve import describe_plan, resolve
+from headrace.core.options.memory import CPU_CACHE_BYTES, block_bytes, fit_cache, ledger
+from headrace.core.options.parsing import parse_options
+from headrace.core.options.plan import Facts, MemoryReading, ModelDescription, Plan
+from headrace.core.options.resolve import describe_plan, resolve
 from headrace.ipc.failure import OptionError
 
 GIB = 1 << 30

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scalar_noise import GOLDEN, MASK, scalar_noise, scalar_word
 
-from headrace.executor.random_numbers import draw, gumbel_noise, row_keys, token_steps, words
+from headrace.executor.sampling.random_numbers import draw, gumbel_noise, row_keys, token_steps, words
 
 
 def test_the_generator_is_splitmix64() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import Op, Version, ops
-from headrace.kernels.reference_attention import AttentionParams, PagedBatch, paged_attention
+from headrace.kernels.reference.attention import AttentionParams, PagedBatch, paged_attention
 
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
 """Largest error of an output near 1: a few roundings of the output's own dtype."""

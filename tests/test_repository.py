@@ -20,16 +20,27 @@ MAY_IMPORT = MappingProxyType(
         "ipc": {"headrace.ipc", "msgspec", "zmq"},
         "core": {"headrace.core", "headrace.ipc", "msgspec", "zmq", "numpy", "psutil", "xxhash", "yaml"},
         "executor": {
-            *("headrace.executor", "headrace.kernels", "headrace.ipc", "headrace.core.options", "headrace.core.plan"),
-            "headrace.core.supervisor",
+            *(
+                "headrace.executor",
+                "headrace.kernels",
+                "headrace.ipc",
+                "headrace.core.options.engine_options",
+                "headrace.core.options.plan",
+            ),
+            "headrace.core.process.supervisor",
             *("torch", "transformers", "tokenizers", "safetensors", "gguf", "huggingface_hub"),
             *("numpy", "msgspec", "psutil", "tqdm"),
         },
         "kernels": {"headrace.kernels", "torch", "triton", "numpy", "gguf"},
         "frontend": {
-            *("headrace.frontend", "headrace.ipc", "headrace.core.options", "headrace.core.option_parsing"),
-            *("headrace.core.option_values", "headrace.core.options_doc", "headrace.core.supervisor"),
-            "headrace.core.startup_table",
+            *(
+                "headrace.frontend",
+                "headrace.ipc",
+                "headrace.core.options.engine_options",
+                "headrace.core.options.parsing",
+            ),
+            *("headrace.core.options.values", "headrace.core.options.document", "headrace.core.process.supervisor"),
+            "headrace.core.process.startup_table",
             *("msgspec", "zmq", "tokenizers", "jinja2", "psutil", "tqdm", "uvloop"),
             *("starlette", "uvicorn", "httptools", "prometheus_client"),
         },
@@ -42,7 +53,7 @@ MAY_IMPORT_LAZILY = MappingProxyType(
         "core": {"tqdm"},  # for those who look at a terminal
         "executor": {"ray"},  # an extra
         "frontend": {
-            *("headrace.core.engine", "headrace.core.memory_port"),  # a core on a thread of this process
+            *("headrace.core.engine.engine", "headrace.core.engine.memory_port"),  # a core on a thread of this process
             "matplotlib",  # headrace bench plot
         },
     }
@@ -86,7 +97,7 @@ def test_the_import_check_sees_every_kind_of_import(tmp_path: Path, monkeypatch:
         ("headrace.kernels", False),
         ("headrace", False),
         ("headrace.executor", False),
-        ("headrace.core.loop", False),
+        ("headrace.core.engine.loop", False),
         ("numpy", True),
     ]
 
@@ -96,7 +107,7 @@ def test_the_import_check_sees_every_kind_of_import(tmp_path: Path, monkeypatch:
     [
         ("ipc", {"torch", "transformers", "triton", "numpy"}),
         ("core", {"torch", "transformers", "triton", "tokenizers", "headrace.executor"}),
-        ("frontend", {"torch", "transformers", "triton", "numpy", "headrace.core.engine"}),
+        ("frontend", {"torch", "transformers", "triton", "numpy", "headrace.core.engine.engine"}),
     ],
 )
 def test_importing_a_thin_folder_loads_nothing_heavy(folder: str, absent: set[str]) -> None:
@@ -175,9 +186,9 @@ def test_the_hops_of_a_request_are_at_most_ten_calls() -> None:
 
 
 def test_a_hop_that_does_not_exist_is_found() -> None:
-    assert _resolves("core/plan.py", "Plan.max_model_len")
-    assert _resolves("core/memory.py", "CPU_CACHE_BYTES")
-    assert not _resolves("core/plan.py", "Plan.max_modle_len")
+    assert _resolves("core/options/plan.py", "Plan.max_model_len")
+    assert _resolves("core/options/memory.py", "CPU_CACHE_BYTES")
+    assert not _resolves("core/options/plan.py", "Plan.max_modle_len")
     assert not _resolves("core/no_such_file.py", "Plan")
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from plan_maker import PlanMaker, i32
 from torch import Tensor
 
-from headrace.executor.batch import BatchState, Draws, StepArrays
-from headrace.executor.inputs import StepInputs, StepLogits, step_in_two
-from headrace.executor.runner import PROMPT_LOGITS_BYTES, ModelRunner
+from headrace.executor.cpu.batch import BatchState, Draws, StepArrays
+from headrace.executor.cpu.runner import PROMPT_LOGITS_BYTES, ModelRunner
+from headrace.executor.models.inputs import StepInputs, StepLogits, step_in_two
 from headrace.ipc.step import StepPlan, StepResult
 
 BLOCK_SIZE = 4

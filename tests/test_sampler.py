@@ -11,11 +11,11 @@ import pytest
 import torch
 from scalar_noise import scalar_noise
 
-from headrace.executor.batch import BatchState
-from headrace.executor.sampler import CANDIDATES, Sampled, penalise, sample, truncate
+from headrace.executor.cpu.batch import BatchState
+from headrace.executor.sampling.sampler import CANDIDATES, Sampled, penalise, sample, truncate
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow, StepPlan
-from headrace.kernels.reference_sampling import likeliest
+from headrace.kernels.reference.sampling import likeliest
 
 EOS = 2
 NONE = np.zeros(0, np.int32)

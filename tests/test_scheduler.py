@@ -10,10 +10,10 @@ from engine_parts import EOS, VOCAB_SIZE, SteppedCore, make_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core.desk import ClientGone
-from headrace.core.policies import StepLimits, prefill_share
-from headrace.core.scheduler import Scheduler, SchedulerConfig
-from headrace.executor.null import NullModel
+from headrace.core.engine.sessions import ClientGone
+from headrace.core.schedule.policies import StepLimits, prefill_share
+from headrace.core.schedule.scheduler import Scheduler, SchedulerConfig
+from headrace.executor.testing.null import NullModel
 from headrace.ipc.messages import Abort, FinishReason, Goodbye, ResetPrefixCache
 
 

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from tiny_gguf import save_gguf
 
 from headrace import LLM, SamplingParams
-from headrace.core.options import Options
-from headrace.executor.checkpoint import open_checkpoint
-from headrace.executor.place import Place
-from headrace.executor.sharded_state import save
-from headrace.frontend.cli import main
+from headrace.core.options.engine_options import Options
+from headrace.executor.checkpoints.checkpoint import open_checkpoint
+from headrace.executor.checkpoints.sharded_state import save
+from headrace.executor.parallel.rank_place import Place
+from headrace.frontend.cli.main import main
 from headrace.ipc.failure import ModelError, OptionError
 
 __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests

@@ -14,9 +14,9 @@ import tiny_models
 from gguf.constants import GGMLQuantizationType as Kind
 from tiny_gguf import save_gguf
 
-from headrace.core.engine import load_executor
-from headrace.core.options import Options
-from headrace.executor.checkpoint import config_at_hand
+from headrace.core.engine.engine import load_executor
+from headrace.core.options.engine_options import Options
+from headrace.executor.checkpoints.checkpoint import config_at_hand
 from headrace.ipc.failure import ModelError, OptionError
 
 TOO_MANY = "4 attention heads cannot be divided among 5 ranks: each needs at least one"
@@ -84,7 +84,8 @@ def test_a_model_of_the_hub_that_is_here_is_looked_at_and_no_other(tmp_path: Pat
 
 def test_the_core_needs_no_torch_for_it(folder: Path) -> None:
     script = (
-        "import sys; from headrace.core.options import Options; from headrace.executor.shares import check_world; "
+        "import sys; from headrace.core.options.engine_options import Options; "
+        "from headrace.executor.parallel.divisibility import check_world; "
         "check_world(Options(model=sys.argv[1], tensor_parallel_size=4)); "
         "sys.exit(', '.join(sys.modules.keys() & {'torch', 'transformers'}) or 0)"
     )

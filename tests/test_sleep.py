@@ -13,9 +13,9 @@ from engine_parts import EOS, VOCAB_SIZE, SteppedCore
 from test_control import Driver, ObedientNull
 
 from headrace import LLM, SamplingParams
-from headrace.executor import kv_cache
-from headrace.executor.families import spec_from_config
-from headrace.executor.null import NullModel
+from headrace.executor.models import kv_cache
+from headrace.executor.models.families import spec_from_config
+from headrace.executor.testing.null import NullModel
 from headrace.ipc.control import PauseGeneration, ReloadWeights, ResumeGeneration, Sleep, WakeUp, WorkerAnswer
 from headrace.ipc.failure import EngineAsleepError, HeadraceError, InvalidRequestError
 from headrace.ipc.messages import FinishReason

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.executor.batch import BatchState, Draws, StepArrays
-from headrace.executor.inputs import StepLogits, no_logits
-from headrace.executor.place import Collectives, World, collectives_bytes, open_collectives
-from headrace.executor.stages import StageRunner
+from headrace.executor.cpu.batch import BatchState, Draws, StepArrays
+from headrace.executor.models.inputs import StepLogits, no_logits
+from headrace.executor.parallel.rank_place import Collectives, World, collectives_bytes, open_collectives
+from headrace.executor.parallel.stages import StageRunner
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow, StepPlan
 from headrace.kernels.cpu import build

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from engine_parts import EOS, VOCAB_SIZE, SteppedCore
 
-from headrace.core.scheduler import Scheduler
-from headrace.executor.null import NullExecutor, NullModel
+from headrace.core.schedule.scheduler import Scheduler
+from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.ipc.messages import Abort, FinishReason
 from headrace.ipc.step import StepPlan
 

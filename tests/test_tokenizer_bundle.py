@@ -15,10 +15,10 @@ import tiny_models
 from tiny_gguf import save_gguf
 from tokenizers import Tokenizer, processors
 
-from headrace.core.options import Options
-from headrace.executor import tokenizer as tokenizer_module
-from headrace.executor.checkpoint import Checkpoint, open_checkpoint
-from headrace.executor.tokenizer import load_bundle
+from headrace.core.options.engine_options import Options
+from headrace.executor.checkpoints import tokenizer as tokenizer_module
+from headrace.executor.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from headrace.executor.checkpoints.tokenizer import load_bundle
 from headrace.ipc.failure import ModelError
 from headrace.ipc.messages import TokenizerBundle
 
@@ -206,9 +206,9 @@ def test_a_sentencepiece_file_is_told_which_package_reads_it(
 def load_without_transformers(path: Path) -> int:
     """The size of the bundle's tokenizer, loaded in a new process that must not import transformers."""
     program = (
-        "import sys; from headrace.core.options import Options; "
-        "from headrace.executor.checkpoint import open_checkpoint; "
-        "from headrace.executor.tokenizer import load_bundle; "
+        "import sys; from headrace.core.options.engine_options import Options; "
+        "from headrace.executor.checkpoints.checkpoint import open_checkpoint; "
+        "from headrace.executor.checkpoints.tokenizer import load_bundle; "
         "bundle = load_bundle(open_checkpoint(Options(model=sys.argv[1], load_format='dummy')), Options()); "
         "assert 'transformers' not in sys.modules; print(len(bundle.tokenizer_json))"
     )

@@ -13,13 +13,13 @@ import tiny_models
 import torch
 from plan_maker import PlanMaker
 
-from headrace.core.options import Options
-from headrace.core.plan import MemoryReading, Plan
-from headrace.core.resolve import resolve
-from headrace.executor.families import spec_from_config
-from headrace.executor.host import HostMemory, host_memory, usable_cores
-from headrace.executor.memory_estimate import weight_elements
-from headrace.executor.uniproc import UniprocExecutor, check_weights_fit, use_all_cores
+from headrace.core.options.engine_options import Options
+from headrace.core.options.plan import MemoryReading, Plan
+from headrace.core.options.resolve import resolve
+from headrace.executor.cpu.host import HostMemory, host_memory, usable_cores
+from headrace.executor.models.families import spec_from_config
+from headrace.executor.models.memory_estimate import weight_elements
+from headrace.executor.placement.uniproc import UniprocExecutor, check_weights_fit, use_all_cores
 from headrace.ipc.failure import ModelError
 
 PROMPT = [7, 8, 9, 10, 11, 12, 13]
@@ -99,7 +99,7 @@ def test_stop_is_safe_before_anything_started() -> None:
 
 
 def test_importing_it_loads_no_transformers() -> None:
-    code = "import sys, headrace.executor.uniproc; assert 'transformers' not in sys.modules"
+    code = "import sys, headrace.executor.placement.uniproc; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 

@@ -10,7 +10,7 @@ import torch
 from paged import make_batch
 
 from headrace.kernels import ops
-from headrace.kernels.reference_attention import AttentionParams, CacheScales, PagedBatch, paged_attention
+from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch, paged_attention
 from headrace.kernels.triton import attention, cascade, configs
 
 BOUND = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}

@@ -11,15 +11,15 @@ from model_driver import DictSource
 from plan_maker import PlanMaker
 
 from headrace import kernels
-from headrace.executor import kv_cache
-from headrace.executor.batch import BatchState
-from headrace.executor.decoder import Decoder
-from headrace.executor.device_state import HostDevice
-from headrace.executor.dummy_shapes import weight_shapes
-from headrace.executor.families import spec_from_config
-from headrace.executor.gpu_cascade import CascadeRule
-from headrace.executor.gpu_runner import GpuRunner, RunnerLimits
-from headrace.executor.runner import ModelRunner
+from headrace.executor.cpu.batch import BatchState
+from headrace.executor.cpu.runner import ModelRunner
+from headrace.executor.gpu.cascade import CascadeRule
+from headrace.executor.gpu.device_state import HostDevice
+from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
+from headrace.executor.models import kv_cache
+from headrace.executor.models.decoder import Decoder
+from headrace.executor.models.dummy_shapes import weight_shapes
+from headrace.executor.models.families import spec_from_config
 from headrace.kernels.registry import choose_reference
 
 CONFIG = {

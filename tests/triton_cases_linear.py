@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.executor.gpu_quantise import to_int4, to_int8
+from headrace.executor.gpu.quantise import to_int4, to_int8
 from headrace.kernels import ops
-from headrace.kernels.reference_quantised import dequantise
-from headrace.kernels.reference_quantised import round_tokens as reference_round_tokens
+from headrace.kernels.reference.quantised import dequantise
+from headrace.kernels.reference.quantised import round_tokens as reference_round_tokens
 from headrace.kernels.triton import linear
 
 BOUND = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}

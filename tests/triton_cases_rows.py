@@ -10,9 +10,9 @@ import torch
 from paged import make_batch
 
 from headrace.kernels import ops
-from headrace.kernels.reference_attention import CacheScales
-from headrace.kernels.reference_decode import RowsState
-from headrace.kernels.reference_rotary_cache import LayerCache, Rotation
+from headrace.kernels.reference.attention import CacheScales
+from headrace.kernels.reference.decode import RowsState
+from headrace.kernels.reference.rotary_cache import LayerCache, Rotation
 from headrace.kernels.triton import activation, decode, embedding, norms, rotary_cache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.executor import random_numbers
-from headrace.executor.batch import Draws
-from headrace.executor.sampler import choose_in_torch, truncate
+from headrace.executor.cpu.batch import Draws
+from headrace.executor.sampling import random_numbers
+from headrace.executor.sampling.sampler import choose_in_torch, truncate
 from headrace.kernels import ops
-from headrace.kernels.reference_sampling import (
+from headrace.kernels.reference.sampling import (
     DeviceDraws,
     LogitChanges,
     Penalties,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from headrace.core.option_parsing import add_options
+from headrace.core.options.parsing import add_options
 from headrace.frontend.bench.options import LatencyOptions, ResultOptions
 
 

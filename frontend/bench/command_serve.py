@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from headrace.core.option_parsing import add_options, struct_from_arguments
+from headrace.core.options.parsing import add_options, struct_from_arguments
 from headrace.frontend.bench.options import (
     SamplingOptions,
     ServingResultOptions,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.core.option_values import nearest
+from headrace.core.options.values import nearest
 from headrace.frontend.bench.options import WorkloadOptions
 from headrace.frontend.bench.workload import BenchRequest, PromptMaker
 from headrace.ipc.failure import OptionError

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.core.option_parsing import options_from_arguments, struct_from_arguments
-from headrace.core.options import Options
+from headrace.core.options.engine_options import Options
+from headrace.core.options.parsing import options_from_arguments, struct_from_arguments
 from headrace.frontend.bench import record as records
 from headrace.frontend.bench.metrics import percentile, summary
 from headrace.frontend.bench.options import LatencyOptions, ResultOptions, ThroughputOptions, WorkloadOptions
@@ -21,10 +21,10 @@ from headrace.frontend.bench.workload import PromptMaker, TextTokenizer, make_wo
 from headrace.ipc.failure import InvalidRequestError, OptionError
 
 if TYPE_CHECKING:
-    from headrace.frontend.llm import LLM
-    from headrace.frontend.outputs import RequestMetrics
-    from headrace.frontend.sampling_params import SamplingParams
-    from headrace.frontend.tokenizer import Tokenizer
+    from headrace.frontend.api.llm import LLM
+    from headrace.frontend.api.outputs import RequestMetrics
+    from headrace.frontend.api.sampling_params import SamplingParams
+    from headrace.frontend.text.tokenizer import Tokenizer
 
 PERCENTILES = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
 
@@ -163,7 +163,7 @@ def throughput_table(figures: dict[str, Any]) -> str:
 
 def open_engine(options: Options) -> LLM:
     """An engine of one's own with these options."""
-    from headrace.frontend.llm import LLM
+    from headrace.frontend.api.llm import LLM
 
     chosen = {name: getattr(options, name) for name in options.__struct_fields__}
     return LLM(chosen.pop("model") or None, **chosen)
@@ -171,7 +171,7 @@ def open_engine(options: Options) -> LLM:
 
 def sampling_params(n: int, output_len: int, *, detokenize: bool) -> SamplingParams:
     """Every output has exactly this length."""
-    from headrace.frontend.sampling_params import SamplingParams
+    from headrace.frontend.api.sampling_params import SamplingParams
 
     return SamplingParams(
         n=n, temperature=1.0, top_p=1.0, ignore_eos=True, max_tokens=output_len, detokenize=detokenize

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from headrace.core.options import Option
+from headrace.core.options.engine_options import Option
 
 WORKLOAD, TARGET, TRAFFIC, SAMPLING, RESULT, RUN = (
     "Workload",

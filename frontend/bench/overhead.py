@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 
 from headrace import __version__
-from headrace.core.option_parsing import struct_from_arguments
-from headrace.core.options import Options
+from headrace.core.options.engine_options import Options
+from headrace.core.options.parsing import struct_from_arguments
 from headrace.frontend.bench import record as records
 from headrace.frontend.bench.child_server import running
 from headrace.frontend.bench.http_client import ExchangeError, Pool, Target
@@ -31,7 +31,7 @@ from headrace.frontend.bench.offline import finish
 from headrace.frontend.bench.options import OverheadOptions, ResultOptions
 from headrace.frontend.bench.serve import run_loop
 from headrace.frontend.bench.tables import columns, number
-from headrace.frontend.transport import ZmqTransport
+from headrace.frontend.client.transport import ZmqTransport
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import EngineDeadError, Failure, OptionError
 from headrace.ipc.messages import (
@@ -46,7 +46,7 @@ from headrace.ipc.messages import (
     Welcome,
 )
 
-NULL = "headrace.executor.null:NullExecutor"
+NULL = "headrace.executor.testing.null:NullExecutor"
 PROMPT_TOKENS = 16
 ROUND_TRIPS = 500
 RING_ROUND_TRIPS, RING_MESSAGE_BYTES = 2000, 256
@@ -168,7 +168,7 @@ def ring_round_trips() -> list[float]:
 
 async def http_costs(num_idle: int) -> dict[str, float]:
     """Tokens that one core of the HTTP server streams in a second, and the memory of a stream that waits."""
-    serve = (sys.executable, "-m", "headrace.frontend.cli", "serve", "null", "--port", "0")
+    serve = (sys.executable, "-m", "headrace", "serve", "null", "--port", "0")
     null = ("--distributed-executor-backend", NULL, "--skip-tokenizer-init", "--disable-log-stats")
     with running([*serve, *null]) as server:
         pool, target = _pool_of(server.wait_line("ready: http", START_TIMEOUT_S))
@@ -188,7 +188,9 @@ async def http_costs(num_idle: int) -> dict[str, float]:
         pool, target = _pool_of(server.wait_line("ready: http", START_TIMEOUT_S))
         try:
             process = psutil.Process(server.process.pid)
-            core = next(each for each in process.children() if "headrace.core.daemon" in " ".join(each.cmdline()))
+            core = next(
+                each for each in process.children() if "headrace.core.process.daemon" in " ".join(each.cmdline())
+            )
             await _open_streams(pool, target, 20)
             before = process.memory_info().rss, core.memory_info().rss
             await _open_streams(pool, target, num_idle)
@@ -222,7 +224,7 @@ class _Session:
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> _Session:
-        from headrace.core.supervisor import start_engine
+        from headrace.core.process.supervisor import start_engine
 
         self._child = start_engine(self._options)
         ready = await asyncio.to_thread(self._child.wait_ready, START_TIMEOUT_S)

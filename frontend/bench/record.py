@@ -41,7 +41,7 @@ def parse_pairs(pairs: Sequence[str], option: str) -> dict[str, str]:
 
 def surroundings(*, probe: bool) -> dict[str, Any]:
     """This machine and its software; what the machine reaches at best too if `probe` (some seconds of all cores)."""
-    from headrace.frontend.environment import collect
+    from headrace.frontend.cli.environment import collect
 
     found = collect()
     about = {key.replace(" ", "_"): value for key, value in found["machine"].items() if key != "Python executable"}

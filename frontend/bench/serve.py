@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from headrace.frontend.api.sampling_params import SamplingParams
 from headrace.frontend.bench import record as records
 from headrace.frontend.bench.arrivals import check_traffic, schedule
 from headrace.frontend.bench.http_client import ExchangeError, Pool, Target, Whole
@@ -28,8 +29,7 @@ from headrace.frontend.bench.options import (
 from headrace.frontend.bench.server_tokenizer import ServerTokenizer, as_texts
 from headrace.frontend.bench.tables import serving_table
 from headrace.frontend.bench.workload import BenchRequest, FileTokenizer, PromptMaker, make_workload
-from headrace.frontend.command_engine import as_flag_error
-from headrace.frontend.sampling_params import SamplingParams
+from headrace.frontend.cli.engine_of_command import as_flag_error
 from headrace.ipc.failure import HeadraceError, InvalidRequestError, OptionError
 
 T = TypeVar("T")

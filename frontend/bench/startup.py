@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.option_parsing import options_from_arguments, struct_from_arguments
+from headrace.core.options.parsing import options_from_arguments, struct_from_arguments
 from headrace.frontend.bench import record as records
 from headrace.frontend.bench.metrics import percentile
 from headrace.frontend.bench.offline import finish, progress

@@ -19,8 +19,8 @@ def main() -> None:
         now_s = time.perf_counter()
         phases[phase], mark_s = now_s - mark_s, now_s
 
-    from headrace.frontend.llm import LLM
-    from headrace.frontend.sampling_params import SamplingParams
+    from headrace.frontend.api.llm import LLM
+    from headrace.frontend.api.sampling_params import SamplingParams
 
     done("import headrace")
     given: dict[str, Any] = {}

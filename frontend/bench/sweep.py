@@ -169,7 +169,7 @@ def _where(bench: Sequence[str]) -> TargetOptions:
 def own_program(command: list[str]) -> list[str]:
     """`headrace ...` by the Python that runs this, whatever the PATH says."""
     if command and command[0] == "headrace":
-        return [sys.executable, "-m", "headrace.frontend.cli", *command[1:]]
+        return [sys.executable, "-m", "headrace", *command[1:]]
     return command
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from headrace.core.option_values import read_options
+from headrace.core.options.values import read_options
 from headrace.frontend.bench.options import WorkloadOptions
 from headrace.ipc.failure import OptionError
 

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from headrace.frontend.client.request import RequestStream
 from headrace.frontend.http.logprobs import TokenSpelling
 from headrace.frontend.http.requests import GenerationRequest
 from headrace.frontend.http.responses import PromptTokensDetails, Usage
-from headrace.frontend.request import RequestStream
-from headrace.frontend.tokenizer import Tokenizer
+from headrace.frontend.text.tokenizer import Tokenizer
 
 _TEXT = "\x00text\x00"
 _TEXT_JSON = msgspec.json.encode(_TEXT)

@@ -15,9 +15,9 @@ from headrace.frontend.http.development import DEVELOPMENT_ROUTES, is_developmen
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.exchange import ClientGoneError, Exchange
 from headrace.frontend.http.generation import Receive, Scope, Send
-from headrace.frontend.http.missing_routes import not_found
 from headrace.frontend.http.routes import ROUTES, RouteSpec
 from headrace.frontend.http.state import ServerState
+from headrace.frontend.http.unsupported_routes import not_found
 from headrace.ipc.failure import HeadraceError
 
 logger = logging.getLogger(__name__)

@@ -8,6 +8,9 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from headrace.frontend.api.outputs import CompletionOutput
+from headrace.frontend.api.prompts import Prompt
+from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.http.answer import Answer, TextEvent, event, prompt_is_told, usage_of, usage_so_far
 from headrace.frontend.http.chat_prompt import ChatPrompts
 from headrace.frontend.http.engines import Engine
@@ -28,9 +31,6 @@ from headrace.frontend.http.responses import (
     Usage,
 )
 from headrace.frontend.http.sampling import cache_salt, check_length, check_outputs, sampling_params, tokenize_texts
-from headrace.frontend.outputs import CompletionOutput
-from headrace.frontend.prompts import Prompt
-from headrace.frontend.request import RequestStream, SequenceState
 
 _WHOLE, _CHUNK = "chat.completion", "chat.completion.chunk"
 

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.frontend.chat_template import text_parts
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.requests import ChatMessage
-from headrace.frontend.tokenizer import Tokenizer
+from headrace.frontend.text.chat_template import text_parts
+from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError, OptionError
 
 _RESERVED = (

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET
 
+from headrace.frontend.api.outputs import CompletionOutput
+from headrace.frontend.api.prompts import Prompt, parse_prompt
+from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.http.answer import Answer, TextEvent, event, prompt_is_told, usage_of, usage_so_far
 from headrace.frontend.http.engines import Engine
 from headrace.frontend.http.errors import bad_field
@@ -16,10 +19,7 @@ from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.requests import CompletionRequest
 from headrace.frontend.http.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
 from headrace.frontend.http.sampling import cache_salt, check_length, check_outputs, sampling_params, tokenize_texts
-from headrace.frontend.outputs import CompletionOutput
-from headrace.frontend.prompts import Prompt, parse_prompt
-from headrace.frontend.request import RequestStream, SequenceState
-from headrace.frontend.tokenizer import Tokenizer
+from headrace.frontend.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 _OBJECT = "text_completion"

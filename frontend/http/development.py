@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.frontend.client import CoreClient
-from headrace.frontend.control import QUICK_S, pause_command, sleep_command, wake_command
+from headrace.frontend.client.client import CoreClient
+from headrace.frontend.client.control import QUICK_S, pause_command, sleep_command, wake_command
 from headrace.frontend.http.decoding import decode_query
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.exchange import Exchange

@@ -11,16 +11,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.frontend.client import CoreClient
+from headrace.frontend.client.client import CoreClient
+from headrace.frontend.client.request_table import RequestTable
+from headrace.frontend.client.transport import ZmqTransport
 from headrace.frontend.http.errors import ApiError, unavailable
 from headrace.frontend.http.phases import say_workers
-from headrace.frontend.request_table import RequestTable
-from headrace.frontend.transport import ZmqTransport
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
 from headrace.ipc.messages import EngineStats
 
 if TYPE_CHECKING:
-    from headrace.core.supervisor import Child
+    from headrace.core.process.supervisor import Child
 
 logger = logging.getLogger(__name__)
 

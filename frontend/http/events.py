@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.http.connection import Connection
 from headrace.frontend.http.errors import error_event
-from headrace.frontend.request import RequestStream, SequenceState
 
 logger = logging.getLogger(__name__)
 

@@ -13,15 +13,15 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headrace.frontend.api.prompts import Prompt, check_request
+from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.frontend.client.request import RequestStream
 from headrace.frontend.http.connection import Connection
 from headrace.frontend.http.engines import Engine
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.events import HEADERS, Chunks, EventStream, KeepAlive
 from headrace.frontend.http.metrics import Pages, RequestMeter
 from headrace.frontend.http.sampling import as_api_error
-from headrace.frontend.prompts import Prompt, check_request
-from headrace.frontend.request import RequestStream
-from headrace.frontend.sampling_params import SamplingParams
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from headrace.core.options import Options
-from headrace.core.supervisor import Child, start_engine
+from headrace.core.options.engine_options import Options
+from headrace.core.process.supervisor import Child, start_engine
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.phases import PhaseLog, process_began_s, say
 from headrace.ipc.failure import Failure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headrace.frontend.api.outputs import Logprob, LogprobsOfPosition
 from headrace.frontend.http.responses import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -12,8 +13,7 @@ from headrace.frontend.http.responses import (
     TokenLogprob,
     TopLogprob,
 )
-from headrace.frontend.outputs import Logprob, LogprobsOfPosition
-from headrace.frontend.tokenizer import Tokenizer
+from headrace.frontend.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot write; the same number as vLLM's."""

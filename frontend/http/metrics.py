@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.frontend.client.request import RequestStream
 from headrace.frontend.http.engines import Engine, EnginePool
-from headrace.frontend.request import RequestStream
 from headrace.ipc.messages import EngineStats
 
 _ITEM_BYTES = 8

@@ -1,4 +1,4 @@
-"""The server's options, declared as the engine's are in core/options.py."""
+"""The server's options, declared as the engine's are in core/options/engine_options.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from headrace.core.options import Option
+from headrace.core.options.engine_options import Option
 from headrace.ipc.failure import OptionError
 
 ADDRESS, ENGINES, SECURITY, LIMITS, CHAT, OBSERVED = (

@@ -16,12 +16,12 @@ from types import FrameType
 
 import msgspec
 
-from headrace.core.options import Options
-from headrace.core.supervisor import Child, Kind, start_engine
-from headrace.frontend.http.kept_engine import EngineDown, EngineUp
+from headrace.core.options.engine_options import Options
+from headrace.core.process.supervisor import Child, Kind, start_engine
 from headrace.frontend.http.launch import ready_text
 from headrace.frontend.http.metrics import pages_bytes
 from headrace.frontend.http.options import ServeOptions
+from headrace.frontend.http.parent_engine import EngineDown, EngineUp
 from headrace.frontend.http.phases import PhaseLog, say, say_workers
 from headrace.frontend.http.server import (
     EXIT_DONE,

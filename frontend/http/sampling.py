@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
+from headrace.frontend.api.prompts import Prompt
+from headrace.frontend.api.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.api.token_rules import openai_bias
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.requests import GenerationRequest
-from headrace.frontend.prompts import Prompt
-from headrace.frontend.sampling_params import RequestOutputKind, SamplingParams
-from headrace.frontend.token_rules import openai_bias
-from headrace.frontend.tokenizer import Tokenizer
+from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 
 from headrace.frontend.http.engines import Attached, Source
-from headrace.frontend.http.kept_engine import EngineDown, EngineUp, Kept
 from headrace.frontend.http.launch import say_engine_ended, set_up_logging
 from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.options import ServeOptions
+from headrace.frontend.http.parent_engine import EngineDown, EngineUp, Kept
 from headrace.frontend.http.server import EXIT_ERROR, HttpServer, listen, run_loop, url_of
 from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.child import die_with_parent

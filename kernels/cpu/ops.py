@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.kernels.reference_attention import AttentionParams, CacheScales, PagedBatch
+from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.registry import Version
 
 from . import build

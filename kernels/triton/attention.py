@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.kernels.reference_attention import AttentionParams, CacheScales, PagedBatch
+from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.triton import configs
 from headrace.kernels.triton.attention_kernels import attend_kernel
 from headrace.kernels.triton.combine_kernels import combine_kernel

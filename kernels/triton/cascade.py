@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.kernels.reference_attention import AttentionParams, CacheScales, PagedBatch
+from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.triton.attention import Launch, Parts, paged_attention
 from headrace.kernels.triton.configs import decode_tiles, prefill_tiles
 

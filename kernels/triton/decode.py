@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.kernels.reference_decode import DecodeInputs, RowsState
+from headrace.kernels.reference.decode import DecodeInputs, RowsState
 from headrace.kernels.triton.decode_kernels import decode_inputs_kernel
 
 BLOCK = 1024

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.kernels.reference import DenseLinear, LinearWeight
-from headrace.kernels.reference_quantised import NO_ZERO, QuantisedLinear, dequantise
+from headrace.kernels.reference.quantised import NO_ZERO, QuantisedLinear, dequantise
+from headrace.kernels.reference.rows import DenseLinear, LinearWeight
 from headrace.kernels.triton import configs
 from headrace.kernels.triton.configs import MatrixTiles, invariant_matrix_tiles, matrix_tiles, power_of_two
 from headrace.kernels.triton.linear_kernels import linear_kernel, merge_kernel, round_tokens_kernel

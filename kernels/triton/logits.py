@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from headrace.kernels.reference_sampling import LogitChanges
+from headrace.kernels.reference.sampling import LogitChanges
 from headrace.kernels.triton.logits_kernels import adjust_kernel
 
 BLOCK = 2048

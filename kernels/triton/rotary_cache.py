@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.kernels.reference_attention import CacheScales, PagedBatch
-from headrace.kernels.reference_rotary_cache import LayerCache, Rotation
+from headrace.kernels.reference.attention import CacheScales, PagedBatch
+from headrace.kernels.reference.rotary_cache import LayerCache, Rotation
 from headrace.kernels.triton.configs import power_of_two
 from headrace.kernels.triton.rotary_cache_kernels import rotary_cache_kernel
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.kernels.reference_sampling import DeviceChosen, DeviceDraws
+from headrace.kernels.reference.sampling import DeviceChosen, DeviceDraws
 from headrace.kernels.triton.configs import power_of_two
 from headrace.kernels.triton.sampling_kernels import chunk_kernel, pick_kernel
 from headrace.kernels.triton.truncation_kernels import part_kernel, threshold_kernel

@@ -1,0 +1,266 @@
+"""Puts an engine core together: model, plan, memory, port, loop. The daemon runs one; so can any thread."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headrace.core.engine.commands import profile_folder
+from headrace.core.engine.loop import Loop, scheduler_class
+from headrace.core.engine.memory_port import MemoryPort
+from headrace.core.engine.sessions import Desk, ExecutorFailed, Inbox, StopOrder
+from headrace.core.engine.zmq_port import ZmqPort
+from headrace.core.options.engine_options import Options
+from headrace.core.options.memory import fit_cache, ledger
+from headrace.core.options.plan import Facts, Plan
+from headrace.core.options.resolve import resolve
+from headrace.core.options.steps_in_flight import steps_in_flight
+from headrace.core.process.load_bar import LoadBar
+from headrace.core.process.startup_table import startup_table
+from headrace.ipc.failure import Failure, HeadraceError, OptionError
+from headrace.ipc.messages import TokenizerBundle, TokenizerInfo, Welcome
+
+if TYPE_CHECKING:
+    from headrace.executor.placement.base import Executor
+
+logger = logging.getLogger(__name__)
+EXECUTORS = {
+    "uni": "headrace.executor.placement.uniproc:make_executor",
+    "mp": "headrace.executor.placement.multiproc:MultiprocExecutor",
+    "external_launcher": "headrace.executor.placement.torchrun:ExternalExecutor",
+    "ray": "headrace.executor.placement.ray_cluster:RayExecutor",
+    "mp on several nodes": "headrace.executor.placement.multinode:MultiNodeExecutor",
+}
+
+OnPhase = Callable[[str, float], None]
+"""The name of the phase that begins, and how many seconds the one before it took."""
+OnRead = Callable[[int, int], None]
+"""Bytes of the weights that have been read, and of how many."""
+
+
+class Phases:
+    """Times the start-up: each phase lasts until the next begins."""
+
+    def __init__(self, on_phase: OnPhase, read: OnRead) -> None:
+        self._on_phase = on_phase
+        self.read = read
+        """Hears how much of the weights has been read; see Reporter in executor/placement/base.py."""
+        self._name = ""
+        self._began_s = time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, name: str) -> None:
+        """Ends the phase before; an empty name ends the last one."""
+        now_s = time.monotonic()
+        took_s = now_s - self._began_s
+        if self._name:
+            self.seconds[self._name] = self.seconds.get(self._name, 0.0) + took_s
+            logger.info("%s: %.2f s", self._name, took_s)
+        self._name, self._began_s = name, now_s
+        if name:
+            self._on_phase(name, took_s)
+
+
+class EngineCore:
+    """One model, served through one port. `start` then `run`, on one thread; `stop` from any other."""
+
+    def __init__(self, options: Options, port: ZmqPort | MemoryPort, executor: Executor | None = None) -> None:
+        self._options, self.port = options, port
+        self._executor = executor
+        self._inbox: Inbox = Inbox()
+        self._loop: Loop | None = None
+        self.plan: Plan | None = None
+        self.facts: Facts | None = None
+        self.startup_s: dict[str, float] = {}
+
+    def start(
+        self, on_phase: OnPhase = lambda name, seconds: None, on_read: OnRead = lambda done_bytes, total_bytes: None
+    ) -> None:
+        """Loads everything and begins to answer clients. Raises OptionError or ModelError with the cause."""
+        phases = Phases(on_phase, on_read)
+        phases("import")
+        for check in (scheduler_class, profile_folder):  # what is wrong is told before a model is loaded
+            check(self._options)
+        executor = self._executor = self._executor or load_executor(self._options)
+        steps_in_flight(self._options, executor)
+        description = executor.describe(phases)
+        plan = self.plan = resolve(self._options, description)
+        with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:
+            tokenizer = pool.submit(executor.tokenizer)  # converting one may take as long as loading the weights
+            reading = executor.load(plan, phases)
+            facts = self.facts = fit_cache(plan, reading)
+            phases("allocate")
+            executor.allocate(facts.num_blocks, facts.max_model_len)
+            phases("tokenizer")
+            bundle = tokenizer.result()
+        phases("")
+        self.startup_s, of_ranks = phases.seconds, executor.ranks_startup_s
+        facts = self.facts = msgspec.structs.replace(facts, startup_s=self.startup_s, ranks_startup_s=of_ranks)
+        if of_ranks:
+            logger.info("start-up\n%s", startup_table(self.startup_s, of_ranks))
+        for decision in plan.decisions:
+            logger.info("%s = %s: %s", decision.name, decision.value, decision.reason)
+        logger.info("memory\n%s", ledger(facts, plan))
+        for warning in facts.warnings:
+            logger.warning("%s", warning)
+        self._loop = Loop(plan, facts, executor, self.port, self._inbox)
+        executor.watch(lambda failure: self._inbox.put((0, ExecutorFailed(failure))))
+        self.port.serve(Desk(self._inbox, self._welcome(plan, facts, bundle), bundle))
+
+    def run(self) -> None:
+        """Serves until `stop`. Raises what ended the executor."""
+        assert self._loop is not None, "run before start"
+        self._loop.run()
+
+    def stop(self, deadline_s: float = 0.0) -> None:
+        """Lets running requests finish within `deadline_s`, then `run` returns. A second call may shorten it."""
+        self._inbox.put((0, StopOrder(deadline_s)))
+
+    def close(self) -> None:
+        """Frees the device and the port; after `run` has returned, or instead of it."""
+        if self._executor is not None:
+            self._executor.stop()
+        self.port.close()
+
+    def _welcome(self, plan: Plan, facts: Facts, bundle: TokenizerBundle | None) -> Welcome:
+        info = None
+        if bundle is not None:
+            encoded = msgspec.msgpack.encode(bundle)
+            info = TokenizerInfo(content_hash=hashlib.sha256(encoded).hexdigest(), size_bytes=len(encoded))
+        return Welcome(
+            version=version("headrace"),
+            engine_id=uuid.uuid4().hex,
+            pid=os.getpid(),
+            model=plan.model.name,
+            served_model_names=plan.served_model_names,
+            max_model_len=facts.max_model_len,
+            vocab_size=plan.model.vocab_size,
+            dtype=plan.dtype,
+            block_size=plan.block_size,
+            num_blocks=facts.num_blocks,
+            max_num_seqs=plan.max_num_seqs,
+            max_logprobs=plan.max_logprobs,
+            eos_token_ids=plan.model.eos_token_ids,
+            tokenizer=info,
+            generation_defaults=plan.model.generation_defaults,
+            startup_s=self.startup_s,
+            stream_interval=plan.options.stream_interval,
+        )
+
+
+def load_executor(options: Options) -> Executor:
+    """The executor that the options name, imported by name because the core never imports torch itself.
+
+    Raises OptionError when the name is not `uni`, `mp` or an importable module:Class, and for options it cannot serve.
+    """
+    world_size = options.tensor_parallel_size * options.pipeline_parallel_size
+    backend = options.distributed_executor_backend
+    if backend == "auto":
+        backend = "mp" if world_size > 1 else "uni"
+    if options.nnodes > 1:
+        _check_nodes(options, backend)
+        backend = "mp on several nodes"
+    if backend == "uni":
+        _check_uni(options, world_size)
+    if backend == "external_launcher" and options.device.startswith("cuda"):
+        raise OptionError(
+            f"device={options.device}: the ranks of external_launcher compute on the CPU; leave out device, or use mp, "
+            "whose ranks have a GPU each"
+        )
+    module, colon, name = EXECUTORS.get(backend, backend).partition(":")
+    if not colon:
+        raise OptionError(
+            f"distributed_executor_backend is {backend!r}; it must be uni, mp, ray, external_launcher, or module:Class"
+        )
+    try:
+        if backend in EXECUTORS and world_size > 1:  # told before any worker starts
+            importlib.import_module("headrace.executor.parallel.divisibility").check_world(options)
+        executor: Executor = getattr(importlib.import_module(module), name)(options)
+    except (ImportError, AttributeError) as error:
+        hint = "pip install 'headrace[engine]' installs what runs models" if backend in EXECUTORS else ""
+        raise OptionError(f"distributed_executor_backend {backend!r} cannot be loaded: {error}", hint=hint) from error
+    return executor
+
+
+def _check_nodes(options: Options, backend: str) -> None:
+    if backend != "mp":
+        raise OptionError(f"nnodes={options.nnodes} needs distributed_executor_backend=mp, not {backend}")
+    if options.node_rank:
+        raise OptionError(
+            f"node_rank={options.node_rank} is a host that computes for another, and serves nobody: start it with "
+            "engine-core, and the server or LLM where node_rank is 0"
+        )
+
+
+def _check_uni(options: Options, world_size: int) -> None:
+    if world_size > 1:
+        raise OptionError(
+            f"tensor_parallel_size={options.tensor_parallel_size} times pipeline_parallel_size="
+            f"{options.pipeline_parallel_size} makes {world_size} ranks, and distributed_executor_backend=uni runs "
+            "one; use mp, or leave it out"
+        )
+    for name, why in (("worker_cls", "there are no workers"), ("step_timeout", "nobody could tell the time to it")):
+        if getattr(options, name) != getattr(Options(), name):
+            raise OptionError(
+                f"{name}={getattr(options, name)} cannot apply: the model runs in the engine core's own process and "
+                f"{why}; ask for distributed_executor_backend=mp, or leave it out"
+            )
+
+
+def _check_in_process(options: Options, executor: Executor | None) -> None:
+    world_size = options.tensor_parallel_size * options.pipeline_parallel_size
+    loads_here = executor is not None or (world_size == 1 and options.distributed_executor_backend in ("auto", "uni"))
+    if loads_here and options.startup_timeout != Options().startup_timeout:
+        raise OptionError(
+            f"startup_timeout={options.startup_timeout:g} cannot apply: the model is loaded on the caller's own "
+            "thread, which nobody could stop; leave it out, or in_process"
+        )
+
+
+class EngineThread:
+    """An engine core on a thread of this process, reached through its MemoryPort; otherwise like a child program."""
+
+    def __init__(self, options: Options, executor: Executor | None = None) -> None:
+        """Returns once the engine answers. Raises what its start raised."""
+        _check_in_process(options, executor)
+        self.port = MemoryPort()
+        self._on_exit: list[Callable[[Failure], None]] = []
+        self._core = EngineCore(options, self.port, executor)
+        bar = LoadBar(options.use_tqdm_on_load)
+        try:
+            self._core.start(lambda name, seconds: bar.close(is_done=True), bar.read)
+        except BaseException:
+            bar.close(is_done=False)
+            self._core.close()
+            raise
+        self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
+        self._thread.start()
+
+    def on_exit(self, callback: Callable[[Failure], None]) -> None:
+        """Calls back, from the engine's thread, when it ends without having been asked to."""
+        self._on_exit.append(callback)
+
+    def stop(self, deadline_s: float = 0.0) -> None:
+        """Lets running requests finish within `deadline_s`, then frees everything."""
+        self._core.stop(deadline_s)
+        self._thread.join(deadline_s + 5.0)
+        self._core.close()
+
+    def _run(self) -> None:
+        try:
+            self._core.run()
+        except Exception as error:
+            logger.error("the engine core ended: %s", error, exc_info=not isinstance(error, HeadraceError))
+            for callback in self._on_exit:
+                callback(Failure.of(error, process="engine-core", phase="step"))

@@ -1,0 +1,391 @@
+"""The busy loop: take messages, schedule, execute, advance, answer. Blocks when there is nothing to do.
+
+    depth 1   plan N, submit N, collect N, answer N, plan N+1 ...          the model stands still in between
+    depth 2   plan N+1, submit N+1, collect N, answer N, plan N+2 ...      while N+1 runs, N is answered and N+2 planned
+
+Steps in flight wait in a queue, oldest first, each with the news of its planning.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import time
+from collections import deque
+from typing import Any, Protocol
+
+from headrace.core.engine.admission import Intake
+from headrace.core.engine.orders import Orders
+from headrace.core.engine.outputs import (
+    Addressed,
+    StepNews,
+    drop_departed,
+    finish_of,
+    gather_prompt_logprobs,
+    last_words,
+    only_finished,
+)
+from headrace.core.engine.sessions import ClientGone, ExecutorFailed, Inbox, StopOrder
+from headrace.core.engine.step_gaps import StepGaps
+from headrace.core.engine.throughput import Throughput
+from headrace.core.engine.times import Times
+from headrace.core.options.engine_options import Options
+from headrace.core.options.plan import Facts, Plan
+from headrace.core.options.steps_in_flight import Capacity, steps_in_flight
+from headrace.core.schedule.requests import Request
+from headrace.core.schedule.scheduler import Scheduler, SchedulerConfig
+from headrace.ipc.control import PauseGeneration, Sleep, WorkerAnswer, WorkerCommand
+from headrace.ipc.failure import EngineDeadError, Failure
+from headrace.ipc.gc_pauses import gc_watched
+from headrace.ipc.messages import (
+    Abort,
+    AddRequest,
+    Admitted,
+    ClientMessage,
+    Control,
+    CoreMessage,
+    Draining,
+    EngineFailed,
+    EngineStats,
+    Finish,
+    FinishReason,
+    GetStats,
+    Load,
+    Reply,
+    ResetPrefixCache,
+)
+from headrace.ipc.named_class import load_class
+from headrace.ipc.step import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+IDLE_CHECK_AFTER_S = 1.0
+"""Once idle for this long, the books of blocks and rows are audited; a request in the meantime is not delayed."""
+
+
+class Port(Protocol):
+    """How the loop reaches clients. `send` never blocks and never fails: a client that is gone is reported later."""
+
+    address: str
+
+    def send(self, client: int, message: CoreMessage) -> None: ...
+    def set_load(self, load: Load, busy_clients: frozenset[int]) -> None: ...
+    @property
+    def clients(self) -> list[int]: ...
+
+
+class Runs(Capacity, Protocol):
+    """The part of an Executor that the loop uses."""
+
+    def submit(self, plan: StepPlan) -> None: ...
+    def collect(self) -> StepResult: ...
+    def idle(self) -> bool: ...
+    def agree(self, count: int) -> int: ...
+    def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]: ...
+
+
+class Loop:
+    """Owns the scheduler and the request table. Everything here runs on one thread."""
+
+    def __init__(self, plan: Plan, facts: Facts, executor: Runs, port: Port, inbox: Inbox) -> None:
+        options = plan.options
+        self._executor, self._port, self._inbox = executor, port, inbox
+        in_flight = steps_in_flight(options, executor)
+        self.scheduler: Scheduler = scheduler_class(options)(
+            SchedulerConfig(
+                num_blocks=facts.num_blocks,
+                block_size=plan.block_size,
+                max_model_len=facts.max_model_len,
+                max_num_seqs=plan.max_num_seqs,
+                max_num_batched_tokens=plan.max_num_batched_tokens,
+                eos_token_ids=plan.model.eos_token_ids,
+                vocab_size=plan.model.vocab_size,
+                policy=options.scheduling_policy,
+                chunked_prefill=options.enable_chunked_prefill,
+                prefix_caching=plan.enable_prefix_caching,
+                hash_algorithm=options.prefix_caching_hash_algo,
+                max_steps_in_flight=in_flight.depth,
+                rows_run_ahead=in_flight.rows_run_ahead,
+            )
+        )
+        self._news = StepNews(self.scheduler)
+        logger.info("steps in flight = %d: %s", in_flight.depth, in_flight.reason)
+        self._depth = in_flight.depth
+        self._in_flight: deque[tuple[StepPlan, Addressed]] = deque()
+        self._held: deque[tuple[int, AddRequest | Abort]] = deque()  # that other cores do not have yet; see `agree`
+        self._intake = Intake(plan, facts)
+        self._orders = Orders(plan, facts, executor, self.scheduler, port.send)
+        self._commands, self._pause = self._orders.commands, self._orders.pause
+        self._gaps, self._times = StepGaps(), Times()
+        self._throughput = Throughput(self._gaps, log_stats=not options.disable_log_stats)
+        self._requests: dict[int, dict[int, Request]] = {}  # client -> slot -> request that has not finished
+        self._steps = self._num_finished = 0
+        self._stop_at_s: float | None = None
+
+    def run(self) -> None:
+        """Until a StopOrder has been carried out. Raises what ended the executor, after telling every client."""
+        try:
+            with gc_watched(self._times.gc_pause):
+                while not self._stopped():
+                    self.turn()
+        except BaseException as error:
+            failure = Failure.of(error, process="engine-core", phase="step")
+            for client in self._port.clients:
+                self._port.send(client, EngineFailed(failure=failure))
+            raise
+        self._end_what_is_left()
+
+    def turn(self) -> None:
+        """Takes all messages that have come (waiting for one when there is no work), submits a step if there is room
+        for one, and takes the oldest step's result unless there is room for more."""
+        self._take_messages()
+        submitted = len(self._in_flight) < self._depth and self._submit()
+        if self._in_flight and not (submitted and len(self._in_flight) < self._depth):
+            self._collect()
+        if self._pause.comes_about and not self.has_work:
+            self._pause.stand_still()
+
+    @property
+    def has_work(self) -> bool:
+        """A step is in flight, or can be planned."""
+        return bool(self._in_flight) or (not self._pause.stands_still and self.scheduler.has_work)
+
+    # --- messages -----------------------------------------------------------------------------------------------
+
+    def _take_messages(self) -> None:
+        """All that have come; waits for one when there is no work."""
+        if not self.has_work:
+            self._report_load()
+            self._gaps.idle()
+            self._times.idle()
+            self._handle(*(self._held.popleft() if self._held else self._next_message()))
+            if not self.has_work:
+                return
+        while not self._inbox.empty():
+            client, message = self._inbox.get()
+            if isinstance(message, AddRequest | Abort):
+                self._held.append((client, message))
+            else:
+                self._handle(client, message)
+        for _ in range(self._executor.agree(len(self._held))):
+            self._handle(*self._held.popleft())
+
+    def _next_message(self) -> tuple[int, ClientMessage | ClientGone | StopOrder | ExecutorFailed]:
+        """Waits for it, with what is to be done while nothing is."""
+        while self._inbox.empty() and self._executor.idle():
+            pass
+        try:
+            return self._inbox.get(timeout=IDLE_CHECK_AFTER_S)
+        except queue.Empty:
+            self.scheduler.check()
+            return self._inbox.get()
+
+    def _handle(self, client: int, message: ClientMessage | ClientGone | StopOrder | ExecutorFailed) -> None:
+        match message:
+            case AddRequest():
+                self._add(client, message)
+            case Abort():
+                self._abort(client, message.slots)
+            case ClientGone():
+                for request in self._requests.pop(client, {}).values():
+                    self.scheduler.drop(request)
+            case GetStats():
+                self._port.send(client, Reply(call=message.call, result=self.stats()))
+            case ResetPrefixCache():
+                self.scheduler.pool.reset_cache()
+                self._port.send(client, Reply(call=message.call))
+            case Control():
+                self._control(client, message)
+            case ExecutorFailed():
+                raise EngineDeadError(failure=message.failure)
+            case StopOrder():
+                self._begin_stop(message.deadline_s)
+
+    def _add(self, client: int, message: AddRequest) -> None:
+        live = self._requests.setdefault(client, {})
+        if self._stop_at_s is not None:
+            failure: Failure | None = self._intake.refusal("the engine is shutting down and takes no new requests")
+        elif message.slot in live:
+            failure = self._intake.refusal(f"slot {message.slot} is in use by a request that has not finished")
+            self._port.send(client, self._intake.protocol_error(failure))  # its Finish is still to come
+            return
+        elif len(self.scheduler.waiting) >= self._intake.max_waiting:
+            failure = self._intake.queue_full(self._throughput.seconds_per_request() * len(self.scheduler.waiting))
+        elif self._commands.asleep:
+            failure = self._intake.asleep()
+        else:
+            failure = self._intake.check(message)
+        if failure is not None:
+            finish = Finish(slot=message.slot, reason=FinishReason.REJECTED, failure=failure)
+            self._port.send(client, only_finished(self._steps, [finish]))
+            return
+        request = self._intake.request(client, message)
+        live[message.slot] = request
+        self.scheduler.add(request, message.priority)
+
+    def _abort(self, client: int, slots: tuple[int, ...]) -> None:
+        """A slot that is not live has had its Finish already, so there is nothing left to say about it."""
+        live = self._requests.get(client, {})
+        requests = [live.pop(slot) for slot in slots if slot in live]
+        for request in requests:
+            self.scheduler.drop(request)
+        if requests:
+            finished = [finish_of(request, FinishReason.ABORT) for request in requests]
+            self._port.send(client, last_words(self._steps, requests, finished))
+
+    def _control(self, client: int, message: Control) -> None:
+        """Between steps, with none in flight. What cannot be done is told, and changes nothing."""
+        command = message.command
+        if isinstance(command, PauseGeneration | Sleep):
+            if command.mode != "wait":
+                self._drain()
+            if command.mode == "abort":
+                for each, live in list(self._requests.items()):
+                    self._abort(each, tuple(live))
+            self._pause.ask(client, message.call, command)  # answered by `turn`, when it has come about
+            return
+        self._drain()
+        self._orders.carry_out(client, message.call, command)
+
+    def _begin_stop(self, deadline_s: float) -> None:
+        num_left = self.scheduler.num_running + len(self.scheduler.waiting)
+        if num_left and deadline_s > 0:
+            logger.warning(
+                "shutting down: %d requests have up to %g s to finish; a second signal ends them now",
+                num_left,
+                deadline_s,
+            )
+        self._stop_at_s = min(time.monotonic() + deadline_s, self._stop_at_s or float("inf"))
+        for client in self._port.clients:
+            self._port.send(client, Draining(deadline_s=deadline_s))
+
+    def _stopped(self) -> bool:
+        if self._stop_at_s is None:
+            return False
+        return not self.has_work or time.monotonic() >= self._stop_at_s
+
+    def _end_what_is_left(self) -> None:
+        """An answer cut short must not look like a whole one: it fails, and says why."""
+        said = "the engine was shut down before this request was finished"
+        failure = Failure(message=said, type="ShutDown", process="engine-core", pid=os.getpid(), phase="serve")
+        for client, live in self._requests.items():
+            for request in live.values():
+                self.scheduler.drop(request)
+            finished = [finish_of(request, FinishReason.FAILED, failure=failure) for request in live.values()]
+            if finished:
+                self._port.send(client, only_finished(self._steps, finished))
+        self._requests.clear()
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def _submit(self) -> bool:
+        """Plans a step and submits it, if anything can be computed now."""
+        if self._pause.stands_still or not self.scheduler.has_work:
+            return False
+        with self._commands.span("schedule"):
+            plan = self.scheduler.schedule()
+        if plan is None:
+            assert self._in_flight, "requests are waiting and nothing can run"
+            return False
+        now_s = time.monotonic()
+        news = Addressed()
+        for new in plan.new_rows:
+            request = self.scheduler.rows.requests[new.row]
+            assert request is not None, f"row {new.row} was admitted without a request"
+            if not request.first_scheduled_s:
+                request.first_scheduled_s = now_s
+                admitted = Admitted(slot=request.slot, num_cached_tokens=new.num_computed_tokens)
+                news.admitted.setdefault(request.client, []).append(admitted)
+        with self._commands.span("submit"):
+            self._executor.submit(plan)
+        self._in_flight.append((plan, news))
+        return True
+
+    def _collect(self) -> None:
+        """Takes the oldest step's result, and tells clients of it."""
+        plan, news = self._in_flight.popleft()
+        with self._commands.span("collect"):
+            result = self._executor.collect()
+        self._gaps.step(result)
+        self._times.step(len(result.rows))
+        if self._commands.timeline is not None:
+            self._commands.timeline.step(plan, result)
+        num_sampled = len(result.rows)
+        if self._depth > 1:  # else nothing has changed since it was planned
+            result = drop_departed(result, self.scheduler.rows)
+            for client, told in news.admitted.items():
+                told[:] = [admitted for admitted in told if admitted.slot in self._requests.get(client, ())]
+        with self._commands.span("answer"):
+            self._deliver(plan, result, news)
+        self._steps += 1
+        self._throughput.step(plan.total_tokens - num_sampled, len(result.rows), self.scheduler)
+        if not plan.repeats or news.is_any:  # else the same requests run
+            self._report_load()
+
+    def _drain(self) -> None:
+        """No step is in flight afterwards."""
+        while self._in_flight:
+            self._collect()
+
+    def _deliver(self, plan: StepPlan, result: StepResult, news: Addressed) -> None:
+        scheduler, now_s = self.scheduler, time.monotonic()
+        table = scheduler.rows
+        for row_failure in result.failures:
+            request = table.requests[row_failure.row]
+            assert request is not None, f"the executor failed row {row_failure.row}, which is empty"
+            scheduler.drop(request, forget_blocks=True)
+            self._end(news, request, finish_of(request, FinishReason.FAILED, failure=row_failure.failure))
+        if not plan.repeats:
+            first = (table.num_known_tokens[result.rows] == table.num_prompt_tokens[result.rows]).nonzero()[0]
+            for row in result.rows[first].tolist():
+                request = table.requests[row]
+                assert request is not None, f"the executor sampled for row {row}, which is empty"
+                request.first_token_s = now_s
+                self._times.first_token(request)
+        gather_prompt_logprobs(news, result, table)
+        advance = scheduler.advance(result)
+        for ended in advance.ended:
+            self._end(news, ended.request, finish_of(ended.request, ended.reason, stop_token=ended.stop_token))
+        for client, message in self._news.messages(plan, result, advance, news):
+            self._port.send(client, message)
+
+    def _end(self, news: Addressed, request: Request, finish: Finish) -> None:
+        del self._requests[request.client][request.slot]
+        self._num_finished += 1
+        self._throughput.finished()
+        self._times.ended(request)
+        news.finished.setdefault(request.client, []).append(finish)
+
+    # --- what others may know -----------------------------------------------------------------------------------
+
+    def _report_load(self) -> None:
+        load = Load(num_running=self.scheduler.num_running, num_waiting=len(self.scheduler.waiting))
+        self._port.set_load(load, frozenset(client for client, live in self._requests.items() if live))
+
+    def stats(self) -> EngineStats:
+        scheduler = self.scheduler
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=len(scheduler.waiting),
+            num_clients=len(self._port.clients),
+            num_blocks=scheduler.pool.num_blocks - 1,
+            num_free_blocks=scheduler.pool.num_available,
+            num_cached_blocks=scheduler.pool.num_cached,
+            steps=self._steps,
+            num_finished=self._num_finished,
+            num_preemptions=scheduler.num_preemptions,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_cached_prompt_tokens=scheduler.num_cached_prompt_tokens,
+            num_generated_tokens=self._throughput.num_generated_tokens,
+            num_step_gaps=self._gaps.count,
+            step_gap_s=self._gaps.gap_s,
+            forward_s=self._gaps.forward_s,
+            paused=self._pause.is_asked,
+            sleeping=bool(self._commands.asleep),
+            times=self._times.sums(),
+        )
+
+
+def scheduler_class(options: Options) -> Any:
+    """Scheduler, or the class derived from it that the options name. Raises OptionError when that cannot be had."""
+    return load_class("scheduler_cls", options.scheduler_cls, Scheduler) if options.scheduler_cls else Scheduler

@@ -1,0 +1,63 @@
+"""The port that a client in the core's own process uses: the same messages, never encoded."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from headrace.core.engine.sessions import Desk
+from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello, Load
+
+Deliver = Callable[[CoreMessage], None]
+"""Takes a message on the core's thread; must not block."""
+
+
+class MemoryPort:
+    """Any thread may `open` sessions; `send` is for the loop's thread."""
+
+    address = "memory"
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._deliver: dict[int, Deliver] = {}
+
+    def serve(self, desk: Desk) -> None:
+        self._desk = desk
+
+    def open(self, hello: Hello, deliver: Deliver) -> Callable[[ClientMessage], None]:
+        """Begins a session, and returns how to send in it. The Welcome (or refusal) comes through `deliver`."""
+        answer = self._desk.greet(hello)
+        if not isinstance(answer, tuple):
+            deliver(answer)
+            return lambda message: None
+        client, welcome = answer
+        with self._lock:
+            self._deliver[client] = deliver
+        deliver(welcome)
+        return lambda message: self._receive(client, message)
+
+    def send(self, client: int, message: CoreMessage) -> None:
+        with self._lock:
+            deliver = self._deliver.get(client)
+        if deliver is not None:
+            deliver(message)
+
+    def set_load(self, load: Load, busy_clients: frozenset[int]) -> None:
+        """A client in the same process needs no proof of life."""
+
+    @property
+    def clients(self) -> list[int]:
+        with self._lock:
+            return list(self._deliver)
+
+    def close(self) -> None:
+        with self._lock:
+            self._deliver.clear()
+
+    def _receive(self, client: int, message: ClientMessage) -> None:
+        reply = self._desk.receive(client, message)
+        if isinstance(message, Goodbye):
+            with self._lock:
+                self._deliver.pop(client, None)
+        elif reply is not None:
+            self.send(client, reply)

@@ -1,0 +1,234 @@
+"""From a step's result, by row, to what each client is told, by slot. No per-token Python in the common case."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import numpy as np
+
+from headrace.core.schedule.requests import Request, RowTable
+from headrace.core.schedule.scheduler import Advance, Scheduler
+from headrace.ipc.codec import Tensor
+from headrace.ipc.failure import Failure
+from headrace.ipc.messages import Admitted, Finish, FinishReason, LogprobRows, PromptLogprobs, StepOutputs
+from headrace.ipc.step import StepPlan, StepResult
+
+
+class Addressed:
+    """Small per-request news of one step, gathered by client."""
+
+    def __init__(self) -> None:
+        self.admitted: dict[int, list[Admitted]] = {}
+        self.finished: dict[int, list[Finish]] = {}
+        self.prompt_logprobs: dict[int, list[PromptLogprobs]] = {}
+
+    @property
+    def is_any(self) -> bool:
+        return bool(self.admitted or self.finished or self.prompt_logprobs)
+
+    def clients(self) -> set[int]:
+        return {*self.admitted, *self.finished, *self.prompt_logprobs}
+
+
+def drop_departed(result: StepResult, table: RowTable) -> StepResult:
+    """Without what it tells of rows whose request left after the step was planned: it ended, or nobody wants it."""
+    there = table.still_there(result.rows, result.step)
+    if not result.prompt_logprobs and not result.failures and there.all():
+        return result
+    logprobs, indices = result.logprobs, result.logprob_indices
+    if logprobs is not None and indices is not None:
+        kept = there[indices]
+        logprobs = select_rows(logprobs, kept) if kept.any() else None
+        indices = (np.cumsum(there, dtype=np.int32) - 1)[indices[kept]].astype(np.int32)
+
+    def is_there(row: int) -> bool:
+        return bool(table.still_there(np.array([row]), result.step)[0])
+
+    return msgspec.structs.replace(
+        result,
+        rows=result.rows[there],
+        token_ids=result.token_ids[there],
+        logprob_indices=indices,
+        logprobs=logprobs,
+        prompt_logprobs=tuple(run for run in result.prompt_logprobs if is_there(run.row)),
+        failures=tuple(failure for failure in result.failures if is_there(failure.row)),
+    )
+
+
+def finish_of(
+    request: Request, reason: FinishReason, *, stop_token: int | None = None, failure: Failure | None = None
+) -> Finish:
+    """The request's terminal answer, as of now."""
+    now_s = time.monotonic()
+    scheduled_s = request.first_scheduled_s or now_s
+    token_s = request.first_token_s or now_s
+    return Finish(
+        slot=request.slot,
+        reason=reason,
+        stop_token=stop_token,
+        failure=failure,
+        queued_s=scheduled_s - request.arrived_s,
+        prefill_s=token_s - scheduled_s,
+        decode_s=now_s - token_s,
+        num_preemptions=request.num_preemptions,
+    )
+
+
+def only_finished(step: int, finished: list[Finish]) -> StepOutputs:
+    """Ends of requests that no step brought."""
+    none = Tensor.of("int32", [])
+    return StepOutputs(step=step, slots=none, token_ids=none, finished=tuple(finished))
+
+
+def last_words(step: int, requests: list[Request], finished: list[Finish]) -> StepOutputs:
+    """The same, of requests that are cut short, with the tokens of theirs that were not told yet."""
+    untold = [request.token_ids[request.num_told :] if request.news_every > 1 else () for request in requests]
+    slots = [request.slot for request, tokens in zip(requests, untold, strict=True) for _ in tokens]
+    token_ids = [int(token) for tokens in untold for token in tokens]
+    return StepOutputs(
+        step=step,
+        slots=Tensor.of("int32", slots),
+        token_ids=Tensor.of("int32", token_ids),
+        finished=tuple(finished),
+    )
+
+
+def gather_prompt_logprobs(news: Addressed, result: StepResult, table: RowTable) -> None:
+    """Positions not told of before: a request that was preempted computes its prompt again."""
+    for run in result.prompt_logprobs:
+        request = table.requests[run.row]
+        assert request is not None, f"the executor read the prompt of row {run.row}, which is empty"
+        start = max(run.start, request.num_prompt_logprobs)
+        end = run.start + len(run.rows.token_ids)
+        if start >= end:
+            continue
+        request.num_prompt_logprobs = end
+        rows = run.rows if start == run.start else select_rows(run.rows, slice(start - run.start, None))
+        told = PromptLogprobs(slot=request.slot, start=start, rows=rows)
+        news.prompt_logprobs.setdefault(request.client, []).append(told)
+
+
+def select_rows(rows: LogprobRows, chosen: slice | np.ndarray) -> LogprobRows:
+    return LogprobRows(
+        token_ids=Tensor.from_numpy(rows.token_ids.numpy()[chosen]),
+        logprobs=Tensor.from_numpy(rows.logprobs.numpy()[chosen]),
+        ranks=Tensor.from_numpy(rows.ranks.numpy()[chosen]),
+    )
+
+
+class StepNews:
+    """Makes one message for each client that has any news of a step."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler, self._table = scheduler, scheduler.rows
+        self._rows = np.zeros(0, np.int32)
+        self._shares: list[_Share] = []  # of those rows: steps that repeat have them in common
+        self._holds_back = False
+        """Some of those rows tell several tokens at once."""
+        self._quiet_steps = 0
+        """How many steps of those rows bring no news yet."""
+
+    def messages(
+        self, plan: StepPlan, result: StepResult, advance: Advance, news: Addressed
+    ) -> list[tuple[int, StepOutputs]]:
+        rows, token_ids = advance.rows, advance.token_ids
+        if rows is not self._rows:
+            self._rows, self._quiet_steps = rows, 0
+            self._holds_back = bool(np.maximum.reduce(self._table.news_every[rows], initial=1) > 1)
+            self._shares = self._shares_of(rows, None)
+        shares = self._shares
+        if self._holds_back:
+            if self._quiet_steps and not news.is_any:
+                self._quiet_steps -= 1
+                return []
+            owners, token_ids = self._due(rows)
+            shares = self._shares_of(rows, owners)
+        if news.is_any:
+            without_tokens = news.clients() - {share.client for share in shares}
+            shares = [*shares, *(_Share(client, _NOBODY, _NOBODY, _NO_SLOTS) for client in without_tokens)]
+        return [(share.client, _outputs(plan, result, token_ids, news, share)) for share in shares]
+
+    def _due(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What is to be told after this step: [num_tokens] indices into `rows`, ascending, and [num_tokens] token ids.
+
+        Counts them as told, and how many steps of the same rows will bring nothing.
+        """
+        self._scheduler.settle()
+        table, every = self._table, self._table.news_every[rows]
+        known = table.num_known_tokens[rows]
+        told = np.where(every > 1, table.num_told[rows], known - 1)
+        is_first = told == table.num_prompt_tokens[rows]
+        due = (is_first | ~table.active[rows] | (known - told >= every)).nonzero()[0]
+        counts = (known - told)[due]
+        owners = np.repeat(due, counts)
+        nth_of_owner = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+        token_ids = table.token_ids[rows[owners], told[owners] + nth_of_owner]
+        told[due] = known[due]
+        table.num_told[rows] = told
+        self._quiet_steps = int((told + every - known).min()) - 1
+        return owners, token_ids
+
+    def _shares_of(self, rows: np.ndarray, owners: np.ndarray | None) -> list[_Share]:
+        """owners: the row of each token, as indices into `rows`; None for one of each."""
+        told_rows = rows if owners is None else rows[owners]
+        client_of, slots = self._table.client[told_rows], self._table.slot[told_rows]
+        clients = set(client_of.tolist())
+        if len(clients) == 1:
+            return [_Share(clients.pop(), None, owners, Tensor.from_numpy(slots))]
+        chosen = [(client, np.flatnonzero(client_of == client)) for client in clients]
+        return [
+            _Share(client, mine, mine if owners is None else owners[mine], Tensor.from_numpy(slots[mine]))
+            for client, mine in chosen
+        ]
+
+
+class _Share(msgspec.Struct, frozen=True):
+    """One client's part of a step's tokens."""
+
+    client: int
+    chosen: np.ndarray | None
+    """Indices into the tokens; None for all of them."""
+    owners: np.ndarray | None
+    """The row of each of its tokens, as indices into the step's rows; None for one token of each of all rows."""
+    slots: Tensor
+
+
+_NOBODY = np.zeros(0, np.int64)
+_NO_SLOTS = Tensor.of("int32", [])
+
+
+def _outputs(plan: StepPlan, result: StepResult, token_ids: np.ndarray, news: Addressed, share: _Share) -> StepOutputs:
+    mine = _int32(token_ids if share.chosen is None else token_ids[share.chosen])
+    if result.logprobs is None and not news.is_any:
+        return StepOutputs(step=plan.step, slots=share.slots, token_ids=mine)
+    indices, logprobs = _logprobs_of(result, share.owners)
+    return StepOutputs(
+        step=plan.step,
+        slots=share.slots,
+        token_ids=mine,
+        logprob_indices=indices,
+        logprobs=logprobs,
+        prompt_logprobs=tuple(news.prompt_logprobs.get(share.client, ())),
+        admitted=tuple(news.admitted.get(share.client, ())),
+        finished=tuple(news.finished.get(share.client, ())),
+    )
+
+
+def _int32(values: np.ndarray) -> Tensor:
+    return Tensor.from_numpy(values.astype(np.int32, copy=False))
+
+
+def _logprobs_of(result: StepResult, owners: np.ndarray | None) -> tuple[Tensor | None, LogprobRows | None]:
+    """The log-probabilities of some tokens, and their indices among those; see `_Share.owners`."""
+    if result.logprobs is None or result.logprob_indices is None:
+        return None, None
+    if owners is None:
+        return Tensor.from_numpy(result.logprob_indices.astype(np.int32)), result.logprobs
+    place = np.full(len(result.rows), -1, np.int32)
+    place[owners] = np.arange(len(owners), dtype=np.int32)  # who has log-probabilities has one token here
+    of_row = place[result.logprob_indices]
+    mine = np.flatnonzero(of_row >= 0)
+    if len(mine) == 0:
+        return None, None
+    return Tensor.from_numpy(of_row[mine]), select_rows(result.logprobs, mine)

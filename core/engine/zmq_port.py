@@ -1,0 +1,186 @@
+"""The port that clients in other processes use: a ROUTER socket, read by a thread of its own, written by the loop's.
+
+    loop thread                          I/O thread                              clients
+       inbox  <--- SimpleQueue ---  desk <--- decode <--- ROUTER  <------------  DEALER
+       send() ---> encode ------------------------------> ROUTER  ------------>  DEALER
+
+A step's news leaves on the loop's thread: to wake another for it would take longer, and that one would then want the
+interpreter's lock and a core just when the next step wants them. A lock passes the socket between the two threads.
+
+The loop never blocks on a client: the queue to each is bounded, and one that does not read is let go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+
+import zmq
+
+from headrace.core.engine.sessions import Desk
+from headrace.ipc.codec import Codec, CodecError, Frame
+from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello, Load
+from headrace.ipc.sockets import bind_router, ipc_path
+
+logger = logging.getLogger(__name__)
+PROBE_BUSY_S = 1.0
+"""How often a client with requests is sent the load, which also shows whether it still lives."""
+PROBE_IDLE_S = 30.0
+_NO_WAIT, _MORE_FOLLOWS = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+
+
+class ZmqPort:
+    """`send`, `set_load` and `close` are for the loop's thread; everything else happens on the port's own.
+
+    ZeroMQ's descriptor tells of a message once only, and whoever touches the socket may take that notice: so after
+    each send the loop's thread looks whether messages have come, and wakes the other one.
+    """
+
+    def __init__(self, address: str) -> None:
+        """Binds at once, so that the address is known; `serve` starts answering. Raises AddressError."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket, self.address = bind_router(self._context, address)
+        self._socket_lock = threading.Lock()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = False
+        self._codec: Codec[ClientMessage] = Codec(ClientMessage)
+        self._loop_codec: Codec[ClientMessage] = Codec(ClientMessage)
+        self._client_of: dict[bytes, int] = {}
+        self._identity_of: dict[int, bytes] = {}
+        self._load = Load(num_running=0, num_waiting=0)
+        self._busy_clients: frozenset[int] = frozenset()
+        self._thread: threading.Thread | None = None
+
+    def serve(self, desk: Desk) -> None:
+        self._desk = desk
+        self._thread = threading.Thread(target=self._run, name="io", daemon=True)
+        self._thread.start()
+
+    def send(self, client: int, message: CoreMessage) -> None:
+        self._send(client, self._loop_codec.encode(message))
+        with self._socket_lock:
+            has_input = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+        if has_input:
+            self._wake()
+
+    def set_load(self, load: Load, busy_clients: frozenset[int]) -> None:
+        """What clients with requests are told about once a second, and who they are."""
+        began = bool(busy_clients) and not self._busy_clients
+        self._load, self._busy_clients = load, busy_clients
+        if began:
+            self._wake()
+
+    @property
+    def clients(self) -> list[int]:
+        return list(self._identity_of)
+
+    def close(self) -> None:
+        """Closes the socket, which still delivers what was sent, and removes its file."""
+        if self._thread is not None:
+            self._closing = True
+            self._wake()
+            self._thread.join(5.0)
+            self._thread = None
+        self._socket.close()
+        self._context.term()
+        with contextlib.suppress(OSError):
+            os.close(self._wake_fd)
+        if (path := ipc_path(self.address)) is not None:
+            path.unlink(missing_ok=True)
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _run(self) -> None:
+        poll = select.poll()
+        for descriptor in (int(self._socket.getsockopt(zmq.FD)), self._wake_fd):
+            poll.register(descriptor, select.POLLIN)
+        next_busy_probe = next_idle_probe = time.monotonic()
+        while not self._closing:
+            self._receive_all()  # before the wait: the descriptor's notice may be taken already
+            wait_s = PROBE_BUSY_S if self._busy_clients else PROBE_IDLE_S if self._identity_of else None
+            poll.poll(None if wait_s is None else wait_s * 1e3)
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+            now = time.monotonic()
+            if now >= next_idle_probe:
+                self._probe(self.clients)
+                next_idle_probe, next_busy_probe = now + PROBE_IDLE_S, now + PROBE_BUSY_S
+            elif now >= next_busy_probe:
+                self._probe(list(self._busy_clients))
+                next_busy_probe = now + PROBE_BUSY_S
+
+    def _receive_all(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                with self._socket_lock:
+                    identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                self._receive(identity.bytes, [frame.buffer for frame in frames])
+
+    def _receive(self, identity: bytes, frames: list[memoryview]) -> None:
+        client = self._client_of.get(identity)
+        try:
+            message = self._codec.decode(frames)
+        except CodecError as error:
+            self._refuse(identity, str(error))
+            return
+        if isinstance(message, Hello) and client is None:
+            answer = self._desk.greet(message)
+            if isinstance(answer, tuple):
+                client, welcome = answer
+                if self._send_to(identity, self._codec.encode(welcome)):
+                    self._client_of[identity], self._identity_of[client] = client, identity
+            else:
+                self._send_to(identity, self._codec.encode(answer))
+        elif client is None:
+            if not isinstance(message, Goodbye):  # a client that was found gone may have said so before it went
+                self._refuse(identity, f"{type(message).__name__} before Hello")
+        else:
+            reply = self._desk.receive(client, message)
+            if isinstance(message, Goodbye):
+                self._forget(client)
+            elif reply is not None:
+                self._send(client, self._codec.encode(reply))
+
+    def _refuse(self, identity: bytes, why: str) -> None:
+        logger.warning("refused a message: %s", why)
+        self._send_to(identity, self._codec.encode(self._desk.refuse(why)))
+
+    def _probe(self, clients: list[int]) -> None:
+        load = self._codec.encode(self._load)
+        for client in clients:
+            self._send(client, load)
+
+    # --- on either thread ---------------------------------------------------------------------------------------
+
+    def _send(self, client: int, frames: list[Frame]) -> None:
+        identity = self._identity_of.get(client)
+        if identity is not None and not self._send_to(identity, frames):
+            self._forget(client)
+            self._desk.gone(client)
+
+    def _send_to(self, identity: bytes, frames: list[Frame]) -> bool:
+        """False when the peer is gone, or reads so little that its queue is full."""
+        try:
+            with self._socket_lock:
+                if len(frames) == 1:  # to copy one that is small takes less than to keep track of it
+                    self._socket.send(identity, _MORE_FOLLOWS)
+                    self._socket.send(frames[0], _NO_WAIT)
+                else:
+                    self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            logger.warning("a client does not read its answers; it is let go")
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def _forget(self, client: int) -> None:
+        if (identity := self._identity_of.pop(client, None)) is not None:
+            self._client_of.pop(identity, None)

@@ -1,0 +1,400 @@
+"""Every engine option, declared once: the command line, Python keywords, YAML file and docs table come from here.
+
+A field's annotation is its type, its default is its default, and `Option` carries its constraint and what a
+person needs to read. `option_parsing.parse_options` reads them from Python, `option_parsing.add_options` from a
+command line.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+
+class Option(msgspec.Struct, frozen=True):
+    """What an option needs besides its name, type and default."""
+
+    group: str
+    help: str
+    unit: str = ""
+    """What a number counts. Numbers of tokens and bytes may be written with a suffix, as in 8k or 4GiB."""
+    minimum: float | None = None
+    maximum: float | None = None
+    forms: tuple[str, ...] = ()
+    """What a text may be; INDEX in one stands for a whole number."""
+    words: dict[str, Any] = {}
+    """Values with a name of their own, such as {"auto": None}."""
+    default_text: str = ""
+    """What the default means, where the value does not say it."""
+    repeated: bool = False
+    """A list whose flag takes one value and is given once for each, so that a positional argument may follow."""
+
+
+MODEL, TOKENIZER, CACHE, SCHEDULER, PROCESS = "Model", "Tokenizer", "KV cache", "Scheduler", "Process"
+PARALLEL = "Parallel execution"
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was asked. What was decided from it is a `Plan` (see plan.py)."""
+
+    model: Annotated[
+        str,
+        Option(
+            MODEL,
+            "A folder, a .gguf file, or the name of a model on the Hugging Face hub",
+            default_text="the demo model, SmolLM2-135M-Instruct",
+        ),
+    ] = ""
+    served_model_name: Annotated[
+        tuple[str, ...], Option(MODEL, "Names the model answers to", default_text="the value of model")
+    ] = ()
+    dtype: Annotated[
+        Literal["auto", "half", "float16", "bfloat16", "float", "float32"],
+        Option(
+            MODEL,
+            "Type of weights and activations; auto is the checkpoint's own, bfloat16 for a float32 one and for GGUF",
+        ),
+    ] = "auto"
+    device: Annotated[
+        str,
+        Option(
+            MODEL,
+            "What computes: auto (the first GPU where there is one, else the CPU), cpu, cuda or cuda:INDEX",
+            forms=("auto", "cpu", "cuda", "cuda:INDEX"),
+        ),
+    ] = "auto"
+    enforce_eager: Annotated[
+        bool, Option(MODEL, "On a GPU, start every decode step anew instead of replaying a CUDA graph of it")
+    ] = False
+    cudagraph_capture_sizes: Annotated[
+        tuple[int, ...],
+        Option(
+            MODEL,
+            "On a GPU, the numbers of requests that decode graphs are captured for; others are padded to the next",
+            "requests",
+            minimum=1,
+            default_text="1, 2, 4, then every 8 up to 256 and every 16 beyond",
+        ),
+    ] = ()
+    disable_cascade_attn: Annotated[
+        bool, Option(MODEL, "False: where many requests begin alike, a GPU's decode reads those keys once for all")
+    ] = True
+    batch_invariant: Annotated[
+        bool,
+        Option(
+            MODEL,
+            "On a GPU, compute a request's numbers in the same order whatever shares its batch and however its prompt "
+            "is cut up, so that its tokens are the same; slower",
+        ),
+    ] = False
+    max_cudagraph_capture_size: Annotated[
+        int | None,
+        Option(
+            MODEL,
+            "On a GPU, the most requests that a decode graph is captured for",
+            "requests",
+            minimum=1,
+            default_text="max_num_seqs, at most 512",
+        ),
+    ] = None
+    quantization: Annotated[
+        Literal["gguf", "int8", "int4", "fp8"] | None,
+        Option(
+            MODEL,
+            "Quantise float weights as they are loaded: on a CPU to blocks of 8 or 4 bits (embedding and head always "
+            "to 8), on a GPU to groups of 8 or 4 bits, or to fp8 with a scale for each row (embedding and head stay "
+            "as they are); gguf: insist on a GGUF file, which is computed as it is stored anyway",
+            default_text="as the checkpoint stores them",
+        ),
+    ] = None
+    quantization_group_size: Annotated[
+        int,
+        Option(MODEL, "How many neighbouring weights share a scale under int8 and int4: 32, 64 or 128", "weights"),
+    ] = 32
+    max_model_len: Annotated[
+        int | None,
+        Option(
+            MODEL,
+            "Longest prompt plus output; -1 or auto asks for the default",
+            "tokens",
+            minimum=1,
+            words={"auto": None, "-1": None},
+            default_text="what the model was trained for, shortened to the memory with a warning",
+        ),
+    ] = None
+    load_format: Annotated[
+        Literal["auto", "safetensors", "pt", "gguf", "sharded_state", "dummy"],
+        Option(
+            MODEL,
+            "How to read the weights; sharded_state is what save-sharded-state wrote for these ranks, dummy makes "
+            "random ones of the right shape",
+        ),
+    ] = "auto"
+    safetensors_load_strategy: Annotated[
+        Literal["lazy", "eager", "prefetch"],
+        Option(
+            MODEL,
+            "How safetensors files are read: lazy (memory-mapped, the parts that are needed), eager (each file whole "
+            "into memory first: for network file systems), prefetch (memory-mapped, and the page cache filled ahead by "
+            "background reads of whole files)",
+        ),
+    ] = "lazy"
+    use_tqdm_on_load: Annotated[
+        bool | None,
+        Option(MODEL, "Show a progress bar while weights are read", default_text="on where stderr is a terminal"),
+    ] = None
+    revision: Annotated[str | None, Option(MODEL, "Branch, tag or commit of a hub model", default_text="main")] = None
+    download_dir: Annotated[
+        str | None, Option(MODEL, "Where hub models are kept", default_text="the hub's own cache")
+    ] = None
+    trust_remote_code: Annotated[bool, Option(MODEL, "Allow code that a checkpoint ships to run")] = False
+    hf_overrides: Annotated[dict[str, Any], Option(MODEL, "Fields that replace those of the model's config")] = {}
+    generation_config: Annotated[
+        str,
+        Option(
+            MODEL,
+            "Where sampling defaults come from: auto (the model's generation_config.json), vllm (none: neutral "
+            "defaults), or a folder",
+        ),
+    ] = "auto"
+    override_generation_config: Annotated[
+        dict[str, Any], Option(MODEL, 'Sampling defaults that replace the model\'s, such as {"temperature": 0.5}')
+    ] = {}
+    max_logprobs: Annotated[
+        int, Option(MODEL, "Most log-probabilities a request may ask for per token; -1 is the vocabulary", minimum=-1)
+    ] = 20
+    seed: Annotated[
+        int | None,
+        Option(
+            MODEL,
+            "From which requests without a seed draw theirs, in order of arrival; none draws it at random",
+            minimum=-(2**63),
+            maximum=2**63 - 1,
+            words={"none": None},
+        ),
+    ] = 0
+
+    tokenizer: Annotated[
+        str | None, Option(TOKENIZER, "A folder or the name of a hub model", default_text="the model's own")
+    ] = None
+    tokenizer_revision: Annotated[
+        str | None, Option(TOKENIZER, "Branch, tag or commit of a hub tokenizer", default_text="main")
+    ] = None
+    skip_tokenizer_init: Annotated[
+        bool, Option(TOKENIZER, "Run without a tokenizer: prompts and outputs are token ids")
+    ] = False
+
+    block_size: Annotated[int, Option(CACHE, "Size of one block", "tokens", minimum=1, maximum=256)] = 16
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "int8"],
+        Option(
+            CACHE,
+            "Type that keys and values are kept in; auto is dtype, or float16 beside weights that are computed packed. "
+            "fp8 (which is fp8_e4m3) and int8 come with a scale for each token and head, taken from what is written",
+        ),
+    ] = "auto"
+    gpu_memory_utilization: Annotated[
+        float,
+        Option(CACHE, "Share of the device's memory to use (on a CPU: of what is free)", minimum=0.01, maximum=1.0),
+    ] = 0.9
+    cpu_offload_gb: Annotated[
+        float,
+        Option(
+            MODEL,
+            "On a GPU, how much of its weights to keep in the host's memory; whole layers, copied to the GPU ahead of "
+            "their use in every step, so each step takes at least as long as the copies",
+            "GiB",
+            minimum=0.0,
+        ),
+    ] = 0.0
+    enable_sleep_mode: Annotated[
+        bool,
+        Option(CACHE, "Allow LLM.sleep to give the engine's memory back; over HTTP (/sleep) with server_dev_mode"),
+    ] = False
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        Option(
+            CACHE,
+            "Exact size of the cache; overrides the share",
+            "bytes",
+            minimum=1,
+            default_text="from the share of memory; on a CPU at most 4 GiB",
+        ),
+    ] = None
+    num_gpu_blocks_override: Annotated[
+        int | None,
+        Option(
+            CACHE,
+            "Exact number of blocks, one of which stays empty; overrides both",
+            "blocks",
+            minimum=2,
+            default_text="from the size of the cache",
+        ),
+    ] = None
+    enable_prefix_caching: Annotated[bool, Option(CACHE, "Reuse blocks of equal prompt beginnings")] = True
+    prefix_caching_hash_algo: Annotated[
+        Literal["sha256", "xxhash", "builtin"],
+        Option(CACHE, "What names a block; builtin is Python's hash and differs between processes"),
+    ] = "sha256"
+
+    max_num_batched_tokens: Annotated[
+        int | None,
+        Option(
+            SCHEDULER,
+            "Most tokens computed in one step",
+            "tokens",
+            minimum=1,
+            default_text="2048, 8192 on a GPU of 70 GiB or more; more where max_num_seqs or whole prefills need it",
+        ),
+    ] = None
+    max_num_seqs: Annotated[
+        int | None,
+        Option(
+            SCHEDULER,
+            "Most requests running at once",
+            "requests",
+            minimum=1,
+            default_text="256, 1024 on a GPU of 70 GiB or more; max_num_batched_tokens where that is less",
+        ),
+    ] = None
+    max_waiting_requests: Annotated[
+        int,
+        Option(
+            SCHEDULER, "Longest queue; a request beyond it is rejected with a time to come back", "requests", minimum=1
+        ),
+    ] = 100_000
+    enable_chunked_prefill: Annotated[
+        bool, Option(SCHEDULER, "Compute long prompts in pieces between other requests' tokens")
+    ] = True
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"], Option(SCHEDULER, "Order of waiting requests: of arrival, or by priority first")
+    ] = "fcfs"
+    async_scheduling: Annotated[
+        bool | None,
+        Option(
+            SCHEDULER,
+            "Plan the next step while one runs",
+            default_text="on where workers or a GPU run the model; off in the engine core's own process on a CPU",
+        ),
+    ] = None
+    stream_interval: Annotated[
+        int,
+        Option(SCHEDULER, "Tokens of an output that are told together; its first is told at once", "tokens", minimum=1),
+    ] = 1
+    scheduler_cls: Annotated[
+        str,
+        Option(
+            SCHEDULER, "module:Class derived from headrace.core.schedule.scheduler.Scheduler", default_text="that one"
+        ),
+    ] = ""
+
+    tensor_parallel_size: Annotated[
+        int, Option(PARALLEL, "Worker processes that share every layer's weights among them", "ranks", minimum=1)
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int, Option(PARALLEL, "Groups of workers, each with a run of the layers", "stages", minimum=1)
+    ] = 1
+    pipeline_layer_partition: Annotated[
+        tuple[int, ...],
+        Option(
+            PARALLEL,
+            "How many layers each pipeline stage has, first stage first, as in 14,16",
+            "layers",
+            minimum=1,
+            default_text="as even as can be",
+        ),
+    ] = ()
+    disable_custom_all_reduce: Annotated[
+        bool,
+        Option(
+            PARALLEL,
+            "On GPUs, leave even small sums over the tensor-parallel ranks to NCCL, where they would go through memory "
+            "of each other's GPUs",
+        ),
+    ] = False
+    distributed_executor_backend: Annotated[
+        str,
+        Option(
+            PARALLEL,
+            "What runs the model: uni (the engine core's own process), mp (a worker process for each rank), "
+            "ray (the same, placed by Ray), external_launcher (the caller is one of several ranks that torchrun "
+            "started, all with the same requests), or module:Class of an Executor",
+            default_text="auto: mp where there is more than one rank, else uni",
+        ),
+    ] = "auto"
+    worker_cls: Annotated[
+        str,
+        Option(
+            PARALLEL,
+            "What each worker of mp runs: module:Class of an Executor, made with the options and place=, its rank",
+            default_text="auto: what uni runs",
+        ),
+    ] = "auto"
+    step_timeout: Annotated[
+        float,
+        Option(
+            PARALLEL,
+            "How long the workers of mp may take for one step; after that the one that hangs is named and the engine "
+            "ends",
+            "seconds",
+            minimum=0.1,
+        ),
+    ] = 300.0
+    max_parallel_loading_workers: Annotated[
+        int | None,
+        Option(
+            PARALLEL,
+            "Most workers of a host that read weights at once, which bounds what that takes of memory and disk",
+            "workers",
+            minimum=1,
+            default_text="all of them",
+        ),
+    ] = None
+    nnodes: Annotated[
+        int,
+        Option(
+            PARALLEL,
+            "Hosts that share the ranks evenly. The one with node_rank 0 serves; start engine-core with the same "
+            "options on the others, in any order",
+            "nodes",
+            minimum=1,
+        ),
+    ] = 1
+    node_rank: Annotated[int, Option(PARALLEL, "Which of the hosts this is", minimum=0)] = 0
+    master_addr: Annotated[str, Option(PARALLEL, "Address of the host with node_rank 0, as the others reach it")] = (
+        "127.0.0.1"
+    )
+    master_port: Annotated[int, Option(PARALLEL, "Port on which it waits for the others", minimum=0, maximum=65535)] = (
+        29501
+    )
+    node_join_timeout: Annotated[
+        float, Option(PARALLEL, "How long the hosts wait for each other at the start", "seconds", minimum=0.1)
+    ] = 300.0
+
+    startup_timeout: Annotated[
+        float,
+        Option(
+            PROCESS,
+            "How long the engine may take to start, a model's download included; after that what hangs is named and "
+            "the start has failed: workers at once, an engine-core by itself 5 s later",
+            "seconds",
+            minimum=0.1,
+        ),
+    ] = 3600.0
+    shutdown_timeout: Annotated[
+        float, Option(PROCESS, "How long running requests may take to finish at shutdown", "seconds", minimum=0)
+    ] = 30.0
+    worker_extension_cls: Annotated[
+        str,
+        Option(
+            PROCESS,
+            "module:Class whose instances live in each worker and answer LLM.call_extension: made with the worker's "
+            "executor, with a method handle(payload: dict) -> dict",
+        ),
+    ] = ""
+    profiler_config: Annotated[
+        dict[str, Any],
+        Option(PROCESS, 'Where start_profile writes, such as {"torch_profiler_dir": "/tmp/profiles"}'),
+    ] = {}
+    disable_log_stats: Annotated[bool, Option(PROCESS, "Do not log load and throughput every 10 s")] = False

@@ -1,0 +1,317 @@
+"""Options from Python keywords, the command line and the config file, all generated from their declarations.
+
+On a command line values stay text until all are in; `options_from_arguments` then reads them as `parse_options`
+does, so that one answer tells of every problem. The command line wins over the config file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, cast
+
+import msgspec
+
+from headrace.core.options.engine_options import Options
+from headrace.core.options.sampling_defaults import check_sampling_defaults
+from headrace.core.options.values import OptionSpec, nearest, option_specs, range_text, read_options
+from headrace.core.options.vllm_options import FOREIGN, RENAMED, SHORT_NAMES
+from headrace.ipc.failure import OptionError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def parse_options(**values: Any) -> Options:
+    """The options from Python keywords, as `LLM(...)` takes them.
+
+    Values may be what a config file or a command line would give ("8k", "auto", a Path, torch.float16); None asks
+    for the default, save for seed. A retired name is taken with a FutureWarning. Raises OptionError, which tells of
+    every problem at once.
+    """
+    options, notes = read_options(Options, values)
+    for note in notes:
+        warnings.warn(note, FutureWarning, stacklevel=2)
+    check_sampling_defaults(options.override_generation_config)
+    return options
+
+
+class OptionParser(argparse.ArgumentParser):
+    """argparse with what vLLM's command line allows besides: underscores for dashes, and dotted JSON keys.
+
+    `--hf-overrides.rope_theta 10000` is `--hf-overrides '{"rope_theta": 10000}'`. An unknown option is answered
+    with the nearest known one.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", _Formatter)
+        kwargs["allow_abbrev"] = False  # an abbreviation today is an ambiguity tomorrow
+        super().__init__(*args, **kwargs)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        arguments = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(self._normalise(arguments), namespace)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flags = [argument for argument in unknown if argument.startswith("-")]  # the others may be their values
+            commands = [value for name, value in vars(parsed).items() if name.endswith("command") and value]
+            self._fail("; ".join(self._explain(argument) for argument in flags or unknown), " ".join(commands))
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        self._fail(" ".join(message.split()).replace(" :", ":"))  # names of columns are padded
+
+    def _fail(self, message: str, command: str = "") -> NoReturn:
+        """What a sub-command does not know comes back to its parent, whose help would say nothing of it."""
+        prog = f"{self.prog} {command}" if command else self.prog
+        self.exit(2, f"{self.prog}: {message}\nTry: {prog} --help\n")
+
+    def _normalise(self, arguments: list[str]) -> list[str]:
+        result: list[str] = []
+        rest = iter(arguments)
+        for argument in rest:
+            if argument == "--":
+                return [*result, argument, *rest]
+            if not argument.startswith("--"):
+                result.append(argument)
+                continue
+            name, equals, value = argument.partition("=")
+            base, dot, path = name.partition(".")
+            base = base.replace("_", "-")
+            action = self._option_string_actions.get(base)
+            if dot and isinstance(action, _MergeJson):
+                text = value if equals else next(rest, None)
+                if text is None:
+                    self.error(f"{argument}: a value must follow")
+                result.append(f"{base}={json.dumps(_nest(path.split('.'), text))}")
+            elif equals and isinstance(action, argparse.BooleanOptionalAction):
+                result.append(self._flag(base, value))
+            else:
+                result.append(base + dot + path + equals + value)
+        return result
+
+    def _flag(self, name: str, value: str) -> str:
+        """`--flag=false`, which argparse does not know, as `--no-flag`."""
+        if value.lower() not in ("true", "false"):
+            self.error(f"{name}={value}: it must be true or false")
+        return name if value.lower() == "true" else "--no-" + name.removeprefix("--")
+
+    def _explain(self, argument: str) -> str:
+        if not argument.startswith("-"):
+            return f"unexpected argument {argument}"
+        name = argument.partition("=")[0]
+        close = nearest(name.lstrip("-"), [known.lstrip("-").replace("-", "_") for known in self._visible_options()])
+        return f"unknown option {name}" + (f"; did you mean --{close.replace('_', '-')}?" if close else "")
+
+    def _visible_options(self) -> list[str]:
+        nested = [
+            name
+            for action in self._actions
+            if isinstance(action, argparse._SubParsersAction)
+            for parser in action.choices.values()
+            if isinstance(parser, OptionParser)
+            for name in parser._visible_options()
+        ]
+        shown = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
+        return shown + nested
+
+
+def add_options(
+    parser: argparse.ArgumentParser, struct: type[msgspec.Struct] = Options, *, positional_model: bool = False
+) -> None:
+    """Adds every declared option to the parser, in groups, and `--config FILE`. Read by `options_from_arguments`.
+
+    With `positional_model` the model may also stand without `--model`, as in `vllm serve MODEL`. A parser may have
+    several Structs; the config file may then hold options of all of them.
+    """
+    parser.set_defaults(option_structs=(*(parser.get_default("option_structs") or ()), struct))
+    if positional_model:
+        parser.add_argument(
+            "model_argument", nargs="?", metavar="MODEL", help=option_specs(struct)["model"].option.help
+        )
+    groups: dict[str, Any] = {}
+    for spec in option_specs(struct).values():
+        group = groups.get(spec.option.group)
+        if group is None:
+            group = groups[spec.option.group] = parser.add_argument_group(spec.option.group)
+        short = [letters for letters, name in SHORT_NAMES.items() if name == spec.name and struct is Options]
+        group.add_argument(*short, flag(spec.name), dest=spec.name, **_argument(spec))
+    if struct is Options:
+        parser.add_argument("--config", metavar="FILE", help="A YAML file of options; the command line wins over it")
+        _add_foreign(parser)
+
+
+def options_from_arguments(args: argparse.Namespace) -> Options:
+    """The options that a parser with `add_options` found. Prints notes about retired names to stderr.
+
+    Raises OptionError for anything wrong on the command line or in the config file.
+    """
+    options = struct_from_arguments(args, Options)
+    check_sampling_defaults(options.override_generation_config)
+    return options
+
+
+def struct_from_arguments(args: argparse.Namespace, struct: type[T]) -> T:
+    """`options_from_arguments` for any Struct of options that was added to the parser."""
+    names = _names(struct)
+    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    model = getattr(args, "model_argument", None)
+    if model is not None and struct is Options and given.setdefault("model", model) != model:
+        raise OptionError(f"the model is given twice: {model} and --model {given['model']}")
+    options, notes = read_options(struct, given, flag)
+    config = getattr(args, "config", None)
+    if config is not None:
+        in_file, file_notes = read_config(Path(config), struct, args.option_structs)
+        notes += file_notes
+        set_here = {name for name in option_specs(struct) if name in given or _renamed_to(name, given)}
+        kept = {name: getattr(options, name) for name in set_here}
+        options = msgspec.structs.replace(in_file, **kept)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    return options
+
+
+def read_config(path: Path, struct: type[T], structs: Sequence[type[msgspec.Struct]] = ()) -> tuple[T, tuple[str, ...]]:
+    """The Struct's options in a YAML file that may hold those of `structs` too, and notes about retired names.
+
+    Raises OptionError that names the file.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"the config file {path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise OptionError(f"the config file {path} is not YAML: {error}") from None
+    if not isinstance(content, dict | None) or not all(isinstance(key, str) for key in content or ()):
+        raise OptionError(f"the config file {path} must map option names to values, such as 'max-model-len: 4096'")
+    # What one of them declares is not foreign to the others.
+    others = {name for other in structs if other is not struct for name in _names(other)} - option_specs(struct).keys()
+    own = {key: value for key, value in (content or {}).items() if key.replace("-", "_") not in others}
+    try:
+        return read_options(struct, own, also_known=others - FOREIGN.keys())
+    except OptionError as error:
+        raise OptionError(f"in the config file {path}: {error}") from None
+
+
+def _names(struct: type[msgspec.Struct]) -> set[str]:
+    """All that it answers to."""
+    return {*option_specs(struct), *(FOREIGN if struct is Options else ()), *(RENAMED if struct is Options else ())}
+
+
+def flag(name: str) -> str:
+    """How an option is written on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def default_text(spec: OptionSpec) -> str:
+    """An option's default in words."""
+    if spec.option.default_text:
+        return spec.option.default_text
+    if spec.default is None or spec.default in ((), ""):
+        return "none"
+    if isinstance(spec.default, bool):
+        return "on" if spec.default else "off"
+    return json.dumps(spec.default) if isinstance(spec.default, dict) else f"{spec.default}"
+
+
+def type_text(spec: OptionSpec) -> str:
+    """What an option takes, in one word or as its choices."""
+    if spec.kind == "choice":
+        return "{" + ",".join(spec.choices) + "}"
+    if spec.option.unit:
+        return spec.option.unit.upper()
+    return {"int": "N", "float": "NUMBER", "str": "TEXT", "list": "NAME", "numbers": "N", "dict": "JSON", "bool": ""}[
+        spec.kind
+    ]
+
+
+class _MergeJson(argparse.Action):
+    """Collects JSON objects given in several parts; text that is none is kept for the error that names it."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        have = getattr(namespace, self.dest, {})
+        try:
+            new = json.loads(values)
+        except ValueError:
+            new = values
+        merged = _merge(have, new) if isinstance(new, dict) and isinstance(have, dict) else values
+        setattr(namespace, self.dest, merged)
+
+
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=110)
+
+    def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
+        if usage is None and len(actions) > 12:  # a wall of brackets helps nobody
+            needed = "".join(f" {a.option_strings[0]} {a.metavar}" for a in actions if a.option_strings and a.required)
+            positional = [a for a in actions if not a.option_strings and a.help != argparse.SUPPRESS]
+            rest = "".join(f" [{a.metavar or a.dest}]" for a in positional)
+            return f"usage: {self._prog}{needed} [options]{rest}\n\n"
+        return super()._format_usage(usage, actions, groups, prefix)
+
+
+def _argument(spec: OptionSpec) -> dict[str, Any]:
+    limits = range_text(spec.option) if spec.kind in ("int", "float", "numbers") else ""
+    notes = "; ".join(filter(None, [limits, f"default: {default_text(spec)}"]))
+    argument: dict[str, Any] = {
+        "help": f"{spec.option.help} ({notes})".replace("%", "%%"),
+        "default": argparse.SUPPRESS,
+    }
+    if spec.kind == "bool":  # the opposite of --no-x would be --no-no-x
+        return {**argument, "action": "store_true" if spec.name.startswith("no_") else argparse.BooleanOptionalAction}
+    argument["metavar"] = type_text(spec)
+    if spec.kind in ("list", "numbers"):
+        argument.update({"action": "append"} if spec.option.repeated else {"nargs": "+", "action": "extend"})
+    if spec.kind == "dict":
+        argument["action"] = _MergeJson
+    return argument
+
+
+def _add_foreign(parser: argparse.ArgumentParser) -> None:
+    """Hidden, so that they are answered by name when given."""
+    short = {name: letters for letters, name in SHORT_NAMES.items()}
+    for name in (*FOREIGN, *RENAMED):
+        keywords: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if name in FOREIGN and FOREIGN[name].is_flag:
+            keywords["action"] = argparse.BooleanOptionalAction
+        parser.add_argument(*([short[name]] if name in short else []), flag(name), **keywords)
+
+
+def _renamed_to(name: str, given: dict[str, Any]) -> bool:
+    return any(successor == name and retired in given for retired, successor in RENAMED.items())
+
+
+def _nest(path: list[str], text: str) -> dict[str, Any]:
+    try:
+        value: Any = json.loads(text)
+    except ValueError:
+        value = text
+    for key in reversed(path):
+        value = {key: value}
+    return cast(dict[str, Any], value)
+
+
+def _merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(old)
+    for key, value in new.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged

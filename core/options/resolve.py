@@ -1,0 +1,206 @@
+"""From what was asked and what the model is to what the engine runs by, with a reason for each decision."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from headrace.core.options.engine_options import Options
+from headrace.core.options.plan import Decision, ModelDescription, Plan
+from headrace.core.options.sampling_defaults import check_sampling_defaults
+from headrace.ipc.failure import OptionError
+
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+DEFAULT_MAX_NUM_SEQS = 256
+LARGE_GPU_BYTES = 70 << 30
+"""From here on a GPU's defaults are vLLM's server's on an H100: its compute is idle in smaller steps."""
+LARGE_GPU_MAX_NUM_BATCHED_TOKENS = 8192
+LARGE_GPU_MAX_NUM_SEQS = 1024
+_FLOAT_DTYPES = ("float32", "float16", "bfloat16")
+_DTYPE_NAMES = {"half": "float16", "float": "float32"}
+_KV_CACHE_DTYPES = {"fp8": "fp8_e4m3"}
+_GROUP_SIZES = (32, 64, 128)
+
+
+def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], int] | None = None) -> Plan:
+    """The plan. Pure but for `draw_seed`, which is asked only when options.seed is None.
+
+    Raises OptionError when options contradict each other or the model; its sentence has the numbers.
+    """
+    decisions: list[Decision] = []
+
+    def decide(name: str, value: Any, reason: str) -> Any:
+        decisions.append(Decision(name=name, value=str(value), reason=reason))
+        return value
+
+    dtype = decide("dtype", *_dtype(options, model))
+    max_model_len = decide("max_model_len", *_max_model_len(options, model))
+    tokens, tokens_reason = _max_num_batched_tokens(options, model, max_model_len)
+    max_num_seqs = decide("max_num_seqs", *_max_num_seqs(options, model, tokens))
+    decide("max_num_batched_tokens", tokens, tokens_reason)
+    names = options.served_model_name or (model.name,)
+    weight_bits, bits_reason = _weight_bits(options, model)
+    if options.quantization is not None:
+        decide("quantization", options.quantization, bits_reason)
+    packed = options.dtype == "auto" and model.checkpoint_dtype not in _FLOAT_DTYPES
+    kv_cache_dtype, kv_reason = _kv_cache_dtype(options, dtype, packed)
+    if kv_cache_dtype != dtype or options.kv_cache_dtype != "auto":
+        decide("kv_cache_dtype", kv_cache_dtype, kv_reason)
+    decide("served_model_name", ", ".join(names), _asked(bool(options.served_model_name), "the model's own name"))
+    if options.seed is None:
+        seed = decide("seed", (draw_seed or _draw_seed)(), "drawn at random, as asked; give it to repeat this run")
+    else:
+        seed = options.seed
+    max_logprobs = options.max_logprobs
+    if max_logprobs == -1 or max_logprobs > model.vocab_size:
+        max_logprobs = decide("max_logprobs", model.vocab_size, "the whole vocabulary")
+    defaults, defaults_reason = _generation_defaults(options, model)
+    if defaults:
+        decide("sampling defaults", msgspec.json.encode(defaults).decode(), defaults_reason)
+    prefix_caching = options.enable_prefix_caching
+    if prefix_caching and model.why_no_prefix_caching:
+        prefix_caching = decide("enable_prefix_caching", False, model.why_no_prefix_caching)
+    return Plan(
+        options=options,
+        model=msgspec.structs.replace(model, generation_defaults=defaults),
+        served_model_names=names,
+        dtype=dtype,
+        weights_stay_packed=packed,
+        weight_bits=weight_bits,
+        kv_cache_dtype=kv_cache_dtype,
+        max_model_len=max_model_len,
+        max_model_len_is_fixed=options.max_model_len is not None,
+        block_size=options.block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=tokens,
+        max_logprobs=max_logprobs,
+        enable_prefix_caching=prefix_caching,
+        seed=seed,
+        decisions=tuple(decisions),
+    )
+
+
+def describe_plan(plan: Plan) -> str:
+    """The decisions as aligned text, one a line: name, value, reason."""
+    names = max(len(decision.name) for decision in plan.decisions)
+    values = max(len(decision.value) for decision in plan.decisions)
+    return "\n".join(f"{d.name:<{names}}  {d.value:<{values}}  {d.reason}" for d in plan.decisions)
+
+
+def _dtype(options: Options, model: ModelDescription) -> tuple[str, str]:
+    if options.dtype != "auto":
+        asked = _DTYPE_NAMES.get(options.dtype, options.dtype)
+        if model.checkpoint_dtype in _FLOAT_DTYPES:
+            return asked, "asked for"
+        return asked, f"asked for; weights of {model.checkpoint_dtype} are dequantised to it"
+    if model.checkpoint_dtype in ("float16", "bfloat16"):
+        return model.checkpoint_dtype, "the checkpoint's own"
+    if model.checkpoint_dtype == "float32":
+        return "bfloat16", "half the memory of the checkpoint's float32; ask for float32 to keep it"
+    return "bfloat16", f"activations of a checkpoint of {model.checkpoint_dtype}; weights stay packed"
+
+
+def _kv_cache_dtype(options: Options, dtype: str, packed: bool) -> tuple[str, str]:
+    if options.kv_cache_dtype != "auto":
+        return _KV_CACHE_DTYPES.get(options.kv_cache_dtype, options.kv_cache_dtype), "asked for"
+    if packed:
+        return "float16", f"finer than {dtype}, as packed weights are; {dtype} where the model runs op by op"
+    return dtype, "dtype"
+
+
+def _weight_bits(options: Options, model: ModelDescription) -> tuple[int | None, str]:
+    """The bits that float weights are quantised to as they are loaded, None for no such thing; and the reason."""
+    asked, stored, group = options.quantization, model.checkpoint_dtype, options.quantization_group_size
+    if group not in _GROUP_SIZES:
+        raise OptionError(f"quantization_group_size={group} is not to be had; there are 32, 64 and 128")
+    if asked in (None, "gguf", "fp8"):
+        if group != Options().quantization_group_size:
+            raise OptionError(
+                f"quantization_group_size={group} says how int8 and int4 quantise; ask for quantization=int8 or int4, "
+                "or leave it out"
+            )
+        if asked == "gguf" and stored in _FLOAT_DTYPES:
+            raise OptionError(
+                f"quantization=gguf asks for a quantised GGUF file, and the weights of {model.name} are {stored}; "
+                "leave it out, or quantise them as they are loaded with quantization=int8 or int4"
+            )
+        if asked != "fp8":
+            return None, "the checkpoint is computed as it is stored"
+    if stored not in _FLOAT_DTYPES:
+        raise OptionError(
+            f"quantization={asked} quantises float weights as they are loaded, and those of {model.name} are "
+            f"quantised already ({stored}); leave it out"
+        )
+    if asked == "fp8":
+        return None, f"asked for; the {stored} weights of the layers' matrices, with a scale for each row"
+    return (8 if asked == "int8" else 4), f"asked for; the {stored} weights in groups of {group}"
+
+
+def _max_model_len(options: Options, model: ModelDescription) -> tuple[int, str]:
+    asked = options.max_model_len
+    if asked is None:
+        return model.max_model_len, "what the model was trained for"
+    if asked > model.max_model_len:
+        raise OptionError(
+            f"max_model_len={asked} is more than the {model.max_model_len} tokens that {model.name} was trained "
+            f"for; ask for at most {model.max_model_len}, or raise the model's own limit with "
+            f'hf_overrides={{"max_position_embeddings": {asked}}} and expect worse answers beyond it'
+        )
+    return asked, f"asked for; the model was trained for {model.max_model_len}"
+
+
+def _max_num_batched_tokens(options: Options, model: ModelDescription, max_model_len: int) -> tuple[int, str]:
+    """The budget of one step; with prefills in one piece it must hold the longest prompt."""
+    asked, seqs = options.max_num_batched_tokens, options.max_num_seqs
+    whole = not options.enable_chunked_prefill
+    if asked is None:
+        default, reason = _default(model, DEFAULT_MAX_NUM_BATCHED_TOKENS, LARGE_GPU_MAX_NUM_BATCHED_TOKENS)
+        tokens = max(default, seqs or 0, max_model_len if whole else 0)
+        if tokens == default:
+            return tokens, reason
+        return tokens, "one token for each running request" if tokens == seqs else "the longest prompt in one piece"
+    if seqs is not None and asked < seqs:
+        raise OptionError(
+            f"max_num_batched_tokens={asked} is less than max_num_seqs={seqs}, but each running request takes a "
+            f"token of every step; raise the one to {seqs} or lower the other to {asked}"
+        )
+    if whole and asked < max_model_len:
+        raise OptionError(
+            f"with enable_chunked_prefill off a prompt is computed in one step, so max_num_batched_tokens={asked} "
+            f"must be at least max_model_len, {max_model_len}; raise the one, lower the other, or leave chunked "
+            "prefill on"
+        )
+    return asked, "asked for"
+
+
+def _max_num_seqs(options: Options, model: ModelDescription, tokens: int) -> tuple[int, str]:
+    if options.max_num_seqs is not None:
+        return options.max_num_seqs, "asked for"
+    default, reason = _default(model, DEFAULT_MAX_NUM_SEQS, LARGE_GPU_MAX_NUM_SEQS)
+    if tokens < default:
+        return tokens, "max_num_batched_tokens: each running request takes a token of every step"
+    return default, reason
+
+
+def _default(model: ModelDescription, default: int, of_large_gpu: int) -> tuple[int, str]:
+    if model.device_bytes >= LARGE_GPU_BYTES:
+        return of_large_gpu, f"the default of a GPU of {model.device_bytes >> 30} GiB"
+    return default, "the default"
+
+
+def _generation_defaults(options: Options, model: ModelDescription) -> tuple[dict[str, Any], str]:
+    check_sampling_defaults(options.override_generation_config)
+    own = {} if options.generation_config == "vllm" else model.generation_defaults
+    override = options.override_generation_config
+    return {**own, **override}, "override_generation_config" if override else "the model's generation config"
+
+
+def _asked(was_asked: bool, otherwise: str) -> str:
+    return "asked for" if was_asked else otherwise
+
+
+def _draw_seed() -> int:
+    return secrets.randbits(63)

@@ -1,0 +1,297 @@
+"""Reads options from Python values and from text: types, names, ranges, and every problem in one answer.
+
+Works on any frozen msgspec Struct whose fields are annotated with `Option`, so that other programs declare theirs
+in the same way.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import os
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from headrace.core.options.engine_options import Option, Options
+from headrace.core.options.vllm_options import FOREIGN, RENAMED, check_foreign, rename
+from headrace.ipc.failure import OptionError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+Kind = Literal["bool", "int", "float", "str", "choice", "list", "numbers", "dict"]
+KINDS: Mapping[Any, Kind] = types.MappingProxyType(
+    {bool: "bool", int: "int", float: "float", str: "str", Literal: "choice", tuple: "list", dict: "dict"}
+)
+UNITS_WITH_SUFFIX = ("tokens", "bytes")
+
+
+class OptionSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One option as declared."""
+
+    name: str
+    kind: Kind
+    option: Option
+    default: Any
+    nullable: bool
+    choices: tuple[str, ...] = ()
+
+
+@functools.cache
+def option_specs(struct: type[msgspec.Struct] = Options) -> Mapping[str, OptionSpec]:
+    """The declarations of a Struct, by name and in order."""
+    hints = typing.get_type_hints(struct, include_extras=True)
+    specs = {}
+    for field in msgspec.structs.fields(struct):
+        annotated, option = typing.get_args(hints[field.name])
+        is_union = typing.get_origin(annotated) in (types.UnionType, typing.Union)
+        parts = typing.get_args(annotated) if is_union else (annotated,)
+        inner = next(part for part in parts if part is not type(None))
+        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        specs[field.name] = OptionSpec(
+            name=field.name,
+            kind="numbers" if inner == tuple[int, ...] else KINDS[typing.get_origin(inner) or inner],
+            option=option,
+            default=default,
+            nullable=type(None) in parts,
+            choices=typing.get_args(inner) if typing.get_origin(inner) is Literal else (),
+        )
+    return types.MappingProxyType(specs)
+
+
+def read_options(
+    struct: type[T], values: Mapping[str, Any], spell: Callable[[str], str] = str, also_known: Iterable[str] = ()
+) -> tuple[T, tuple[str, ...]]:
+    """The Struct from values by name, and notes for the user about retired names.
+
+    `spell` is how the user wrote an option's name, for the text of errors; `also_known` are names that an unknown
+    one may have meant besides the Struct's. Raises OptionError.
+    """
+    specs = option_specs(struct)
+    problems: list[str] = []
+    notes: list[str] = []
+    taken: dict[str, Any] = {}
+    for given_name, given in values.items():
+        name, value = given_name.replace("-", "_"), given
+        if name not in specs and struct is Options:
+            if name in RENAMED:
+                try:
+                    name, value, note = rename(name, value)
+                except ValueError as error:
+                    problems.append(str(error))
+                    continue
+                notes.append(note)
+            elif name in FOREIGN:
+                problems += check_foreign(name, value, spell(name))
+                continue
+        if name not in specs:
+            problems.append(_unknown(given_name, (*specs, *also_known), spell))
+            continue
+        spec = specs[name]
+        try:
+            value = convert(spec, value)
+        except ValueError as error:
+            problems.append(f"{spell(name)}={_show(value)}: {error}")
+            continue
+        if name in taken and spec.kind != "dict":
+            problems.append(f"{spell(name)} is given twice, also as {spell(given_name)}")
+            continue
+        taken[name] = {**taken[name], **value} if name in taken else value
+    if problems:
+        raise OptionError(problems[0] if len(problems) == 1 else _list(problems))
+    return struct(**taken), tuple(notes)
+
+
+def convert(spec: OptionSpec, value: Any) -> Any:
+    """One value in the option's type and range. Raises ValueError with what would be right."""
+    option = spec.option
+    if value is None:
+        return None if spec.nullable else spec.default
+    word = str(value).lower()
+    if word in option.words:
+        return option.words[word]
+    if spec.nullable and word in ("none", "null") and spec.kind != "str":
+        return None
+    converted = _CONVERTERS[spec.kind](spec, value)
+    if spec.kind in ("int", "float", "numbers"):
+        low, high = option.minimum, option.maximum
+        numbers = converted if spec.kind == "numbers" else (converted,)
+        # Written so that NaN fails.
+        if not all((low is None or number >= low) and (high is None or number <= high) for number in numbers):
+            raise ValueError(f"out of range; it must be {range_text(option)}")
+    return converted
+
+
+def range_text(option: Option) -> str:
+    """The constraint in words; empty when there is none."""
+    unit = f" {option.unit}" if option.unit else ""
+    if option.minimum is not None and option.maximum is not None:
+        return f"{_number(option.minimum)} to {_number(option.maximum)}{unit}"
+    if option.minimum is not None:
+        one = unit.removesuffix("es" if unit.endswith("xes") else "s")
+        return f"at least {_number(option.minimum)}{one if option.minimum == 1 else unit}"
+    if option.maximum is not None:
+        return f"at most {_number(option.maximum)}{unit}"
+    return ""
+
+
+_SIZE = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d{1,2})?)\s*(?:([kKmMgGtT])(i?[bB])?|[bB])?")
+
+
+def parse_size(text: str) -> int:
+    """A whole number with an optional suffix: 8k is 8000, 8K and 8KiB are 8192, 8KB is 8000; so m, g and t.
+
+    The letters alone follow vLLM: small is decimal, capital is binary. Raises ValueError.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError("not a whole number; write it like 4096, 8k (8,000), 8K (8,192) or 4GiB")
+    digits, letter, rest = match.groups()
+    power = " kmgt".index((letter or " ").lower())
+    is_binary = letter is not None and (rest.startswith("i") if rest else letter.isupper())
+    number = Decimal(digits.replace("_", "")) * (1024 if is_binary else 1000) ** power
+    if number != number.to_integral_value():
+        raise ValueError(f"{number.normalize():f} is not a whole number")
+    return int(number)
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The most similar of the names; empty when none is similar."""
+    found = difflib.get_close_matches(name.replace("-", "_"), names, n=1, cutoff=0.6)
+    return found[0] if found else ""
+
+
+def _unknown(name: str, known: Iterable[str], spell: Callable[[str], str]) -> str:
+    close = nearest(name, known)
+    return f"unknown option {spell(name)}" + (f"; did you mean {spell(close)}?" if close else "")
+
+
+def _list(problems: list[str]) -> str:
+    return f"{len(problems)} problems with the options:" + "".join(f"\n  - {problem}" for problem in problems)
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        value = " ".join(value)
+    text = value if isinstance(value, str) and value else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def _to_bool(spec: OptionSpec, value: Any) -> bool:
+    known = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if str(value).lower() not in known:
+        raise ValueError("it must be true or false")
+    return known[str(value).lower()]
+
+
+def _to_int(spec: OptionSpec, value: Any) -> int:
+    if isinstance(value, bool):
+        raise ValueError("it must be a whole number, not a truth value")
+    if isinstance(value, str):
+        if spec.option.unit in UNITS_WITH_SUFFIX:
+            return parse_size(value)
+        try:
+            return int(value)
+        except ValueError:
+            raise ValueError("it must be a whole number") from None
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if hasattr(value, "__index__"):
+        return int(value.__index__())
+    raise ValueError("it must be a whole number")
+
+
+def _to_float(spec: OptionSpec, value: Any) -> float:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError("it must be a number") from None
+
+
+def _to_str(spec: OptionSpec, value: Any) -> str:
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError(f"it must be text, not {type(value).__name__}")
+    text = os.fsdecode(os.fspath(value))
+    if spec.option.forms and not _has_form(text, spec.option.forms):
+        *others, last = spec.option.forms
+        meant = text.lower().replace("gpu", "cuda")
+        hint = f"; did you mean {meant!r}?" if _has_form(meant, spec.option.forms) else ""
+        raise ValueError(f"it must be {', '.join(others)} or {last}{hint}")
+    return text
+
+
+def _has_form(text: str, forms: tuple[str, ...]) -> bool:
+    return any(re.fullmatch(re.escape(form).replace("INDEX", "[0-9]+"), text) for form in forms)
+
+
+def _to_choice(spec: OptionSpec, value: Any) -> str:
+    # torch.float16 and numpy.float16 are recognised by name, so that neither library need be imported.
+    text = value if isinstance(value, str) else getattr(value, "__name__", None) or str(value).removeprefix("torch.")
+    if text not in spec.choices:
+        close = nearest(str(text), spec.choices)
+        raise ValueError(f"it must be one of {', '.join(spec.choices)}" + (f"; did you mean {close}?" if close else ""))
+    return str(text)
+
+
+def _to_list(spec: OptionSpec, value: Any) -> tuple[str, ...]:
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item for item in items):
+        raise ValueError("it must be a name or a list of names")
+    return tuple(items)
+
+
+def _to_numbers(spec: OptionSpec, value: Any) -> tuple[int, ...]:
+    items = [value] if isinstance(value, str | int) else value
+    if not isinstance(items, list | tuple):
+        raise ValueError("it must be a list of whole numbers, such as 1,2")
+    parts = [part for item in items for part in (item.split(",") if isinstance(item, str) else [item])]
+    numbers = []
+    for part in parts:
+        try:
+            numbers.append(_to_int(spec, part))
+        except ValueError:
+            raise ValueError(f"{part!r} is not a whole number; write them like 1,2,4") from None
+    return tuple(numbers)
+
+
+def _to_dict(spec: OptionSpec, value: Any) -> dict[str, Any]:
+    if callable(value):
+        raise ValueError("a function cannot travel to the engine's process; give a dict")
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f'it must be a JSON object such as {{"key": 1}} ({error})') from None
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError("it must map names to values (in JSON, an object)")
+    try:
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(dict(value)))
+    except TypeError as error:
+        raise ValueError(f"its values must be plain data: {error}") from None
+    return plain
+
+
+_CONVERTERS: Mapping[Kind, Callable[[OptionSpec, Any], Any]] = types.MappingProxyType(
+    {
+        "bool": _to_bool,
+        "int": _to_int,
+        "float": _to_float,
+        "str": _to_str,
+        "choice": _to_choice,
+        "list": _to_list,
+        "numbers": _to_numbers,
+        "dict": _to_dict,
+    }
+)

@@ -1,0 +1,1 @@
+"""Programs: the engine-core daemon, and the supervisor that starts, watches and stops children."""

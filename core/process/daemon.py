@@ -1,0 +1,218 @@
+"""`engine-core`: one engine core as a program, alone or as the child of a client that started it.
+
+Exit status: 0 after an orderly stop, 1 when it could not start, 2 for a wrong command line, 70 when the engine
+failed while it ran.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+from headrace.core.engine.zmq_port import ZmqPort
+from headrace.core.options.engine_options import Options
+from headrace.core.options.parsing import OptionParser, add_options, options_from_arguments, parse_options
+from headrace.core.process.child_log import BesideBars
+from headrace.core.process.load_bar import LoadBar
+from headrace.core.process.supervisor import START_GRACE_S
+from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
+from headrace.ipc.child import die_with_parent, exit_when_slow, leave, show_stacks_when_asked
+from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
+from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Progress, Ready, Start
+from headrace.ipc.wait import Deadline
+
+try:
+    from headrace.core.engine.engine import EngineCore
+except ModuleNotFoundError as missing:
+    sys.exit(
+        f"engine-core: {missing.name} is not installed, for this is Headrace's client alone; "
+        "to run models here: pip install 'headrace[engine]'"
+    )
+
+logger = logging.getLogger(__name__)
+EXIT_START_FAILED, EXIT_ENGINE_FAILED = 1, 70
+
+
+def main() -> None:
+    """The `engine-core` command."""
+    if sys.argv[1:2] == ["--parent-fd"]:
+        leave(run_as_child(int(sys.argv[2])))
+    parser = OptionParser(
+        prog="engine-core",
+        description="Runs a model and serves it to Headrace clients: headrace.connect(ADDRESS), headrace --engine.",
+    )
+    parser.add_argument(
+        "--address",
+        default="",
+        help="Where to listen: ipc:///path/to/socket or tcp://127.0.0.1:PORT (PORT may be *); "
+        "default: a new ipc:// address, which is printed",
+    )
+    add_options(parser, positional_model=True)
+    try:
+        arguments = parser.parse_args()
+        options = options_from_arguments(arguments)
+    except OptionError as error:
+        print(f"engine-core: {error}", file=sys.stderr)
+        sys.exit(2)
+    leave(run_alone(options, arguments.address))
+
+
+def run_alone(options: Options, address: str) -> int:
+    """A daemon: prints its address once it is ready; SIGTERM or Ctrl-C drains it, a second one ends it at once."""
+    _set_up_logging("INFO")
+    show_stacks_when_asked()
+    if options.node_rank:
+        return run_as_node(options)
+    try:
+        port = ZmqPort(address)
+    except HeadraceError as error:
+        print(f"engine-core: {error}", file=sys.stderr)
+        return EXIT_START_FAILED
+    core = EngineCore(options, port)
+    _stop_on_signals(core, options.shutdown_timeout)
+    phase, bar = ["start"], LoadBar(options.use_tqdm_on_load)
+
+    def on_phase(name: str, seconds: float) -> None:
+        phase[0] = name
+        bar.close(is_done=True)
+
+    limit_s = options.startup_timeout
+
+    def too_slow() -> str:
+        port.close()
+        return f"engine-core: not ready within {limit_s:g} s (startup_timeout), during {phase[0]}; its threads:"
+
+    try:
+        with exit_when_slow(limit_s + START_GRACE_S, too_slow, EXIT_START_FAILED):
+            core.start(on_phase, bar.read)
+        print(f"engine-core: ready at {port.address}", flush=True)
+        return _serve(core)
+    except HeadraceError as error:
+        print(f"engine-core: {error}" + (f"\n{error.hint}" if error.hint else ""), file=sys.stderr)
+        return EXIT_START_FAILED
+    except SystemExit as ended:  # a signal, before there was anything to drain
+        return ended.code if isinstance(ended.code, int) else EXIT_START_FAILED
+    finally:
+        bar.close(is_done=False)
+        core.close()
+
+
+def run_as_node(options: Options) -> int:
+    """The workers of a host that computes for an engine core elsewhere; ends with that core."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        importlib.import_module("headrace.executor.placement.node").run_node(
+            options
+        )  # by name: the core imports no executor
+    except EngineDeadError as error:
+        print(f"engine-core: {error}", file=sys.stderr)
+        return EXIT_ENGINE_FAILED
+    except HeadraceError as error:
+        print(f"engine-core: {error}", file=sys.stderr)
+        return EXIT_START_FAILED
+    except (SystemExit, KeyboardInterrupt) as ended:
+        return ended.code if isinstance(ended, SystemExit) and isinstance(ended.code, int) else 130
+    return 0
+
+
+def run_as_child(fd: int) -> int:
+    """Told what to do by the parent's Start; ends with the parent."""
+    die_with_parent()
+    show_stacks_when_asked()
+    _set_up_logging("WARNING")
+    channel = Channel.inherited(fd, ParentMessage)
+    phase = ["start"]
+
+    def on_phase(name: str, seconds: float) -> None:
+        phase[0] = name
+        channel.send(Progress(phase=name, seconds=seconds))
+
+    def on_read(read_bytes: int, total_bytes: int) -> None:
+        channel.send(Progress(phase=phase[0], seconds=0.0, read_bytes=read_bytes, total_bytes=total_bytes))
+
+    core: EngineCore | None = None
+    try:
+        start = channel.receive(Deadline(10.0))
+        if not isinstance(start, Start) or start.schema_hash != SCHEMA_HASH:
+            raise HeadraceError("the program that started this engine-core is of another version of Headrace")
+        options = parse_options(**start.options)
+        port = ZmqPort(start.bind)
+        core = EngineCore(options, port)
+        threading.Thread(
+            target=obey_parent, args=(channel, core.stop, EXIT_ENGINE_FAILED), name="parent", daemon=True
+        ).start()
+        _stop_on_signals(core, options.shutdown_timeout)
+        core.start(on_phase, on_read)
+        assert core.facts is not None, "the start is over"
+        of_ranks = core.facts.ranks_startup_s
+        channel.send(Ready(address=port.address, startup_s=core.startup_s, ranks_startup_s=of_ranks))
+        phase[0] = "serve"
+
+        def on_failure(failure: Failure) -> None:
+            """Clients were told too; but the parent may see this process end before it has read that."""
+            with contextlib.suppress(ChannelClosedError):
+                channel.send(ChildFailed(failure=failure))
+
+        return _serve(core, on_failure)
+    except ChannelClosedError:
+        return EXIT_START_FAILED  # nobody is left to tell
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit):
+            doing = "served" if phase[0] == "serve" else "started"
+            error = HeadraceError(f"engine-core (pid {os.getpid()}) was told to end, by a signal, while it {doing}")
+        with contextlib.suppress(ChannelClosedError):
+            channel.send(ChildFailed(failure=Failure.of(error, process="engine-core", phase=phase[0])))
+        return EXIT_START_FAILED
+    finally:
+        if core is not None:
+            core.close()
+
+
+def _serve(core: EngineCore, on_failure: Callable[[Failure], None] = lambda failure: None) -> int:
+    # The loop's Python and the I/O thread's take turns: the default 5 ms would show in every token's latency.
+    sys.setswitchinterval(2e-4)
+    # Everything so far stays: a collection would walk through all of it, torch's objects too, in mid-stream.
+    gc.freeze()
+    try:
+        core.run()
+    except Exception as error:
+        # An error of ours is a sentence for the user; where it was raised would only bury it.
+        logger.error("the engine failed: %s", error, exc_info=not isinstance(error, HeadraceError))
+        on_failure(Failure.of(error, process="engine-core", phase="step"))
+        return EXIT_ENGINE_FAILED
+    return 0
+
+
+def _stop_on_signals(core: EngineCore, shutdown_timeout_s: float) -> None:
+    """The first SIGTERM or SIGINT drains; the second does not wait; before serving, one is enough."""
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if not core.startup_s or len(received) > 2:
+            raise SystemExit(128 + number)
+        core.stop(shutdown_timeout_s if len(received) == 1 else 0.0)
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
+
+
+def _set_up_logging(default_level: str) -> None:
+    logging.basicConfig(
+        level=os.environ.get("HEADRACE_LOG_LEVEL", default_level).upper(),
+        format="%(levelname)s %(asctime)s engine-core: %(message)s",
+        datefmt="%H:%M:%S",
+        stream=BesideBars(),
+    )
+
+
+if __name__ == "__main__":
+    main()

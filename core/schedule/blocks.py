@@ -1,0 +1,137 @@
+"""KV block accounting and automatic prefix caching.
+
+A block is in exactly one state:
+
+    free   - nobody holds it and its content is worthless
+    cached - nobody holds it, but its content can be found by its hash; reclaimed least recently used first
+    held   - one or more requests hold it (reference count > 0); found by its hash too once it is full
+
+       allocate            release, has a hash
+    free -----> held ---------------------------> cached --+
+      ^          |  ^                                |      | allocate: evicted, the hash is forgotten
+      +----------+  +--------------------------------+      v
+        release, no hash            hit                    held
+
+Block 0 is never handed out: padding and empty table entries point at it, so they can never touch live data.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+from headrace.core.schedule.block_hashes import BlockHash
+
+NULL_BLOCK = 0
+
+
+class BlockPool:
+    """Who holds which block. Sequences are of block ids in the order of the request's tokens."""
+
+    def __init__(self, num_blocks: int) -> None:
+        """`num_blocks` counts the null block."""
+        if num_blocks < 2:
+            raise ValueError(f"a block pool needs at least 2 blocks (one is never handed out), got {num_blocks}")
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._block_of: dict[BlockHash, int] = {}
+        self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))  # a stack: recently used blocks are warm in cache
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out: free ones, and cached ones that nobody holds."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be found by their hash, held or not."""
+        return len(self._block_of)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with one reference each; the caller has checked `num_available`."""
+        if count > self.num_available:
+            raise ValueError(f"asked for {count} blocks, {self.num_available} are available")
+        blocks = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _ = self._cached.popitem(last=False)
+                self._forget(block)
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def find(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The blocks of the longest run of `hashes` from the start that is in the cache. Takes no reference."""
+        found = []
+        for each in hashes:
+            block = self._block_of.get(each)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_unheld(self, blocks: Sequence[int]) -> int:
+        """How many of these count as available now, and would not once acquired."""
+        return sum(1 for block in blocks if self._references[block] == 0)
+
+    def acquire(self, blocks: Sequence[int]) -> None:
+        """One more reference to each of these found blocks."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._cached[block]
+            self._references[block] += 1
+
+    def publish(self, block: int, block_hash: BlockHash) -> None:
+        """A held block is full: from now on it can be found. The first block of a hash keeps it."""
+        if block_hash not in self._block_of and self._hash_of[block] is None:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One reference less to each. The last blocks of a sequence are reclaimed first: prefixes are shared most."""
+        for block in reversed(blocks):
+            if self._references[block] <= 0:
+                raise ValueError(f"block {block} is released more often than it was held")
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._hash_of[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+
+    def reset_cache(self) -> None:
+        """Forgets every hash. Blocks in use stay with their requests, and are free once released."""
+        self._block_of.clear()
+        self._hash_of = [None] * self.num_blocks
+        self._free.extend(self._cached)
+        self._cached.clear()
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """From now on these held blocks cannot be found."""
+        for block in blocks:
+            self._forget(block)
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hash_of[block]
+        if block_hash is not None:
+            del self._block_of[block_hash]
+            self._hash_of[block] = None
+
+    def check(self, held: Sequence[Sequence[int]]) -> None:
+        """Raises AssertionError unless the books agree with `held`, the block tables of all running requests."""
+        counts = np.bincount(np.fromiter(itertools.chain.from_iterable(held), np.int64), minlength=self.num_blocks)
+        assert np.array_equal(counts, self._references), "reference counts differ from what requests hold"
+        listed = np.bincount(np.array([*self._free, *self._cached], np.int64), minlength=self.num_blocks)
+        unheld = counts == 0
+        unheld[NULL_BLOCK] = False
+        assert listed[NULL_BLOCK] == 0, "the null block was handed out"
+        assert np.array_equal(listed, unheld), "a block is lost, listed twice, or held and free at once"
+        assert all(self._hash_of[b] is not None for b in self._cached), "a cached block has no hash"
+        assert all(self._hash_of[b] == h for h, b in self._block_of.items()), "a hash names the wrong block"

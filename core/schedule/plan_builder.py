@@ -1,0 +1,83 @@
+"""A `StepPlan` in the making: what the scheduler's stages have granted so far."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.core.schedule.requests import RowTable
+from headrace.ipc.step import NewRow, StepPlan
+
+_NO_ROWS = np.empty(0, np.int32)
+
+
+class StepDraft:
+    """Decodes are kept as arrays, since there may be a thousand; prefills one by one, since each is large."""
+
+    def __init__(self, budget_tokens: int) -> None:
+        self.budget = budget_tokens
+        self.decodes: np.ndarray = _NO_ROWS
+        self._block_rows: list[int] = []
+        self._block_ids: list[int] = []
+        self._granted: dict[int, int] = {}
+        self._admitted: dict[int, int] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return len(self.decodes) == 0 and not self._granted
+
+    def add_decodes(self, rows: np.ndarray, rows_with_new_block: np.ndarray, blocks: list[int]) -> None:
+        """One token for each of `rows`, [num_decodes]; `rows_with_new_block` get one of `blocks` each."""
+        self.decodes = rows
+        self._block_rows += rows_with_new_block.tolist()
+        self._block_ids += blocks
+        self.budget -= len(rows)
+
+    def admit(self, row: int, num_cached_tokens: int) -> None:
+        """A request entered `row` in this step: it will be sent in full, its blocks included."""
+        self._admitted[row] = num_cached_tokens
+
+    def extend(self, row: int, count: int, blocks: list[int]) -> None:
+        """`count` more tokens of a prefill, for which it was given `blocks`."""
+        self._granted[row] = self.granted(row) + count
+        self.budget -= count
+        if row not in self._admitted:
+            self._block_rows += [row] * len(blocks)
+            self._block_ids += blocks
+
+    def granted(self, row: int) -> int:
+        return self._granted.get(row, 0)
+
+    def prefills(self) -> list[int]:
+        """Rows with a grant, in the order they got it."""
+        return list(self._granted)
+
+    def seal(self, step: int, table: RowTable, released: list[int]) -> StepPlan:
+        prefills = np.fromiter(self._granted, np.int32, len(self._granted))
+        counts = np.fromiter(self._granted.values(), np.int32, len(self._granted))
+        rows = np.concatenate([self.decodes.astype(np.int32), prefills])
+        num_tokens = np.concatenate([np.ones(len(self.decodes), np.int32), counts])
+        num_computed_tokens = table.num_computed_tokens[rows]
+        return StepPlan(
+            step=step,
+            released_rows=np.array(released, np.int32),
+            new_rows=tuple(self._new_row(row, table) for row in self._admitted),
+            block_rows=np.array(self._block_rows, np.int32),
+            block_ids=np.array(self._block_ids, np.int32),
+            rows=rows,
+            num_tokens=num_tokens,
+            num_computed_tokens=num_computed_tokens,
+            sampled=num_computed_tokens + num_tokens == table.num_tokens[rows],
+        )
+
+    def _new_row(self, row: int, table: RowTable) -> NewRow:
+        request = table.requests[row]
+        assert request is not None
+        return NewRow(
+            row=row,
+            token_ids=table.token_ids[row, : table.num_tokens[row]].copy(),
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=int(table.num_computed_tokens[row]),
+            block_ids=table.block_table[row, : table.num_blocks[row]].copy(),
+            sampling=request.sampling,
+            seed=request.seed,
+        )

@@ -1,0 +1,106 @@
+"""A batch that only decodes: its next plan is the one before, every request one token on.
+
+Most steps of an engine are such steps. What they have in common is worked out once, and what they change is written to
+the table when somebody reads that (`settle`); the scheduler's stages run again as soon as somebody comes or leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from headrace.core.schedule.blocks import BlockPool
+from headrace.core.schedule.requests import RowTable
+from headrace.ipc.step import StepPlan
+
+_NO_ROWS = np.empty(0, np.int32)
+
+
+class SteadyBatch:
+    """As a plan left it that computed one token of each running request, with nobody waiting."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        table: RowTable,
+        pool: BlockPool,
+        eos_token_ids: Sequence[int],
+        publish: Callable[[np.ndarray], None],
+    ) -> None:
+        """After the plan's tokens have been counted in the table. `publish` is told of rows, some with a full block."""
+        self.rows = plan.rows
+        self._plan, self._table, self._pool, self._publish = plan, table, pool, publish
+        self._num_planned = 0  # steps that the table does not count yet
+        self._taken: list[np.ndarray] = []  # one step's tokens each, not in the table yet
+        self.steps_left = int((table.max_tokens_total[plan.rows] - table.num_tokens[plan.rows]).min())
+        """How many more plans there can be before a request is at its limit."""
+        self._room = self._steps_to_full_block()
+        self._ending_token_ids = frozenset(eos_token_ids)
+        if self.steps_left > 0 and table.has_stop_token_ids[plan.rows].any():
+            requests = [table.requests[row] for row in plan.rows.tolist()]
+            self._ending_token_ids = self._ending_token_ids.union(*(each.stop_token_ids for each in requests if each))
+
+    def next_plan(self, step: int) -> StepPlan | None:
+        """None where the stages have to decide: a request is about to end, or there are not enough blocks."""
+        if self.steps_left <= 0:
+            return None
+        block_rows, block_ids = _NO_ROWS, _NO_ROWS
+        if not self._room:
+            self.settle()
+            block_rows = self._rows_without_room()
+            if len(block_rows) > self._pool.num_available:
+                return None
+            block_ids = np.array(self._pool.allocate(len(block_rows)), np.int32)
+            self._table.block_table[block_rows, self._table.num_blocks[block_rows]] = block_ids
+            self._table.num_blocks[block_rows] += 1
+            self._room = self._steps_to_full_block()
+        self.steps_left -= 1
+        self._num_planned += 1
+        self._room -= 1
+        if not self._room:
+            self.settle()
+            self._publish(self.rows)
+        before = self._plan
+        self._plan = StepPlan(
+            step=step,
+            released_rows=_NO_ROWS,
+            new_rows=(),
+            block_rows=block_rows,
+            block_ids=block_ids,
+            rows=self.rows,
+            num_tokens=before.num_tokens,
+            num_computed_tokens=before.num_computed_tokens + 1,
+            sampled=before.sampled,
+            repeats=True,
+        )
+        return self._plan
+
+    def _steps_to_full_block(self) -> int:
+        table = self._table
+        held_tokens = table.num_blocks[self.rows] * table.block_size
+        return int((held_tokens - table.num_computed_tokens[self.rows]).min())
+
+    def _rows_without_room(self) -> np.ndarray:
+        table = self._table
+        held_tokens = table.num_blocks[self.rows] * table.block_size
+        return self.rows[table.num_computed_tokens[self.rows] >= held_tokens]
+
+    def take(self, token_ids: np.ndarray) -> bool:
+        """A step's tokens, [num_rows] int32. False, with nothing done, where they may end a request."""
+        if self.steps_left <= 0 or not self._ending_token_ids.isdisjoint(token_ids.tolist()):
+            return False
+        self._taken.append(token_ids)
+        return True
+
+    def settle(self) -> None:
+        """Writes to the table what was planned and taken since it was made, or settled last."""
+        table, rows, num_taken = self._table, self.rows, len(self._taken)
+        if self._num_planned:
+            table.planned[:, rows] += self._num_planned
+            self._num_planned = 0
+        if num_taken:
+            known = table.num_known_tokens[rows]
+            table.token_ids[rows[:, None], known[:, None] + np.arange(num_taken)] = np.stack(self._taken, 1)
+            table.num_known_tokens[rows] = known + num_taken
+            self._taken.clear()

@@ -1,0 +1,212 @@
+"""The request table: one `Request` each from arrival to finish, and numpy columns for those that hold a row.
+
+                 admit                     finish, abort, fail
+    WAITING --------------> RUNNING ------------------------------> FINISHED
+       ^                       |                                        ^
+       +-----------------------+        abort, reject                   |
+       |       preempt                                                  |
+       +----------------------------------------------------------------+
+
+What a step touches for every running request is a column, so that its cost per request is a few nanoseconds;
+what happens once per request is an attribute.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections.abc import Iterator
+
+import numpy as np
+
+from headrace.core.schedule.block_hashes import BlockHash
+from headrace.ipc.messages import Sampling
+
+
+class State(enum.Enum):
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Request:
+    """One request of one client. The scheduler owns `state`, `row` and what it computed; times are the loop's."""
+
+    __slots__ = (
+        "arrival",
+        "arrived_s",
+        "block_hashes",
+        "cache_salt",
+        "client",
+        "first_scheduled_s",
+        "first_token_s",
+        "news_every",
+        "num_preemptions",
+        "num_prompt_logprobs",
+        "num_prompt_tokens",
+        "num_told",
+        "order",
+        "request_id",
+        "row",
+        "sampling",
+        "seed",
+        "slot",
+        "state",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self, *, client: int, slot: int, request_id: str, token_ids: np.ndarray, sampling: Sampling, seed: int
+    ) -> None:
+        """`token_ids` is the prompt, [num_prompt_tokens] int32."""
+        self.client, self.slot, self.request_id = client, slot, request_id
+        self.token_ids = token_ids  # the prompt; after a preemption the generated tokens too. Stale while RUNNING
+        self.num_prompt_tokens = len(token_ids)
+        self.sampling, self.seed = sampling, seed
+        self.stop_token_ids = frozenset(sampling.stop_token_ids)
+        self.cache_salt = ""
+        self.arrival = 0  # a running number
+        self.order: tuple[int, ...] = ()  # sorts requests by who is served first
+        self.state = State.WAITING
+        self.row = -1
+        self.block_hashes: list[BlockHash] = []  # of its known full blocks; empty without prefix caching
+        self.num_preemptions = 0
+        self.news_every = 1  # tokens that may wait for each other before they are told
+        self.num_told = self.num_prompt_tokens  # with news_every > 1: tokens that need not be told any more
+        self.num_prompt_logprobs = 1  # prompt positions told of; the first has no prediction
+        self.arrived_s = self.first_scheduled_s = self.first_token_s = 0.0
+
+
+class WaitingQueue:
+    """Waiting requests in the order of `Request.order`. Removal is lazy: a request that left is skipped.
+
+    An order begins with the number of `hold`s before the request's arrival (`era`), so that those that came later are
+    behind all others whatever else they are ordered by, and can be held back.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, ...], int, Request]] = []
+        self._size = 0
+        self.era = self._open_era = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Request]:
+        """In no particular order."""
+        return (request for _, _, request in self._heap if request.state is State.WAITING)
+
+    def push(self, request: Request) -> None:
+        request.state = State.WAITING
+        heapq.heappush(self._heap, (request.order, request.arrival, request))
+        self._size += 1
+
+    def hold(self) -> None:
+        """Requests that arrive from now on are not served until `release`."""
+        self.era += 1
+
+    def release(self) -> None:
+        self._open_era = self.era
+
+    def head(self) -> Request | None:
+        """The one to serve next; None when there is none, or it is held back."""
+        while self._heap and self._heap[0][2].state is not State.WAITING:
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap and self._heap[0][0][0] <= self._open_era else None
+
+    def pop(self) -> Request:
+        request = self.head()
+        assert request is not None, "pop from an empty queue"
+        heapq.heappop(self._heap)
+        self._size -= 1
+        return request
+
+    def remove(self, request: Request) -> None:
+        """A waiting request leaves without having run."""
+        request.state = State.FINISHED
+        self._size -= 1
+
+
+class RowTable:
+    """One row per running request. Columns of rows that are not active hold leftovers."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        rows = max_num_seqs
+        self.block_size = block_size
+        self.requests: list[Request | None] = [None] * rows
+        self.free = list(range(rows - 1, -1, -1))
+        self.active = np.zeros(rows, bool)
+        # np.zeros maps memory lazily: only the pages of tokens that exist are ever touched.
+        self.token_ids = np.zeros((rows, max_model_len), np.int32)
+        self.planned = np.zeros((2, rows), np.int32)  # the two columns that every step moves on, to be moved at once
+        self.num_tokens = self.planned[0]  # prompt and generated, those of steps in flight included
+        self.num_computed_tokens = self.planned[1]  # of those, whose keys and values exist or are planned
+        self.num_known_tokens = np.zeros(rows, np.int32)  # of those, which no step in flight has still to tell
+        self.block_table = np.zeros((rows, -(-max_model_len // block_size)), np.int32)
+        self.num_blocks = np.zeros(rows, np.int32)
+        self.num_prompt_tokens = np.zeros(rows, np.int32)
+        self.max_tokens_total = np.zeros(rows, np.int32)  # the request ends when num_tokens reaches it
+        self.min_tokens_total = np.zeros(rows, np.int32)  # no stop token counts up to here
+        self.stops_at_eos = np.zeros(rows, bool)
+        self.has_stop_token_ids = np.zeros(rows, bool)
+        self.client = np.zeros(rows, np.int32)
+        self.slot = np.zeros(rows, np.int32)
+        self.news_every = np.ones(rows, np.int32)
+        self.num_told = np.zeros(rows, np.int32)
+        self.entered_step = np.zeros(rows, np.int64)  # the first step that could compute the row for this request
+
+    def enter(self, request: Request, max_model_len: int, step: int) -> int:
+        """Gives a request a row, from `step` on. Blocks and computed tokens are set by the caller."""
+        row = self.free.pop()
+        sampling, tokens = request.sampling, request.token_ids
+        self.requests[row] = request
+        self.active[row] = True
+        self.token_ids[row, : len(tokens)] = tokens
+        self.num_tokens[row] = len(tokens)
+        self.num_known_tokens[row] = len(tokens)
+        self.entered_step[row] = step
+        self.num_computed_tokens[row] = 0
+        self.num_blocks[row] = 0
+        self.num_prompt_tokens[row] = request.num_prompt_tokens
+        self.max_tokens_total[row] = min(request.num_prompt_tokens + sampling.max_tokens, max_model_len)
+        self.min_tokens_total[row] = min(request.num_prompt_tokens + sampling.min_tokens, max_model_len)
+        self.stops_at_eos[row] = not sampling.ignore_eos
+        self.has_stop_token_ids[row] = bool(request.stop_token_ids)
+        self.client[row], self.slot[row] = request.client, request.slot
+        self.news_every[row], self.num_told[row] = request.news_every, request.num_told
+        request.row, request.state = row, State.RUNNING
+        return row
+
+    def leave(self, row: int) -> Request:
+        """Takes the row back; the request keeps the tokens that are known."""
+        request = self.requests[row]
+        assert request is not None, f"row {row} is not in use"
+        request.token_ids = self.token_ids[row, : self.num_known_tokens[row]].copy()
+        request.num_told = int(self.num_told[row])
+        request.row = -1
+        self.requests[row] = None
+        self.active[row] = False
+        self.free.append(row)
+        return request
+
+    def num_missing(self, row: int) -> int:
+        """Its tokens that are still to be computed."""
+        return int(self.num_tokens[row] - self.num_computed_tokens[row])
+
+    def last_served(self) -> int:
+        """The running request that is last in the order of service."""
+        return max(self.active.nonzero()[0].tolist(), key=lambda row: self.requests[row].order)  # type: ignore[union-attr]
+
+    def still_there(self, rows: np.ndarray, step: int) -> np.ndarray:
+        """[num_rows] bool: which rows still hold the request that they held in the plan of `step`."""
+        return self.active[rows] & (self.entered_step[rows] <= step)
+
+    def blocks(self, row: int) -> list[int]:
+        """The row's block table."""
+        return self.block_table[row, : self.num_blocks[row]].tolist()
+
+    def append_blocks(self, row: int, blocks: list[int]) -> None:
+        start = self.num_blocks[row]
+        self.block_table[row, start : start + len(blocks)] = blocks
+        self.num_blocks[row] += len(blocks)

@@ -1,0 +1,392 @@
+"""Decides what each step computes. No clock, no socket, no torch, no log: state in, `StepPlan` out.
+
+There is no prefill mode and no decode mode. Each request has `num_computed_tokens` chasing `num_tokens`; a step
+hands out a budget of tokens. Chunked prefill, prefix-cache hits, preemption and resumption follow from that.
+A step is a short list of stages (`schedule`), and its answer is taken in `advance`.
+
+Several plans may be in flight: a plan names no token of a running row, so the next can be made before the tokens of
+the one before are known. Such a token is counted and, when its step's result comes, known (`num_known_tokens`):
+
+    schedule N        schedule N+1             advance(N)                        schedule N+2
+    row 3 samples     row 3 computes that      its token is known; if it ends    row 3 is released; what step
+    a token           token, samples another   the request, the row leaves       N+1 sampled for it is dropped
+
+Every executor runs steps wholly in the order of submission. So blocks and rows that leave may be handed out again at
+once, though a step in flight still writes there: whoever gets them computes later, and writes before it reads.
+
+A class of one's own (`--scheduler-cls`) is derived from `Scheduler` and replaces stages.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from headrace.core.schedule.block_hashes import BlockHasher
+from headrace.core.schedule.blocks import BlockPool
+from headrace.core.schedule.plan_builder import StepDraft
+from headrace.core.schedule.policies import StepLimits, in_turn, order_of, prefill_share
+from headrace.core.schedule.repeated_decode import SteadyBatch
+from headrace.core.schedule.requests import Request, RowTable, State, WaitingQueue
+from headrace.ipc.messages import FinishReason
+from headrace.ipc.step import StepPlan, StepResult
+
+_STAGES = ("_extend_decodes", "_extend_prefills", "_admit_waiting", "_top_up_prefills", "_seal", "_extend")
+"""Methods that are run anew for every step of a class that has its own."""
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of the plan and the facts that scheduling depends on."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    eos_token_ids: tuple[int, ...] = ()
+    vocab_size: int = 0
+    policy: str = "fcfs"
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+    hash_algorithm: str = "sha256"
+    max_steps_in_flight: int = 1
+    rows_run_ahead: bool = True
+    """A row may be in several steps in flight; else it is left out of plans until its last token is known."""
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """A request that a step ended."""
+
+    request: Request
+    reason: FinishReason
+    stop_token: int | None
+
+
+class Advance(msgspec.Struct, frozen=True):
+    """What a step brought: one new token for each of `rows`, which stay valid until the next `schedule`."""
+
+    rows: np.ndarray
+    token_ids: np.ndarray
+    ended: list[Ended]
+
+
+class Scheduler:
+    """Owns the rows, the waiting queue and the blocks. For one thread."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        blocks_of_one = -(-config.max_model_len // config.block_size)
+        if config.num_blocks - 1 < blocks_of_one:
+            raise ValueError(
+                f"{config.num_blocks - 1} blocks of {config.block_size} tokens cannot hold one request of "
+                f"max_model_len {config.max_model_len}; {blocks_of_one} are needed"
+            )
+        if config.max_num_batched_tokens < config.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {config.max_num_batched_tokens} is less than max_num_seqs "
+                f"{config.max_num_seqs}: a step must have room for one token of each running request"
+            )
+        self.config = config
+        self.rows = RowTable(config.max_num_seqs, config.max_model_len, config.block_size)
+        self.waiting = WaitingQueue()
+        self.pool = BlockPool(config.num_blocks)
+        self.hasher = BlockHasher(config.hash_algorithm, config.block_size) if config.prefix_caching else None
+        self._step_limits = StepLimits(config.max_num_batched_tokens, config.chunked_prefill)
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_prompt_tokens = 0
+        self._arrivals = 0
+        self._step = 0
+        self.num_in_flight = 0
+        """Plans whose result has not been taken by `advance`."""
+        self._released: list[int] = []  # rows left since the last plan, which the executor has not heard of yet
+        self._is_eos = np.zeros(max(config.vocab_size, max(config.eos_token_ids, default=0) + 1), bool)
+        self._is_eos[list(config.eos_token_ids)] = True
+        self._steady: SteadyBatch | None = None  # while the stages would find what they found last time
+        self._has_own_stages = any(getattr(type(self), name) is not getattr(Scheduler, name) for name in _STAGES)
+        self._last_step = np.zeros(config.max_num_seqs, np.int64)  # in which a row was computed; to take turns by
+
+    # --- requests come and go -----------------------------------------------------------------------------------
+
+    def add(self, request: Request, priority: int = 0) -> None:
+        """Queues a request. The caller has checked that it can run alone: it fits max_model_len."""
+        self._arrivals += 1
+        request.arrival = self._arrivals
+        request.order = (self.waiting.era, *order_of(self.config.policy, priority, request.arrival))
+        self.waiting.push(request)
+        self.settle(ended=True)
+
+    def drop(self, request: Request, *, forget_blocks: bool = False) -> None:
+        """Ends a request that has not finished, wherever it is, and frees what it holds.
+
+        `forget_blocks` keeps what a failed computation wrote from being found by others.
+        """
+        if request.state is State.WAITING:
+            self.waiting.remove(request)
+        elif request.state is State.RUNNING:
+            if forget_blocks:
+                self.pool.forget(self.rows.blocks(request.row))
+            self._leave(request.row)
+            request.state = State.FINISHED
+
+    @property
+    def num_running(self) -> int:
+        return self.config.max_num_seqs - len(self.rows.free)
+
+    @property
+    def has_work(self) -> bool:
+        return self.num_running > 0 or self.waiting.head() is not None
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when nothing can run: no request at all, or all that could waits for a step in flight.
+
+        Decodes come first and always fit (a token each); what is left of the budget is shared among prefills.
+        """
+        if self._steady is not None and (plan := self._steady.next_plan(self._step + 1)) is not None:
+            self._step += 1
+            self.num_in_flight += 1
+            return plan
+        self.settle(ended=True)
+        draft = StepDraft(self.config.max_num_batched_tokens)
+        while True:
+            if not self._extend_decodes(draft):
+                return None
+            self._extend_prefills(draft)
+            self._admit_waiting(draft)
+            self._top_up_prefills(draft)
+            if not draft.is_empty or not self.num_running or self.num_in_flight:
+                break
+            self.preempt(self.rows.last_served())  # partial prefills block each other: the last to be served yields
+        if draft.is_empty:
+            return None
+        return self._seal(draft)
+
+    def _extend_decodes(self, draft: StepDraft) -> bool:
+        """Every request that lacks only its last token gets it; the last served give way when blocks run out.
+
+        False, with nothing done, when one would have to give way while a step is in flight: its result may end a
+        request and free blocks, and a request that gives way loses no token that is being computed.
+        """
+        table, block_size = self.rows, self.config.block_size
+        while True:
+            running = table.active.nonzero()[0]
+            decodes = running[table.num_tokens[running] - table.num_computed_tokens[running] == 1]
+            if self.num_in_flight or not self.config.rows_run_ahead:
+                # One token more would be beyond the limit that ends the request: it only waits for its last one.
+                decodes = decodes[table.num_tokens[decodes] < table.max_tokens_total[decodes]]
+            if not self.config.rows_run_ahead:
+                is_pending = table.num_known_tokens[decodes] < table.num_tokens[decodes]
+                last_step = self._last_step[decodes]
+                decodes = decodes[in_turn(is_pending, last_step, self.config.max_steps_in_flight)]
+            full = decodes[table.num_computed_tokens[decodes] >= table.num_blocks[decodes] * block_size]
+            if len(full) <= self.pool.num_available:
+                break
+            if self.num_in_flight:
+                return False
+            self.preempt(self.rows.last_served())
+        blocks = self.pool.allocate(len(full))
+        table.block_table[full, table.num_blocks[full]] = blocks
+        table.num_blocks[full] += 1
+        draft.add_decodes(decodes, full, blocks)
+        return True
+
+    def _extend_prefills(self, draft: StepDraft) -> None:
+        """Requests admitted before, whose prompt is not computed yet, in the order they are served."""
+        table = self.rows
+        running = table.active.nonzero()[0]
+        pending = running[table.num_tokens[running] - table.num_computed_tokens[running] > 1].tolist()
+        pending.sort(key=lambda row: table.requests[row].order)  # type: ignore[union-attr]
+        for position, row in enumerate(pending):
+            others_wait = position + 1 < len(pending) or len(self.waiting) > 0
+            self._extend(
+                draft, row, prefill_share(self.rows.num_missing(row), draft.budget, self._step_limits, others_wait)
+            )
+
+    def _admit_waiting(self, draft: StepDraft) -> None:
+        """In order, and only when the whole prompt finds blocks: half-admitted prompts would block each other."""
+        table = self.rows
+        while draft.budget > 0 and table.free and (request := self.waiting.head()) is not None:
+            cached, blocks_missing = self._look_up(request)
+            growth = self.num_running  # each running request may want a block before this one is done
+            if blocks_missing + growth > self.pool.num_available - self.pool.num_unheld(cached):
+                break
+            missing = len(request.token_ids) - len(cached) * self.config.block_size
+            count = prefill_share(missing, draft.budget, self._step_limits, others_wait=len(self.waiting) > 1)
+            if count == 0:
+                break
+            self.waiting.pop()
+            row = table.enter(request, self.config.max_model_len, self._step + 1)
+            self.pool.acquire(cached)
+            table.append_blocks(row, cached)
+            table.num_computed_tokens[row] = len(cached) * self.config.block_size
+            draft.admit(row, len(cached) * self.config.block_size)
+            if request.num_preemptions == 0:
+                self.num_prompt_tokens += request.num_prompt_tokens
+                self.num_cached_prompt_tokens += len(cached) * self.config.block_size
+            self._extend(draft, row, count)
+
+    def _top_up_prefills(self, draft: StepDraft) -> None:
+        """What nobody else could use goes to prompts that were held to a share."""
+        for row in draft.prefills():
+            if draft.budget <= 0:
+                break
+            already = draft.granted(row)
+            rest = self.rows.num_missing(row) - already
+            if rest > 0:
+                self._extend(draft, row, min(rest, draft.budget))
+
+    def _seal(self, draft: StepDraft) -> StepPlan:
+        self._step += 1
+        plan = draft.seal(self._step, self.rows, self._released)
+        self._released = []
+        table = self.rows
+        table.num_computed_tokens[plan.rows] += plan.num_tokens
+        self._publish_full(draft.decodes)
+        table.num_tokens[plan.rows[plan.sampled]] += 1
+        if not self.config.rows_run_ahead:
+            self._last_step[plan.rows] = self._step
+        self.num_in_flight += 1
+        decodes_alone = len(draft.decodes) == self.num_running == len(plan.rows) and not self.waiting
+        if decodes_alone and self.config.rows_run_ahead and not self._has_own_stages:
+            self._steady = SteadyBatch(plan, table, self.pool, self.config.eos_token_ids, self._publish_full)
+        return plan
+
+    # --- the answer ---------------------------------------------------------------------------------------------
+
+    def advance(self, result: StepResult) -> Advance:
+        """Takes the sampled tokens in, ends what they end, and says so. Results come in the order of their plans.
+
+        Failed rows are dropped by the caller, and so is what the result tells of rows that hold another request by
+        now, or none (`outputs.drop_departed`).
+        """
+        self.num_in_flight -= 1
+        table, rows, token_ids = self.rows, result.rows, result.token_ids
+        if self._steady is not None:
+            names_blocks = self.hasher is not None and self.num_in_flight
+            if rows is self._steady.rows and not names_blocks and self._steady.take(token_ids):
+                return Advance(rows, token_ids, [])
+            self.settle()
+        num_tokens = table.num_known_tokens[rows]
+        table.token_ids[rows, num_tokens] = token_ids
+        num_tokens += 1
+        table.num_known_tokens[rows] = num_tokens
+        may_stop = num_tokens > table.min_tokens_total[rows]
+        stopped = may_stop & table.stops_at_eos[rows] & self._is_eos[token_ids]
+        stop_token: dict[int, int] = {}
+        for index in (table.has_stop_token_ids[rows] & may_stop & ~stopped).nonzero()[0].tolist():
+            token, request = int(token_ids[index]), table.requests[rows[index]]
+            if request is not None and token in request.stop_token_ids:
+                stopped[index] = True
+                stop_token[index] = token
+        at_limit = num_tokens >= table.max_tokens_total[rows]
+        ended = []
+        for index in (stopped | at_limit).nonzero()[0].tolist():
+            reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH
+            request = self._leave(int(rows[index]))
+            request.state = State.FINISHED
+            ended.append(Ended(request, reason, stop_token.get(index)))
+        if self.hasher is not None and self.num_in_flight:
+            # Blocks whose last token a step in flight computes, and that could not be named before it was known.
+            full = (num_tokens % self.config.block_size == 0) & (table.num_computed_tokens[rows] >= num_tokens)
+            for index in (full & table.active[rows]).nonzero()[0].tolist():
+                self._publish(int(rows[index]), int(num_tokens[index]) - 1, 1)
+        return Advance(rows, token_ids, ended)
+
+    # --- pieces of the stages -----------------------------------------------------------------------------------
+
+    def _extend(self, draft: StepDraft, row: int, count: int) -> None:
+        """Plans up to `count` more tokens of a row, as far as there are blocks for them."""
+        table, block_size = self.rows, self.config.block_size
+        start = int(table.num_computed_tokens[row]) + draft.granted(row)
+        held = int(table.num_blocks[row])
+        room = (held + self.pool.num_available) * block_size - start
+        if room < count and not self.config.chunked_prefill:
+            return
+        count = min(count, room)
+        if count <= 0:
+            return
+        blocks = self.pool.allocate(max(0, -(-(start + count) // block_size) - held))
+        table.append_blocks(row, blocks)
+        draft.extend(row, count, blocks)
+        if self.hasher is not None:
+            self._publish(row, start, count)
+
+    def _look_up(self, request: Request) -> tuple[list[int], int]:
+        """Cached blocks that the request's tokens start with, and how many more blocks the rest needs.
+
+        At least one token is always computed, since its logits choose the next one. Prompt log-probabilities
+        need the logits of every prompt position, so such a request takes nothing from the cache.
+        """
+        num_tokens, block_size = len(request.token_ids), self.config.block_size
+        cached: list[int] = []
+        if self.hasher is not None:
+            if not request.block_hashes:
+                usable = request.token_ids[: num_tokens // block_size * block_size]
+                request.block_hashes = self.hasher.extend(self.hasher.root(request.cache_salt), usable)
+            if request.sampling.prompt_logprobs is None:
+                cached = self.pool.find(request.block_hashes[: (num_tokens - 1) // block_size])
+        return cached, -(-num_tokens // block_size) - len(cached)
+
+    def _publish(self, row: int, start: int, count: int) -> None:
+        """The blocks that this step fills by computing tokens [start, start + count) can be found from now on.
+
+        They are named before they are written. Even a request admitted to this very step may read them: in each
+        layer, all of a step's keys and values are written before any is attended to.
+        """
+        assert self.hasher is not None
+        table, block_size = self.rows, self.config.block_size
+        first, end = start // block_size, (start + count) // block_size
+        if first == end:
+            return
+        request = table.requests[row]
+        assert request is not None, f"row {row} is planned without a request"
+        hashes = request.block_hashes
+        if len(hashes) < end:
+            parent = hashes[-1] if hashes else self.hasher.root(request.cache_salt)
+            hashes += self.hasher.extend(parent, table.token_ids[row, len(hashes) * block_size : end * block_size])
+        for index in range(first, end):
+            self.pool.publish(int(table.block_table[row, index]), hashes[index])
+
+    def _publish_full(self, rows: np.ndarray) -> None:
+        """Of these decodes, those whose planned token fills a block and is known; `advance` does the others."""
+        if self.hasher is None:
+            return
+        computed = self.rows.num_computed_tokens[rows]
+        is_full = (computed % self.config.block_size == 0) & (self.rows.num_known_tokens[rows] >= computed)
+        for index in is_full.nonzero()[0].tolist():
+            self._publish(int(rows[index]), int(computed[index]) - 1, 1)
+
+    def preempt(self, row: int) -> None:
+        """By recomputation: the request gives up row and blocks and waits in its old place in the order.
+
+        Not while a step is in flight.
+        """
+        assert not self.num_in_flight, "a request was to give way while a step was in flight"
+        request = self._leave(row)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.push(request)
+
+    def _leave(self, row: int) -> Request:
+        self.settle(ended=True)
+        self.pool.release(self.rows.blocks(row))
+        self._released.append(row)
+        return self.rows.leave(row)
+
+    def settle(self, *, ended: bool = False) -> None:
+        """Brings the row table up to date with what was planned and taken. `ended`: the stages make the next plan."""
+        if self._steady is not None:
+            self._steady.settle()
+        if ended:
+            self._steady = None
+
+    def check(self) -> None:
+        """Raises AssertionError unless blocks and rows agree. Cheap enough for whenever the loop goes idle."""
+        active = np.flatnonzero(self.rows.active).tolist()
+        self.pool.check([self.rows.blocks(row) for row in active])
+        assert len(active) + len(self.rows.free) == self.config.max_num_seqs, "a row is lost"
+        for row in active:
+            request = self.rows.requests[row]
+            assert request is not None, f"row {row} is active without a request"
+            assert request.row == row, f"row {row}'s request thinks it is in row {request.row}"

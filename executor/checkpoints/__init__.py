@@ -1,0 +1,1 @@
+"""Checkpoints on disk and on hubs: configs, tokenizers and weights, in every format that is read."""

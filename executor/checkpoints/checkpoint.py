@@ -1,0 +1,342 @@
+"""`open_checkpoint`: from the options to a checkpoint on this machine, its config read and its weights in reach."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from headrace.core.options.engine_options import Options
+from headrace.executor.checkpoints import demo_model
+from headrace.executor.checkpoints.hub import HubChoice, cached_config, locate
+from headrace.executor.parallel.rank_place import SINGLE, Place
+from headrace.ipc.failure import ModelError, OptionError
+
+if TYPE_CHECKING:
+    from headrace.executor.checkpoints.gguf.file import GGUFFile
+    from headrace.executor.checkpoints.safetensors_weights import Strategy
+    from headrace.executor.checkpoints.watched_weights import OnRead
+    from headrace.executor.checkpoints.weights import WeightSource
+
+Format = Literal["safetensors", "pt", "gguf", "sharded_state", "dummy"]
+
+SAFETENSORS_INDEX, TORCH_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
+SHARDED_STATE = "model-rank-*-part-0.safetensors"
+# What lies beside weights and holds none of the model's.
+NOT_WEIGHTS = ("adapter_model", "consolidated", "optimizer", "scheduler", "scaler", "training_args", "rng_state")
+# generation_config.json's names -> SamplingParams'.
+SAMPLING_FIELDS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A model as it lies on this machine. Opening it reads no weight."""
+
+    name: str
+    """What the user called it."""
+    path: Path
+    """The folder, or the .gguf file."""
+    format: Format
+    config: dict[str, Any]
+    """As in a Hugging Face config.json, with `hf_overrides` applied."""
+    dtype_name: str
+    """float32, float16 or bfloat16, or the name of a quantised type."""
+    generation_config: dict[str, Any]
+    """Sampling defaults that the model sets, under SamplingParams' names."""
+    eos_token_ids: tuple[int, ...]
+    load_strategy: Strategy = "lazy"
+    """How safetensors files are read."""
+    gguf: GGUFFile | None = field(default=None, repr=False)
+    """The opened file, where the config came from one."""
+
+    @property
+    def stored_bytes(self) -> int | None:
+        """Memory of a GGUF file's tensors as they are stored; None for other formats."""
+        return None if self.gguf is None else sum(record.nbytes for record in self.gguf.tensors.values())
+
+    on_read: OnRead | None = field(default=None, repr=False)
+    """Hears how much of the weights has been read."""
+
+    def weights(self, shapes: Mapping[str, tuple[int, ...]] | None = None, place: Place = SINGLE) -> WeightSource:
+        """Where the weights come from. `shapes`: of dummy weights; by default what the config calls for. `place`: of
+        the rank that reads them, which is all that a sharded state has for it.
+
+        Raises ModelError, naming the file, when one is missing, foreign or truncated.
+        """
+        source = self._source(shapes, place)
+        if self.on_read is None:
+            return source
+        from headrace.executor.checkpoints.watched_weights import WatchedWeights
+        from headrace.executor.models.families import spec_from_config
+
+        layers = place.layers(spec_from_config(self.config).num_layers)
+        return WatchedWeights(source, self.on_read, layers, self.stored_bytes)
+
+    def _source(self, shapes: Mapping[str, tuple[int, ...]] | None, place: Place) -> WeightSource:
+        if self.format == "dummy":
+            return _dummy(self.config, shapes)
+        if self.gguf is not None:
+            return self.gguf.weights()
+        if self.format == "sharded_state":
+            from headrace.executor.checkpoints.sharded_state import ShardedWeights
+            from headrace.executor.models.families import spec_from_config
+
+            return ShardedWeights(self.path, place, spec_from_config(self.config).num_layers, self.load_strategy)
+        return _folder_weights(self.path, self.format, self.load_strategy, place)
+
+
+def open_checkpoint(options: Options) -> Checkpoint:
+    """Finds the model that the options name, fetching it when needed, and reads its config.
+
+    Raises ModelError when it is missing, foreign or truncated, and OptionError when `load_format` does not fit it.
+    """
+    if not _names_demo_model(options):
+        choice = HubChoice(options.revision, options.download_dir, options.load_format)
+        name, path = options.model, locate(options.model, choice)
+    else:
+        name, path = demo_model.NAME, demo_model.fetch_demo_model()
+    if path.is_dir():
+        path, found = _folder_format(path, options.load_format)
+    else:
+        found = "gguf"
+    if options.load_format not in ("auto", "dummy", found):
+        raise OptionError(
+            f"load_format {options.load_format} does not fit {path}, whose weights are {found}; use auto or {found}"
+        )
+    wanted: Format = "dummy" if options.load_format == "dummy" else found
+    strategy = options.safetensors_load_strategy
+    if strategy != "lazy" and wanted not in ("safetensors", "sharded_state"):
+        raise OptionError(f"safetensors_load_strategy={strategy} does not apply to {path}, whose weights are {wanted}")
+    return _open_gguf(name, path, wanted, options) if found == "gguf" else _open_folder(name, path, wanted, options)
+
+
+def _names_demo_model(options: Options) -> bool:
+    """By none, or by the name that it is served under."""
+    return not options.model or (options.model == demo_model.NAME and not Path(options.model).exists())
+
+
+def config_at_hand(options: Options) -> dict[str, Any] | None:
+    """The config of the model that the options name, `hf_overrides` applied, without opening its weights or bringing
+    torch. None where it is not here yet, or cannot be read: `open_checkpoint` fetches it, and says what is wrong.
+    """
+    path = demo_model.demo_model_path() if _names_demo_model(options) else Path(options.model).expanduser()
+    found: str | None = None
+    if path.is_dir():
+        path, found = _folder_format(path, options.load_format)
+    if found == "gguf" or (found is None and path.suffix == ".gguf"):
+        if not path.is_file():
+            return None
+        from headrace.executor.checkpoints.gguf.config import config_from_gguf
+        from headrace.executor.checkpoints.gguf.header import GGUFHeader
+
+        return _overridden(config_from_gguf(GGUFHeader(path)), options.hf_overrides)
+    choice = HubChoice(options.revision, options.download_dir, options.load_format)
+    file = path / "config.json" if found is not None else cached_config(options.model, choice)
+    if file is None or not file.is_file():
+        return None
+    config = _overridden(read_json(file), options.hf_overrides)
+    return config if "architectures" in config else None
+
+
+def _folder_format(folder: Path, load_format: str) -> tuple[Path, Format]:
+    """What a folder holds: its path (of the one .gguf file, where that is it) and format."""
+    ggufs = sorted(folder.glob("*.gguf"))
+    ggufs = [file for file in ggufs if "-of-" not in file.name or "-00001-of-" in file.name]
+    if load_format == "gguf" or (load_format in ("auto", "dummy") and ggufs and not _weight_files(folder)):
+        if len(ggufs) == 1:
+            return ggufs[0], "gguf"
+        held = ", ".join(file.name for file in ggufs)
+        raise ModelError(
+            f"{folder} holds several GGUF files; give the path of one, of {held}"
+            if held
+            else f"{folder} holds no GGUF file"
+        )
+    if load_format == "sharded_state" or (load_format == "auto" and any(folder.glob(SHARDED_STATE))):
+        if not any(folder.glob(SHARDED_STATE)):
+            raise ModelError(
+                f"{folder} holds no sharded state, whose files are named {SHARDED_STATE}",
+                hint="headrace save-sharded-state makes one of a model",
+            )
+        return folder, "sharded_state"
+    if load_format == "pt" and _torch_files(folder):
+        return folder, "pt"
+    if load_format == "safetensors" or _safetensors_files(folder) or not _torch_files(folder):
+        return folder, "safetensors"
+    return folder, "pt"
+
+
+def _open_gguf(name: str, path: Path, found: Format, options: Options) -> Checkpoint:
+    from headrace.executor.checkpoints.gguf.file import GGUFFile
+
+    file = GGUFFile(path)
+    config = _overridden(file.config, options.hf_overrides)
+    generation = _read_generation_config(None, options) or (
+        file.generation_config if options.generation_config == "auto" else {}
+    )
+    return Checkpoint(
+        name=name,
+        path=path,
+        format=found,
+        config=config,
+        dtype_name=file.dtype_name,
+        generation_config=_sampling_defaults(generation, options),
+        eos_token_ids=_eos_token_ids(generation, config),
+        gguf=file,
+    )
+
+
+def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Checkpoint:
+    config_path = folder / "config.json"
+    if not config_path.is_file():
+        held = sorted(each.name for each in folder.iterdir())
+        shown = ", ".join(held[:5]) + (" ..." if len(held) > 5 else "") if held else "nothing"
+        raise ModelError(
+            f"{folder} is not a model: it has no config.json and no .gguf file, only {shown}",
+            hint="the folder of a Hugging Face model holds config.json, tokenizer files and weights",
+        )
+    if found != "dummy" and not _weight_files(folder):
+        raise ModelError(
+            f"{folder} holds no weights: *.safetensors, pytorch_model*.bin or one .gguf file are looked for",
+            hint="load_format dummy runs it with random weights",
+        )
+    config = _overridden(read_json(config_path), options.hf_overrides)
+    generation = _read_generation_config(folder, options)
+    return Checkpoint(
+        name=name,
+        path=folder,
+        format=found,
+        config=config,
+        dtype_name=_dtype_name(config, folder, found),
+        generation_config=_sampling_defaults(generation, options),
+        eos_token_ids=_eos_token_ids(generation, config),
+        load_strategy=options.safetensors_load_strategy,
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ModelError for anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds a {type(content).__name__}; a JSON object is expected")
+    return content
+
+
+def _overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields replaced; those of a nested config (text_config and the like) one by one."""
+    changed = dict(config)
+    for name, value in overrides.items():
+        old = config.get(name)
+        nested = name.endswith("_config") and isinstance(old, dict) and isinstance(value, dict)
+        changed[name] = _overridden(old, value) if nested and old is not None else value
+    return changed
+
+
+def _read_generation_config(folder: Path | None, options: Options) -> dict[str, Any]:
+    """The file's content; {} where there is none. The options may name another folder than the model's."""
+    if options.generation_config not in ("auto", "vllm"):
+        named = Path(options.generation_config).expanduser()
+        if not (named / "generation_config.json").is_file():
+            raise ModelError(
+                f"generation_config names {named}, where there is no generation_config.json; auto is the model's own, "
+                "and vllm sets no defaults"
+            )
+        folder = named
+    if folder is None or not (folder / "generation_config.json").is_file():
+        return {}
+    return read_json(folder / "generation_config.json")
+
+
+def _sampling_defaults(generation: Mapping[str, Any], options: Options) -> dict[str, Any]:
+    """The fields that are set; transformers' own defaults, `do_sample` among them, say nothing about sampling here."""
+    given = {} if options.generation_config == "vllm" else generation
+    fields = {**given, **options.override_generation_config}
+    known = SAMPLING_FIELDS | {name: name for name in options.override_generation_config}
+    return {known[name]: value for name, value in fields.items() if name in known and value is not None}
+
+
+def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
+    """From the generation config, else the config, else its text model's. Raises ModelError for other than ids."""
+    text = config.get("text_config")
+    sources = [generation, config, text if isinstance(text, Mapping) else {}]
+    found = next((each["eos_token_id"] for each in sources if each.get("eos_token_id") is not None), ())
+    ids = found if isinstance(found, list | tuple) else (found,)
+    if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+        raise ModelError(f"eos_token_id is {found!r}; a token id or a list of them is expected")
+    return tuple(dict.fromkeys(ids))
+
+
+def _dtype_name(config: Mapping[str, Any], folder: Path, found: Format) -> str:
+    """The config's dtype, or the weights' own where it names none."""
+    quantization = config.get("quantization_config")
+    if isinstance(quantization, Mapping):
+        return str(quantization.get("quant_method", "quantised"))
+    text = config.get("text_config")
+    for each in (config, text if isinstance(text, Mapping) else {}):
+        named = each.get("dtype") or each.get("torch_dtype")
+        if isinstance(named, str):
+            return named.removeprefix("torch.")
+    if found == "dummy":
+        return "float32"
+    if found == "sharded_state":
+        from headrace.executor.checkpoints.safetensors_weights import SafetensorsWeights
+
+        return SafetensorsWeights(sorted(folder.glob(SHARDED_STATE))[:1]).dtype_name()
+    name: str = _folder_weights(folder, found).dtype_name()
+    return name
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return _safetensors_files(folder) or _torch_files(folder)
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    return _files(folder, ("*.safetensors",))
+
+
+def _torch_files(folder: Path) -> list[Path]:
+    return _files(folder, ("pytorch_model*.bin",)) or _files(folder, ("*.bin", "*.pt", "*.pth"))
+
+
+def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    return sorted(
+        file for pattern in patterns for file in folder.glob(pattern) if not file.name.startswith(NOT_WEIGHTS)
+    )
+
+
+def _folder_weights(folder: Path, found: Format, strategy: Strategy = "lazy", place: Place = SINGLE) -> Any:
+    from headrace.executor.checkpoints.safetensors_weights import SafetensorsWeights
+    from headrace.executor.checkpoints.weights import TorchWeights
+
+    index_path = folder / (TORCH_INDEX if found == "pt" else SAFETENSORS_INDEX)
+    files = _torch_files(folder) if found == "pt" else _safetensors_files(folder)
+    weight_map: dict[str, str] | None = None
+    if index_path.is_file():
+        weight_map = read_json(index_path).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(each, str) for each in weight_map.values()):
+            raise ModelError(f"{index_path} has no weight_map of weight names to file names")
+        files = [folder / each for each in sorted(set(weight_map.values()))]
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise ModelError(
+                f"{folder} lacks {', '.join(missing)}, which {index_path.name} lists; fetch the model again"
+            )
+    return TorchWeights(files) if found == "pt" else SafetensorsWeights(files, weight_map, strategy, place)
+
+
+def _dummy(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]] | None) -> WeightSource:
+    from headrace.executor.checkpoints.weights import DummyWeights
+    from headrace.executor.models.dummy_shapes import weight_shapes
+    from headrace.executor.models.families import spec_from_config
+
+    return DummyWeights(weight_shapes(spec_from_config(config)) if shapes is None else shapes)

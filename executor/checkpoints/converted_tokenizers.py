@@ -1,0 +1,52 @@
+"""Converted tokenizers on disk, so that a conversion is done once.
+
+<cache>/converted-tokenizers/<key>.msgpack, a TokenizerBundle; the key is a hash of everything it was made from.
+A file is put in place whole. One that does not decode is made anew, and a folder that cannot be written only means
+that the conversion is done again next time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from headrace.executor.checkpoints.demo_model import cache_folder
+from headrace.ipc.messages import TokenizerBundle
+
+logger = logging.getLogger(__name__)
+
+CONVERSION_VERSION = 1
+"""Part of every key: goes up when the same files should give another bundle."""
+
+
+def cached_bundle(made_from: str, make: Callable[[], TokenizerBundle]) -> TokenizerBundle:
+    """The bundle that is kept for `made_from`, else what `make` returns, which is kept. Raises what `make` raises."""
+    key = hashlib.sha256(f"{CONVERSION_VERSION}\n{made_from}".encode()).hexdigest()
+    try:
+        path = cache_folder() / "converted-tokenizers" / f"{key}.msgpack"
+        return msgspec.msgpack.decode(path.read_bytes(), type=TokenizerBundle)
+    except (OSError, RuntimeError, msgspec.MsgspecError) as error:  # RuntimeError: no home folder
+        logger.debug("no converted tokenizer %s: %s", key, error)
+    bundle = make()
+    with contextlib.suppress(OSError, RuntimeError):
+        _store(cache_folder() / "converted-tokenizers" / f"{key}.msgpack", bundle)
+    return bundle
+
+
+def _store(path: Path, bundle: TokenizerBundle) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(msgspec.msgpack.encode(bundle))
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise

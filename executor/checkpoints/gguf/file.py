@@ -1,0 +1,185 @@
+"""Weights of a GGUF file under Hugging Face names, shapes and row order, dequantised part by part or kept packed."""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.executor.checkpoints.gguf.config import (
+    GGUFArchitecture,
+    architecture_of,
+    config_from_gguf,
+    sampling_from_gguf,
+)
+from headrace.executor.checkpoints.gguf.header import GGUFHeader, TensorRecord
+from headrace.executor.checkpoints.weights import bounds
+from headrace.ipc.failure import ModelError
+
+UNQUANTISED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# Read into the config, or of use to llama.cpp alone.
+NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
+_SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+class GGUFFile:
+    """A GGUF file (or the first of a split one with its others): config, generation defaults and weights.
+
+    Opening reads the header alone. Raises ModelError, naming file, tensor and numbers, when a file is foreign,
+    truncated, of an architecture that is not supported, or holds a tensor of a type that is unknown.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.header = GGUFHeader(path)
+        self.architecture = architecture_of(self.header)
+        self.tensors: dict[str, TensorRecord] = dict(self.header.tensors)
+        for other in _other_parts(self.header):
+            self.tensors |= GGUFHeader(other).tensors
+        self.header.tensors = self.tensors
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """As in a Hugging Face config.json."""
+        return config_from_gguf(self.header)
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        return sampling_from_gguf(self.header)
+
+    @property
+    def dtype_name(self) -> str:
+        """The type that most bytes are of: float32, float16, bfloat16, or a quantised one's name such as Q4_1."""
+        sizes: dict[str, int] = {}
+        for record in self.tensors.values():
+            sizes[record.type_name] = sizes.get(record.type_name, 0) + record.nbytes
+        most = max(sizes, key=lambda name: sizes[name])
+        return UNQUANTISED.get(most, most)
+
+    def weights(self) -> GGUFWeights:
+        config = self.config
+        return GGUFWeights(
+            self.path,
+            self.tensors,
+            self.architecture,
+            num_heads=config["num_attention_heads"],
+            num_kv_heads=config["num_key_value_heads"],
+        )
+
+
+def _other_parts(header: GGUFHeader) -> list[Path]:
+    """The files that follow the first of a split model. Raises ModelError for another part, or a missing one."""
+    count = header.metadata.get("split.count", 1)
+    if not isinstance(count, int) or count <= 1:
+        return []
+    match = _SPLIT_NAME.fullmatch(header.path.name)
+    if match is None or header.metadata.get("split.no", 0) != 0:
+        raise ModelError(
+            f"{header.path} is part of a model split into {count} files; give the first, NAME-00001-of-{count:05}.gguf"
+        )
+    parts = [header.path.with_name(f"{match[1]}-{index:05}-of-{count:05}.gguf") for index in range(2, count + 1)]
+    if missing := [part.name for part in parts if not part.is_file()]:
+        raise ModelError(f"{header.path} is the first of {count} files; {', '.join(missing)} should lie beside it")
+    return parts
+
+
+class GGUFWeights:
+    """A `WeightSource`. Parts come as float32 where they are quantised, and in their own type where they are not."""
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: dict[str, TensorRecord],
+        architecture: GGUFArchitecture,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+    ) -> None:
+        self._path = path
+        self._records = {architecture.hf_name(n): r for n, r in tensors.items() if not NOT_WEIGHTS.fullmatch(n)}
+        self._offset_norms = architecture.offset_norms
+        self._permuted_heads = {"q_proj": num_heads, "k_proj": num_kv_heads} if architecture.permuted else {}
+        self._check_types()
+
+    def _check_types(self) -> None:
+        from gguf.quants import _type_traits
+
+        readable = {kind.name for kind in _type_traits} | set(UNQUANTISED)
+        for record in self._records.values():
+            if record.type_name not in readable:
+                raise ModelError(
+                    f"{self._path}: tensor {record.name} is of type {record.type_name} ({record.type_number}), which "
+                    f"cannot be turned into numbers; readable are {', '.join(sorted(readable))}"
+                )
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._records)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._records[name].shape
+
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        """The tensor, or that part of it: only the bytes of those rows and blocks are read."""
+        record = self._records[name]
+        order = self._row_order(name)
+        if len(record.shape) == 1:
+            vector = _decode(record, record.data).reshape(-1)
+            vector = vector if order is None else vector[torch.from_numpy(order)]
+            start, stop = bounds(rows, record.shape[0])
+            return self._without_offset(name, vector[start:stop])
+        start, stop = bounds(rows, record.data.shape[0])
+        data = record.data[start:stop] if order is None else record.data[order[start:stop]]
+        first, last = bounds(columns, record.shape[-1])
+        first_block, last_block = first // record.block_size, -(-last // record.block_size)
+        part = _decode(record, data[:, first_block * record.block_bytes : last_block * record.block_bytes])
+        skipped = first_block * record.block_size
+        part = part[:, first - skipped : last - skipped]
+        if len(record.shape) > 2 and rows is None and columns is None:
+            part = part.reshape(record.shape)
+        return self._without_offset(name, part)
+
+    def packed(self, name: str) -> tuple[str, np.ndarray] | None:
+        """(type, [rows, bytes of a row] uint8) as the file holds it, rows in Hugging Face's order; None where the
+        tensor is not quantised. Without a reordering it is a read-only view of the memory map.
+        """
+        record = self._records[name]
+        if record.type_name in UNQUANTISED or len(record.shape) != 2 or self._is_offset(name):
+            return None
+        order = self._row_order(name)
+        return record.type_name, record.data if order is None else record.data[order]
+
+    def _row_order(self, name: str) -> np.ndarray | None:
+        """[rows]: for each row in Hugging Face's order, where the file has it; None where the orders agree.
+
+        In a head of d rows, rows i and i + d/2 rotate together; the file has them at 2i and 2i + 1.
+        """
+        heads = self._permuted_heads.get(name.split(".")[-2]) if name.count(".") >= 2 else None
+        if heads is None:
+            return None
+        num_rows = self._records[name].shape[0]
+        if num_rows % (2 * heads):
+            raise ModelError(f"{self._path}: {name} has {num_rows} rows, which {heads} heads cannot share in pairs")
+        return np.arange(num_rows).reshape(heads, num_rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
+
+    def _is_offset(self, name: str) -> bool:
+        return self._offset_norms and name.endswith("norm.weight")
+
+    def _without_offset(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor.to(torch.float32) - 1.0 if self._is_offset(name) else tensor
+
+
+def _decode(record: TensorRecord, data: np.ndarray) -> Tensor:
+    """data: [rows, bytes] uint8, whole blocks -> [rows, elements], a copy."""
+    if record.type_name in UNQUANTISED:
+        owned = torch.from_numpy(np.array(data))
+        return owned.view(getattr(torch, UNQUANTISED[record.type_name]))
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    values = dequantize(np.ascontiguousarray(data), GGMLQuantizationType(record.type_number))
+    return torch.from_numpy(np.asarray(values, dtype=np.float32))

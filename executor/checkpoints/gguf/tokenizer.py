@@ -1,0 +1,167 @@
+"""The tokenizer that a GGUF file's metadata describes, as a `TokenizerBundle`.
+
+A byte-level BPE whose way of splitting text is known here is built with the `tokenizers` library alone, in a few
+hundred milliseconds. Anything else (sentencepiece vocabularies above all, whose merges must be worked out from
+scores) is converted by transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from headrace.executor.checkpoints.gguf.header import GGUFHeader, StringArray
+from headrace.ipc.failure import ModelError
+from headrace.ipc.messages import TokenizerBundle
+
+KEY = "tokenizer.ggml."
+CONTROL, USER_DEFINED = 3, 4
+SPECIAL_TOKENS = MappingProxyType(
+    {
+        "bos_token": "bos_token_id",
+        "eos_token": "eos_token_id",
+        "unk_token": "unknown_token_id",
+        "pad_token": "padding_token_id",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Split:
+    """How text is cut before the merges, as the vocabulary was trained. llama.cpp names these in tokenizer.ggml.pre."""
+
+    regex: str | None = None
+    """What stays whole; None is GPT-2's rule, which the library has built in."""
+    single_digits: bool = False
+    """Cut around every digit first."""
+    ignore_merges: bool = False
+    """A piece that is a token of its own is taken at once."""
+    adds_bos: bool = False
+    """Where the file does not say."""
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = Split(
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}",
+    ignore_merges=True,
+    adds_bos=True,
+)
+_QWEN2 = Split(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}")
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_TEKKEN = Split(
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
+    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}",
+    ignore_merges=True,
+    adds_bos=True,
+)
+SPLITS: Mapping[str, Split] = MappingProxyType(
+    {
+        "gpt-2": Split(),
+        "smollm": Split(single_digits=True),
+        "llama-bpe": _LLAMA3,
+        "llama3": _LLAMA3,
+        "llama-v3": _LLAMA3,
+        "smaug-bpe": Split(_LLAMA3.regex),
+        "qwen2": _QWEN2,
+        "deepseek-r1-qwen": _QWEN2,
+        "tekken": _TEKKEN,
+    }
+)
+
+
+def gguf_bundle(header: GGUFHeader) -> TokenizerBundle:
+    """Raises ModelError when the file has no tokenizer, or one that cannot be converted."""
+    metadata = header.metadata
+    kind, tokens = metadata.get(f"{KEY}model"), metadata.get(f"{KEY}tokens")
+    if not isinstance(kind, str) or kind in ("none", "no_vocab") or not isinstance(tokens, StringArray):
+        raise ModelError(
+            f"{header.path} has no tokenizer ({KEY}model and {KEY}tokens are looked for)",
+            hint="--tokenizer names another one, and --skip-tokenizer-init runs without",
+        )
+    texts = list(tokens)
+    special = _special_tokens(metadata, texts)
+    split = SPLITS.get(str(metadata.get(f"{KEY}pre"))) if kind == "gpt2" else None
+    if split is not None and isinstance(metadata.get(f"{KEY}merges"), StringArray):
+        json_text = _byte_level(header, texts, split, special)
+    else:
+        json_text = _by_transformers(header)
+    return TokenizerBundle(
+        tokenizer_json=json_text.encode(), chat_templates=_chat_templates(metadata), special_tokens=special
+    )
+
+
+def _special_tokens(metadata: Mapping[str, Any], texts: list[str]) -> dict[str, str]:
+    ids = {name: metadata.get(KEY + key) for name, key in SPECIAL_TOKENS.items()}
+    return {name: texts[i] for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(texts)}
+
+
+def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    found = {"default": metadata.get("tokenizer.chat_template")}
+    found |= {key.removeprefix("tokenizer.chat_template."): text for key, text in metadata.items() if _names_one(key)}
+    return {name: text for name, text in found.items() if isinstance(text, str)}
+
+
+def _names_one(key: str) -> bool:
+    return key.startswith("tokenizer.chat_template.")
+
+
+def _byte_level(header: GGUFHeader, texts: list[str], split: Split, special: Mapping[str, str]) -> str:
+    """The tokenizer.json of a byte-level BPE."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    metadata = header.metadata
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata[f"{KEY}merges"]]
+    vocabulary = {text: index for index, text in enumerate(texts)}
+    try:
+        model = models.BPE(vocabulary, merges, fuse_unk=False, ignore_merges=split.ignore_merges)
+    except Exception as error:  # the library raises plain Exception for every fault
+        raise ModelError(f"the tokenizer in {header.path} is not sound: {error}") from error
+    tokenizer = Tokenizer(model)
+    prefix = bool(metadata.get(f"{KEY}add_space_prefix", False))
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.single_digits else []
+    if split.regex is not None:
+        steps.append(pre_tokenizers.Split(Regex(split.regex), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=split.regex is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    types = metadata.get(f"{KEY}token_type")
+    for text, token_type in zip(texts, [] if types is None else types.tolist(), strict=False):
+        if token_type in (CONTROL, USER_DEFINED):
+            tokenizer.add_tokens([AddedToken(text, normalized=False, special=token_type == CONTROL)])
+    adds_bos = bool(metadata.get(f"{KEY}add_bos_token", split.adds_bos))
+    adds_eos = bool(metadata.get(f"{KEY}add_eos_token", False))
+    _add_ends(tokenizer, special.get("bos_token") if adds_bos else None, special.get("eos_token") if adds_eos else None)
+    json_text: str = tokenizer.to_str()
+    return json_text
+
+
+def _add_ends(tokenizer: Any, bos: str | None, eos: str | None) -> None:
+    """Makes the post-processor put these around a text, and nothing else. They are in the vocabulary."""
+    from tokenizers import processors
+
+    ends = [text for text in (bos, eos) if text is not None]
+    first, last = ([text] if text is not None else [] for text in (bos, eos))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*first, "$A", *last],
+        pair=[*first, "$A", *last, *(f"{text}:1" for text in first), "$B:1", *(f"{text}:1" for text in last)],
+        special_tokens=[(text, tokenizer.token_to_id(text)) for text in dict.fromkeys(ends)],
+    )
+
+
+def _by_transformers(header: GGUFHeader) -> str:
+    from transformers import PreTrainedTokenizerFast
+
+    path = header.path
+    try:
+        converted = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
+    except Exception as error:  # whatever an unknown kind of vocabulary leads to
+        kind, pre = header.metadata.get(f"{KEY}model"), header.metadata.get(f"{KEY}pre")
+        raise ModelError(
+            f"the tokenizer in {path} (model {kind}, pre-tokenizer {pre}) cannot be converted: {error}",
+            hint="--tokenizer names another one, and --skip-tokenizer-init runs without",
+        ) from error
+    json_text: str = converted.backend_tokenizer.to_str()
+    return json_text

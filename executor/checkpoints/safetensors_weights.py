@@ -1,0 +1,222 @@
+"""Safetensors files, read in one of three ways: `--safetensors-load-strategy`.
+
+    lazy        the file is mapped; a tensor's pages are read when it is copied
+    eager       the file is read whole, from beginning to end, when its first tensor is asked for
+    prefetch    as lazy, while a thread reads all files from beginning to end so that their pages are there already
+
+Format: https://github.com/safetensors/safetensors#format: a u64 length, that many bytes of JSON, then the tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from headrace.executor.checkpoints.weights import bounds, take_part, unreadable
+from headrace.executor.parallel.rank_place import SINGLE, Place
+from headrace.ipc.failure import ModelError
+
+Strategy = Literal["lazy", "eager", "prefetch"]
+BLOCK_BYTES = 16 << 20
+"""What the prefetching thread reads at once."""
+MOST_BUFFERS = 2
+"""Files that are kept in memory when they are read whole: a layer may begin in one and end in the next."""
+
+logger = logging.getLogger(__name__)
+
+
+class SafetensorsWeights:
+    """Tensors of one or more safetensors files. Raises ModelError for a foreign or truncated file."""
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        weight_map: Mapping[str, str] | None = None,
+        strategy: Strategy = "lazy",
+        place: Place = SINGLE,
+    ) -> None:
+        """weight_map: of an index, the file name for each tensor; without one, the files must not overlap."""
+        self._file_of: dict[str, SafetensorsFile] = {}
+        for file in open_sound_files(files, strategy):
+            for name in file.names:
+                if weight_map is not None and weight_map.get(name) != file.path.name:
+                    continue
+                if name in self._file_of:
+                    raise ModelError(
+                        f"both {self._file_of[name].path.name} and {file.path.name} in {file.path.parent} hold the "
+                        f"weight {name}"
+                    )
+                self._file_of[name] = file
+        for name, owner in (weight_map or {}).items():
+            if name not in self._file_of:
+                raise ModelError(f"the index says that {owner} holds the weight {name}, but it does not")
+        if strategy == "prefetch":
+            prefetch(self, files, place.rank, place.world_size)
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file_of[name].shape(name)
+
+    def dtype_name(self) -> str:
+        """Of the largest tensor, in torch's words; safetensors' own where torch has no such type."""
+        largest = max(self._file_of, key=lambda name: math.prod(self.shape(name)), default=None)
+        if largest is None:
+            return "float32"
+        found = self._file_of[largest].stored_type(largest)
+        return {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(found, found)
+
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        return self._file_of[name].get(name, rows, columns)
+
+
+def open_sound_files(paths: Sequence[Path], strategy: Strategy) -> list[SafetensorsFile]:
+    """Raises ModelError, naming the first that is foreign or truncated."""
+    from safetensors import SafetensorError
+
+    opened: list[SafetensorsFile] = []
+    try:
+        for file in open_files(paths, strategy):
+            opened.append(file)
+    except (SafetensorError, OSError) as error:
+        raise unreadable(paths[len(opened)], "a whole safetensors file", str(error)) from error
+    return opened
+
+
+class SafetensorsFile:
+    """One file, mapped. Raises SafetensorError or OSError where it is not a whole one."""
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        self.path = path
+        self._file = safe_open(path, framework="pt")
+        self.names = frozenset(self._file.keys())
+
+    def metadata(self) -> dict[str, str]:
+        return dict(self._file.metadata() or {})
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file.get_slice(name).get_shape())
+
+    def stored_type(self, name: str) -> str:
+        """As the format calls it: F32, BF16, ..."""
+        return str(self._file.get_slice(name).get_dtype())
+
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        """The tensor or that part of it; nothing else is read."""
+        shape = self.shape(name)
+        if not shape:
+            scalar: Tensor = self._file.get_tensor(name)
+            return scalar
+        return take_part(self._file.get_slice(name), shape, rows, columns)
+
+
+class Buffers:
+    """Files that were read whole, the last MOST_BUFFERS of them."""
+
+    def __init__(self) -> None:
+        self._read: OrderedDict[Path, Tensor] = OrderedDict()
+
+    def of(self, path: Path) -> Tensor:
+        """[size of the file] uint8. Raises OSError."""
+        if path not in self._read:
+            while len(self._read) >= MOST_BUFFERS:
+                self._read.popitem(last=False)
+            self._read[path] = _read_whole(path)
+        self._read.move_to_end(path)
+        return self._read[path]
+
+
+class EagerFile(SafetensorsFile):
+    """One file, read whole when it is first needed. What it gives is memory of its own."""
+
+    def __init__(self, path: Path, buffers: Buffers) -> None:
+        super().__init__(path)
+        self._buffers = buffers
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            self._header: dict[str, Any] = json.loads(file.read(header_bytes))
+        self._data_start = 8 + header_bytes
+
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        first, last = self._header[name]["data_offsets"]
+        shape = self.shape(name)
+        raw = self._buffers.of(self.path)[self._data_start + first : self._data_start + last]
+        # A tensor may begin at any byte, which no view of wider numbers can.
+        dtype = super().get(name, rows=slice(0, 0) if shape else None).dtype
+        if columns is None and len(shape) > 1 and raw.numel():
+            start, stop = bounds(rows, shape[0])
+            return raw.view(shape[0], -1)[start:stop].clone().view(-1).view(dtype).view(stop - start, *shape[1:])
+        whole = raw.clone().view(dtype).view(shape)
+        return take_part(whole, shape, rows, columns).clone() if shape else whole
+
+
+def open_files(paths: Sequence[Path], strategy: Strategy) -> Iterator[SafetensorsFile]:
+    """One after the other. Raises what opening one that is unsound raises."""
+    buffers = Buffers()
+    for path in paths:
+        yield EagerFile(path, buffers) if strategy == "eager" else SafetensorsFile(path)
+
+
+def prefetch(owner: object, paths: Sequence[Path], rank: int, num_ranks: int) -> threading.Thread:
+    """Fills the page cache with the files from a thread, for as long as `owner` lives.
+
+    Each rank begins at its own share and goes on with the others', passing over what is there already: so the ranks
+    of a host read each file once together, wherever they were placed.
+    """
+    first = len(paths) * rank // num_ranks
+    stop = threading.Event()
+    weakref.finalize(owner, stop.set)
+    in_turn = (*paths[first:], *paths[:first])
+    thread = threading.Thread(target=_read_ahead, args=(in_turn, stop), name="prefetch", daemon=True)
+    thread.start()
+    return thread
+
+
+def _read_ahead(paths: Sequence[Path], stop: threading.Event) -> None:
+    block = bytearray(BLOCK_BYTES)
+    for path in paths:
+        try:
+            with path.open("rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                for start in range(0, size, BLOCK_BYTES):
+                    if stop.is_set():
+                        return
+                    if not _is_cached(file.fileno(), min(start + BLOCK_BYTES, size) - 1):
+                        os.preadv(file.fileno(), [block], start)
+        except OSError as error:  # whoever needs the file says so
+            logger.info("%s is not read ahead: %s", path, error)
+
+
+def _is_cached(fd: int, offset: int) -> bool:
+    """Whether reading this byte would wait for no disk; False where the file system cannot say."""
+    with contextlib.suppress(OSError):
+        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    return False
+
+
+def _read_whole(path: Path) -> Tensor:
+    """From beginning to end, in large pieces. Raises OSError."""
+    with path.open("rb", buffering=0) as file:
+        data = torch.empty(os.fstat(file.fileno()).st_size, dtype=torch.uint8)
+        into, done = data.numpy(), 0
+        while done < len(into):
+            count = file.readinto(into[done : done + BLOCK_BYTES].data)
+            if not count:
+                raise OSError(f"{path} ends after {done} of {len(into)} bytes")
+            done += count
+    return data

@@ -1,0 +1,194 @@
+"""A model's weights as its ranks read them, one file each: `--load-format sharded_state`, and the program that saves.
+
+    model-rank-0-part-0.safetensors     what rank 0 read, each part under the name NAME|rows|columns
+    model-rank-1-part-0.safetensors     ...
+    config.json, tokeniser files        as beside the checkpoint that it was made of
+
+A rank then reads one file from beginning to end, and nothing of the others'. The header of each file tells for which
+world it was made, and the shapes of all weights.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from headrace.core.options.engine_options import Options
+from headrace.executor.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from headrace.executor.checkpoints.safetensors_weights import Strategy, open_files, prefetch
+from headrace.executor.checkpoints.weights import WeightSource, bounds
+from headrace.executor.models.decoder import Decoder
+from headrace.executor.models.families import spec_from_config
+from headrace.executor.parallel.rank_place import Place
+from headrace.ipc.failure import HeadraceError, ModelError, OptionError
+from headrace.kernels.registry import choose_reference
+
+FILE_NAME = "model-rank-{rank}-part-0.safetensors"
+HEADER = "headrace_sharded_state"
+NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
+
+
+class World(msgspec.Struct, frozen=True):
+    """For whom a file was made."""
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    layers: tuple[int, int]
+    """First and last + 1 of the rank's."""
+
+    @classmethod
+    def of(cls, place: Place, num_layers: int) -> World:
+        own = place.layers(num_layers)
+        return cls(place.tp_size, place.pp_size, (own.start, own.stop))
+
+
+class Header(msgspec.Struct, frozen=True):
+    """In each file's metadata."""
+
+    world: World
+    shapes: dict[str, tuple[int, ...]]
+    """Of every weight of the model, whole."""
+
+
+class ShardedWeights:
+    """A `WeightSource` of what one rank of such a world reads, and of nothing else.
+
+    Raises ModelError when the rank's file is missing, foreign, or of another world.
+    """
+
+    def __init__(self, folder: Path, place: Place, num_layers: int, strategy: Strategy = "lazy") -> None:
+        from safetensors import SafetensorError
+
+        self._path = folder / FILE_NAME.format(rank=place.rank)
+        try:
+            (self._file,) = open_files([self._path], strategy)
+            self._header = msgspec.json.decode(self._file.metadata()[HEADER], type=Header)
+        except (SafetensorError, OSError, KeyError, msgspec.MsgspecError) as error:
+            raise ModelError(
+                f"{self._path} is not what rank {place.rank} of a sharded state should be: {error}",
+                hint="headrace save-sharded-state writes it anew",
+            ) from error
+        wanted = World.of(place, num_layers)
+        if self._header.world != wanted:
+            raise ModelError(
+                f"{folder} was saved for {_sizes(self._header.world)}, not for {_sizes(wanted)}; load it as it was "
+                "saved, or save it anew"
+            )
+        self._keys = self._file.names
+        if strategy == "prefetch":
+            prefetch(self, [self._path], 0, 1)
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._header.shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._header.shapes[name]
+
+    def dtype_name(self) -> str:
+        largest = max(self._keys, key=self._file.shape)
+        return str(self._file.get(largest).dtype).removeprefix("torch.")
+
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        key = part_name(name, self.shape(name), rows, columns)
+        if key not in self._keys:
+            raise ModelError(f"{self._path} holds no {key}: it was saved by another version; save it anew")
+        return self._file.get(key)
+
+
+class _Noted:
+    """A source that remembers every part that was read."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self.parts: dict[str, Tensor] = {}
+
+    def names(self) -> frozenset[str]:
+        return self._source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        part = self._source.get(name, rows=rows, columns=columns)
+        self.parts[part_name(name, self.shape(name), rows, columns)] = part
+        return part
+
+
+def part_name(name: str, shape: tuple[int, ...], rows: slice | None, columns: slice | None) -> str:
+    """One name for a part, however it was asked for."""
+    if not shape:
+        return name
+    first, last = bounds(rows, shape[0])
+    begin, end = bounds(columns, shape[-1]) if len(shape) > 1 else (0, 0)
+    return f"{name}|{first}:{last}|{begin}:{end}"
+
+
+def save(options: Options, folder: Path) -> list[Path]:
+    """Writes the model's sharded state for the world that the options ask for, and what lies beside its weights.
+
+    Reads one rank's part at a time, and needs memory for that. Raises OptionError and ModelError.
+    """
+    from safetensors.torch import save_file
+
+    checkpoint = open_checkpoint(options)
+    if checkpoint.format not in ("safetensors", "pt"):
+        reason = ", of which each rank reads its own rows and blocks alone as it is" if checkpoint.gguf else ""
+        raise OptionError(
+            f"a sharded state is made of a folder of safetensors or PyTorch files, and {checkpoint.path} is "
+            f"{checkpoint.format}{reason}"
+        )
+    if folder.resolve() == checkpoint.path.resolve():
+        raise OptionError(f"{folder} is the model's own folder; name another for the sharded state")
+    spec = spec_from_config(checkpoint.config)
+    source = checkpoint.weights()
+    shapes = {name: tuple(source.shape(name)) for name in sorted(source.names())}
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for rank in range(options.tensor_parallel_size * options.pipeline_parallel_size):
+        place = Place.of_options(rank, options)
+        noted = _Noted(source)
+        # On the device that keeps nothing, so that only what was read takes memory.
+        Decoder(spec, noted, torch.float32, "meta", place, choose=choose_reference)
+        header = Header(World.of(place, spec.num_layers), shapes)
+        path = folder / FILE_NAME.format(rank=rank)
+        parts = {name: part.contiguous().clone() for name, part in noted.parts.items()}
+        save_file(parts, path, metadata={HEADER: msgspec.json.encode(header).decode(), "format": "pt"})
+        written.append(path)
+    _copy_rest(checkpoint, folder)
+    return written
+
+
+def _copy_rest(checkpoint: Checkpoint, folder: Path) -> None:
+    for file in sorted(checkpoint.path.iterdir()):
+        if file.is_file() and not file.name.endswith(NOT_COPIED):
+            shutil.copyfile(file, folder / file.name)
+
+
+def _sizes(world: World) -> str:
+    first, stop = world.layers
+    return (
+        f"tensor_parallel_size={world.tensor_parallel_size} and pipeline_parallel_size={world.pipeline_parallel_size} "
+        f"with layers {first} to {stop - 1} on this rank"
+    )
+
+
+def main() -> int:
+    """`python -m headrace.executor.checkpoints.sharded_state FOLDER`, with Options as JSON on standard input."""
+    try:
+        options = msgspec.json.decode(sys.stdin.buffer.read(), type=Options)
+        for path in save(options, Path(sys.argv[1])):
+            print(f"{path} ({path.stat().st_size:,} bytes)")
+    except HeadraceError as error:
+        print(json.dumps({"error": str(error), "hint": error.hint}), file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

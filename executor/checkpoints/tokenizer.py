@@ -1,0 +1,174 @@
+"""`load_bundle`: a model's tokenizer in the form that frontends use, converted once where it has another form.
+
+transformers is imported only to convert; what it makes is kept (converted_tokenizers.py), so a second start of the
+same model needs none of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+from headrace.core.options.engine_options import Options
+from headrace.executor.checkpoints.checkpoint import Checkpoint, read_json
+from headrace.executor.checkpoints.converted_tokenizers import cached_bundle
+from headrace.executor.checkpoints.gguf.header import GGUFHeader
+from headrace.executor.checkpoints.gguf.tokenizer import gguf_bundle
+from headrace.executor.checkpoints.hub import HubChoice, locate
+from headrace.ipc.failure import ModelError
+from headrace.ipc.messages import TokenizerBundle
+
+# What transformers can convert, where there is no tokenizer.json.
+SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
+SLOW_PATTERNS = ("*.tiktoken",)
+WITHOUT = "--tokenizer names another one, and --skip-tokenizer-init runs without"
+
+
+def load_bundle(checkpoint: Checkpoint, options: Options) -> TokenizerBundle | None:
+    """The tokenizer that the options name, else the model's own; None with skip_tokenizer_init.
+
+    Raises ModelError when there is none, or it cannot be read or converted.
+    """
+    if options.skip_tokenizer_init:
+        return None
+    header = checkpoint.gguf.header if checkpoint.gguf is not None else None
+    path = checkpoint.path
+    if options.tokenizer:
+        # Only the weights depend on the load format, and dummy ones need no file.
+        path = locate(options.tokenizer, HubChoice(options.tokenizer_revision, options.download_dir, "dummy"))
+        header = GGUFHeader(path) if path.is_file() else None
+    if header is not None:
+        return _gguf(header)
+    if (path / "tokenizer.json").is_file():
+        return _fast(path)
+    return _slow(path, options.trust_remote_code)
+
+
+def _gguf(header: GGUFHeader) -> TokenizerBundle:
+    architecture = header.metadata.get("general.architecture")
+    made_from = f"gguf {architecture} {header.digest('tokenizer.')} {_library_versions()}"
+    return cached_bundle(made_from, lambda: gguf_bundle(header))
+
+
+def _library_versions() -> str:
+    return " ".join(f"{name}-{metadata.version(name)}" for name in ("tokenizers", "transformers"))
+
+
+def _fast(folder: Path) -> TokenizerBundle:
+    """A folder's tokenizer.json as it is, but for what the files beside it add, as transformers reads them."""
+    path = folder / "tokenizer.json"
+    config = _config(folder)
+    special = _special_tokens(folder, config)
+    data = path.read_bytes()
+    try:
+        data = _completed(data, config, special)
+    except Exception as error:  # the library raises plain Exception for every fault
+        raise ModelError(f"{path} cannot be read by tokenizers {metadata.version('tokenizers')}: {error}") from error
+    return TokenizerBundle(tokenizer_json=data, chat_templates=_chat_templates(folder, config), special_tokens=special)
+
+
+def _completed(data: bytes, config: Mapping[str, Any], special: Mapping[str, str]) -> bytes:
+    """The tokenizer.json with the tokens of tokenizer_config.json that it lacks. As transformers 5 does it.
+
+    What is put around a text is the tokenizer.json's to say: its post-processor, whatever add_bos_token reads.
+    """
+    from tokenizers import AddedToken, Tokenizer
+
+    tokenizer = Tokenizer.from_buffer(data)
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    listed = config.get("added_tokens_decoder") or {}
+    entries = [listed[key] for key in sorted(listed, key=int)] if isinstance(listed, Mapping) else []
+    fields = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    missing = [
+        AddedToken(**{name: entry[name] for name in fields if name in entry})
+        for entry in entries
+        if entry["content"] not in known
+    ]
+    known |= {token.content for token in missing}
+    missing += [AddedToken(text, special=True) for text in dict.fromkeys(special.values()) if text not in known]
+    tokenizer.add_tokens(missing)
+    return tokenizer.to_str().encode() if missing else data
+
+
+def _slow(folder: Path, trust_remote_code: bool) -> TokenizerBundle:
+    """A tokenizer in an older form, converted by transformers."""
+    files = [folder / name for name in SLOW_FILES if (folder / name).is_file()]
+    files += [file for pattern in SLOW_PATTERNS for file in sorted(folder.glob(pattern))]
+    if not files:
+        looked_for = ", ".join(("tokenizer.json", *SLOW_FILES, *SLOW_PATTERNS))
+        raise ModelError(f"{folder} holds no tokenizer: none of {looked_for} is there", hint=WITHOUT)
+    digest = hashlib.sha256(f"{_library_versions()} {trust_remote_code}".encode())
+    beside = (*folder.glob("*.json"), *folder.glob("*.txt"), *folder.glob("*.jinja"))
+    for file in sorted({*files, *beside}):
+        if not file.name.endswith(".index.json"):
+            digest.update(file.name.encode())
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return cached_bundle(f"folder {digest.hexdigest()}", lambda: _convert(folder, trust_remote_code))
+
+
+def _convert(folder: Path, trust_remote_code: bool) -> TokenizerBundle:
+    needed = [name for name in ("sentencepiece", "google.protobuf") if not _is_installed(name)]
+    if needed and (models := sorted(file.name for file in folder.glob("*.model"))):
+        packages = " ".join(name.removeprefix("google.") for name in needed)
+        raise ModelError(
+            f"reading {models[0]} in {folder} needs {packages}, which is not installed: pip install {packages}",
+            hint=WITHOUT,
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        converted = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        backend = converted.backend_tokenizer
+    except Exception as error:  # whatever a missing library, an unknown class or a damaged file leads to
+        raise ModelError(f"the tokenizer in {folder} cannot be converted: {error}", hint=WITHOUT) from error
+    special = {name: str(text) for name, text in converted.special_tokens_map.items() if isinstance(text, str)}
+    return TokenizerBundle(
+        tokenizer_json=backend.to_str().encode(),
+        chat_templates=_chat_templates(folder, _config(folder)),
+        special_tokens=special,
+    )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package around it is missing
+        return False
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return _read_json(folder / "tokenizer_config.json")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; {} where the file is missing. Raises ModelError for anything else."""
+    return read_json(path) if path.is_file() else {}
+
+
+def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token and its like, by name, from special_tokens_map.json and, before it, tokenizer_config.json."""
+    merged = _read_json(folder / "special_tokens_map.json") | {k: v for k, v in config.items() if v is not None}
+    found = {}
+    for name, value in merged.items():
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """By name. A template's own file goes before what the config holds, one text or a list of named ones."""
+    held = config.get("chat_template")
+    found: dict[str, Any] = {"default": held}
+    if isinstance(held, list):
+        found = {str(each.get("name")): each.get("template") for each in held if isinstance(each, Mapping)}
+    legacy = _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(legacy, str):
+        found["default"] = legacy
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    found |= {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    return {name: text for name, text in found.items() if isinstance(text, str)}

@@ -1,0 +1,265 @@
+"""The running requests as numpy arrays: one row each, kept between steps and changed by a StepPlan's deltas.
+
+Only `apply` and `append_sampled` write; the runner and the sampler read. Torch-free, so that it is tested alone.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.executor.sampling.token_rules import TokenRules, rules_of
+from headrace.ipc.messages import Sampling
+from headrace.ipc.step import NewRow, StepPlan
+
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy, as in vLLM."""
+
+
+class Needs(enum.IntFlag):
+    """What a row's sampling parameters ask for beyond an argmax."""
+
+    RANDOM = 1
+    TRUNCATION = 2
+    """top_k, top_p or min_p; only with RANDOM."""
+    PENALTIES = 4
+    MIN_TOKENS = 8
+    LOGPROBS = 16
+    PROMPT_LOGPROBS = 32
+    TOKEN_RULES = 64
+    """allowed_token_ids, bad_words or logit_bias."""
+    BAD_WORDS = 128
+    """Bad words of several tokens, which ask for the tokens before; only with TOKEN_RULES."""
+
+
+CHANGES = int(Needs.PENALTIES | Needs.MIN_TOKENS | Needs.TOKEN_RULES)
+"""What changes logits before a choice."""
+
+
+@dataclass(frozen=True)
+class StepArrays:
+    """A step's inputs on the host, as a model takes them; the fields are those of `executor.inputs.StepInputs`."""
+
+    token_ids: np.ndarray  # [num_tokens] int32
+    positions: np.ndarray  # [num_tokens] int32
+    slot_mapping: np.ndarray  # [num_tokens] int64: block id * block_size + offset, where keys and values go
+    query_start: np.ndarray  # [num_seqs + 1] int32
+    seq_lens: np.ndarray  # [num_seqs] int32: tokens in the cache once this step ran
+    block_tables: np.ndarray  # [num_seqs, max_blocks] int32, 0 beyond a sequence's last block
+    logits_indices: np.ndarray  # [num_sampled] int32: the tokens whose logits are sampled from
+    prompt_lens: np.ndarray  # [num_seqs] int32
+    block_size: int
+    reads_logits: bool = True
+    """False: all rows are greedy, and nobody reads more of the logits than their highest."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How rows of logits become tokens once nothing is left to change in them. Of a greedy row only its temperature, 0,
+    has a meaning; top_k 0, top_p 1 and min_p 0 keep all."""
+
+    temperature: np.ndarray  # [num_rows] float32
+    top_k: np.ndarray  # [num_rows] int64
+    top_p: np.ndarray  # [num_rows] float64
+    min_p: np.ndarray  # [num_rows] float64
+    seed: np.ndarray  # [num_rows] uint64
+    position: np.ndarray  # [num_rows] int32, in the sequence, of the token to draw
+
+
+class SamplingColumns:
+    """Sampling parameters by row. A freed row keeps its old values until it is entered again."""
+
+    def __init__(self, num_rows: int, eos_token_ids: Sequence[int]) -> None:
+        self._eos_token_ids = tuple(eos_token_ids)
+        self.needs = np.zeros(num_rows, np.uint8)
+        """Bits of `Needs`."""
+        self.temperature = np.zeros(num_rows, np.float32)
+        self.top_p = np.ones(num_rows, np.float64)
+        self.top_k = np.zeros(num_rows, np.int64)
+        """0 keeps the whole vocabulary."""
+        self.min_p = np.zeros(num_rows, np.float64)
+        self.presence_penalty = np.zeros(num_rows, np.float32)
+        self.frequency_penalty = np.zeros(num_rows, np.float32)
+        self.repetition_penalty = np.ones(num_rows, np.float32)
+        self.seed = np.zeros(num_rows, np.uint64)
+        self.min_tokens = np.zeros(num_rows, np.int32)
+        self.num_logprobs = np.full(num_rows, -2, np.int32)
+        """-1 is the whole vocabulary, -2 none at all."""
+        self.num_prompt_logprobs = np.full(num_rows, -2, np.int32)
+        self.ending_token_ids: list[np.ndarray] = [np.zeros(0, np.int64)] * num_rows
+        """What min_tokens forbids: end-of-sequence tokens and the request's own stop tokens."""
+        self.rules: dict[int, TokenRules] = {}
+        """Only of rows that need TOKEN_RULES."""
+
+    def enter(self, row: int, sampling: Sampling, seed: int) -> None:
+        self.temperature[row] = sampling.temperature
+        self.top_p[row] = sampling.top_p
+        self.top_k[row] = sampling.top_k
+        self.min_p[row] = sampling.min_p
+        self.presence_penalty[row] = sampling.presence_penalty
+        self.frequency_penalty[row] = sampling.frequency_penalty
+        self.repetition_penalty[row] = sampling.repetition_penalty
+        self.seed[row] = seed & 0xFFFFFFFFFFFFFFFF
+        self.min_tokens[row] = sampling.min_tokens
+        self.num_logprobs[row] = -2 if sampling.logprobs is None else sampling.logprobs
+        self.num_prompt_logprobs[row] = -2 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
+        self.ending_token_ids[row] = np.array([*self._eos_token_ids, *sampling.stop_token_ids], np.int64)
+        self.needs[row] = _needs(sampling)
+        self.rules.pop(row, None)
+        if (rules := rules_of(sampling)) is not None:
+            self.rules[row] = rules
+            self.needs[row] |= Needs.TOKEN_RULES | (Needs.BAD_WORDS if rules.words_after else 0)
+
+
+def _needs(sampling: Sampling) -> Needs:
+    needs = Needs(0)
+    if sampling.temperature >= GREEDY_BELOW:
+        needs |= Needs.RANDOM
+        if sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0:
+            needs |= Needs.TRUNCATION
+    if has_penalties(sampling):
+        needs |= Needs.PENALTIES
+    if sampling.min_tokens > 0:
+        needs |= Needs.MIN_TOKENS
+    if sampling.logprobs is not None:
+        needs |= Needs.LOGPROBS
+    if sampling.prompt_logprobs is not None:
+        needs |= Needs.PROMPT_LOGPROBS
+    return needs
+
+
+def has_penalties(sampling: Sampling) -> bool:
+    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1)
+
+
+class BatchState:
+    """Every row's tokens, block table and sampling parameters.
+
+    Arrays are np.zeros of their largest size: the system hands out a page of them when it is first written.
+    """
+
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int, eos_token_ids: Sequence[int] = ()) -> None:
+        self.block_size = block_size
+        max_blocks = -(-max_model_len // block_size)
+        self.tokens = np.zeros((num_rows, max_model_len), np.int32)
+        self.num_tokens = np.zeros(num_rows, np.int32)
+        """Known tokens: the prompt and what was sampled since; 0 for a free row."""
+        self.num_prompt_tokens = np.zeros(num_rows, np.int32)
+        self.block_table = np.zeros((num_rows, max_blocks), np.int32)
+        self.num_blocks = np.zeros(num_rows, np.int32)
+        self.sampling = SamplingColumns(num_rows, eos_token_ids)
+        self._repeated_rows = np.zeros(0, np.int32)
+        self._repeated: list[np.ndarray] = []  # tokens of repeated steps, one array each, not in `tokens` yet
+        self._counting = np.arange(num_rows + 1, dtype=np.int32)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Releases, enters and extends rows as the plan says, in that order."""
+        if self._repeated:
+            self._take_repeated()
+        if plan.released_rows.size:
+            self.num_tokens[plan.released_rows] = 0
+            self.num_blocks[plan.released_rows] = 0
+            self.sampling.needs[plan.released_rows] = 0
+        for new in plan.new_rows:
+            self._enter(new)
+        if plan.block_rows.size:
+            self.append_blocks(plan.block_rows, plan.block_ids)
+
+    def append_sampled(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
+        """One sampled token for each of rows [n] (distinct), token_ids [n]."""
+        columns = self.num_tokens[rows]
+        # A row that just reached max_model_len ends there: its last token is never computed.
+        if np.maximum.reduce(columns, initial=0) >= self.tokens.shape[1]:
+            fits = columns < self.tokens.shape[1]
+            rows, columns, token_ids = rows[fits], columns[fits], token_ids[fits]
+        self.tokens[rows, columns] = token_ids
+        self.num_tokens[rows] = columns + 1
+
+    def append_repeated(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
+        """As `append_sampled`, for a step that repeats the one before. Nothing but `apply` may follow, or the same for
+        the same rows: it writes them."""
+        self._repeated_rows = rows
+        self._repeated.append(token_ids)
+
+    def with_rules(self, rows: np.ndarray) -> list[tuple[int, int, TokenRules]]:
+        """(index in rows, row, its rules) of those that have any."""
+        indices = np.flatnonzero((self.sampling.needs[rows] & Needs.TOKEN_RULES) != 0)
+        return [
+            (index, row, self.sampling.rules[row])
+            for index, row in zip(indices.tolist(), rows[indices].tolist(), strict=True)
+        ]
+
+    def needs(self, rows: np.ndarray) -> int:
+        """Bits of `Needs`: what any of rows asks for."""
+        return int(np.bitwise_or.reduce(self.sampling.needs[rows]))
+
+    def draws(self, rows: np.ndarray) -> Draws:
+        """What `rows` ask for in drawing their next tokens, whose place is after the last known one."""
+        columns = self.sampling
+        is_random = (columns.needs[rows] & Needs.RANDOM) != 0
+        return Draws(
+            temperature=columns.temperature[rows] * is_random,
+            top_k=columns.top_k[rows],
+            top_p=columns.top_p[rows],
+            min_p=columns.min_p[rows],
+            seed=columns.seed[rows],
+            position=self.num_tokens[rows],
+        )
+
+    def arrays(self, plan: StepPlan, *, reads_logits: bool = True) -> StepArrays:
+        """The step's inputs. Needs `apply(plan)` first."""
+        rows, num_tokens, start = plan.rows, plan.num_tokens, plan.num_computed_tokens
+        num_seqs = len(rows)
+        if int(np.add.reduce(num_tokens)) == num_seqs:  # a token of each, as in most steps
+            query_start = self._counting[: num_seqs + 1]
+            token_rows, positions, seq_lens = rows, start, start + 1
+        else:
+            query_start = np.zeros(num_seqs + 1, np.int32)
+            np.cumsum(num_tokens, out=query_start[1:])
+            token_rows, seq_lens = np.repeat(rows, num_tokens), start + num_tokens
+            positions = np.arange(int(query_start[-1]), dtype=np.int32) + np.repeat(
+                start - query_start[:-1], num_tokens
+            )
+        block_indices, offsets = np.divmod(positions, self.block_size)
+        slot_mapping = self.block_table[token_rows, block_indices] * np.int64(self.block_size) + offsets
+        width = -(-int(np.maximum.reduce(seq_lens, initial=0)) // self.block_size)
+        return StepArrays(
+            token_ids=self.tokens[token_rows, positions],
+            positions=positions,
+            slot_mapping=slot_mapping,
+            query_start=query_start,
+            seq_lens=seq_lens,
+            block_tables=self.block_table[rows, :width],
+            logits_indices=query_start[1:][plan.sampled] - np.int32(1),
+            prompt_lens=self.num_prompt_tokens[rows],
+            block_size=self.block_size,
+            reads_logits=reads_logits,
+        )
+
+    def _enter(self, new: NewRow) -> None:
+        row, num_tokens, num_blocks = new.row, len(new.token_ids), len(new.block_ids)
+        self.tokens[row, :num_tokens] = new.token_ids
+        self.num_tokens[row] = num_tokens
+        self.num_prompt_tokens[row] = new.num_prompt_tokens
+        self.block_table[row, :num_blocks] = new.block_ids
+        self.block_table[row, num_blocks:] = 0
+        self.num_blocks[row] = num_blocks
+        self.sampling.enter(row, new.sampling, new.seed)
+
+    def _take_repeated(self) -> None:
+        rows, steps = self._repeated_rows, len(self._repeated)
+        columns = self.num_tokens[rows][:, None] + np.arange(steps)
+        self.tokens[rows[:, None], columns] = np.stack(self._repeated, 1)
+        self.num_tokens[rows] += steps
+        self._repeated.clear()
+
+    def append_blocks(self, rows: np.ndarray, block_ids: np.ndarray) -> None:
+        """A row may occur several times; its blocks keep their order."""
+        order = np.argsort(rows, kind="stable")
+        rows, block_ids = rows[order], block_ids[order]
+        nth_of_row = np.arange(len(rows)) - np.searchsorted(rows, rows)
+        self.block_table[rows, self.num_blocks[rows] + nth_of_row] = block_ids
+        np.add.at(self.num_blocks, rows, 1)

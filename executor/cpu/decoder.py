@@ -1,0 +1,197 @@
+"""The decoder on the CPU kernels: a whole step is one program, run with one call in one parallel region."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.executor.checkpoints.weights import WeightSource
+from headrace.executor.cpu.batch import Draws, StepArrays
+from headrace.executor.cpu.layers import CpuModel, read_model
+from headrace.executor.cpu.program import ProgramWriter, StepLimits, WrittenProgram
+from headrace.executor.cpu.weights import Blocks, CpuWeights, inner_block
+from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.inputs import BegunBlocks, Chosen, StepLogits, no_logits
+from headrace.executor.models.kv_cache import KVCache
+from headrace.executor.parallel.collectives import SharedCollectives
+from headrace.executor.parallel.padding import padded_for
+from headrace.executor.parallel.rank_place import SINGLE, Place
+from headrace.kernels.cpu import build
+from headrace.kernels.cpu.linear import ACTIVATIONS, FLOAT_TYPES, Runtime, runtime
+from headrace.kernels.cpu.ops import CACHE_TYPES, MOST_ROW_VALUES, why_no_attention
+from headrace.kernels.cpu.program_parts import SamplingColumns, sample
+from headrace.kernels.cpu.program_run import StepBuffers
+
+
+def why_not(spec: ArchSpec, dtype: torch.dtype, place: Place = SINGLE) -> str:
+    """Why this model cannot run as a program here, in a sentence; "" when it can."""
+    if place.tp_size > 1 and not isinstance(place.collectives, SharedCollectives):
+        return f"the program adds up over its ranks in memory that they share, and these {place.tp_size} share none."
+    if place.tp_size > 1 and spec.embedding_width > spec.hidden_size:
+        return f"ranks have room for rows of {spec.hidden_size} values, and an embedding's have {spec.embedding_width}."
+    if dtype not in FLOAT_TYPES or dtype not in CACHE_TYPES:
+        return f"the program computes in float32, float16 and bfloat16, not in {dtype}."
+    if spec.uses_prompt_lens:
+        return "dynamic rotary scaling depends on the length of a prompt, and the program's tables on positions alone."
+    if spec.activation not in ACTIVATIONS:
+        return f"the activation {spec.activation} is unknown to the kernels; there are {', '.join(ACTIVATIONS)}."
+    if spec.qk_norm and not (spec.norm.kind == "rms" and spec.norm.affine):
+        return "the program norms queries and keys by RMS norms with weights alone."
+    if spec.hidden_size > MOST_ROW_VALUES:
+        return f"the program norms rows of at most {MOST_ROW_VALUES} values, not {spec.hidden_size}."
+    return why_no_attention(head_dim=spec.head_dim) or build.why_not() or ""
+
+
+class CpuDecoder:
+    """A decoder-only model on one CPU, or one rank's part of it. Used from one thread.
+
+    Raises ModelError, naming the tensor, when weights and spec disagree; ValueError where `why_not` has a reason.
+    `keep_packed`: matrices keep the types that the checkpoint stores them in. `blocks`: they are quantised as they
+    are read.
+    """
+
+    def __init__(
+        self,
+        spec: ArchSpec,
+        weights: WeightSource,
+        dtype: torch.dtype,
+        limits: StepLimits,
+        *,
+        keep_packed: bool = False,
+        blocks: Blocks | None = None,
+        used: Runtime | None = None,
+        place: Place = SINGLE,
+    ) -> None:
+        if reason := why_not(spec, dtype, place):
+            raise ValueError(f"The CPU program cannot be used: {reason}")
+        block = inner_block(spec, weights, keep_packed=keep_packed, blocks=blocks)
+        spec, weights = padded_for(spec, weights, place, block)
+        self.spec, self.dtype, self._limits, self._place = spec, dtype, limits, place
+        self.runtime = used or runtime()
+        reader = CpuWeights(weights, dtype, self.runtime, keep_packed=keep_packed, blocks=blocks)
+        self._model: CpuModel = read_model(spec, reader, place)
+        self.weight_bytes = self._model.nbytes
+        """Memory that the weights take."""
+        self._written: WrittenProgram | None = None
+        self._logits: list[Tensor] = []
+        """By their number, the first rows of the logits."""
+
+    def bind(self, kv_cache: KVCache) -> WrittenProgram:
+        """The program over this cache, which it keeps. A step does this when the cache is new to it."""
+        written = self._written
+        if written is None or kv_cache is not written.kv_cache:
+            writer = ProgramWriter(self._model, kv_cache, self._limits, self.runtime, self._place)
+            written = self._written = writer.write()
+            self._logits = [written.logits[:count] for count in range(self._limits.max_seqs + 1)]
+        return written
+
+    def step(self, arrays: StepArrays, kv_cache: KVCache, draws: Draws | None) -> StepLogits:
+        """Runs a step, as the runner asks for it, and chooses a token for each row of logits within it."""
+        written = self.bind(kv_cache)
+        count = len(arrays.logits_indices)
+        _fill(written.buffers, arrays)
+        self._enter(written.columns, draws, count)
+        written.program.run_filled(written.buffers)
+        chosen = Chosen(written.columns.token_ids[:count].copy(), written.columns.best[:count])
+        return StepLogits(self._logits[count], self._logits_at, chosen)
+
+    def repeat(self, begun: BegunBlocks | None) -> Chosen:
+        """The step before once more, which computed and chose a token for each of its sequences: see `StepPlan`."""
+        assert self._written is not None, "a step comes first"
+        buffers, columns = self._written.buffers, self._written.columns
+        count = buffers.step.num_seqs
+        buffers.token_ids[:count] = columns.token_ids[:count]
+        for moves_on in (buffers.positions, buffers.slot_mapping, buffers.seq_lens, columns.position):
+            moves_on[:count] += 1
+        if begun is not None:
+            buffers.slot_mapping[begun.sequences] = begun.block_ids * np.int64(self._written.kv_cache.block_size)
+            _block_tables(buffers)[begun.sequences, begun.places] = begun.block_ids
+        self._written.program.run_filled(buffers)
+        return Chosen(columns.token_ids[:count].copy(), columns.best[:count])
+
+    def choose(self, logits: Tensor, draws: Draws) -> Chosen:
+        """Tokens for rows of logits, [n, vocab_size] float32."""
+        assert self._written is not None, "a step comes first"
+        columns, count = self._written.columns, len(logits)
+        self._enter(columns, draws, count)
+        sample(self.runtime, logits, columns)
+        return Chosen(columns.token_ids[:count].copy(), columns.best[:count])
+
+    @staticmethod
+    def _enter(columns: SamplingColumns, draws: Draws | None, count: int) -> None:
+        if draws is None:
+            columns.temperature[:count] = 0.0
+            return
+        columns.temperature[:count] = draws.temperature
+        columns.top_k[:count] = draws.top_k
+        columns.top_p[:count] = draws.top_p
+        columns.min_p[:count] = draws.min_p
+        columns.seed[:count] = draws.seed
+        columns.position[:count] = draws.position
+
+    def _logits_at(self, first: int, last: int) -> Tensor:
+        written, most = self._written, self._limits.max_seqs
+        assert written is not None, "a step comes first"
+        written.columns.temperature[:] = 0.0  # nobody wants these rows' tokens
+        if last - first <= most:
+            return written.program.run_logits(np.arange(first, last, dtype=np.int32))
+        parts = [(start, min(start + most, last)) for start in range(first, last, most)]
+        return torch.cat([self._logits_at(*part).clone() for part in parts])
+
+
+class CpuRank(CpuDecoder):
+    """One rank's part of a model. Every rank is given the same steps."""
+
+    def step(self, arrays: StepArrays, kv_cache: KVCache, draws: Draws | None) -> StepLogits:
+        """As in `CpuDecoder`; a stage that is not the last passes its hidden states on, and has no logits."""
+        place, written = self._place, self.bind(kv_cache)
+        hidden = written.hidden[: len(arrays.token_ids)]
+        if not place.is_first_stage:
+            hidden.copy_(place.link.receive((1, *hidden.shape), torch.float32)[0])
+        if place.is_last_stage:
+            computed = super().step(arrays, kv_cache, draws)
+            self._check_ranks()
+            return computed
+        _fill(written.buffers, arrays)
+        written.program.run_filled(written.buffers)
+        self._check_ranks()
+        place.link.send(hidden[None])
+        return no_logits()
+
+    def repeat(self, begun: BegunBlocks | None) -> Chosen:
+        """As in `CpuDecoder`; with stages no plan repeats the one before."""
+        chosen = super().repeat(begun)
+        self._check_ranks()
+        return chosen
+
+    def _logits_at(self, first: int, last: int) -> Tensor:
+        logits = super()._logits_at(first, last)
+        self._check_ranks()
+        return logits
+
+    def _check_ranks(self) -> None:
+        """Raises PeerError where ranks did not meet within the program."""
+        if isinstance(self._place.link, SharedCollectives):
+            self._place.link.check()
+
+
+def _fill(buffers: StepBuffers, arrays: StepArrays) -> None:
+    step, tables = buffers.step, arrays.block_tables
+    num_tokens, num_seqs, num_logits = len(arrays.token_ids), len(arrays.seq_lens), len(arrays.logits_indices)
+    own_tables = _block_tables(buffers)
+    step.num_tokens, step.num_seqs, step.num_logits = num_tokens, num_seqs, num_logits
+    step.block_table_stride = own_tables.shape[1]  # whatever the step's width, so that a row may gain a block in place
+    step.only_highest = not arrays.reads_logits
+    buffers.token_ids[:num_tokens] = arrays.token_ids
+    buffers.positions[:num_tokens] = arrays.positions
+    buffers.slot_mapping[:num_tokens] = arrays.slot_mapping
+    buffers.query_start[: num_seqs + 1] = arrays.query_start
+    buffers.seq_lens[:num_seqs] = arrays.seq_lens
+    buffers.logits_rows[:num_logits] = arrays.logits_indices
+    own_tables[:num_seqs, : tables.shape[1]] = tables
+
+
+def _block_tables(buffers: StepBuffers) -> np.ndarray:
+    """[max_seqs, max_blocks] int32"""
+    return buffers.block_tables.reshape(len(buffers.seq_lens), -1)

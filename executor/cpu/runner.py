@@ -1,0 +1,163 @@
+"""The model runner: a StepPlan becomes tensors, a forward pass, sampled tokens, and a StepResult."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from headrace.executor.cpu.batch import BatchState, Draws, Needs, StepArrays
+from headrace.executor.models.inputs import BegunBlocks, Chosen, StepLogits
+from headrace.executor.sampling.logprobs import logprob_rows
+from headrace.executor.sampling.sampler import Choose, Sampled, find_problems, row_failure, sample
+from headrace.ipc.step import PromptLogprobRun, StepPlan, StepResult
+
+PROMPT_LOGITS_BYTES = 1 << 27
+"""Logits of prompt positions are made for about this many bytes at a time: a whole chunk's could dwarf the model."""
+
+
+class Model(Protocol):
+    """What the runner asks of a model; `executor.decoder.Decoder` is one, `executor.cpu_decoder.CpuDecoder` another."""
+
+    @property
+    def choose(self) -> Choose | None:
+        """What chooses tokens for rows of logits, where the model brings it; else torch does."""
+
+    def step(self, arrays: StepArrays, kv_cache: Any, draws: Draws | None) -> StepLogits:
+        """Writes the tokens' keys and values into the cache, and gives the logits of `arrays.logits_indices`.
+
+        It may choose their tokens too, by `draws` (None: greedily); the runner decides whether that is of use."""
+
+
+@runtime_checkable
+class RepeatingModel(Protocol):
+    """A model that can do the same step again with little effort."""
+
+    def repeat(self, begun: BegunBlocks | None) -> Chosen:
+        """The step before, a decode whose tokens it chose, with each sequence one token on."""
+
+
+class ModelRunner:
+    """Owns the batch state; borrows the model and its cache. Used from one thread."""
+
+    def __init__(self, model: Model, kv_cache: Any, batch: BatchState, *, vocab_size: int) -> None:
+        self._kv_cache, self._batch = kv_cache, batch
+        self.use(model)
+        self._prompt_rows_at_once = max(1, PROMPT_LOGITS_BYTES // (4 * vocab_size))
+        self._began_s = self._ended_s = 0.0  # of the forward pass at hand
+
+    def use(self, model: Model) -> None:
+        """From the next step on. The rows stay as they are."""
+        self._model = model
+        self._repeats = model if isinstance(model, RepeatingModel) else None
+        self._repeating: RepeatingModel | None = None  # once it has chosen the tokens of the step before
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Runs one step. Plans must come in the core's order, as each changes the state the next builds on.
+
+        A row whose logits are not finite becomes a RowFailure; any exception ends the engine.
+        """
+        if plan.repeats and self._repeating is not None:
+            return self._repeat(plan, self._repeating)
+        batch, self._repeating = self._batch, None
+        batch.apply(plan)
+        if not len(plan.rows):
+            return StepResult(step=plan.step, rows=np.zeros(0, np.int32), token_ids=np.zeros(0, np.int32))
+        needs = batch.needs(plan.rows)
+        arrays, rows = batch.arrays(plan, reads_logits=needs != 0), plan.rows[plan.sampled]
+        draws = batch.draws(rows) if needs & Needs.RANDOM else None
+        self._began_s = time.monotonic()
+        computed = self._model.step(arrays, self._kv_cache, draws)
+        self._ended_s = time.monotonic()
+        if computed.chosen is None or needs & ~(Needs.RANDOM | Needs.TRUNCATION):
+            return self._sample(plan, arrays, rows, computed)
+        sampled = Sampled(computed.chosen.token_ids, find_problems(computed.chosen.best))
+        # Failed rows get some token too: a plan made before the failure was known may still compute them.
+        batch.append_sampled(rows, sampled.token_ids)
+        self._repeating = self._repeats
+        return self._result(plan, rows, sampled, (), _by_row(rows, sampled.problems))
+
+    def _repeat(self, plan: StepPlan, model: RepeatingModel) -> StepResult:
+        begun = None
+        if plan.block_rows.size:
+            self._batch.append_blocks(plan.block_rows, plan.block_ids)
+            places, order = self._batch.num_blocks[plan.block_rows] - 1, plan.rows.tolist()
+            begun = BegunBlocks([order.index(row) for row in plan.block_rows.tolist()], places, plan.block_ids)
+        self._began_s = time.monotonic()
+        chosen = model.repeat(begun)
+        self._ended_s = time.monotonic()
+        sampled = Sampled(chosen.token_ids, find_problems(chosen.best))
+        self._batch.append_repeated(plan.rows, sampled.token_ids)
+        return self._result(plan, plan.rows, sampled, (), _by_row(plan.rows, sampled.problems))
+
+    @torch.inference_mode()
+    def _sample(self, plan: StepPlan, arrays: StepArrays, rows: np.ndarray, computed: StepLogits) -> StepResult:
+        """Samples for `rows` from their logits, and appends the tokens to the batch."""
+        batch, logits = self._batch, computed.sampled
+        problems: dict[int, str] = {}  # row -> why it failed
+        prompt_logprobs: tuple[PromptLogprobRun, ...] = ()
+        if batch.needs(plan.rows) & Needs.PROMPT_LOGPROBS:
+            logits = logits.clone()
+            prompt_logprobs = self._prompt_logprobs(plan, arrays, computed, problems)
+            if problems:
+                unharmed = ~np.isin(rows, list(problems))
+                rows, logits = rows[unharmed], logits[torch.from_numpy(unharmed).to(logits.device)]
+        sampled = Sampled(np.zeros(0, np.int32), {})
+        if len(rows):
+            sampled = sample(logits, batch, rows, self._model.choose)
+            batch.append_sampled(rows, sampled.token_ids)
+        return self._result(plan, rows, sampled, prompt_logprobs, problems | _by_row(rows, sampled.problems))
+
+    def _prompt_logprobs(
+        self, plan: StepPlan, arrays: StepArrays, computed: StepLogits, problems: dict[int, str]
+    ) -> tuple[PromptLogprobRun, ...]:
+        """Runs for the prompt tokens that this step predicts: a position's logits tell of the token after it."""
+        batch, runs = self._batch, []
+        for index in np.flatnonzero((batch.sampling.needs[plan.rows] & Needs.PROMPT_LOGPROBS) != 0):
+            row, begin = int(plan.rows[index]), int(plan.num_computed_tokens[index])
+            end = min(begin + int(plan.num_tokens[index]), int(batch.num_prompt_tokens[row]) - 1)
+            offset = int(arrays.query_start[index]) - begin
+            for first in range(begin, end, self._prompt_rows_at_once):
+                last = min(first + self._prompt_rows_at_once, end)
+                logits = computed.at(offset + first, offset + last)
+                if not logits.amax(1).isfinite().all():
+                    problems[row] = "the model's logits for the prompt are not finite: its computation overflowed"
+                    break
+                counts = np.full(last - first, batch.sampling.num_prompt_logprobs[row])
+                tokens = batch.tokens[row, first + 1 : last + 1]
+                runs.append(PromptLogprobRun(row=row, start=first + 1, rows=logprob_rows(logits, tokens, counts)))
+        return tuple(runs)
+
+    def _result(
+        self,
+        plan: StepPlan,
+        rows: np.ndarray,
+        sampled: Sampled,
+        prompt_logprobs: tuple[PromptLogprobRun, ...],
+        problems: dict[int, str],
+    ) -> StepResult:
+        logprob_indices = sampled.logprob_indices
+        token_ids = sampled.token_ids
+        if sampled.problems:
+            good = sampled.good
+            rows, token_ids = rows[good], token_ids[good]
+            if logprob_indices is not None:
+                # The rows of logprobs are of good ones only; they move up past the failed ones before them.
+                logprob_indices = (np.cumsum(good, dtype=np.int32) - 1)[logprob_indices].astype(np.int32)
+        return StepResult(
+            step=plan.step,
+            rows=rows,
+            token_ids=token_ids,
+            logprob_indices=logprob_indices,
+            logprobs=sampled.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            failures=tuple(row_failure(row, why) for row, why in problems.items()),
+            began_s=self._began_s,
+            ended_s=self._ended_s,
+        )
+
+
+def _by_row(rows: np.ndarray, problems: dict[int, str]) -> dict[int, str]:
+    return {int(rows[index]): why for index, why in problems.items()}

@@ -1,0 +1,214 @@
+"""A checkpoint's weights for the CPU program: packed as they are read, one at a time, in the type they are kept in."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.executor.checkpoints.weights import WeightSource
+from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.layers import CheckedWeights, Part
+from headrace.executor.parallel.padding import PaddedWeights, packed_part
+from headrace.kernels.cpu.linear import (
+    FLOAT_TYPES,
+    WEIGHT_TYPES,
+    Arena,
+    PackedLinear,
+    Runtime,
+    pack,
+    quantise,
+)
+
+logger = logging.getLogger(__name__)
+
+Stored = Tensor | tuple[str, Tensor]
+"""A matrix: floats [rows, columns], or a GGUF type's name and [rows, bytes of a row] uint8."""
+
+OUTER_BITS = 8
+"""What embedding and head are quantised to: their errors reach every token undiluted."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How float weights are quantised as they are read."""
+
+    bits: int
+    """8 or 4, of a layer's matrices."""
+    group_size: int
+
+
+@dataclass(frozen=True)
+class CpuLinear:
+    """Matrices of one input whose outputs lie side by side; those of one type are packed as one."""
+
+    weights: tuple[PackedLinear, ...]
+    biases: tuple[Tensor | None, ...]  # each [rows of the weight] float32
+
+    @property
+    def columns(self) -> int:
+        """Columns of the output."""
+        return sum(weight.columns for weight in self.weights)
+
+    @property
+    def is_gated(self) -> bool:
+        """It is one weight that multiplies the activated first half of its rows' results by the second."""
+        return self.weights[0].gated
+
+
+class CpuWeights(CheckedWeights):
+    """Reads a source into packed weights. Raises ModelError, naming the weight, where source and config disagree.
+
+    `keep_packed`: matrices keep the types they are stored in, quantised or not. Otherwise all become `dtype`, or with
+    `blocks` are quantised one by one as they are read.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        dtype: torch.dtype,
+        runtime: Runtime,
+        *,
+        keep_packed: bool = False,
+        blocks: Blocks | None = None,
+    ) -> None:
+        super().__init__(source, dtype, torch.device("cpu"))
+        self._runtime = runtime
+        self._arena = Arena()  # of its own, so that its memory goes with the model
+        self._packed = _packed_reader(source) if keep_packed else None
+        self._blocks = blocks
+        self._unpacked_types: set[str] = set()
+        self._undivided: set[str] = set()
+        self._unquantised: set[str] = set()
+
+    def linear_of(
+        self,
+        parts: Sequence[Part],
+        in_features: int,
+        columns: slice | None = None,
+        *,
+        bias: bool = False,
+        gated: bool = False,
+    ) -> CpuLinear:
+        """The parts' rows (and their `columns`) one below the other.
+
+        gated: two parts, the gate's first. They become a gated weight where their types are the same.
+        """
+        bits = self._blocks.bits if self._blocks else None
+        stored = [self._stored(part, in_features, columns, bits) for part in parts]
+        biases = None
+        if bias:
+            biases = [self.vector(f"{part.name}.bias", part.num_rows, take=part.rows) for part in parts]
+        weights: list[PackedLinear] = []
+        joined_biases: list[Tensor | None] = []
+        first = 0
+        while first < len(stored):
+            last = first + 1
+            while last < len(stored) and _type_name(stored[last]) == _type_name(stored[first]):
+                last += 1
+            is_pair = gated and last - first == 2
+            weights.append(self._pack(_joined(stored[first:last]), gated=is_pair))
+            joined_biases.append(torch.cat(biases[first:last]) if biases else None)
+            first = last
+        return CpuLinear(tuple(weights), tuple(joined_biases))
+
+    def table(self, part: Part, columns: int) -> PackedLinear:
+        """A matrix of `columns` for looking rows up, and multiplying too where the head is tied to it."""
+        bits = OUTER_BITS if self._blocks else None
+        return self._pack(self._stored(part, columns, None, bits), gated=False)
+
+    def head(self, part: Part, in_features: int) -> CpuLinear:
+        """The matrix that logits come of."""
+        return CpuLinear((self.table(part, in_features),), (None,))
+
+    def report_unpacked(self) -> None:
+        """Says once which weights are floats as the kernels do not compute them as they are stored, or as asked."""
+        if self._unquantised:
+            group = self._blocks.group_size if self._blocks else 0
+            logger.warning("kept as floats, as groups of %d do not divide rows: %s", group, _listed(self._unquantised))
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self._undivided:
+            types = ", ".join(sorted(self._undivided))
+            logger.warning(
+                "a rank's share of the rows of weights of type %s is no whole number of blocks; they are kept in %s",
+                types,
+                dtype,
+            )
+        if self._unpacked_types:
+            types = ", ".join(sorted(self._unpacked_types))
+            logger.warning(
+                "weights of type %s cannot be computed as they are stored; they are kept in %s", types, dtype
+            )
+
+    def _stored(self, part: Part, in_features: int, columns: slice | None, bits: int | None) -> Stored:
+        name = f"{part.name}.weight"
+        self._check(name, (part.num_rows, in_features))
+        if bits is not None:
+            return self._quantised(name, self._source.get(name, rows=part.rows, columns=columns), bits)
+        kept: tuple[str, np.ndarray] | None = None if self._packed is None else self._packed(name)
+        if kept is None:
+            floats = self._source.get(name, rows=part.rows, columns=columns)
+            return floats if self._packed is not None and floats.dtype in FLOAT_TYPES else floats.to(self.dtype)
+        type_name, data = kept
+        kind, cut = WEIGHT_TYPES.get(type_name), None
+        if kind is not None:
+            block = kind.block_size, kind.block_bytes
+            cut = packed_part(self._source, name, data, block, part.rows, columns)
+        if cut is None:
+            (self._unpacked_types if kind is None else self._undivided).add(type_name)
+            return self._source.get(name, rows=part.rows, columns=columns).to(self.dtype)
+        # torch wants writable memory, which a file's map is not.
+        return type_name, torch.from_numpy(np.require(cut, requirements=["C", "W"]))
+
+    def _quantised(self, name: str, floats: Tensor, bits: int) -> Stored:
+        assert self._blocks is not None, "bits come with blocks"
+        if floats.shape[1] % self._blocks.group_size:
+            self._unquantised.add(name)
+            return floats.to(self.dtype)
+        return quantise(floats, bits, self._blocks.group_size)
+
+    def _pack(self, stored: Stored, *, gated: bool) -> PackedLinear:
+        packed = pack(stored, gated=gated, arena=self._arena, runtime_=self._runtime)
+        self.nbytes += packed.nbytes
+        return packed
+
+
+def inner_block(spec: ArchSpec, source: WeightSource, *, keep_packed: bool, blocks: Blocks | None) -> int:
+    """What a rank's share of an MLP's inner size must be a multiple of to be whole blocks; 1 where there are none."""
+    if blocks is not None:
+        return 1 if spec.intermediate_size % blocks.group_size else blocks.group_size
+    packed = _packed_reader(source) if keep_packed else None
+    if packed is None:
+        return 1
+    start, names = spec.names.prefix_in(source.names()), source.names()
+    down = [f"{start}layers.{index}.{spec.names.down}.weight" for index in range(spec.num_layers)]
+    kept = [packed(name) for name in down if name in names]
+    return math.lcm(*(WEIGHT_TYPES[each[0]].block_size for each in kept if each and each[0] in WEIGHT_TYPES))
+
+
+def _packed_reader(source: WeightSource) -> Callable[[str], tuple[str, np.ndarray] | None] | None:
+    """Gives whole matrices as they are stored; None for a source that stores floats alone."""
+    return getattr(source.source if isinstance(source, PaddedWeights) else source, "packed", None)
+
+
+def _listed(names: set[str]) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
+
+
+def _type_name(stored: Stored) -> str:
+    return stored[0] if isinstance(stored, tuple) else FLOAT_TYPES[stored.dtype]
+
+
+def _joined(parts: Sequence[Stored]) -> Stored:
+    """Parts of one type, one below the other."""
+    if len(parts) == 1:
+        return parts[0]
+    name = _type_name(parts[0])
+    rows = torch.cat([part[1] if isinstance(part, tuple) else part for part in parts])
+    return (name, rows) if isinstance(parts[0], tuple) else rows

@@ -1,0 +1,1 @@
+"""A rank on a GPU: device state, CUDA graphs, the sampler on the device, and memory."""

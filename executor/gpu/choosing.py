@@ -1,0 +1,111 @@
+"""Choosing tokens where logits are changed or reported of, without waiting for the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace import kernels
+from headrace.executor.cpu.batch import CHANGES, BatchState, Needs
+from headrace.executor.gpu.device_state import Device, DeviceState, Staging
+from headrace.executor.gpu.results import LogprobsInFlight, ReportLogprobs, StepInFlight
+from headrace.executor.gpu.sampler import Changes, Choice, TokenStates, choice_for
+from headrace.executor.gpu.steps import RAW_BEST, DeviceSteps
+from headrace.executor.sampling.logprobs import limited
+from headrace.executor.sampling.token_rules import additions
+from headrace.ipc.step import StepPlan
+
+PROMPT_LOGITS_BYTES = 1 << 27
+"""Logits of prompt positions are made for about this many bytes at a time."""
+REPORTED = (0, 5, 20)
+"""How many of the likeliest tokens are usually reported."""
+
+
+class Choosing:
+    """The part of a runner that follows a step's logits. Borrows all that it is given."""
+
+    def __init__(
+        self,
+        device: Device,
+        staging: Staging,
+        batch: BatchState,
+        state: DeviceState,
+        tokens: TokenStates,
+        steps: DeviceSteps,
+    ) -> None:
+        self._device, self._staging, self._batch = device, staging, batch
+        self._state, self._tokens, self._steps = state, tokens, steps
+        self._report: ReportLogprobs = kernels.choose("token_logprobs", device=device.device, dtype=torch.float32)
+
+    def can(self, rows: np.ndarray) -> bool:
+        """Whether the device has what it needs to choose for rows [num_rows]."""
+        return not self._tokens.lacks_counts or not self._tokens.changes(self._batch, rows).counted
+
+    def sample(self, logits: Tensor, step: StepInFlight, needs: int) -> None:
+        """As `sampler.sample`, without waiting. logits [num_sampled, vocab_size] may be overwritten."""
+        steps, count = self._steps, len(step.rows)
+        (sent_rows,) = self._staging.send(step.rows)
+        rows = sent_rows.long()
+        row_needs = self._batch.sampling.needs[step.rows]
+        reporting = np.flatnonzero((row_needs & Needs.LOGPROBS) != 0)
+        told = raw = None
+        if reporting.size:
+            told = self._indices(reporting)
+            # Choosing leaves logits as they are: all of them need a copy only where something changes them.
+            raw = logits if reporting.size == count and not needs & CHANGES else logits[told]
+        if needs & CHANGES:
+            step.changed = True
+            steps.results[:count, RAW_BEST] = logits.amax(1).view(torch.int32)
+            self._change(logits, step.rows, rows)
+        choice = Choice(min(choice_for(needs & (Needs.RANDOM | Needs.TRUNCATION)), Choice.TRUNCATE))
+        token_ids = steps.take(logits, rows, self._state.num_computed[rows].long(), choice)
+        if needs & Needs.PENALTIES:
+            self._tokens.add(rows, token_ids.long())
+        if raw is not None and told is not None:
+            counts = limited(self._batch.sampling.num_logprobs[step.rows[reporting]], logits.shape[1])
+            step.reporting = reporting.astype(np.int32)
+            step.logprobs = LogprobsInFlight(self._device, raw, token_ids[told].long(), counts, self._report)
+
+    def _change(self, logits: Tensor, host_rows: np.ndarray, rows: Tensor) -> None:
+        """What is added to single logits commutes with what forbids others, so allowed tokens can wait for the launch
+        that penalties need anyway."""
+        places, added = additions(self._batch, host_rows, logits.shape[1])
+        if places.size:
+            sent_places, sent_added = self._staging.send(places, added)
+            logits.view(-1).index_add_(0, sent_places.view(torch.int64), sent_added.view(torch.float32))
+        self._tokens.adjust(logits, self._state, rows, self._tokens.changes(self._batch, host_rows))
+
+    def visit(self, num_rows: int) -> None:
+        """Runs what changes and reports the most logits, so that its memory is measured and nobody waits for a compiler
+        later. Needs counts for no request, and keeps none."""
+        tokens, device = self._tokens, self._device.device
+        logits = torch.zeros(num_rows, tokens.vocab_size, device=device)
+        raw, rows = logits.clone(), torch.zeros(num_rows, dtype=torch.int64, device=device)
+        for penalised in (False, True):
+            tokens.adjust(logits, self._state, rows, Changes(limited=True, penalised=penalised, counted=False))
+        tokens.visit_counted(logits[:1], self._state, rows[:1])
+        for width in REPORTED:
+            self._report(raw, rows, min(width, tokens.vocab_size))
+
+    def report_prompts(self, hidden: Tensor, plan: StepPlan, query_start: np.ndarray, step: StepInFlight) -> None:
+        """A position's logits tell of the token after it."""
+        batch = self._batch
+        at_once = max(1, PROMPT_LOGITS_BYTES // (4 * self._tokens.vocab_size))
+        for index in np.flatnonzero((batch.sampling.needs[plan.rows] & Needs.PROMPT_LOGPROBS) != 0):
+            row, begin = int(plan.rows[index]), int(plan.num_computed_tokens[index])
+            end = min(begin + int(plan.num_tokens[index]), int(batch.num_prompt_tokens[row]) - 1)
+            offset = int(query_start[index]) - begin
+            for first in range(begin, end, at_once):
+                last = min(first + at_once, end)
+                logits = self._steps.prompt_logits(hidden, offset + first, offset + last)
+                asked = np.full(last - first, batch.sampling.num_prompt_logprobs[row])
+                counts = limited(asked, logits.shape[1])
+                tokens = self._indices(batch.tokens[row, first + 1 : last + 1])
+                told = LogprobsInFlight(self._device, logits, tokens, counts, self._report)
+                step.prompt_runs.append((row, first + 1, told))
+
+    def _indices(self, values: np.ndarray) -> Tensor:
+        """[n] int64 on the device."""
+        (sent,) = self._staging.send(values.astype(np.int64))
+        return sent.view(torch.int64)

@@ -1,0 +1,291 @@
+"""What the device remembers of each running request between steps, and how the host changes it.
+
+All of it lies in one int32 tensor, so that whatever a step changes goes over as one list of (index, word) pairs: one
+copy from pinned memory and one scatter, however many columns and rows are concerned. A steady decode changes nothing.
+
+    words: | seed | top_p | min_p | block_table | last_token | num_computed | ... | batch_rows | shared_tokens |
+             2 words a row, first so    W words    1 word each                      the rows of this step's decode
+             that they are aligned                                                  batch, and 1 word of all of them
+
+Row `num_rows` belongs to nobody: batches are padded with it. Its block table is all block 0, the null block, and its
+num_computed stays 0, so a padding row reads and writes slot 0 of block 0, which no request ever holds.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.executor.cpu.batch import GREEDY_BELOW
+from headrace.ipc.messages import Sampling
+
+
+class Event(Protocol):
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        """Whether it has passed."""
+        ...
+
+
+class Mark(Event, Protocol):
+    """An event whose time is known once it has passed."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """By the device's clock; `earlier` is a mark of the same device that has passed too."""
+        ...
+
+
+class Device(Protocol):
+    """How a device is fed and read. `HostDevice` is the CPU, `gpu_cuda.CudaDevice` a GPU."""
+
+    device: torch.device
+
+    def host_buffer(self, num_elements: int) -> Tensor:
+        """[num_elements] int32 of host memory, pinned where that helps."""
+        ...
+
+    def event(self) -> Event:
+        """Marks a point in the stream of work; waiting for it waits for all before."""
+        ...
+
+    def mark(self) -> Mark:
+        """An event that tells the time too."""
+        ...
+
+    def to_host(self, into: Tensor, source: Tensor) -> None:
+        """Copies in the stream, without waiting. Both contiguous, of one size; `into` is a host_buffer's."""
+        ...
+
+    def to_device(self, source: Tensor) -> Tensor:
+        """A new copy on the device of a part of a host_buffer, which must stay as it is until an event after this."""
+        ...
+
+
+class _Passed:
+    """An event of a device that does everything at once."""
+
+    at_s = 0.0
+
+    def record(self) -> None:
+        self.at_s = time.monotonic()
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def seconds_since(self, earlier: _Passed) -> float:
+        return self.at_s - earlier.at_s
+
+
+class HostDevice:
+    """The CPU: copies are done when they return."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def host_buffer(self, num_elements: int) -> Tensor:
+        return torch.zeros(num_elements, dtype=torch.int32)
+
+    def event(self) -> Event:
+        return _Passed()
+
+    def mark(self) -> Mark:
+        return _Passed()
+
+    def to_host(self, into: Tensor, source: Tensor) -> None:
+        into.copy_(source)
+
+    def to_device(self, source: Tensor) -> Tensor:
+        return source.clone()
+
+
+WIDE_COLUMNS = ("seed", "top_p", "min_p")
+"""int64 and float64: two words a row. The numbers are those that the host's sampler uses, to the bit."""
+COLUMNS = (
+    *("last_token", "num_computed", "prompt_len", "temperature", "top_k"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+"""One word a row."""
+FLOATS = ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class StateShape:
+    num_rows: int
+    """max_num_seqs; the padding row comes on top."""
+    max_blocks: int
+    """Of one request."""
+
+    def offsets(self) -> tuple[dict[str, int], int]:
+        """Where each column begins, in words, and how many words there are in all."""
+        rows, at, offsets = self.num_rows + 1, 0, dict[str, int]()
+        for name in WIDE_COLUMNS:
+            offsets[name], at = at, at + 2 * rows
+        offsets["block_table"], at = at, at + rows * self.max_blocks
+        for name in COLUMNS:
+            offsets[name], at = at, at + rows
+        offsets["batch_rows"], at = at, at + rows
+        offsets["shared_tokens"], at = at, at + 1
+        return offsets, at
+
+
+class DeviceState:
+    """The tensors. Written by `Deltas.ship` and by the steps themselves; their addresses never change."""
+
+    def __init__(self, shape: StateShape, device: torch.device) -> None:
+        self.shape = shape
+        rows = shape.num_rows + 1
+        offsets, num_words = shape.offsets()
+        self.words = torch.zeros(num_words, dtype=torch.int32, device=device)
+
+        def column(name: str, width: int = 1) -> Tensor:
+            return self.words[offsets[name] : offsets[name] + rows * width]
+
+        self.seed = column("seed", 2).view(torch.int64)  # [num_rows + 1], the bits of an unsigned one
+        self.top_p = column("top_p", 2).view(torch.float64)  # [num_rows + 1]
+        self.min_p = column("min_p", 2).view(torch.float64)  # [num_rows + 1]
+        self.block_table = column("block_table", shape.max_blocks).view(rows, shape.max_blocks)
+        self.last_token = column("last_token")  # [num_rows + 1]: the last known token, which a decode computes
+        self.num_computed = column("num_computed")  # [num_rows + 1]
+        self.prompt_len = column("prompt_len")  # [num_rows + 1]
+        self.temperature = column("temperature").view(torch.float32)  # [num_rows + 1], 0 is greedy
+        self.top_k = column("top_k")  # [num_rows + 1]
+        self.presence_penalty = column("presence_penalty").view(torch.float32)
+        self.frequency_penalty = column("frequency_penalty").view(torch.float32)
+        self.repetition_penalty = column("repetition_penalty").view(torch.float32)
+        self.batch_rows = column("batch_rows")  # [num_rows + 1]: rows of the decode batch, then the padding row
+        self.shared_tokens = self.words[offsets["shared_tokens"] :]  # [1]: with which a cascaded batch's rows begin
+        self.repetition_penalty.fill_(1.0)
+        self.batch_rows.fill_(shape.num_rows)
+
+    @property
+    def padding_row(self) -> int:
+        return self.shape.num_rows
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes
+
+
+ALIGNED_WORDS = 4
+"""16 bytes, which is all that Triton asks of a pointer."""
+
+
+class Staging:
+    """A ring of pinned buffers through which the host feeds the device.
+
+    A buffer is written again only after the event that was recorded when it was last read has passed; with one more
+    buffer than steps in flight that never waits.
+    """
+
+    def __init__(self, device: Device, num_buffers: int, num_words: int = 1 << 16) -> None:
+        """num_words: enough for most steps of prompts, as more pinned memory makes the device wait when it is had."""
+        self._device = device
+        self._buffers = [device.host_buffer(num_words) for _ in range(num_buffers)]
+        self._read = [device.event() for _ in range(num_buffers)]
+        self._used = [False] * num_buffers
+        self._at = 0
+
+    def send(self, *parts: np.ndarray) -> list[Tensor]:
+        """The parts, of 4-byte or 8-byte types, on the device: int32 tensors, in one copy.
+
+        A part of an 8-byte type comes as twice the words. Each begins at a multiple of 16 bytes: Triton compiles a
+        kernel anew for a pointer of another alignment, which would stop everybody for seconds.
+        """
+        words = [np.ascontiguousarray(part).view(np.int32) for part in parts]
+        lengths = [len(part) for part in words]
+        starts = list(accumulate((-(-length // ALIGNED_WORDS) * ALIGNED_WORDS for length in lengths), initial=0))
+        total = starts.pop()
+        at = self._at = (self._at + 1) % len(self._buffers)
+        if self._used[at]:
+            self._read[at].synchronize()
+        if len(self._buffers[at]) < total:
+            self._buffers[at] = self._device.host_buffer(1 << (total - 1).bit_length())
+        buffer = self._buffers[at]
+        host = buffer.numpy()
+        for start, part in zip(starts, words, strict=True):
+            host[start : start + len(part)] = part
+        sent = self._device.to_device(buffer[:total])
+        self._read[at].record()
+        self._used[at] = True
+        return [sent[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+
+
+class Deltas:
+    """Collects what a step changes in the state, then ships it. A word must not be set twice between two ships."""
+
+    def __init__(self, state: DeviceState, staging: Staging) -> None:
+        self._state, self._staging = state, staging
+        self._offsets, _ = state.shape.offsets()
+        self._indices: list[np.ndarray] = []
+        self._values: list[np.ndarray] = []
+        self.num_shipped = 0
+        """Words changed so far, for the per-step breakdown and for tests."""
+
+    def set(self, column: str, rows: np.ndarray, values: np.ndarray) -> None:
+        """values [n] of a one-word column for rows [n]."""
+        self._put(self._offsets[column] + rows, values.astype(np.float32 if column in FLOATS else np.int32))
+
+    def set_blocks(self, rows: np.ndarray, places: np.ndarray, block_ids: np.ndarray) -> None:
+        """Entries `places` [n] of the block tables of rows [n] become block_ids [n]."""
+        self._put(
+            self._offsets["block_table"] + rows.astype(np.int64) * self._state.shape.max_blocks + places, block_ids
+        )
+
+    def enter(self, row: int, sampling: Sampling, seed: int) -> None:
+        """The sampling parameters of a row that is given to a request."""
+        at = np.array([row])
+        wide = (
+            np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64), np.array([sampling.top_p]), np.array([sampling.min_p])
+        )  # fmt: skip
+        for name, value in zip(WIDE_COLUMNS, wide, strict=True):
+            self._put(self._offsets[name] + 2 * row + np.arange(2), value)
+        greedy = sampling.temperature < GREEDY_BELOW
+        self.set("temperature", at, np.array([0.0 if greedy else sampling.temperature]))
+        for name in ("top_k", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            self.set(name, at, np.array([getattr(sampling, name)]))
+
+    def ship(self) -> None:
+        """Starts the copy and the scatter; does nothing when nothing changed."""
+        if not self._indices:
+            return
+        indices, values = np.concatenate(self._indices), np.concatenate(self._values)
+        self._indices, self._values = [], []
+        self.num_shipped += len(indices)
+        at, words = self._staging.send(indices, values)
+        self._state.words.index_copy_(0, at.view(torch.int64), words)
+
+    def _put(self, indices: np.ndarray, values: np.ndarray) -> None:
+        self._indices.append(indices.astype(np.int64))
+        self._values.append(np.ascontiguousarray(values).view(np.int32))
+
+
+class DecodeRows:
+    """The host's copy of `DeviceState.batch_rows`, so that only places that change are shipped."""
+
+    def __init__(self, state: DeviceState, deltas: Deltas) -> None:
+        self._state, self._deltas = state, deltas
+        self._held = np.full(state.shape.num_rows + 1, state.padding_row, np.int32)
+
+    def place(self, rows: np.ndarray, size: int) -> None:
+        """The decode batch of `size` places becomes rows, then padding, when the deltas are shipped."""
+        wanted = np.full(size, self._state.padding_row, np.int32)
+        wanted[: len(rows)] = rows
+        changed = np.flatnonzero(self._held[:size] != wanted)
+        if changed.size:
+            self._deltas.set("batch_rows", changed, wanted[changed])
+            self._held[:size] = wanted
+
+    def clear(self) -> None:
+        """All padding, at once."""
+        self._state.batch_rows.fill_(self._state.padding_row)
+        self._held[:] = self._state.padding_row

@@ -1,0 +1,293 @@
+"""The executor of a world of one on a GPU, and of one rank of several, each with a GPU of its own."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from headrace import kernels
+from headrace.core.options.engine_options import Options
+from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
+from headrace.executor.checkpoints.checkpoint import Checkpoint
+from headrace.executor.checkpoints.new_weights import open_again
+from headrace.executor.checkpoints.weights import DummyWeights, WeightSource
+from headrace.executor.gpu.cascade import CascadeRule, check_cascade, rule_for
+from headrace.executor.gpu.collectives import AgreedCapturer, GpuCollectives
+from headrace.executor.gpu.cuda import CudaBackend
+from headrace.executor.gpu.device import GpuFacts, check_free_memory, check_gpu, gib
+from headrace.executor.gpu.device_state import Device
+from headrace.executor.gpu.graphs import Capturer, capture_sizes
+from headrace.executor.gpu.kernels import Rounding, chooser_for
+from headrace.executor.gpu.memory import Meter, measure
+from headrace.executor.gpu.offload import Offload, SideStream, layers_to_offload
+from headrace.executor.gpu.residence import Residence
+from headrace.executor.gpu.runner import STEPS_IN_FLIGHT, GpuRunner, RunnerLimits
+from headrace.executor.gpu.stages import make_runner, runner_kind
+from headrace.executor.gpu.weights import StagedWeights
+from headrace.executor.models import kv_cache
+from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.decoder import Decoder
+from headrace.executor.models.dummy_shapes import weight_shapes
+from headrace.executor.models.layers import ChooseKernel
+from headrace.executor.models.memory_estimate import layer_elements, weight_elements
+from headrace.executor.parallel.rank_device import rank_device
+from headrace.executor.parallel.rank_place import Place
+from headrace.executor.parallel.rendezvous import Meeting
+from headrace.executor.placement.base import Report
+from headrace.executor.placement.profiling import WorkerProfile
+from headrace.executor.placement.uniproc import DTYPES, UniprocExecutor, cache_dtype
+from headrace.ipc.control import DoIdleWork, WorkerAnswer, WorkerCommand
+from headrace.ipc.step import StepPlan, StepResult
+from headrace.kernels.triton.versions import why_no_triton
+
+logger = logging.getLogger(__name__)
+
+
+class Backend(Protocol):
+    """What the executor needs of a device. `gpu_cuda.CudaBackend` is a GPU."""
+
+    device: torch.device
+
+    def facts(self) -> GpuFacts: ...
+    def here(self) -> AbstractContextManager[Any]: ...
+    def host_side(self) -> Device: ...
+    def capturer(self) -> Capturer | None: ...
+    def side_stream(self) -> SideStream: ...
+    def meter(self) -> Meter: ...
+    def link(self, meeting: Meeting, options: Options) -> GpuCollectives: ...
+    def memory(self) -> tuple[int, int]: ...
+
+
+class GpuExecutor(UniprocExecutor):
+    """As UniprocExecutor, with the model and all that a step needs on one GPU. Two steps may be in flight."""
+
+    max_steps_in_flight = STEPS_IN_FLIGHT
+    async_by_default = True
+    has_own_memory = True
+
+    choose: ChooseKernel = staticmethod(kernels.choose)
+
+    def __init__(
+        self,
+        options: Options,
+        device: torch.device | None = None,
+        backend: Backend | None = None,
+        place: Place | None = None,
+    ) -> None:
+        """device: by default the one of this rank's number on its host. Raises OptionError where there is none."""
+        super().__init__(options, place)
+        device = device or rank_device(options.device)
+        self._backend = backend or CudaBackend(device)
+        self._device = device
+        self._gpu: GpuFacts | None = None
+        self._decoder: Decoder | None = None
+        self._cascade: CascadeRule | None = None
+        self._steps: GpuRunner | None = None
+        self._residence: Residence | None = None
+
+    def describe(self, report: Report) -> ModelDescription:
+        self._gpu = self._backend.facts()  # before anything is fetched for a GPU that cannot be used
+        return msgspec.structs.replace(self._find_model(report), device_bytes=self._gpu.total_bytes)
+
+    def join(self, meeting: Meeting) -> None:
+        with self._backend.here():
+            self.connect(self._backend.link(meeting, self._options))
+
+    def load(self, plan: Plan, report: Report) -> MemoryReading:
+        assert self._spec is not None, "describe comes before load"
+        assert self._checkpoint is not None, "describe comes before load"
+        assert self._gpu is not None, "describe comes before load"
+        dtype, facts = DTYPES[plan.dtype], self._gpu
+        check_gpu(self._device, dtype, facts)
+        runner_limits(plan, plan.max_model_len)
+        check_cascade(plan.options)
+        elements = weight_elements(self._spec) / self._place.world_size
+        what = f"holding {elements / 1e9:.2f} billion weights of {plan.model.name} as {plan.dtype}"
+        # Quantised matrices take less in the end, and each of them its whole size for a moment.
+        needed_bytes = int(elements * Rounding.bits_of(plan, dtype.itemsize) / 8)
+        offload_bytes = int(plan.options.cpu_offload_gb * (1 << 30))
+        check_free_memory(self._device, facts, max(0, needed_bytes - offload_bytes), what)
+        self._plan = plan
+        if self._device.type == "cuda" and (reason := why_no_triton(self._device)):
+            logger.warning("the model is computed by torch's own operations, which is much slower: %s", reason)
+        with self._backend.here():
+            report("load weights")
+            self._decoder = self._new_decoder(self._checkpoint)
+            choose, itemsize = chooser_for(self.choose, plan, self._place), cache_dtype(plan, is_program=False).itemsize
+            spec, tp_size = self._decoder.spec, self._place.tp_size
+            self._cascade = rule_for(plan, spec, tp_size, itemsize, choose, device=self._device)
+        if self._place.world_size > 1:
+            weights_bytes = self._decoder.weight_bytes
+            return MemoryReading(total_bytes=0, available_bytes=0, weights_bytes=weights_bytes, activation_bytes=0)
+        return self._measure_now(report)
+
+    def measure(self, reading: MemoryReading, report: Report) -> MemoryReading:
+        """The ranks run steps together for it, so all must have their weights."""
+        return reading if self._place.world_size == 1 else self._measure_now(report)
+
+    def _measure_now(self, report: Report) -> MemoryReading:
+        assert self._plan is not None, "load comes before measure"
+        assert self._decoder is not None, "load comes before measure"
+        assert self._gpu is not None, "describe comes before measure"
+        report("measure memory")
+        with self._backend.here():
+            return self._measure(self._plan, self._decoder, self._gpu)
+
+    def allocate(self, num_blocks: int, max_model_len: int) -> None:
+        assert self._plan is not None, "load comes before allocate"
+        assert self._decoder is not None, "load comes before allocate"
+        plan, decoder = self._plan, self._decoder
+        with self._backend.here():
+            cache = self._new_cache(plan, num_blocks)
+            limits = runner_limits(plan, max_model_len, self._cascade)
+            device, capturer = self._backend.host_side(), self._capturer(plan)
+            self._steps = make_runner(self._place, decoder, cache, device, limits, capturer)
+            self._residence = Residence(decoder, cache, self._steps, self._backend, self._open_again)
+        self._decoder = None  # it may be replaced from now on
+        folder = self._options.profiler_config.get("torch_profiler_dir")
+        self._profile = WorkerProfile(folder, self._place.rank, self._steps.times)
+
+    def submit(self, plan: StepPlan) -> None:
+        assert self._steps is not None, "allocate comes before submit"
+        with self._backend.here():
+            self._steps.submit(plan)
+
+    def collect(self) -> StepResult:
+        assert self._steps is not None, "allocate comes before collect"
+        with self._backend.here():
+            return self._steps.collect()
+
+    def has_result(self) -> bool:
+        with self._backend.here():
+            return self.steps.has_result()
+
+    def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
+        if isinstance(command, DoIdleWork):
+            return (WorkerAnswer(rank=self._place.rank, did_something=self.idle()),)
+        with self._backend.here():
+            if self._residence is not None and self._residence.carry_out(command):
+                return (WorkerAnswer(rank=self._place.rank),)
+        return super().control(command)
+
+    def facts(self) -> dict[str, Any]:
+        """Of the device too, what is captured, and where a step's time went of late (microseconds by phase)."""
+        graphs, gpu = self.steps.graphs, self._gpu
+        return {
+            **super().facts(),
+            "weight_bytes": self._residence.decoder.weight_bytes if self._residence is not None else 0,
+            "gpu": gpu.name if gpu is not None else "",
+            "graphs": len(graphs),
+            "graph_pool_bytes": graphs.pool_bytes,
+            "why_eager": graphs.why_eager,
+            "cascaded_steps": self.steps.num_cascaded,
+            "sums": link.sums if isinstance(link := self._place.collectives, GpuCollectives) else "",
+            "step_us": self.steps.times.summary(),
+        }
+
+    def idle(self) -> bool:
+        if self._steps is None or (self._residence is not None and not self._residence.is_awake):
+            return False
+        with self._backend.here():
+            return self._steps.idle()
+
+    def stop(self) -> None:
+        super().stop()
+        self._steps = self._decoder = self._residence = None
+        if self._gpu is None:
+            return
+        gc.collect()
+        with suppress(RuntimeError), self._backend.here():  # of a device that has failed
+            self._backend.memory()  # back to the driver, for the next engine of this process
+
+    @property
+    def steps(self) -> GpuRunner:
+        """For benchmarks and tests, once memory is allocated."""
+        assert self._steps is not None, "allocate comes first"
+        return self._steps
+
+    def _new_decoder(self, checkpoint: Checkpoint) -> Decoder:
+        assert self._spec is not None, "describe comes before load"
+        assert self._plan is not None, "load comes first"
+        plan, place, dtype = self._plan, self._place, DTYPES[self._plan.dtype]
+        source: WeightSource
+        if checkpoint.format == "dummy":
+            source = DummyWeights(weight_shapes(self._spec), dtype, self._device)
+        else:
+            source = StagedWeights(checkpoint.weights(place=place), self._backend.host_side())
+        offload = offload_of(plan, self._spec, place, self._backend)
+        choose, keep = chooser_for(self.choose, plan, place), None if offload is None else offload.keep
+        decoder = Decoder(self._spec, source, dtype, self._device, place, choose, keep)
+        if offload is not None:
+            decoder.weight_bytes -= offload.saved_bytes
+            logger.info("%s of weights are kept in the host's memory", gib(offload.offloaded_bytes))
+        return decoder
+
+    def _open_again(self, path: str) -> Callable[[], Decoder]:
+        assert self._spec is not None, "describe comes before control"
+        assert self._plan is not None, "load comes before control"
+        checkpoint = open_again(path, self._options, self._plan, self._spec)
+        return lambda: self._new_decoder(checkpoint)
+
+    def _new_cache(self, plan: Plan, num_blocks: int) -> kv_cache.KVCache:
+        assert self._spec is not None, "describe comes before load"
+        dtype = cache_dtype(plan, is_program=False)
+        return kv_cache.allocate(self._spec, num_blocks, plan.block_size, dtype, self._device, self._place)
+
+    def _measure(self, plan: Plan, decoder: Decoder, facts: GpuFacts) -> MemoryReading:
+        backend = self._backend
+        null_block = self._new_cache(plan, 1)
+        limits, capturer = runner_limits(plan, plan.max_model_len, self._cascade), self._capturer(plan)
+        tokens = plan.max_num_batched_tokens
+        runner = runner_kind(self._place)(decoder, null_block, backend.host_side(), limits)
+        found = measure(runner, backend.host_side(), limits, tokens, backend.meter(), capturer)
+        del runner
+        del null_block, capturer
+        gc.collect()
+        free_bytes, total_bytes = backend.memory()
+        return MemoryReading(
+            total_bytes=total_bytes,
+            available_bytes=free_bytes,
+            weights_bytes=decoder.weight_bytes,
+            activation_bytes=found.activation_bytes,
+            state_bytes=found.state_bytes,
+            graph_bytes=found.graph_bytes,
+            device=facts.name,
+        )
+
+    def _capturer(self, plan: Plan) -> Capturer | None:
+        capturer, link = self._backend.capturer(), self._place.collectives
+        if plan.options.enforce_eager or capturer is None:
+            return None
+        return AgreedCapturer(capturer, link.agree) if isinstance(link, GpuCollectives) else capturer
+
+
+def offload_of(plan: Plan, spec: ArchSpec, place: Place, backend: Backend) -> Offload | None:
+    """What keeps layers in the host's memory, where that is asked for."""
+    offload_bytes = int(plan.options.cpu_offload_gb * (1 << 30))
+    if not offload_bytes:
+        return None
+    bits = Rounding.bits_of(plan, DTYPES[plan.dtype].itemsize)
+    layer_bytes = int(layer_elements(spec) / place.tp_size * bits / 8)
+    which = layers_to_offload(place.layers(spec.num_layers), layer_bytes, offload_bytes)
+    return Offload(which, backend.host_side(), backend.side_stream())
+
+
+def runner_limits(plan: Plan, max_model_len: int, cascade: CascadeRule | None = None) -> RunnerLimits:
+    """Raises OptionError when the sizes of graphs contradict each other."""
+    options = plan.options
+    sizes = capture_sizes(plan.max_num_seqs, options.cudagraph_capture_sizes, options.max_cudagraph_capture_size)
+    return RunnerLimits(
+        max_num_seqs=plan.max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=plan.block_size,
+        vocab_size=plan.model.vocab_size,
+        eos_token_ids=plan.model.eos_token_ids,
+        capture_sizes=sizes,
+        cascade=cascade,
+    )

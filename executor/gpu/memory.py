@@ -1,0 +1,110 @@
+"""What a step and the graphs take of a GPU's memory, measured before the cache is given the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from headrace.executor.gpu.device_state import Device
+from headrace.executor.gpu.graphs import Capturer, GraphKey
+from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
+from headrace.executor.gpu.sampler import Choice
+from headrace.executor.gpu.steps import MixedInputs
+
+CHOICES_CAPTURED = 2
+"""Kinds of choice that graphs are usually captured for: greedy, and what the model's defaults ask for."""
+
+
+class Meter(Protocol):
+    def peak_bytes(self, run: Callable[[], Any]) -> int:
+        """Runs it; how much more memory was allocated at once meanwhile than before."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    activation_bytes: int
+    """Peak of a step of max_num_batched_tokens, or of choosing max_num_seqs tokens, or of changing and reporting their
+    logits, whichever is more."""
+    state_bytes: int
+    """What is kept of rows."""
+    graph_bytes: int
+    """All decode graphs, from the measured sizes of the largest and of the smallest."""
+
+
+def measure(
+    runner: GpuRunner,
+    device: Device,
+    limits: RunnerLimits,
+    max_num_batched_tokens: int,
+    meter: Meter,
+    capturer: Capturer | None,
+) -> StepMemory:
+    """Runs the largest steps there can be; the runner's cache is block 0 alone, which is the null block."""
+    peaks = [
+        meter.peak_bytes(lambda: largest_prefill(runner, device, limits, max_num_batched_tokens)),
+        meter.peak_bytes(lambda: runner.steps.decode(limits.max_num_seqs, Choice.TRUNCATE)),
+    ]
+    if runner.chooses:
+        peaks.append(meter.peak_bytes(lambda: runner.choosing.visit(limits.max_num_seqs)))
+    visit_kernels(runner, limits)
+    state_bytes = runner.state.nbytes + runner.tokens.nbytes + runner.steps.results.nbytes
+    return StepMemory(max(peaks), state_bytes, _graph_bytes(runner, limits, capturer))
+
+
+def visit_kernels(runner: GpuRunner, limits: RunnerLimits) -> None:
+    """Runs what else a step may launch, so that nobody waits for a compiler later: there are kernels for each kind of
+    choice, and some for batches up to a power of two."""
+    sizes = [1 << bits for bits in range(limits.max_num_seqs.bit_length())]
+    for size in sizes:
+        runner.steps.decode(size, Choice.ARGMAX)
+        if limits.cascade is not None:
+            runner.steps.decode(size, Choice.ARGMAX, cascade=True)
+    runner.steps.decode(1, Choice.DRAW, num_blocks=1)  # contexts so short that batch-invariant sums have one part
+
+
+def largest_prefill(runner: GpuRunner, device: Device, limits: RunnerLimits, num_tokens: int) -> None:
+    """A step of num_tokens prompt tokens, in as few requests as can have them. All read and write block 0."""
+    counts: list[int] = []
+    while (left := num_tokens - sum(counts)) > 0 and len(counts) < limits.max_num_seqs:
+        counts.append(min(left, limits.max_model_len))
+    ends = np.cumsum(counts)
+    num_seqs, total = len(counts), int(ends[-1])
+    padding_row = runner.state.padding_row
+    host = {
+        "token_ids": np.zeros(total),
+        "positions": np.concatenate([np.arange(count) for count in counts]),
+        "slot_mapping": np.arange(total) % limits.block_size,
+        "query_start": np.array([0, *ends]),
+        "seq_lens": np.array(counts),
+        "rows": np.full(num_seqs, padding_row),
+        "logits_indices": ends - 1,
+        "sampled_rows": np.full(num_seqs, padding_row),
+    }
+    tensors = {name: torch.from_numpy(values.astype(np.int32)).to(device.device) for name, values in host.items()}
+    sent = MixedInputs(**tensors)
+    _, logits = runner.steps.mixed(sent, -(-max(counts) // limits.block_size), max(counts))
+    runner.steps.take(logits, sent.sampled_rows.long(), sent.seq_lens.long(), Choice.TRUNCATE)
+    runner.state.num_computed.zero_()
+
+
+def _graph_bytes(runner: GpuRunner, limits: RunnerLimits, capturer: Capturer | None) -> int:
+    if capturer is None or not limits.capture_sizes:
+        return 0
+    sizes, took = limits.capture_sizes, list[int]()
+    keys = list(dict.fromkeys(GraphKey(size, Choice.ARGMAX) for size in (sizes[-1], sizes[0])))
+    if limits.cascade is not None:
+        keys.insert(0, GraphKey(sizes[-1], Choice.ARGMAX, cascade=True))  # the largest of all, for the parts it merges
+    for key in keys:
+        before_bytes = capturer.pool_bytes
+        try:
+            capturer.capture(lambda key=key: runner.steps.decode(key.size, key.choice, cascade=key.cascade))  # type: ignore[misc]
+        except RuntimeError:
+            return 0  # the runner will find the same, and say so
+        took.append(capturer.pool_bytes - before_bytes)
+    kinds = CHOICES_CAPTURED * (1 if limits.cascade is None else 2)
+    return took[0] + took[-1] * (kinds * len(sizes) - 1)

@@ -1,0 +1,299 @@
+"""The host's side of a step on a GPU: a StepPlan becomes changes of the device's state, and work that is only started.
+
+`submit` never waits for the device, and `collect` for one event: the step it asks for. So step N + 1 is started before
+the host knows what step N sampled, which the device feeds to it by itself.
+
+    submit(N)    deltas -> one copy, one scatter -> graph or eager step -> results -> pinned memory, event N
+    submit(N+1)  the same, behind it in the stream
+    collect(N)   waits for event N
+
+The host's copy of the rows (`BatchState`) is ahead of the truth by the tokens in flight: it counts them, and holds -1
+in their places until `collect` fills them in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.executor.cpu.batch import CHANGES, BatchState, Needs
+from headrace.executor.gpu.cascade import Cascade, CascadeRule
+from headrace.executor.gpu.choosing import Choosing
+from headrace.executor.gpu.device_clock import DeviceClock
+from headrace.executor.gpu.device_state import DecodeRows, Deltas, Device, DeviceState, Staging, StateShape
+from headrace.executor.gpu.graphs import Capturer, DecodeGraphs, GraphKey
+from headrace.executor.gpu.results import StepInFlight
+from headrace.executor.gpu.sampler import Choice, TokenStates, choice_for, chooser
+from headrace.executor.gpu.step_times import StepTimes
+from headrace.executor.gpu.steps import NUM_RESULTS, DeviceSteps, MixedInputs
+from headrace.executor.models.inputs import HiddenStateModel
+from headrace.executor.sampling.sampler import sample
+from headrace.ipc.step import NewRow, StepPlan, StepResult
+
+STEPS_IN_FLIGHT = 2
+STAGING_BUFFERS = 8 * (STEPS_IN_FLIGHT + 1)
+"""A steady decode sends at most once a step; one whose logits are changed and reported, up to eight times."""
+PENDING = -1
+"""In the place of a token that is sampled and not known to the host."""
+ON_THE_DEVICE = int(
+    Needs.RANDOM | Needs.TRUNCATION | CHANGES | Needs.BAD_WORDS | Needs.LOGPROBS | Needs.PROMPT_LOGPROBS
+)
+
+
+@dataclass(frozen=True)
+class RunnerLimits:
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    capture_sizes: tuple[int, ...] = ()
+    """Batch sizes of decode graphs, ascending."""
+    cascade: CascadeRule | None = None
+    """When decodes whose rows begin alike read that beginning once; None never does."""
+
+    @property
+    def state_shape(self) -> StateShape:
+        return StateShape(self.max_num_seqs, -(-self.max_model_len // self.block_size))
+
+
+class GpuRunner:
+    """Owns the device's state and the host's copy of it; borrows model and cache. Used from one thread."""
+
+    chooses = True
+    """Whether steps end in a choice of tokens here."""
+
+    def __init__(
+        self,
+        model: HiddenStateModel,
+        kv_cache: Any,
+        device: Device,
+        limits: RunnerLimits,
+        capturer: Capturer | None = None,
+    ) -> None:
+        """capturer: None runs every step eagerly."""
+        self._device, self._limits = device, limits
+        self.state = DeviceState(limits.state_shape, device.device)
+        self.tokens = TokenStates(limits.max_num_seqs if self.chooses else 0, limits.vocab_size, device.device)
+        self.steps = self._make_steps(model, kv_cache)
+        self.graphs = DecodeGraphs(limits.capture_sizes, capturer, self._decode_nothing)
+        self.batch = BatchState(limits.max_num_seqs, limits.max_model_len, limits.block_size, limits.eos_token_ids)
+        self.times = StepTimes()
+        self._staging = Staging(device, STAGING_BUFFERS)
+        self.deltas = Deltas(self.state, self._staging)
+        self._decode_rows = DecodeRows(self.state, self.deltas)
+        self._cascade = Cascade(limits.cascade, self.batch, self.deltas) if limits.cascade is not None else None
+        self.num_cascaded = 0
+        """Decodes so far that read what all of their rows begin with once."""
+        self.choosing = Choosing(device, self._staging, self.batch, self.state, self.tokens, self.steps)
+        # A result is read after the next step is submitted, so one buffer more than steps in flight.
+        words = (limits.max_num_seqs + 1) * NUM_RESULTS
+        self._buffers = deque(device.host_buffer(words) for _ in range(STEPS_IN_FLIGHT + 1))
+        self._marks = deque((device.mark(), device.mark()) for _ in range(STEPS_IN_FLIGHT + 1))
+        self._clock = DeviceClock(device)
+        self._in_flight: deque[StepInFlight] = deque()
+        rows = limits.max_num_seqs + 1
+        self._num_computed = np.zeros(rows, np.int32)
+        self._generation = np.zeros(rows, np.int64)  # how many requests have entered a row
+
+    def _make_steps(self, model: HiddenStateModel, kv_cache: Any) -> DeviceSteps:
+        limits = self._limits
+        choose = chooser(self._device.device, limits.vocab_size)
+        return DeviceSteps(model, kv_cache, self.state, limits.block_size, choose)
+
+    # --- what the executor calls --------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> None:
+        """Starts a step. Plans must come in the core's order; at most STEPS_IN_FLIGHT may be uncollected."""
+        assert len(self._in_flight) < STEPS_IN_FLIGHT, f"step {plan.step} is one too many in flight"
+        with self.times.phase("prepare"):
+            self._apply(plan)
+            rows = plan.rows[plan.sampled]
+            columns = self.batch.num_tokens[rows]
+            buffer, (began, done) = self._buffers[0], self._marks[0]
+            self._buffers.rotate(-1)
+            self._marks.rotate(-1)
+            step = StepInFlight(plan, rows, columns, self._generation[rows], buffer, began, done)
+        began.record()
+        if len(plan.rows):
+            self._start(plan, step)
+        else:
+            self.deltas.ship()
+        done.record()
+        self._in_flight.append(step)
+        self.times.submitted()
+
+    def collect(self) -> StepResult:
+        """The oldest submitted step's result. A row whose logits are not finite becomes a RowFailure."""
+        step, waits = self._in_flight[0], not self._in_flight[0].done.query()
+        with self.times.phase("wait"):
+            self._settle(step)
+            step.done.synchronize()
+        with self.times.phase("result"):
+            times = self._clock.times(step.began, step.done, waits)
+            if len(step.plan.rows):
+                step.began_s, step.ended_s = times
+            result = self._in_flight.popleft().result()
+        self.times.collected(result)
+        return result
+
+    def use(self, model: HiddenStateModel) -> None:
+        """From the next step on, with none in flight. The rows stay as they are; graphs are captured anew."""
+        self.steps.use(model)
+        self.graphs.forget()
+
+    def has_result(self) -> bool:
+        """Whether the oldest submitted step is done, so that `collect` waits for nothing."""
+        step = self._in_flight[0]
+        return step.sampled is not None or step.done.query()
+
+    def idle(self) -> bool:
+        """Captures a graph while nothing runs; False when there is none left."""
+        return not self._in_flight and self.graphs.is_one_left and self._capture()
+
+    # --- the state ----------------------------------------------------------------------------------------------
+
+    def _apply(self, plan: StepPlan) -> None:
+        batch, deltas = self.batch, self.deltas
+        batch.apply(plan)
+        if self._cascade is not None:
+            self._cascade.apply(plan)
+        for new in plan.new_rows:
+            self._enter(new)
+        if plan.block_rows.size:
+            order = np.argsort(plan.block_rows, kind="stable")
+            block_rows = plan.block_rows[order]
+            # Counted from the end of what the row holds by now: the last of its new blocks is its last block.
+            from_last = np.searchsorted(block_rows, block_rows, "right") - np.arange(len(block_rows))
+            deltas.set_blocks(block_rows, batch.num_blocks[block_rows] - from_last, plan.block_ids[order])
+        moved = self._num_computed[plan.rows] != plan.num_computed_tokens
+        if moved.any():
+            deltas.set("num_computed", plan.rows[moved], plan.num_computed_tokens[moved])
+        self._num_computed[plan.rows] = plan.num_computed_tokens + plan.num_tokens
+
+    def _enter(self, new: NewRow) -> None:
+        row, at, deltas = new.row, np.array([new.row]), self.deltas
+        self._generation[row] += 1
+        deltas.enter(row, new.sampling, new.seed)
+        deltas.set("last_token", at, new.token_ids[-1:])
+        deltas.set("prompt_len", at, np.array([new.num_prompt_tokens]))
+        deltas.set_blocks(np.full(len(new.block_ids), row), np.arange(len(new.block_ids)), new.block_ids)
+        if self.chooses:
+            self.tokens.enter(new, self.batch.sampling.rules.get(row), self._staging)
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def _start(self, plan: StepPlan, step: StepInFlight) -> None:
+        needs = self.batch.needs(plan.rows)
+        on_the_host = bool(needs & ~ON_THE_DEVICE) or not self.choosing.can(step.rows)
+        logits = self._compute(plan, step, needs)
+        num_sampled = len(step.rows)
+        if logits is not None and num_sampled:
+            with self.times.phase("sample"):
+                if on_the_host or needs & Needs.BAD_WORDS:  # which ask for the tokens of the steps before
+                    self._settle_earlier()
+                choose = self._sample_on_host if on_the_host else self.choosing.sample
+                choose(logits[:num_sampled], step, needs)
+        self.batch.append_sampled(step.rows, np.full(num_sampled, PENDING, np.int32))
+        if num_sampled and step.sampled is None:
+            words = num_sampled * NUM_RESULTS
+            self._device.to_host(step.host[:words], self.steps.results.view(-1)[:words])
+        if step.sampled is not None:
+            self._fill_in(step)
+
+    def _compute(self, plan: StepPlan, step: StepInFlight, needs: int) -> Tensor | None:
+        """Starts the model, and the choice of tokens where it is part of a decode; the logits when it is not."""
+        is_decode = plan.total_tokens == len(plan.rows) and bool(plan.sampled.all())
+        if is_decode:  # every row is past its prompt, of which no more is told
+            needs &= ~int(Needs.PROMPT_LOGPROBS)
+            return self._decode(plan, Choice.LOGITS if needs & ~ON_THE_DEVICE else choice_for(needs))
+        return self._mixed(plan, step, needs)
+
+    def _decode(self, plan: StepPlan, choice: Choice) -> Tensor | None:
+        """Starts it; the logits when it ends with them."""
+        if self.graphs.due():
+            self._capture()
+        cascade = self._cascade is not None and self._cascade.place(plan)
+        graph = self.graphs.find(len(plan.rows), choice, cascade)
+        size = graph.key.size if graph is not None else len(plan.rows)
+        with self.times.phase("ship"):
+            self._decode_rows.place(plan.rows, size)
+            self.deltas.ship()
+        self.num_cascaded += graph.key.cascade if graph is not None else cascade
+        if graph is not None:
+            with self.times.phase("replay"):
+                graph.replay()
+            logits: Tensor | None = graph.result
+            return logits
+        with self.times.phase("eager decode"):
+            return self.steps.decode(size, choice, _num_blocks(plan, self._limits.block_size), cascade)
+
+    def _mixed(self, plan: StepPlan, step: StepInFlight, needs: int) -> Tensor | None:
+        with self.times.phase("ship"):
+            self.deltas.ship()
+            arrays = self.batch.arrays(plan)
+            sent = MixedInputs(
+                *self._staging.send(
+                    *(arrays.token_ids, arrays.positions, arrays.slot_mapping.astype(np.int32), arrays.query_start),
+                    *(arrays.seq_lens, plan.rows, arrays.logits_indices, step.rows),
+                )
+            )
+        with self.times.phase("mixed"):
+            hidden, logits = self.steps.mixed(
+                sent, _num_blocks(plan, self._limits.block_size), int(plan.num_tokens.max())
+            )
+        if needs & Needs.PROMPT_LOGPROBS:
+            self._report_prompts(hidden, plan, arrays.query_start, step)
+        return logits if len(step.rows) else None
+
+    def _decode_nothing(self, key: GraphKey) -> Tensor | None:
+        """What is captured: a step of padding rows, which changes no request's state wherever it really runs."""
+        return self.steps.decode(key.size, key.choice, cascade=key.cascade)
+
+    def _capture(self) -> bool:
+        self._decode_rows.clear()
+        with self.times.phase("capture"):
+            return self.graphs.capture_next()
+
+    # --- choosing, where logits are changed or reported ---------------------------------------------------------
+
+    def _report_prompts(self, hidden: Tensor, plan: StepPlan, query_start: np.ndarray, step: StepInFlight) -> None:
+        self.choosing.report_prompts(hidden, plan, query_start, step)
+
+    def _sample_on_host(self, logits: Tensor, step: StepInFlight, needs: int) -> None:
+        """For what no op here does: lets the host's sampler choose. The steps before must be settled."""
+        step.sampled = sample(logits, self.batch, step.rows)
+        rows, token_ids = self._staging.send(step.rows, step.sampled.token_ids.astype(np.int32))
+        self.state.last_token[rows.long()] = token_ids
+        if needs & Needs.PENALTIES:
+            self.tokens.add(rows.long(), token_ids.long())
+
+    # --- the host's copy ----------------------------------------------------------------------------------------
+
+    def _settle_earlier(self) -> None:
+        """Waits for the steps in flight. The model of the one at hand has been started, so the device goes on."""
+        for earlier in self._in_flight:
+            self._settle(earlier)
+
+    def _settle(self, step: StepInFlight) -> None:
+        """Waits for the step, and puts its tokens into the host's copy of the rows."""
+        if step.sampled is None:
+            step.settle()
+            self._fill_in(step)
+
+    def _fill_in(self, step: StepInFlight) -> None:
+        assert step.sampled is not None, "a step is filled in once it is settled"
+        same = self._generation[step.rows] == step.generations
+        same &= step.columns < self.batch.tokens.shape[1]
+        self.batch.tokens[step.rows[same], step.columns[same]] = step.sampled.token_ids[same]
+
+
+def _num_blocks(plan: StepPlan, block_size: int) -> int:
+    """Columns of the block tables that hold all blocks of the plan's rows."""
+    return -(-int((plan.num_computed_tokens + plan.num_tokens).max()) // block_size)

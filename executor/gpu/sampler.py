@@ -1,0 +1,216 @@
+"""From logits to tokens without the host: everything that a choice depends on is read from the device's state.
+
+The same choices as `executor.sampler`, bit for bit where arithmetic allows it (`tests/test_gpu_sampler.py`), in
+operations whose shapes the host knows beforehand, so that they can be captured in a graph and nothing waits.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace import kernels
+from headrace.executor.cpu.batch import BatchState, Needs, has_penalties
+from headrace.executor.gpu.device_state import DeviceState, Staging
+from headrace.executor.sampling.token_rules import TokenRules
+from headrace.ipc.step import NewRow
+from headrace.kernels.reference.sampling import DeviceChosen, DeviceDraws, LogitChanges, Penalties, choose_tokens
+
+logger = logging.getLogger(__name__)
+
+
+class Choice(enum.IntEnum):
+    """How far a step goes by itself. A higher one serves every request that a lower one serves."""
+
+    ARGMAX = 0
+    DRAW = 1
+    """Greedy rows, and rows that draw from the whole vocabulary."""
+    TRUNCATE = 2
+    """And rows with top_k, top_p or min_p."""
+    LOGITS = 3
+    """The step ends with the logits: something is to change in them or to be reported of them."""
+
+
+def choice_for(needs: int) -> Choice:
+    """needs: bits of `Needs`, of all rows together."""
+    if needs & ~int(Needs.RANDOM | Needs.TRUNCATION):  # of a plain int: a flag's complement has known bits only
+        return Choice.LOGITS
+    if needs & Needs.TRUNCATION:
+        return Choice.TRUNCATE
+    return Choice.DRAW if needs & Needs.RANDOM else Choice.ARGMAX
+
+
+class Chosen(NamedTuple):
+    token_ids: Tensor  # [num_rows] int32
+    best: Tensor  # [num_rows] float32: the highest logit, NaN where there is one
+
+
+Choose = Callable[[Tensor, DeviceState, Tensor, Tensor, Choice], Chosen]
+"""The next token of each row: of logits [num_rows, vocab_size] float32, which are kept as they are, for rows
+[num_rows] int64 of the state at positions [num_rows] int64 of their sequences. LOGITS chooses as TRUNCATE does."""
+
+
+def chooser(device: torch.device, vocab_size: int) -> Choose:
+    """By the kernel for this device where there is one."""
+    return partial(
+        choose_with, kernels.choose("choose_tokens", device=device, dtype=torch.float32, vocab_size=vocab_size)
+    )
+
+
+def choose_with(
+    op: Callable[[Tensor, DeviceDraws], DeviceChosen],
+    logits: Tensor,
+    state: DeviceState,
+    rows: Tensor,
+    positions: Tensor,
+    choice: Choice,
+) -> Chosen:
+    """`Choose`, by a version of the op `choose_tokens`."""
+    may_draw, may_truncate = choice is not Choice.ARGMAX, choice > Choice.DRAW
+
+    def of_rows(column: Tensor, is_read: bool) -> Tensor:
+        """What is not read need not be gathered, as each costs a launch."""
+        return column[rows] if is_read else column[: len(rows)]
+
+    draws = DeviceDraws(
+        temperature=of_rows(state.temperature, may_draw),
+        top_k=of_rows(state.top_k, may_truncate),
+        top_p=of_rows(state.top_p, may_truncate),
+        min_p=of_rows(state.min_p, may_truncate),
+        seed=of_rows(state.seed, may_draw),
+        position=positions,
+        may_draw=may_draw,
+        may_truncate=may_truncate,
+    )
+    chosen = op(logits, draws)
+    return Chosen(chosen.token_ids.int(), chosen.best)
+
+
+choose: Choose = partial(choose_with, choose_tokens)
+"""By the reference."""
+
+
+class TokenStates:
+    """What requests have to do with each token of the vocabulary, on the device: a row for each that is running.
+
+    Bits, 32 to an int32 word, say which tokens are allowed, in the prompt and in the output. How often a token is in
+    the output matters to a frequency penalty alone: those counts take 32 times as much, and are not there before a
+    request has one. They come out of memory that nothing was promised; where there is none, the host must choose.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size, self._num_words = vocab_size, -(-vocab_size // 32)
+        self.bits = torch.zeros(3, num_rows + 1, self._num_words, dtype=torch.int32, device=device)
+        self.allowed_bits, self.prompt_bits, self.output_bits = self.bits
+        self.allowed_bits.fill_(-1)
+        self.counts: Tensor | None = None  # [num_rows + 1, vocab_size] int32
+        self.lacks_counts = False
+        """Some request needed them, and there was no room."""
+        self._limited: set[int] = set()  # rows whose allowed bits are not all ones
+        self._bit = 1 << torch.arange(32, dtype=torch.int32, device=device)
+        self._adjust = kernels.choose("adjust_logits", device=device, dtype=torch.float32)
+
+    @property
+    def nbytes(self) -> int:
+        return self.bits.nbytes + (self.counts.nbytes if self.counts is not None else 0)
+
+    def enter(self, new: NewRow, rules: TokenRules | None, staging: Staging) -> None:
+        """A request that is given a row, with the tokens known so far."""
+        row, sampling = new.row, new.sampling
+        if rules is not None and len(rules.allowed):
+            self._limited.add(row)
+            self._set_bits(self.allowed_bits[row], rules.allowed, staging)
+        elif row in self._limited:
+            self._limited.remove(row)
+            self.allowed_bits[row].fill_(-1)
+        if not has_penalties(sampling):
+            return
+        prompt, output = np.split(np.asarray(new.token_ids, np.int32), [new.num_prompt_tokens])
+        self._set_bits(self.prompt_bits[row], prompt, staging)
+        self._set_bits(self.output_bits[row], output, staging)
+        if sampling.frequency_penalty and self._has_counts():
+            assert self.counts is not None, "it has just been asked"
+            self.counts[row].zero_()
+            if len(output):
+                (ids,) = staging.send(output)
+                self.counts[row].index_add_(0, ids.long(), torch.ones_like(ids))
+
+    def add(self, rows: Tensor, token_ids: Tensor) -> None:
+        """One more output token, token_ids [n] int64, of each of rows [n] int64, which are distinct."""
+        words = self.output_bits.view(-1)
+        words[rows * self._num_words + token_ids // 32] |= self._bit[token_ids % 32]
+        if self.counts is not None:
+            ones = torch.ones_like(token_ids, dtype=torch.int32)
+            self.counts.view(-1).index_add_(0, rows * self.vocab_size + token_ids, ones)
+
+    def adjust(self, logits: Tensor, state: DeviceState, rows: Tensor, changes: Changes) -> None:
+        """Allowed tokens and penalties, in place. logits: [num_rows, vocab_size] float32; rows: [num_rows] int64."""
+        if not (changes.limited or changes.penalised):
+            return
+        penalties = Penalties(
+            prompt_bits=self.prompt_bits,
+            output_bits=self.output_bits,
+            output_counts=self.counts if changes.counted else None,
+            repetition=state.repetition_penalty,
+            frequency=state.frequency_penalty,
+            presence=state.presence_penalty,
+        )
+        # Penalties never come without the allowed bits, which cost little to read: a kernel less to compile.
+        self._adjust(logits, LogitChanges(rows, self.allowed_bits, penalties if changes.penalised else None))
+
+    def visit_counted(self, logits: Tensor, state: DeviceState, rows: Tensor) -> None:
+        """`adjust` with counts, for one row that is row 0."""
+        assert self.counts is None, "no request has come"
+        self.counts = torch.zeros(1, self.vocab_size, dtype=torch.int32, device=logits.device)
+        self.adjust(logits, state, rows, Changes(limited=True, penalised=True, counted=True))
+        self.counts = None
+
+    def changes(self, batch: BatchState, rows: np.ndarray) -> Changes:
+        """What `rows` [num_rows] need."""
+        penalised = bool(batch.needs(rows) & Needs.PENALTIES)
+        return Changes(
+            limited=not self._limited.isdisjoint(rows.tolist()),
+            penalised=penalised,
+            counted=penalised and bool(batch.sampling.frequency_penalty[rows].any()),
+        )
+
+    def _set_bits(self, row: Tensor, token_ids: np.ndarray, staging: Staging) -> None:
+        if not len(token_ids):
+            row.zero_()
+            return
+        flags = np.zeros(self._num_words * 32, bool)
+        flags[token_ids] = True
+        (words,) = staging.send(np.packbits(flags, bitorder="little").view(np.int32))
+        row.copy_(words)
+
+    def _has_counts(self) -> bool:
+        if self.counts is None and not self.lacks_counts:
+            shape = (self.bits.shape[1], self.vocab_size)
+            try:
+                self.counts = torch.zeros(shape, dtype=torch.int32, device=self.bits.device)
+            except torch.OutOfMemoryError:
+                self.lacks_counts = True
+                logger.warning(
+                    "no memory for the counts of frequency penalties, %d bytes: tokens of requests with one are chosen "
+                    "by the host, which is slow; lower gpu_memory_utilization",
+                    4 * shape[0] * shape[1],
+                )
+        return self.counts is not None
+
+
+class Changes(NamedTuple):
+    """Which changes of logits a step's rows need, of those that depend on all tokens."""
+
+    limited: bool
+    """Some row has allowed tokens."""
+    penalised: bool
+    """Some row has penalties."""
+    counted: bool
+    """Some row has a frequency penalty."""

@@ -1,0 +1,157 @@
+"""Runners of a pipeline's stages on GPUs; see `executor.stages` for the idea, which is the same.
+
+A stage that is not the last runs the same steps, graphs and captures as the last one does, in the same order, so that
+what is sent is what is awaited; it chooses no tokens. Those that it computes next come from the last stage by way of
+the hosts, and go into the device's state with the step's other changes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.executor.gpu.device_state import Device
+from headrace.executor.gpu.graphs import Capturer
+from headrace.executor.gpu.results import StepInFlight
+from headrace.executor.gpu.runner import PENDING, GpuRunner, RunnerLimits
+from headrace.executor.gpu.sampler import Choice
+from headrace.executor.gpu.steps import DeviceSteps
+from headrace.executor.models.inputs import HiddenStateModel, StepInputs
+from headrace.executor.parallel.rank_place import Collectives, Place
+from headrace.executor.parallel.stages import MOST_UNKNOWN
+from headrace.ipc.step import StepPlan, StepResult
+
+NOTHING = np.zeros(0, np.int32)
+
+
+class StageModel:
+    """A stage's model as the runner takes it: what it makes of hidden states is for the next stage, and sent."""
+
+    def __init__(self, model: HiddenStateModel) -> None:
+        self._model = model
+
+    def forward(self, inputs: StepInputs, kv_cache: Any) -> Tensor:
+        return self._model.forward(inputs, kv_cache)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+class StageSteps(DeviceSteps):
+    """Steps that end with hidden states, whatever choice the last stage ends them with."""
+
+    def use(self, model: HiddenStateModel) -> None:
+        super().use(StageModel(model))
+
+    def decode(self, size: int, choice: Choice, num_blocks: int | None = None, cascade: bool = False) -> Tensor | None:
+        return super().decode(size, Choice.LOGITS, num_blocks, cascade)
+
+    def take(self, logits: Tensor, rows: Tensor, positions: Tensor, choice: Choice) -> Tensor:
+        return torch.zeros(len(rows), dtype=torch.int32, device=rows.device)
+
+
+@dataclass(eq=False)
+class _Unknown:
+    """A step that was started here and whose tokens did not come yet."""
+
+    step: int
+    rows: np.ndarray  # [num_sampled] int32
+    columns: np.ndarray  # [num_sampled]: where in its row each token goes
+    generations: np.ndarray  # [num_sampled]: which occupant of the row it is for
+
+
+class GpuStageRunner(GpuRunner):
+    """Of a stage that is not the last. Its results hold nothing."""
+
+    chooses = False
+    link: Collectives
+    """Needed from the first plan on."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._unknown: deque[_Unknown] = deque()
+
+    def _make_steps(self, model: HiddenStateModel, kv_cache: Any) -> DeviceSteps:
+        return StageSteps(StageModel(model), kv_cache, self.state, self._limits.block_size)
+
+    def collect(self) -> StepResult:
+        step = self._in_flight[0]
+        with self.times.phase("wait"):
+            step.done.synchronize()
+        self._in_flight.popleft()
+        result = StepResult(step=step.plan.step, rows=NOTHING, token_ids=NOTHING)
+        self.times.collected(result)
+        return result
+
+    def _apply(self, plan: StepPlan) -> None:
+        super()._apply(plan)
+        self._take_tokens(plan)
+
+    def _start(self, plan: StepPlan, step: StepInFlight) -> None:
+        self._compute(plan, step, self.batch.needs(plan.rows))
+        self.batch.append_sampled(step.rows, np.full(len(step.rows), PENDING, np.int32))
+        if len(step.rows):
+            self._unknown.append(_Unknown(plan.step, step.rows, step.columns, step.generations))
+
+    def _report_prompts(self, hidden: Tensor, plan: StepPlan, query_start: np.ndarray, step: StepInFlight) -> None:
+        """The last stage does."""
+
+    def _take_tokens(self, plan: StepPlan) -> None:
+        """Those that have come, and by all means those that the plan computes."""
+        batch, last = self.batch, plan.num_computed_tokens + plan.num_tokens - 1
+        while self._unknown:
+            is_needed = bool((batch.tokens[plan.rows, last] == PENDING).any())
+            taken = self.link.sampled(wait=is_needed or len(self._unknown) > MOST_UNKNOWN)
+            if taken is None:
+                return
+            self._put_tokens(self._unknown.popleft(), *taken)
+
+    def _put_tokens(self, unknown: _Unknown, step: int, rows: np.ndarray, token_ids: np.ndarray) -> None:
+        if step != unknown.step or rows.tolist() != unknown.rows.tolist():
+            raise RuntimeError(f"tokens of step {step} came where those of step {unknown.step} were due")
+        kept = self._generation[rows] == unknown.generations
+        kept &= unknown.columns < self.batch.tokens.shape[1]
+        rows, columns, token_ids = rows[kept], unknown.columns[kept], token_ids[kept]
+        self.batch.tokens[rows, columns] = token_ids
+        self.deltas.set("last_token", rows, token_ids)
+
+
+class LastGpuRunner(GpuRunner):
+    """Of the last stage's first rank, when there are others: it publishes the tokens of each step that samples."""
+
+    link: Collectives
+
+    def collect(self) -> StepResult:
+        step = self._in_flight[0]
+        result = super().collect()
+        if len(step.rows):
+            assert step.sampled is not None, "it has been collected"
+            self.link.publish(step.plan.step, step.rows, step.sampled.token_ids)
+        return result
+
+
+def runner_kind(place: Place) -> type[GpuRunner]:
+    """The class of the runner of this place."""
+    if not place.is_last_stage:
+        return GpuStageRunner
+    return LastGpuRunner if place.pp_size > 1 and place.tp_rank == 0 else GpuRunner
+
+
+def make_runner(
+    place: Place,
+    model: HiddenStateModel,
+    kv_cache: Any,
+    device: Device,
+    limits: RunnerLimits,
+    capturer: Capturer | None = None,
+) -> GpuRunner:
+    """The runner of this place, connected."""
+    runner = runner_kind(place)(model, kv_cache, device, limits, capturer)
+    if isinstance(runner, (GpuStageRunner, LastGpuRunner)):
+        runner.link = place.link
+    return runner

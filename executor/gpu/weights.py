@@ -1,0 +1,56 @@
+"""Weights straight to a GPU: tensor by tensor through two pinned buffers, so that reading and copying overlap."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.executor.checkpoints.weights import WeightSource
+from headrace.executor.gpu.device_state import Device
+
+STAGING_BYTES = 32 << 20
+NUM_BUFFERS = 2
+
+
+class StagedWeights:
+    """A source whose tensors are on the device already.
+
+    A page of the file is read once, into the pinned buffer that the device is not copying from at the moment; what is
+    not asked for (another rank's part) is never read.
+    """
+
+    def __init__(self, source: WeightSource, device: Device, staging_bytes: int = STAGING_BYTES) -> None:
+        self._source, self._device = source, device
+        self._buffers = [device.host_buffer(staging_bytes // 4).view(torch.uint8) for _ in range(NUM_BUFFERS)]
+        self._events = [device.event() for _ in range(NUM_BUFFERS)]
+        self._next = 0
+        self._used = 0
+
+    def names(self) -> frozenset[str]:
+        return self._source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        """On the device. The copy may still be under way, in the current stream, when this returns."""
+        read = self._source.get(name, rows, columns).contiguous()
+        out = torch.empty(read.shape, dtype=read.dtype, device=self._device.device)
+        if not read.numel():
+            return out
+        source, into = read.view(-1).view(torch.uint8), out.view(-1).view(torch.uint8)
+        size = len(self._buffers[0])
+        for start in range(0, len(source), size):
+            self._send(source[start : start + size], into[start : start + size])
+        return out
+
+    def _send(self, source: Tensor, into: Tensor) -> None:
+        at = self._next
+        self._next = (at + 1) % NUM_BUFFERS
+        if self._used >= NUM_BUFFERS:
+            self._events[at].synchronize()
+        buffer = self._buffers[at][: len(source)]
+        buffer.copy_(source)
+        into.copy_(buffer, non_blocking=True)
+        self._events[at].record()
+        self._used += 1

@@ -1,0 +1,1 @@
+"""Models as data: architectures, families, layers, and the decoder that runs them."""

@@ -1,0 +1,215 @@
+"""Reading a Hugging Face config: typed fields, rotary parameters old and new, layers, and the Llama-like whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec, RopeKind, RopeSpec, WeightNames
+from headrace.executor.models.families import Config
+from headrace.ipc.failure import ModelError
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+}
+ROPE_KINDS: dict[str, RopeKind] = {
+    "default": "default",
+    "linear": "linear",
+    "dynamic": "dynamic",
+    "llama3": "llama3",
+    "yarn": "yarn",
+}
+
+
+def integer(config: Config, key: str, default: int | None = None) -> int:
+    """A whole number; null counts as missing. Raises ModelError."""
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ModelError(f"the config's {key} must be a whole number, got {_shown(config, key)}")
+    return value
+
+
+def number(config: Config, key: str, default: float | None = None) -> float:
+    """A finite number; null counts as missing. Raises ModelError."""
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ModelError(f"the config's {key} must be a number, got {_shown(config, key)}")
+    return float(value)
+
+
+def positive(config: Config, key: str, default: float | None = None) -> float:
+    value = number(config, key, default)
+    if value <= 0:
+        raise ModelError(f"the config's {key} must be positive, got {_shown(config, key)}")
+    return value
+
+
+def optional_number(config: Config, key: str) -> float | None:
+    return None if config.get(key) is None else number(config, key)
+
+
+def optional_integer(config: Config, key: str) -> int | None:
+    return None if config.get(key) is None else integer(config, key)
+
+
+def flag(config: Config, key: str, default: bool) -> bool:
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise ModelError(f"the config's {key} must be true or false, got {_shown(config, key)}")
+    return value
+
+
+def activation(config: Config, key: str, default: str) -> Activation:
+    name = config.get(key) or default
+    if name not in ACTIVATIONS:
+        raise ModelError(f"the config's {key} is {name!r}; supported are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def _shown(config: Config, key: str) -> str:
+    return repr(config[key]) if config.get(key) is not None else "nothing"
+
+
+def rope(config: Config, head_dim: int, default_theta: float, layer_type: str | None = None) -> RopeSpec:
+    """The rotary parameters, of `layer_type` where they are given per type.
+
+    Reads `rope_parameters` (transformers 5) as well as `rope_theta` and `rope_scaling` (before).
+    """
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if layer_type is not None and layer_type in given:
+        given = given[layer_type] or {}
+    if not isinstance(given, dict):
+        raise ModelError(f"the config's rope parameters must be a mapping, got {given!r}")
+    theta = number(given, "rope_theta", number(config, "rope_theta", default_theta))
+    partial = number(given, "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0))
+    rotary_dim = int(head_dim * partial)
+    named = given.get("rope_type") or given.get("type") or "default"
+    if named not in ROPE_KINDS:
+        raise ModelError(f"rope scaling of type {named!r} is not supported; known are {', '.join(ROPE_KINDS)}")
+    kind = ROPE_KINDS[named]
+    if kind == "default":
+        return RopeSpec(theta, rotary_dim)
+    if kind == "linear":
+        return RopeSpec(theta, rotary_dim, kind, factor=positive(given, "factor"))
+    max_positions = integer(config, "max_position_embeddings")
+    if kind == "dynamic":
+        return RopeSpec(theta, rotary_dim, kind, positive(given, "factor"), original_max_positions=max_positions)
+    original = integer(config, "original_max_position_embeddings", -1)
+    if original < 0:
+        original = integer(given, "original_max_position_embeddings", max_positions)
+    if kind == "llama3":
+        return RopeSpec(
+            theta,
+            rotary_dim,
+            kind,
+            positive(given, "factor"),
+            original,
+            low_freq_factor=number(given, "low_freq_factor"),
+            high_freq_factor=number(given, "high_freq_factor"),
+        )
+    factor = positive(given, "factor", max_positions / max(original, 1))
+    return RopeSpec(
+        theta,
+        rotary_dim,
+        kind,
+        factor,
+        original,
+        attention_factor=_yarn_attention_factor(given, factor),
+        beta_fast=number(given, "beta_fast", 32.0),
+        beta_slow=number(given, "beta_slow", 1.0),
+        truncate=flag(given, "truncate", True),
+    )
+
+
+def _yarn_attention_factor(given: dict[str, Any], factor: float) -> float:
+    """The temperature of YaRN (Peng et al. 2023, eq. 22), or its quotient where the config names both scales."""
+    named = optional_number(given, "attention_factor")
+    if named is not None:
+        return named
+
+    def magnitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    scale, scale_all = optional_number(given, "mscale"), optional_number(given, "mscale_all_dim")
+    return magnitude(scale) / magnitude(scale_all) if scale and scale_all else magnitude(1.0)
+
+
+def scaled_context(config: Config, rotary: RopeSpec, default: int) -> int:
+    """The longest context, in tokens, that the rope scaling was made for."""
+    max_positions = integer(config, "max_position_embeddings", default)
+    if rotary.kind in ("linear", "dynamic"):
+        return int(max_positions * rotary.factor)
+    if rotary.kind == "yarn":
+        return int(rotary.original_max_positions * rotary.factor)
+    return max_positions
+
+
+def layer_types(config: Config, num_layers: int, default: Sequence[str]) -> list[str]:
+    """One of full_attention, sliding_attention per layer: the config's `layer_types`, else the default."""
+    given = config.get("layer_types")
+    types = list(default if given is None else given)
+    if unknown := sorted(set(map(str, types)) - {"full_attention", "sliding_attention"}):
+        raise ModelError(f"layer types {', '.join(unknown)} are not supported, only full and sliding attention are")
+    if len(types) < num_layers:
+        raise ModelError(f"the config has {num_layers} layers but {len(types)} layer_types")
+    return types[:num_layers]
+
+
+def qwen_layers(config: Config, rotary: RopeSpec) -> tuple[LayerSpec, ...]:
+    """Qwen 2 and 3: the layers from `max_window_layers` on slide, when the config turns windows on."""
+    num_layers = integer(config, "num_hidden_layers")
+    window = integer(config, "sliding_window", 4096) if flag(config, "use_sliding_window", False) else None
+    first = integer(config, "max_window_layers", 28)
+    default = ["sliding_attention" if window and i >= first else "full_attention" for i in range(num_layers)]
+    types = layer_types(config, num_layers, default)
+    return tuple(LayerSpec(rotary, window if kind == "sliding_attention" else None) for kind in types)
+
+
+def llama_like(
+    config: Config,
+    *,
+    layers: Sequence[LayerSpec] | None = None,
+    default_theta: float = 10000.0,
+    default_context: int = 2048,
+    tied_head: bool = False,
+    **overrides: Any,
+) -> ArchSpec:
+    """The shape most families share: RMS norms before, a gated MLP, rotary positions, grouped-query attention.
+
+    `tied_head` is the family's default where the config does not say; `overrides` are fields of ArchSpec.
+    """
+    hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
+    if num_heads < 1:
+        raise ModelError(f"the config's num_attention_heads must be at least 1, got {num_heads}")
+    head_dim = overrides.pop("head_dim", None) or integer(config, "head_dim", hidden_size // num_heads)
+    rotary = rope(config, head_dim, default_theta)
+    if layers is None:
+        layers = [LayerSpec(rotary)] * integer(config, "num_hidden_layers")
+    fields: dict[str, Any] = {
+        "architecture": config["architectures"][0],
+        "hidden_size": hidden_size,
+        "intermediate_size": integer(config, "intermediate_size"),
+        "num_heads": num_heads,
+        "num_kv_heads": integer(config, "num_key_value_heads", num_heads),
+        "head_dim": head_dim,
+        "vocab_size": integer(config, "vocab_size"),
+        "max_positions": scaled_context(config, rotary, default_context),
+        "layers": tuple(layers),
+        "norm": NormSpec("rms", number(config, "rms_norm_eps", 1e-6)),
+        "activation": activation(config, "hidden_act", "silu"),
+        "attention_scale": head_dim**-0.5,
+        "tied_head": flag(config, "tie_word_embeddings", tied_head),
+        "names": WeightNames(),
+    }
+    return ArchSpec(**(fields | overrides))

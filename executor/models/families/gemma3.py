@@ -1,0 +1,75 @@
+"""Gemma 3: norms before and after, five sliding layers to one full, two rotary bases. Text only.
+
+A multimodal checkpoint (Gemma3ForConditionalGeneration) serves its language model; the vision tower is not read.
+"""
+
+from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec, WeightNames
+from headrace.executor.models.families import Config, Family
+from headrace.executor.models.families._config import (
+    activation,
+    flag,
+    integer,
+    layer_types,
+    llama_like,
+    number,
+    optional_number,
+    rope,
+)
+from headrace.ipc.failure import ModelError
+
+LOCAL_THETA, GLOBAL_THETA = 10_000.0, 1_000_000.0
+# Multimodal configs leave out what equals these.
+DEFAULTS = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+}
+NAMES = WeightNames(
+    prefixes=("model.", "language_model.model.", "model.language_model."),
+    lm_heads=("lm_head", "language_model.lm_head"),
+    mlp_norm="pre_feedforward_layernorm",
+    ignorable=(r"rotary_emb\.inv_freq$", r"(^|\.)vision_tower\.", r"(^|\.)multi_modal_projector\."),
+)
+
+
+def to_spec(config: Config) -> ArchSpec:
+    text = config.get("text_config") or config
+    text = {"architectures": config["architectures"]} | DEFAULTS | {k: v for k, v in text.items() if v is not None}
+    if flag(text, "use_bidirectional_attention", False):
+        raise ModelError("a Gemma 3 with bidirectional attention embeds text; it does not generate")
+    num_layers, head_dim = integer(text, "num_hidden_layers"), integer(text, "head_dim")
+    pattern = integer(text, "sliding_window_pattern", 6)
+    default = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(num_layers)]
+    full = LayerSpec(rope(text, head_dim, GLOBAL_THETA, "full_attention"))
+    # The older fields scale the full layers only, and name the local base apart.
+    local = text if "sliding_attention" in (text.get("rope_parameters") or {}) else {}
+    theta = number(text, "rope_local_base_freq", LOCAL_THETA)
+    sliding = LayerSpec(rope(local, head_dim, theta, "sliding_attention"), integer(text, "sliding_window", 4096))
+    types = layer_types(text, num_layers, default)
+    bias = flag(text, "attention_bias", False)
+    return llama_like(
+        text,
+        layers=[sliding if kind == "sliding_attention" else full for kind in types],
+        head_dim=head_dim,
+        tied_head=True,
+        max_positions=integer(text, "max_position_embeddings"),
+        norm=NormSpec("rms", number(text, "rms_norm_eps", 1e-6), weight_offset=1.0),
+        norm_placement="sandwich",
+        activation=activation(text, "hidden_activation", "gelu_pytorch_tanh"),
+        attention_scale=number(text, "query_pre_attn_scalar", 256) ** -0.5,
+        attention_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        final_soft_cap=optional_number(text, "final_logit_softcapping"),
+        attention_soft_cap=optional_number(text, "attn_logit_softcapping"),
+        embedding_scale=integer(text, "hidden_size") ** 0.5,
+        names=NAMES,
+    )
+
+
+FAMILY = Family(("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), to_spec)

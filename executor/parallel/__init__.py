@@ -1,0 +1,1 @@
+"""Ranks that share one model: their places, collectives, padding and pipeline stages."""

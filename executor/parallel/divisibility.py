@@ -1,0 +1,37 @@
+"""Whether the ranks that were asked for can share the model, told from its config before any of them starts. No torch.
+
+What is not on this machine yet each rank finds out for itself, with the same sentences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.core.options.engine_options import Options
+from headrace.executor.checkpoints.checkpoint import config_at_hand
+from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.families import spec_from_config
+from headrace.executor.parallel.rank_place import Place
+
+
+def check_world(options: Options) -> None:
+    """Raises ModelError or OptionError, with the numbers, where the ranks cannot share the model.
+
+    Workers of the user's own may read a model as they like, so nothing is said of theirs.
+    """
+    if options.worker_cls != "auto":
+        return
+    config: Mapping[str, Any] | None = config_at_hand(options)
+    if config is None:
+        return
+    spec = spec_from_config(config)
+    for rank in range(options.tensor_parallel_size * options.pipeline_parallel_size):
+        check_shares(spec, Place.of_options(rank, options))
+
+
+def check_shares(spec: ArchSpec, place: Place) -> None:
+    """Raises ModelError or OptionError, with the numbers, where a rank of this place would have no part of its own."""
+    spec.local_kv_heads(place.tp_size)
+    place.vocabulary(spec.vocab_size)
+    place.layers(spec.num_layers)

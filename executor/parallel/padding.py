@@ -1,0 +1,235 @@
+"""A checkpoint with zero weights added, so that ranks can share what does not divide evenly.
+
+`ArchSpec.for_ranks` says how many heads and inner columns there are then. A head of padding has zero rows in the query,
+key and value matrices and zero columns in the output matrix, and an inner column likewise: what it computes is
+multiplied by zero, so the answer is that of the model as it is.
+
+    padded   | group 0: q q q 0 | group 1: q q q 0 | group of zeros  |      3 query heads a group and 2 groups,
+    spans    | 0..2   > 0..2    | 4..6 > 3..5      |                 |      padded to 4 and 3
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.executor.checkpoints.weights import WeightSource, bounds
+from headrace.executor.models.arch import ArchSpec
+from headrace.executor.parallel.rank_place import Place
+from headrace.ipc.failure import ModelError
+
+logger = logging.getLogger(__name__)
+
+
+class Span(NamedTuple):
+    """Neighbours that stay neighbours."""
+
+    start: int
+    """Where the first of them is, padded."""
+    source: int
+    """Where it is in the checkpoint."""
+    length: int
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A dimension that grew."""
+
+    size: int
+    """In the checkpoint."""
+    padded: int
+    spans: tuple[Span, ...]
+
+    def within(self, first: int, last: int) -> list[Span]:
+        """What is not padding of first .. last - 1, counted from `first`."""
+        found = []
+        for start, source, length in self.spans:
+            begin, end = max(start, first), min(start + length, last)
+            if begin < end:
+                found.append(Span(begin - first, source + begin - start, end - begin))
+        return found
+
+
+class Piece(NamedTuple):
+    """A rectangle of a part of a matrix that comes from the checkpoint; what no piece covers is zero."""
+
+    rows: slice
+    """Of the part."""
+    columns: slice
+    source_rows: slice
+    """Of the checkpoint's tensor."""
+    source_columns: slice
+
+
+class PaddedWeights:
+    """A `WeightSource` of the padded model's shapes over one of the model's own.
+
+    Raises ModelError, when a shape is asked for, where the checkpoint disagrees with the model's config.
+    """
+
+    def __init__(self, source: WeightSource, spec: ArchSpec, padded: ArchSpec) -> None:
+        self.source = source
+        self._axes = _axes_by_name(spec, padded, spec.names.prefix_in(source.names()))
+
+    def names(self) -> frozenset[str]:
+        return self.source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        found, axes = list(self.source.shape(name)), self._axes.get(name, {})
+        own = [axes[dimension].size if dimension in axes else size for dimension, size in enumerate(found)]
+        if found != own:
+            raise ModelError(f"weight {name} has shape {found}, but the config needs {own}")
+        return tuple(axes[dimension].padded if dimension in axes else size for dimension, size in enumerate(found))
+
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        """As of any source; float32 where a part is nothing but padding."""
+        if name not in self._axes:
+            return self.source.get(name, rows=rows, columns=columns)
+        shape = self.shape(name)
+        if len(shape) == 1:
+            return self._vector(name, *bounds(rows, shape[0]))
+        height, width = part_size(shape, rows, columns)
+        pieces = self.pieces(name, rows, columns)
+        parts = [self.source.get(name, rows=p.source_rows, columns=p.source_columns) for p in pieces]
+        if len(parts) == 1 and parts[0].shape == (height, width):
+            return parts[0]
+        whole = parts[0].new_zeros(height, width) if parts else torch.zeros(height, width)
+        for piece, part in zip(pieces, parts, strict=True):
+            whole[piece.rows, piece.columns] = part
+        return whole
+
+    def pieces(self, name: str, rows: slice | None, columns: slice | None) -> list[Piece]:
+        """Where that part of a matrix comes from, row by row of it first."""
+        shape, axes = self.shape(name), self._axes.get(name, {})
+        down, across = (
+            axes[dimension].within(first, last) if dimension in axes else [Span(0, first, last - first)]
+            for dimension, (first, last) in enumerate((bounds(rows, shape[0]), bounds(columns, shape[-1])))
+        )
+        return [
+            Piece(
+                slice(r.start, r.start + r.length),
+                slice(c.start, c.start + c.length),
+                slice(r.source, r.source + r.length),
+                slice(c.source, c.source + c.length),
+            )
+            for r in down
+            for c in across
+        ]
+
+    def _vector(self, name: str, first: int, last: int) -> Tensor:
+        found = [
+            (span.start, self.source.get(name, rows=slice(span.source, span.source + span.length)))
+            for span in self._axes[name][0].within(first, last)
+        ]
+        whole = found[0][1].new_zeros(last - first) if found else torch.zeros(last - first)
+        for start, values in found:
+            whole[start : start + len(values)] = values
+        return whole
+
+
+def padded_for(
+    spec: ArchSpec, source: WeightSource, place: Place, inner_block: int = 1
+) -> tuple[ArchSpec, WeightSource]:
+    """The model as the ranks of a stage share it, and its weights: themselves where all divides evenly.
+
+    inner_block: what each rank's share of an MLP's inner size is a multiple of, where it may be padded for that.
+    Raises ModelError, with the numbers, where ranks cannot share the model.
+    """
+    padded = spec.for_ranks(place.tp_size, inner_block)
+    if padded == spec:
+        return spec, source
+    if place.rank == 0:
+        said = ", ".join(
+            f"{now} for {was} {what}"
+            for was, now, what in (
+                (spec.num_heads, padded.num_heads, "query heads"),
+                (spec.num_kv_heads, padded.num_kv_heads, "key/value heads"),
+                (spec.intermediate_size, padded.intermediate_size, "inner columns of an MLP"),
+            )
+            if was != now
+        )
+        logger.warning("%d ranks cannot share each layer evenly, so zeros are added: it has %s", place.tp_size, said)
+    return padded, PaddedWeights(source, spec, padded)
+
+
+def packed_part(
+    source: WeightSource,
+    name: str,
+    data: np.ndarray,
+    block: tuple[int, int],
+    rows: slice | None,
+    columns: slice | None,
+) -> np.ndarray | None:
+    """A part of a matrix whose rows are blocks of (elements, bytes); None where it begins or ends within one.
+
+    data: [rows, bytes of a row] uint8, the checkpoint's. Blocks of zero bytes stand for zeros in every type.
+    """
+    elements, num_bytes = block
+    height, width = part_size(tuple(source.shape(name)), rows, columns)
+    if isinstance(source, PaddedWeights):
+        pieces = source.pieces(name, rows, columns)
+    else:
+        first_row, first_column = (0 if part is None else part.start for part in (rows, columns))
+        pieces = [
+            Piece(
+                slice(0, height),
+                slice(0, width),
+                slice(first_row, first_row + height),
+                slice(first_column, first_column + width),
+            )
+        ]
+    edges = {edge for p in pieces for s in (p.columns, p.source_columns) for edge in (s.start, s.stop)}
+    if any(edge % elements for edge in (*edges, width)):
+        return None
+
+    def in_bytes(part: slice) -> slice:
+        return slice(part.start // elements * num_bytes, part.stop // elements * num_bytes)
+
+    if len(pieces) == 1 and (pieces[0].rows.stop, pieces[0].columns.stop) == (height, width):
+        return data[pieces[0].source_rows, in_bytes(pieces[0].source_columns)]
+    whole = np.zeros((height, width // elements * num_bytes), np.uint8)
+    for piece in pieces:
+        part = data[piece.source_rows, in_bytes(piece.source_columns)]
+        whole[piece.rows, in_bytes(piece.columns)] = part
+    return whole
+
+
+def part_size(shape: tuple[int, ...], rows: slice | None, columns: slice | None) -> tuple[int, int]:
+    """Rows and columns of a part of a matrix."""
+    first, last = bounds(rows, shape[0])
+    begin, end = bounds(columns, shape[-1])
+    return last - first, end - begin
+
+
+def _axes_by_name(spec: ArchSpec, padded: ArchSpec, prefix: str) -> dict[str, dict[int, Axis]]:
+    """For each tensor that grew, its dimensions that did."""
+    names, head_dim = spec.names, spec.head_dim
+    inner = Axis(spec.intermediate_size, padded.intermediate_size, (Span(0, 0, spec.intermediate_size),))
+    key = spec.num_kv_heads * head_dim
+    keys = Axis(key, padded.num_kv_heads * head_dim, (Span(0, 0, key),))
+    group, padded_group = (each.num_heads // each.num_kv_heads * head_dim for each in (spec, padded))
+    queries = Axis(
+        spec.num_heads * head_dim,
+        padded.num_heads * head_dim,
+        tuple(Span(index * padded_group, index * group, group) for index in range(spec.num_kv_heads)),
+    )
+    grown_rows = [
+        (names.query, queries),
+        (names.key, keys),
+        (names.value, keys),
+        (names.gate, inner),
+        (names.up, inner),
+    ]
+    found: dict[str, dict[int, Axis]] = {}
+    for index in range(spec.num_layers):
+        start = f"{prefix}layers.{index}."
+        for name, axis in grown_rows:
+            found[f"{start}{name}.weight"] = found[f"{start}{name}.bias"] = {0: axis}
+        found[f"{start}{names.output}.weight"] = {1: queries}
+        found[f"{start}{names.down}.weight"] = {1: inner}
+    return {name: axes for name, axes in found.items() if any(axis.size != axis.padded for axis in axes.values())}

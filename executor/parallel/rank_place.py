@@ -1,0 +1,254 @@
+"""A rank's place in the world: which part of the model is its own, and whom it talks to. Imports no torch.
+
+The world is tp_size x pp_size ranks. A stage of the pipeline has a run of layers, and the tp_size ranks of a stage
+divide each matrix among them; rank = pp_rank * tp_size + tp_rank, as in vLLM.
+
+How a parent of several ranks on one host uses this:
+
+    world = World.of(plan, tp_size, pp_size)                     # once the plan is known
+    fd = os.memfd_create("headrace"); os.ftruncate(fd, collectives_bytes(world))
+    # in each worker, to which fd was passed:
+    executor = UniprocExecutor(options, place=Place.of(rank, tp_size, pp_size))
+    executor.describe(...)
+    executor.connect(open_collectives(fd, world, rank))          # between describe and load
+    executor.load(plan, ...); executor.allocate(...); executor.submit(plan); executor.collect()
+    # in the parent when a worker died, so that the others stop waiting for it within 100 ms:
+    mark_failed(fd, rank)
+
+Every rank is given every StepPlan; the answer is the StepResult of the rank whose `place.replies` is true.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from headrace.ipc.failure import HeadraceError, ModelError, OptionError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor
+
+    from headrace.core.options.engine_options import Options
+    from headrace.core.options.plan import Plan
+
+DEADLINE_S = 300.0
+"""How long a rank waits for another within a step."""
+FAILED_AT = 8
+"""Byte in the shared memory of a uint32: 0, or 1 + the rank that failed."""
+
+
+class PeerError(HeadraceError):
+    """A rank that this one waited for failed, ended or took too long. Its own failure is the cause, this the echo."""
+
+
+class Collectives(Protocol):
+    """How the ranks of a world talk. Each raises PeerError when a rank it waits for died or took too long.
+
+    All ranks of a stage call all_reduce, all_gather and barrier in the same order with the same shapes.
+    """
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the stage's ranks, added in float32 in order of rank: equal to the bit on each. May reuse x."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """x [rows, columns] of each of the stage's ranks side by side, in order of rank: [rows, tp_size * columns]."""
+        ...
+
+    def barrier(self) -> None:
+        """Returns once every rank of the stage has come."""
+        ...
+
+    def send(self, x: Tensor) -> None:
+        """x [n, rows, columns] to the rank of the same number in the next stage."""
+        ...
+
+    def receive(self, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+        """What the stage before sent, of this very shape and type."""
+        ...
+
+    def publish(self, step: int, rows: np.ndarray, token_ids: np.ndarray) -> None:
+        """What a step sampled, from the last stage's first rank to every rank of the other stages. [n] int32 each."""
+        ...
+
+    def sampled(self, wait: bool) -> tuple[int, np.ndarray, np.ndarray] | None:
+        """The next that was published: step, rows, token_ids. None when there is none yet and `wait` is false."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of the memory or the connections. Safe to call twice."""
+        ...
+
+
+@dataclass(frozen=True)
+class World:
+    """How many ranks there are, and the largest things that they say to each other."""
+
+    tp_size: int
+    pp_size: int
+    max_tokens: int
+    """Of a step."""
+    max_seqs: int
+    """Of a step: rows of sampled tokens, and of logits."""
+    hidden_size: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, plan: Plan, tp_size: int, pp_size: int) -> World:
+        return cls(
+            tp_size=tp_size,
+            pp_size=pp_size,
+            max_tokens=plan.max_num_batched_tokens,
+            max_seqs=plan.max_num_seqs,
+            hidden_size=plan.model.hidden_size,
+            vocab_size=plan.model.vocab_size,
+        )
+
+    @property
+    def size(self) -> int:
+        return self.tp_size * self.pp_size
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's part. `collectives` is needed to compute with more than one rank, and not before."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    collectives: Collectives | None = None
+    layer_partition: tuple[int, ...] = ()
+    """Layers of each stage; empty divides them evenly."""
+
+    def __post_init__(self) -> None:
+        for rank, size, what in ((self.tp_rank, self.tp_size, "tensor"), (self.pp_rank, self.pp_size, "pipeline")):
+            if not 0 <= rank < size:
+                raise ValueError(f"{what} parallel rank {rank} of {size}")
+        if self.layer_partition and len(self.layer_partition) != self.pp_size:
+            given = ",".join(map(str, self.layer_partition))
+            raise OptionError(
+                f"pipeline_layer_partition {given} names {len(self.layer_partition)} stages, but "
+                f"pipeline_parallel_size is {self.pp_size}"
+            )
+
+    @classmethod
+    def of(cls, rank: int, tp_size: int, pp_size: int, layer_partition: tuple[int, ...] = ()) -> Place:
+        """The place of a rank of the world."""
+        pp_rank, tp_rank = divmod(rank, tp_size)
+        return cls(tp_rank, tp_size, pp_rank, pp_size, None, layer_partition)
+
+    @classmethod
+    def of_options(cls, rank: int, options: Options) -> Place:
+        """The place of a rank of the world that the options ask for. Raises OptionError for a wrong partition."""
+        sizes = options.tensor_parallel_size, options.pipeline_parallel_size
+        return cls.of(rank, *sizes, options.pipeline_layer_partition)
+
+    def with_collectives(self, collectives: Collectives) -> Place:
+        return replace(self, collectives=collectives)
+
+    @property
+    def rank(self) -> int:
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def world_size(self) -> int:
+        return self.tp_size * self.pp_size
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def replies(self) -> bool:
+        """Whether this rank's StepResult is the world's; the others' hold nothing that it lacks."""
+        return self.is_last_stage and self.tp_rank == 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x if self.tp_size == 1 else self.link.all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x if self.tp_size == 1 else self.link.all_gather(x)
+
+    @property
+    def link(self) -> Collectives:
+        assert self.collectives is not None, f"rank {self.rank} of {self.world_size} is not connected"
+        return self.collectives
+
+    def share(self, size: int, what: str) -> slice:
+        """This rank's part of `size` rows. Raises ModelError when it cannot be divided evenly."""
+        if size % self.tp_size:
+            raise ModelError(f"{what} of {size} cannot be divided among {self.tp_size} tensor-parallel ranks")
+        part = size // self.tp_size
+        return slice(self.tp_rank * part, (self.tp_rank + 1) * part)
+
+    def vocabulary(self, size: int) -> slice:
+        """This rank's tokens; the last rank has fewer where they do not divide evenly.
+
+        Raises ModelError where it would have none.
+        """
+        part = -(-size // self.tp_size)
+        if self.tp_rank * part >= size:
+            raise ModelError(f"a vocabulary of {size} cannot be divided among {self.tp_size} tensor-parallel ranks")
+        return slice(min(self.tp_rank * part, size), min((self.tp_rank + 1) * part, size))
+
+    def layers(self, num_layers: int) -> range:
+        """This stage's layers. A remainder goes to the stages before the last, from the back: the last has the head.
+
+        Raises OptionError, with the numbers, for more stages than layers and for a partition that does not add up.
+        """
+        if self.layer_partition:
+            if sum(self.layer_partition) != num_layers or min(self.layer_partition) < 1:
+                given = ",".join(map(str, self.layer_partition))
+                raise OptionError(
+                    f"pipeline_layer_partition {given} gives out {sum(self.layer_partition)} layers; the model has "
+                    f"{num_layers}, and every stage needs at least one"
+                )
+            counts = list(self.layer_partition)
+        else:
+            if num_layers < self.pp_size:
+                raise OptionError(f"{self.pp_size} pipeline stages cannot share a model of {num_layers} layers")
+            each, rest = divmod(num_layers, self.pp_size)
+            counts = [each] * self.pp_size
+            for stage in range(self.pp_size - 2, self.pp_size - 2 - rest, -1):
+                counts[stage] += 1
+        first = sum(counts[: self.pp_rank])
+        return range(first, first + counts[self.pp_rank])
+
+
+SINGLE = Place()
+
+
+def open_collectives(fd: int, world: World, rank: int, *, deadline_s: float = DEADLINE_S) -> Collectives:
+    """Joins the world whose shared memory `fd` is: zeroed, of `collectives_bytes(world)`, the same in every rank.
+
+    Waits for nobody where the CPU kernels can be compiled; where they cannot, ranks talk gloo over loopback, and this
+    returns once all came. `fd` may be closed afterwards. Raises ValueError for memory that is too small.
+    """
+    from headrace.executor.parallel.collectives import open_shared  # brings torch
+
+    return open_shared(fd, world, rank, deadline_s)
+
+
+def collectives_bytes(world: World) -> int:
+    """Size of the shared memory. Most of its pages are never touched, and so never take memory."""
+    from headrace.executor.parallel.shared_layout import Layout
+
+    return Layout(world).total_bytes
+
+
+def mark_failed(fd: int, rank: int) -> None:
+    """Tells every rank that waits for another that `rank` is gone; they raise PeerError within 100 ms."""
+    if os.fstat(fd).st_size < mmap.PAGESIZE:
+        return  # it has no size yet, and nobody has joined
+    with mmap.mmap(fd, mmap.PAGESIZE) as memory:
+        memory[FAILED_AT : FAILED_AT + 4] = struct.pack("=I", rank + 1)

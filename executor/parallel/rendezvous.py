@@ -1,0 +1,49 @@
+"""Where the ranks of a world meet, as each of them is told. Imports no torch."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace.executor.parallel.rank_place import Collectives, World, open_collectives
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Meeting:
+    world: World
+    rank: int
+    host_ranks: range
+    """Those of this host, or of this agent where Ray placed them one by one."""
+    memory_fd: int
+    """Memory that the ranks of this host share; where there is one host, it is how they meet."""
+    deadline_s: float
+    address: tuple[str, int] | None = None
+    """Where the ranks of several hosts meet: rank 0 listens there."""
+    host: str = ""
+    """This host's own address, as the others reach it."""
+    listen_fd: int | None = None
+    """Rank 0's socket that listens at `address` already."""
+
+    def link(self) -> Collectives:
+        """Joins the others, with tensors in the host's memory. Raises PeerError when not all came in time."""
+        world, rank, deadline_s = self.world, self.rank, self.deadline_s
+        if self.address is None:
+            return open_collectives(self.memory_fd, world, rank, deadline_s=deadline_s)
+        from headrace.executor.parallel.gloo import open_gloo  # brings torch
+
+        return open_gloo(self.address, world, rank, host=self.host, listen_fd=self.listen_fd, deadline_s=deadline_s)
+
+    def store(self) -> dist.Store:
+        """The store that rank 0 opens, for other ways to join. Raises PeerError when it cannot be reached in time."""
+        if self.address is None:
+            from headrace.executor.parallel.collectives import loopback_store
+
+            return loopback_store(mmap.mmap(self.memory_fd, 0), self.rank, self.deadline_s)
+        from headrace.executor.parallel.gloo import open_store
+
+        opens = self.rank == 0
+        return open_store(self.address, self.rank, listen_fd=self.listen_fd, opens=opens, deadline_s=self.deadline_s)

@@ -1,0 +1,118 @@
+"""Runners of a pipeline's stages: the last one's tells the others which tokens its steps sampled.
+
+A stage may be a few steps ahead of the last. Before a step it takes the tokens that came meanwhile, and waits only for
+those that the step computes. A token of a row that was given up since then is dropped: the row may be another's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headrace.executor.cpu.batch import BatchState
+from headrace.executor.cpu.runner import Model, ModelRunner
+from headrace.executor.parallel.rank_place import Collectives, Place
+from headrace.ipc.step import StepPlan, StepResult
+
+MOST_UNKNOWN = 16
+"""Steps whose tokens a stage may not have taken yet; far more than are in flight."""
+
+
+@dataclass
+class _Unknown:
+    """A step that was computed here and whose tokens did not come yet."""
+
+    step: int
+    given_up: set[int] = field(default_factory=set)
+    """Rows that were released since."""
+
+
+class StageRunner:
+    """Of a stage that is not the last. Its results hold nothing."""
+
+    def __init__(self, model: Model, kv_cache: Any, batch: BatchState, link: Collectives) -> None:
+        self._model, self._kv_cache, self._batch, self._link = model, kv_cache, batch, link
+        self._unknown: deque[_Unknown] = deque()
+
+    def use(self, model: Model) -> None:
+        """From the next step on."""
+        self._model = model
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Runs this stage's part of a step. Plans must come in the core's order."""
+        for unknown in self._unknown:
+            unknown.given_up.update(plan.released_rows.tolist())
+        self._batch.apply(plan)
+        self._take_tokens(plan)
+        if len(plan.rows):
+            self._model.step(self._batch.arrays(plan), self._kv_cache, None)
+        if plan.sampled.any():
+            self._unknown.append(_Unknown(plan.step))
+        nothing = np.zeros(0, np.int32)
+        return StepResult(step=plan.step, rows=nothing, token_ids=nothing)
+
+    def _take_tokens(self, plan: StepPlan) -> None:
+        batch, end = self._batch, plan.num_computed_tokens + plan.num_tokens
+        while self._unknown:
+            is_needed = bool((end > batch.num_tokens[plan.rows]).any())
+            taken = self._link.sampled(wait=is_needed or len(self._unknown) > MOST_UNKNOWN)
+            if taken is None:
+                return
+            step, rows, token_ids = taken
+            unknown = self._unknown.popleft()
+            if step != unknown.step:
+                raise RuntimeError(f"tokens of step {step} came where those of step {unknown.step} were due")
+            if unknown.given_up:
+                kept = ~np.isin(rows, list(unknown.given_up))
+                rows, token_ids = rows[kept], token_ids[kept]
+            batch.append_sampled(rows, token_ids)
+
+
+class NotedBatch(BatchState):
+    """Remembers what was appended in a step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.appended: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def append_sampled(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
+        self.appended.append((rows, token_ids))
+        super().append_sampled(rows, token_ids)
+
+
+class LastStageRunner:
+    """Of the last stage's first rank, when there are others: it publishes the tokens of each step that samples."""
+
+    def __init__(self, runner: ModelRunner, batch: NotedBatch, link: Collectives) -> None:
+        self._runner, self._batch, self._link = runner, batch, link
+
+    def use(self, model: Model) -> None:
+        """From the next step on."""
+        self._runner.use(model)
+
+    def step(self, plan: StepPlan) -> StepResult:
+        appended = self._batch.appended
+        appended.clear()
+        result = self._runner.step(plan)
+        if plan.sampled.any():
+            rows, token_ids = [np.concatenate(each) for each in zip(*appended, strict=True)] or [_NONE, _NONE]
+            self._link.publish(plan.step, rows, token_ids)
+        return result
+
+
+_NONE = np.zeros(0, np.int32)
+
+
+def make_runner(
+    model: Model, kv_cache: Any, batch_args: tuple[Any, ...], place: Place, *, vocab_size: int
+) -> ModelRunner | StageRunner | LastStageRunner:
+    """The runner of this place. batch_args: of `BatchState`."""
+    if not place.is_last_stage:
+        return StageRunner(model, kv_cache, BatchState(*batch_args), place.link)
+    if place.pp_size == 1 or place.tp_rank > 0:
+        return ModelRunner(model, kv_cache, BatchState(*batch_args), vocab_size=vocab_size)
+    batch = NotedBatch(*batch_args)
+    return LastStageRunner(ModelRunner(model, kv_cache, batch, vocab_size=vocab_size), batch, place.link)

@@ -1,0 +1,1 @@
+"""Where ranks run: in process, in worker processes, on several nodes, under Ray or torchrun."""

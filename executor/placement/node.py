@@ -1,0 +1,236 @@
+"""A node's agent: starts the workers of one host, and does for the engine core elsewhere what it asks of them.
+
+The core's own host has one too, on a thread. On every other host it is the program that `engine-core --node-rank K`
+becomes, or a Ray actor: it joins the core at master_addr:master_port, and ends when the core does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from headrace import __version__
+from headrace.core.options.engine_options import Options
+from headrace.executor.placement.base import Reporter
+from headrace.executor.placement.multiproc import MultiprocExecutor
+from headrace.executor.placement.node_messages import (
+    JoinNode,
+    LoadNode,
+    NodeAnswered,
+    NodeChallenge,
+    NodeCommand,
+    NodeDescribed,
+    NodeEnd,
+    NodeResult,
+    NodeStep,
+    RunNode,
+    ToNode,
+    prove,
+)
+from headrace.executor.placement.step_codec import StepCodec
+from headrace.executor.placement.worker_messages import (
+    WORKER_SCHEMA_HASH,
+    AllocateCache,
+    Allocated,
+    Loaded,
+    MakeTokenizer,
+    TokenizerMade,
+)
+from headrace.ipc.channel import Channel, ChannelClosedError
+from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError
+from headrace.ipc.messages import ChildFailed, Message, Progress, Stop
+from headrace.ipc.step import StepPlan, StepResult
+from headrace.ipc.wait import Deadline
+
+logger = logging.getLogger(__name__)
+KEY_VARIABLE = "HEADRACE_CLUSTER_KEY"
+"""The environment variable with the secret that all nodes of a cluster share."""
+RETRY_S = 0.2
+
+
+class NodeAgent:
+    """Takes messages from any thread; carries them out, in order, on the one that calls `run`."""
+
+    def __init__(self, host: str, send: Callable[[Message], None]) -> None:
+        """host: this machine's address as the other nodes reach it. `send` reaches the core, and must not raise."""
+        self._host, self._send = host, send
+        self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._executor: MultiprocExecutor | None = None
+        self._plans, self._answers = StepCodec(StepPlan), StepCodec(StepResult)
+        self._ends = False
+        self._reporter = Reporter(self._report, self._read)
+
+    def take(self, message: Message) -> None:
+        self._orders.put(message)
+
+    def run(self) -> NodeEnd | None:
+        """Until Stop (None) or NodeEnd. What fails is told to the core, which then ends all nodes."""
+        try:
+            while True:
+                message = self._orders.get()
+                if isinstance(message, NodeEnd):
+                    return message
+                if isinstance(message, Stop):
+                    return None
+                try:
+                    self._carry_out(message)
+                except Exception as error:
+                    self._fail(Failure.of(error, process="node", phase=type(message).__name__))
+        finally:
+            self._ends = True
+            if self._executor is not None:
+                self._executor.stop()
+
+    def _carry_out(self, message: Message) -> None:
+        if isinstance(message, RunNode):
+            self._start(message)
+            return
+        executor = self._executor
+        assert executor is not None, f"{type(message).__name__} came before RunNode"
+        if isinstance(message, NodeStep):
+            executor.submit(self._plans.decode(message.data))
+            self._steps.put(None)
+        elif isinstance(message, MakeTokenizer):
+            threading.Thread(target=self._make_tokenizer, name="tokenizer", daemon=True).start()
+        elif isinstance(message, LoadNode):
+            executor.meet(message.store, self._host, message.turns)
+            self._send(Loaded(reading=executor.load(message.plan, self._reporter)))
+        elif isinstance(message, AllocateCache):
+            executor.allocate(message.num_blocks, message.max_model_len)
+            if executor.replies:
+                threading.Thread(target=self._collect, name="results", daemon=True).start()
+            self._send(Allocated(startup_s=executor.ranks_startup_s))
+        elif isinstance(message, NodeCommand):
+            try:
+                self._send(NodeAnswered(answers=executor.control(message.command)))
+            except EngineDeadError:
+                raise  # not a command that failed: the workers are no more
+            except HeadraceError as error:
+                self._send(NodeAnswered(answers=(), failure=Failure.of(error, process="node", phase="control")))
+
+    def _start(self, message: RunNode) -> None:
+        ranks = range(message.first_rank, message.first_rank + message.num_ranks)
+        store = None
+        if 0 in ranks:  # bound here, so that its port is known before the others need it
+            store = socket.create_server((self._host, 0))
+        executor = self._executor = MultiprocExecutor(message.options, ranks, store.fileno() if store else None)
+        executor.watch(self._fail)
+        description = executor.describe(self._reporter)
+        address = (self._host, store.getsockname()[1]) if store else None
+        if store is not None:
+            store.close()  # the worker has inherited it
+        self._send(NodeDescribed(description=description, store=address, has_own_memory=executor.has_own_memory))
+
+    def _collect(self) -> None:
+        assert self._executor is not None, "steps come after RunNode"
+        while True:
+            self._steps.get()
+            try:
+                self._send(NodeResult(data=self._answers.encode(self._executor.collect())))
+            except Exception as error:
+                if not self._ends:
+                    self._fail(Failure.of(error, process="node", phase="step"))
+                return
+
+    def _make_tokenizer(self) -> None:
+        assert self._executor is not None, "the model is described first"
+        try:
+            self._send(TokenizerMade(bundle=self._executor.tokenizer()))
+        except Exception as error:
+            self._fail(Failure.of(error, process="node", phase="tokenizer"))
+
+    def _report(self, phase: str) -> None:
+        self._send(Progress(phase=phase, seconds=0.0))
+
+    def _read(self, read_bytes: int, total_bytes: int) -> None:
+        self._send(Progress(phase="", seconds=0.0, read_bytes=read_bytes, total_bytes=total_bytes))
+
+    def _fail(self, failure: Failure) -> None:
+        self._send(ChildFailed(failure=failure))
+
+
+def run_node(options: Options) -> None:
+    """This process becomes the agent of node `node_rank`. Returns when the core has stopped in order.
+
+    Raises EngineStartError when it cannot join, and EngineDeadError with the cause when the engine fails.
+    """
+    where = f"{options.master_addr}:{options.master_port}"
+    channel, host = _join(options, where)
+    agent = NodeAgent(host, lambda message: _say(channel, message))
+    began = threading.Event()
+
+    def listen() -> None:
+        try:
+            while True:
+                message = channel.receive(Deadline(None))
+                if isinstance(message, RunNode):
+                    began.set()
+                agent.take(message)
+        except HeadraceError as error:
+            agent.take(
+                NodeEnd(failure=Failure(message=f"the engine core at {where} is gone: {error}", type="PeerGone"))
+            )
+
+    threading.Thread(target=listen, name="core", daemon=True).start()
+    logger.info("node %d: joined the engine core at %s", options.node_rank, where)
+    end = agent.run()
+    channel.close()
+    if end is not None:
+        raise (EngineDeadError if began.is_set() else EngineStartError)(failure=end.failure)
+
+
+def cluster_key() -> str:
+    return os.environ.get(KEY_VARIABLE, "")
+
+
+def _join(options: Options, where: str) -> tuple[Channel, str]:
+    """A connection to the core, which has been told who this is; and this host's address on it."""
+    deadline = Deadline(options.node_join_timeout)
+    while True:
+        try:
+            sock = socket.create_connection((options.master_addr, options.master_port), timeout=deadline.remaining_s)
+            break
+        except OSError as error:
+            if deadline.passed:
+                raise EngineStartError(
+                    f"node {options.node_rank} cannot reach the engine core at {where} after "
+                    f"{options.node_join_timeout:g} s (node_join_timeout): {error}"
+                ) from error
+            time.sleep(RETRY_S)  # nodes may be started in any order
+    keep_alive(sock)
+    host = sock.getsockname()[0]
+    channel = Channel(sock, ToNode)
+    challenge = channel.receive(Deadline(10.0))
+    assert isinstance(challenge, NodeChallenge), f"the core began with {type(challenge).__name__}"
+    channel.send(
+        JoinNode(
+            schema_hash=WORKER_SCHEMA_HASH,
+            version=__version__,
+            node_rank=options.node_rank,
+            options=options,
+            proof=prove(cluster_key(), challenge.nonce),
+        )
+    )
+    return channel, host
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Small messages leave at once, and a host that is silently gone is noticed within about 10 s."""
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 10_000)):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _say(channel: Channel, message: Message) -> None:
+    with contextlib.suppress(ChannelClosedError):  # the thread that listens hears of it
+        channel.send(message)

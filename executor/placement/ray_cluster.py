@@ -1,0 +1,121 @@
+"""The executor of a world whose ranks Ray places: an actor for each, on a placement group of one bundle per rank.
+
+Ray only decides where the ranks live and starts an agent there (node.py), which joins the engine core over TCP like a node
+that was started by hand; steps and results never pass through Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+from typing import Any
+
+import msgspec
+
+from headrace.core.options.engine_options import Options
+from headrace.executor.placement.multinode import MultiNodeExecutor
+from headrace.executor.placement.node import KEY_VARIABLE
+from headrace.ipc.failure import EngineStartError, OptionError
+
+PASSED_ON, PASSED_ON_STARTS = ("PYTHONPATH", "HEADRACE_LOG_LEVEL"), ("NCCL_", "TORCH_NCCL_", "GLOO_")
+"""Environment variables that ranks elsewhere get from the core's, NCCL's settings among them."""
+STRATEGY = "PACK"
+"""Ranks on as few hosts as have room for them."""
+
+
+class RayExecutor(MultiNodeExecutor):
+    """Owns the actors and their placement group; and Ray itself, where none ran."""
+
+    def __init__(self, options: Options) -> None:
+        """Connects to the Ray that RAY_ADDRESS or this host has, else starts one. Raises OptionError without Ray."""
+        try:
+            import ray
+        except ImportError as error:
+            raise OptionError(
+                f"distributed_executor_backend=ray needs the package ray ({error}): pip install 'headrace[ray]'"
+            ) from error
+        self._ray: Any = ray
+        self._owns_ray = not ray.is_initialized()
+        self._key = secrets.token_hex(16)
+        self._actors: list[Any] = []
+        self._group: Any = None
+        if self._owns_ray:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
+        address = ray.util.get_node_ip_address()
+        here = msgspec.structs.replace(options, master_addr=address, master_port=0)
+        size = options.tensor_parallel_size * options.pipeline_parallel_size
+        try:
+            self._open(here, size, range(size), self._key)
+        except OptionError:
+            self._leave_ray()
+            raise
+
+    def stop(self) -> None:
+        super().stop()
+        self._leave_ray()
+
+    def _start_nodes(self) -> None:
+        """Raises EngineStartError, with the numbers, when Ray has no room for them in time."""
+        from ray.util.placement_group import placement_group
+
+        host, port = self.address
+        each = {"GPU": 1.0} if self._wants_gpus() else {"CPU": 1.0}
+        group = self._group = placement_group([each] * self._num_nodes, strategy=STRATEGY)
+        if not group.wait(self._options.node_join_timeout):
+            (kind,) = each
+            there = self._ray.cluster_resources().get(kind, 0)
+            raise EngineStartError(
+                f"Ray did not place {self._num_nodes} ranks of one {kind} each within "
+                f"{self._options.node_join_timeout:g} s (node_join_timeout); the cluster has {there:g} in all"
+            )
+        actor = self._ray.remote(num_cpus=0, max_restarts=0)(RankActor)
+        for number in range(self._num_nodes):
+            options = msgspec.structs.replace(self._options, node_rank=number, master_addr=host, master_port=port)
+            placed = actor.options(
+                **({"num_gpus": 1} if "GPU" in each else {"num_cpus": 1}),
+                scheduling_strategy=self._strategy(group, number),
+                runtime_env={"env_vars": _environment(self._key)},
+            ).remote()
+            placed.run.remote(msgspec.msgpack.encode(options))
+            self._actors.append(placed)
+
+    def _wants_gpus(self) -> bool:
+        """Ray shows a rank the GPU that it was given, and none to the others."""
+        device, there = self._options.device, self._ray.cluster_resources().get("GPU", 0)
+        return device.startswith("cuda") or (device == "auto" and there >= self._num_nodes)
+
+    def _strategy(self, group: Any, number: int) -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=number)
+
+    def _leave_ray(self) -> None:
+        with contextlib.suppress(Exception):  # a Ray that died took everything with it
+            for actor in self._actors:
+                self._ray.kill(actor)
+            if self._group is not None:
+                self._ray.util.remove_placement_group(self._group)
+        self._actors, self._group = [], None
+        if self._owns_ray:
+            self._ray.shutdown()
+
+
+class RankActor:
+    """In a process that Ray started: the agent of one rank."""
+
+    def run(self, options: bytes) -> None:
+        """Until the engine core stops. What goes wrong reaches the core over the agent's own connection."""
+        from headrace.executor.placement.node import run_node
+        from headrace.ipc.failure import HeadraceError
+
+        with contextlib.suppress(HeadraceError):
+            run_node(msgspec.msgpack.decode(options, type=Options))
+
+
+def _environment(key: str) -> dict[str, str]:
+    """What an agent needs of the core's environment."""
+    kept = {name: value for name, value in os.environ.items() if name in PASSED_ON or name.startswith(PASSED_ON_STARTS)}
+    return {**kept, KEY_VARIABLE: key}

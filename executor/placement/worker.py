@@ -1,0 +1,307 @@
+"""The worker program, one per rank: `python -m headrace.executor.placement.worker --parent-fd N`, started by the core.
+
+Told by the parent's StartWorker what to be; then loads its part of the model and runs every step that comes through
+the ring, until it is told to stop or the parent dies. Exit status: 0 after an orderly stop, 1 when it could not
+start, 70 when it failed while it ran.
+
+    main thread     describe > (LoadModel) load > (AllocateCache) allocate > [take from ring > run > answer]*
+    "parent"        reads the socket: orders of the start-up, messages too large for the ring, Stop, end of file
+    "tokenizer"     makes the tokeniser while the main thread reads weights; in the first worker only
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import msgspec
+
+from headrace.executor.cpu.cores_of_rank import take_share
+from headrace.executor.parallel.rank_place import PeerError, Place, World
+from headrace.executor.parallel.rendezvous import Meeting
+from headrace.executor.placement.base import Executor, Reporter
+from headrace.executor.placement.load_turn import turn_to_load
+from headrace.executor.placement.step_codec import StepCodec
+from headrace.executor.placement.worker_messages import (
+    COMMAND,
+    WAIT_FOR_CORE,
+    WAIT_FOR_TURN,
+    WORKER_SCHEMA_HASH,
+    AllocateCache,
+    Allocated,
+    Answered,
+    Described,
+    LargeMessage,
+    Loaded,
+    LoadModel,
+    MakeTokenizer,
+    StartWorker,
+    TokenizerMade,
+    ToWorker,
+)
+from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
+from headrace.ipc.child import die_with_parent, leave, show_stacks_when_asked
+from headrace.ipc.control import PrepareWeights, WorkerCommand
+from headrace.ipc.failure import Failure, HeadraceError, OptionError
+from headrace.ipc.messages import ChildFailed, Message, Progress
+from headrace.ipc.ring import Mailbox, RingInterruptedError, RingReader, RingWriter
+from headrace.ipc.step import StepPlan, StepResult
+from headrace.ipc.wait import Deadline, WaitTimeoutError
+
+logger = logging.getLogger(__name__)
+EXIT_START_FAILED, EXIT_WORKER_FAILED = 1, 70
+DEFAULT_CLASS = "headrace.executor.placement.uniproc:make_rank"
+POLL_S = 20e-6
+"""How often a device that computes is asked whether it is done; nothing but the answer waits for that."""
+COLLECTIVES_GRACE_S = 0.2
+"""By how much a wait for another rank outlasts a step's deadline, so that the core is the first to notice."""
+
+
+class Worker:
+    """One rank. `run` on the main thread; `stop` and `take_message` from the one that reads the socket."""
+
+    def __init__(self, channel: Channel, start: StartWorker) -> None:
+        options = start.options
+        self._channel, self._start, self._options = channel, start, options
+        self._place = Place.of_options(start.rank, options)
+        self._orders: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: stop
+        self._mailbox = Mailbox()
+        self._executor: Executor | None = None
+        self._steps: RingReader | None = None
+        self._results: RingWriter | None = None
+        self._is_stopped = False
+        self._phase_began_s = start.began_s
+        self._startup_s: dict[str, float] = {}
+        self._turns = ""
+        self.phase = "start"
+
+    def report(self, phase: str) -> None:
+        now_s = time.monotonic()
+        took_s = now_s - self._phase_began_s
+        self._startup_s[self.phase] = self._startup_s.get(self.phase, 0.0) + took_s
+        self._channel.send(Progress(phase=phase, seconds=took_s))
+        self.phase, self._phase_began_s = phase, now_s
+
+    def _read(self, read_bytes: int, total_bytes: int) -> None:
+        self._channel.send(Progress(phase=self.phase, seconds=0.0, read_bytes=read_bytes, total_bytes=total_bytes))
+
+    def stop(self, deadline_s: float) -> None:
+        """Leaves after the step that runs; at once while it loads, as there is nothing to finish."""
+        self._is_stopped = True
+        self._orders.put(None)
+        ends = [end for end in (self._steps, self._results) if end is not None]
+        if not ends:
+            os._exit(0)
+        for end in ends:
+            end.interrupt()
+
+    def take_message(self, message: Message) -> None:
+        if isinstance(message, LargeMessage):
+            self._mailbox.put(message.number, message.data)
+        elif isinstance(message, MakeTokenizer):
+            threading.Thread(target=self._make_tokenizer, name="tokenizer", daemon=True).start()
+        else:
+            self._orders.put(message)
+
+    def run(self) -> None:
+        """From loading the class to the last step. Raises what went wrong."""
+        self.report("import")
+        executor = self._executor = load_class(self._options.worker_cls)(self._options, place=self._place)
+        report = Reporter(self.report, self._read)
+        description = executor.describe(report)
+        self._channel.send(Described(description=description, has_own_memory=executor.has_own_memory))
+        self.report(WAIT_FOR_CORE)
+        load = self._orders.get()
+        if load is None:
+            return
+        assert isinstance(load, LoadModel), f"LoadModel is due, and {type(load).__name__} came"
+        self._turns = load.turns
+        self.report("meet the other ranks")
+        self._connect(executor, load)
+        with self._turn(lambda: self.report(WAIT_FOR_TURN)):
+            reading = executor.load(load.plan, report)
+        reading = executor.measure(reading, self.report)
+        self._channel.send(Loaded(reading=reading))
+        self.report(WAIT_FOR_CORE)
+        allocate = self._orders.get()
+        if allocate is None:
+            return
+        assert isinstance(allocate, AllocateCache), f"AllocateCache is due, and {type(allocate).__name__} came"
+        self.report("allocate")
+        executor.allocate(allocate.num_blocks, allocate.max_model_len)
+        start, memory = self._start, self._start.memory
+        if self._place.replies:
+            self._results = RingWriter(memory.results, load.results, self._send_large)
+        self._steps = RingReader(memory.steps, load.steps, start.rank - start.first_rank, self._mailbox)
+        self.report("idle")
+        gc.freeze()  # what was made so far stays: a collection would walk through all of it in mid-stream
+        self._channel.send(Allocated(startup_s=(self._startup_s,)))
+        with contextlib.suppress(RingInterruptedError):
+            self._serve(executor, self._steps)
+        executor.stop()
+
+    def _turn(self, on_wait: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
+        return turn_to_load(self._turns, self._options.max_parallel_loading_workers, on_wait)
+
+    def _connect(self, executor: Executor, load: LoadModel) -> None:
+        """Joins the other ranks, for an executor that talks to them: one that has `join`."""
+        join, start = getattr(executor, "join", None), self._start
+        if self._place.world_size == 1 or join is None:
+            return
+        join(
+            Meeting(
+                world=World.of(load.plan, self._place.tp_size, self._place.pp_size),
+                rank=start.rank,
+                host_ranks=range(start.first_rank, start.first_rank + start.num_ranks),
+                memory_fd=start.memory.collectives,
+                deadline_s=self._options.step_timeout + COLLECTIVES_GRACE_S,
+                address=load.store,
+                host=load.host,
+                listen_fd=start.store_fd if load.store is not None and start.rank == 0 else None,
+            )
+        )
+
+    def _serve(self, executor: Executor, steps: RingReader) -> None:
+        """Raises RingInterruptedError when it is told to stop."""
+        plans, answers, deadline = StepCodec(StepPlan), StepCodec(StepResult), Deadline(None)
+        under_way = 0
+        while not self._is_stopped:
+            message = self._next(executor, steps, under_way)
+            if message is None:
+                result = executor.collect()
+                if self._results is not None:
+                    self._results.put(answers.encode(result), deadline)
+                under_way -= 1
+            elif message[0] == COMMAND:
+                self._carry_out(executor, msgspec.msgpack.decode(message[1], type=WorkerCommand))
+            else:
+                self.phase = "step"
+                executor.submit(plans.decode(message[1]))
+                under_way += 1
+            if not under_way:
+                self.phase = "idle"
+            steps.finished(under_way)
+
+    def _next(self, executor: Executor, steps: RingReader, under_way: int) -> tuple[int, bytearray | bytes] | None:
+        """What to do next: a message, or, when it is None, to collect the oldest step that is under way.
+
+        A device that computes by itself is given the next step meanwhile. One that does not come to the end of a step
+        waits for another rank.
+        """
+        if not under_way:
+            return steps.take(Deadline(None))
+        limit_s = self._options.step_timeout + COLLECTIVES_GRACE_S
+        deadline = Deadline(limit_s)
+        while not executor.has_result():
+            if deadline.passed:
+                rank = self._place.rank
+                raise PeerError(f"rank {rank} cannot go on: its device did not finish a step within {limit_s:g} s")
+            if under_way == executor.max_steps_in_flight:
+                time.sleep(POLL_S)
+                continue
+            with contextlib.suppress(WaitTimeoutError):
+                return steps.take(Deadline(POLL_S))
+        return None
+
+    def _carry_out(self, executor: Executor, command: WorkerCommand) -> None:
+        """One that fails leaves all as it was, says `Executor.control`, so that the worker goes on."""
+        reads = isinstance(command, PrepareWeights)
+        try:
+            with self._turn(lambda: None) if reads else contextlib.nullcontext():
+                (answer,) = executor.control(command)
+            answered = Answered(answer=msgspec.structs.replace(answer, rank=self._place.rank))
+        except HeadraceError as error:
+            failure = Failure.of(error, process="worker", phase=type(command).__name__, rank=self._place.rank)
+            answered = Answered(answer=None, failure=failure)
+        self._channel.send(answered)
+
+    def _make_tokenizer(self) -> None:
+        assert self._executor is not None, "the core asks for the tokenizer once the model is described"
+        try:
+            bundle = self._executor.tokenizer()
+        except BaseException as error:
+            fail(self._channel, error, self._place.rank, "tokenizer")
+        else:
+            self._channel.send(TokenizerMade(bundle=bundle))
+
+    def _send_large(self, number: int, data: bytes) -> None:
+        self._channel.send(LargeMessage(number=number, data=data))
+
+
+def load_class(name: str) -> Any:
+    """The class that `worker_cls` names. Raises OptionError when there is none."""
+    module, colon, cls = (DEFAULT_CLASS if name == "auto" else name).partition(":")
+    if not colon:
+        module, _, cls = name.rpartition(".")  # as vLLM writes it
+    if not module or not cls:
+        raise OptionError(f"worker_cls is {name!r}; it must be auto, or module:Class of an Executor")
+    try:
+        return getattr(importlib.import_module(module), cls)
+    except (ImportError, AttributeError) as error:
+        raise OptionError(f"worker_cls {name!r} cannot be loaded: {error}") from error
+
+
+def fail(channel: Channel, error: BaseException, rank: int, phase: str) -> NoReturn:
+    """Tells the core and exits, from any thread."""
+    with contextlib.suppress(ChannelClosedError):
+        channel.send(ChildFailed(failure=Failure.of(error, process="worker", phase=phase, rank=rank)))
+    leave(EXIT_WORKER_FAILED if phase in ("step", "idle") else EXIT_START_FAILED)
+
+
+def main() -> None:
+    if sys.argv[1:2] != ["--parent-fd"]:
+        sys.exit("headrace.executor.placement.worker is started by an engine core: see tensor_parallel_size")
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the core decides when to end
+    show_stacks_when_asked()
+    channel = Channel.inherited(int(sys.argv[2]), ToWorker)
+    rank, phase = 0, "start"
+    worker: Worker | None = None
+    try:
+        start = channel.receive(Deadline(10.0))
+        assert isinstance(start, StartWorker), f"StartWorker is due, and {type(start).__name__} came"
+        if start.schema_hash != WORKER_SCHEMA_HASH:
+            raise HeadraceError(
+                f"the engine core speaks version {start.schema_hash} of the messages to its workers, and this worker "
+                f"{WORKER_SCHEMA_HASH}: Headrace was changed while it ran; start the engine again"
+            )
+        rank = start.rank
+        _set_up_logging(rank)
+        take_share(rank - start.first_rank, start.num_ranks)
+        os.environ.update(LOCAL_RANK=str(rank - start.first_rank), LOCAL_WORLD_SIZE=str(start.num_ranks))
+        worker = Worker(channel, start)
+        threading.Thread(
+            target=obey_parent,
+            args=(channel, worker.stop, EXIT_WORKER_FAILED, worker.take_message),
+            name="parent",
+            daemon=True,
+        ).start()
+        worker.run()
+    except ChannelClosedError:
+        leave(EXIT_START_FAILED)  # nobody is left to tell
+    except BaseException as error:
+        fail(channel, error, rank, worker.phase if worker is not None else phase)
+    leave(0)
+
+
+def _set_up_logging(rank: int) -> None:
+    logging.basicConfig(
+        level=os.environ.get("HEADRACE_LOG_LEVEL", "WARNING").upper(),
+        format=f"%(levelname)s %(asctime)s worker {rank}: %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    main()

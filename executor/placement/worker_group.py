@@ -1,0 +1,195 @@
+"""The worker programs of one engine, as a group: started at once, asked at once, and failing as one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.core.process.supervisor import Child, Kind, ask_for_stacks
+from headrace.executor.placement.base import Report
+from headrace.executor.placement.replies import Gathering
+from headrace.executor.placement.worker_messages import WAIT_FOR_TURN, FromWorker, LargeMessage, StartWorker
+from headrace.ipc.channel import ChannelClosedError
+from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError
+from headrace.ipc.messages import Message
+from headrace.ipc.wait import Deadline
+
+M = TypeVar("M", bound=Message)
+PROGRAM = ("-m", "headrace.executor.placement.worker", "--parent-fd")
+ECHO = "PeerError"
+"""What a worker raises because another one failed: not the cause."""
+ECHO_GRACE_S = 1.0
+"""How long a worker that failed itself may take to be noticed after one that only heard of it."""
+
+
+class WorkerGroup:
+    """Thread-safe. The first worker to fail decides what the group's failure is; `on_failure` hears of it once."""
+
+    def __init__(
+        self,
+        starts: list[StartWorker],
+        on_failure: Callable[[Failure], None],
+        on_large_message: Callable[[LargeMessage], None],
+        unfinished: Callable[[], list[int]],
+    ) -> None:
+        """Starts all programs; they begin at once. Raises EngineStartError when one cannot be started.
+
+        `unfinished` tells which of them have a part of some step still to do. Workers are numbered from 0 here,
+        whatever the rank of the first. They may take `startup_timeout` until they are all ready.
+        """
+        self._first_rank = starts[0].rank
+        self.size = len(starts)
+        self._startup_timeout_s = starts[0].options.startup_timeout
+        self._start_ends = Deadline(self._startup_timeout_s)
+        self._said = Gathering(self.size, error=self.error, late=self._late, lagging=self._lagging)
+        self._on_failure, self._on_large_message, self._unfinished = on_failure, on_large_message, unfinished
+        self._changed = self._said.changed
+        self._failures: dict[int, Failure] = {}
+        self._is_stopping = False
+        self._is_serving = False
+        self.children: list[Child] = []
+        try:
+            for start in starts:
+                self.children.append(self._start(start))
+        except EngineStartError:
+            self.stop(0.0)
+            raise
+        for child in self.children:
+            child.on_exit(lambda failure, child=child: self._ended(child, failure))  # type: ignore[misc]
+
+    def send(self, message: Message, rank: int | None = None, deadline: Deadline | None = None) -> None:
+        """To one worker or to all. One that is gone is passed over: whoever waits for its answer hears of it."""
+        for child in self.children if rank is None else [self.children[rank]]:
+            try:
+                child.send(message, deadline)
+            except ChannelClosedError:
+                continue
+
+    @property
+    def failure(self) -> Failure | None:
+        """What ended the group, if anything did."""
+        return self._said.failure
+
+    def gather(self, kind: type[M], *, ranks: range | None = None, report: Report | None = None) -> list[M]:
+        """The next message of this kind from each worker, by rank. Raises what ended a worker instead.
+
+        `report` is told the first worker's phases, and which workers lag behind the others. Those that are not there
+        when the time to start is up have failed; later there is no deadline but those of the commands themselves.
+        """
+        deadline = None if self._is_serving else self._start_ends
+        return self._said.gather(kind, of=ranks, report=report, deadline=deadline)
+
+    def serve(self) -> None:
+        """From now on a failure is the end of a running engine, and not of its start."""
+        self._is_serving = True
+
+    def error(self, failure: Failure) -> HeadraceError:
+        """What to raise for the failure."""
+        return (EngineDeadError if self._is_serving else EngineStartError)(failure=failure)
+
+    def fail(self, failure: Failure) -> Failure:
+        """Makes this the group's failure unless it has one; returns the group's."""
+        if self._said.fail(failure) and not self._is_stopping:
+            self._on_failure(failure)
+        assert self.failure is not None, "it has one now"
+        return self.failure
+
+    def hung(self, ranks: list[int], what: str) -> Failure:
+        """The failure of workers that did not do `what`; those of them that only waited for another are left out.
+
+        Asks each for its stacks, which reach its log's last lines.
+        """
+        echoes = self._wait_for_echoes(ranks)
+        waiting = echoes | {rank for rank in ranks if self.children[rank].phase == WAIT_FOR_TURN}
+        culprits = [rank for rank in ranks if rank not in waiting] or ranks
+        ask_for_stacks([self.children[rank] for rank in culprits])
+        first = self.children[culprits[0]]
+        names = ", ".join(f"{self.children[rank].name} (pid {self.children[rank].pid})" for rank in culprits)
+        stopped = [str(self._first_rank + rank) for rank in culprits if self.children[rank].is_stopped]
+        return Failure(
+            message=f"{names} did not {what}",
+            type="Timeout",
+            process="worker",
+            rank=self._first_rank + culprits[0],
+            pid=first.pid,
+            phase="step" if self._is_serving else first.phase,
+            log_tail=first.log_tail,
+            hint=f"worker {' and '.join(stopped)} is stopped by a signal or a debugger" if stopped else "",
+        )
+
+    def stop(self, deadline_s: float) -> None:
+        """Ends all, together; those not gone within `deadline_s` are killed. At once after a failure."""
+        with self._changed:
+            self._is_stopping = True
+        for child in self.children:
+            if self.failure is None and deadline_s > 0:
+                child.ask_to_stop(deadline_s)
+        end_s = time.monotonic() + deadline_s
+        while self.failure is None and time.monotonic() < end_s and any(child.alive for child in self.children):
+            with self._changed:
+                self._changed.wait(0.01)
+        for child in self.children:
+            child.kill()
+
+    def _start(self, start: StartWorker) -> Child:
+        rank, memory, index = start.rank, start.memory, start.rank - self._first_rank
+        store = (start.store_fd,) if start.store_fd >= 0 else ()
+        return Child(
+            f"worker {rank}",
+            list(PROGRAM),
+            start,
+            Kind(
+                receives=FromWorker,
+                on_message=lambda message: self._hear(index, message),
+                pass_fds=(memory.steps, memory.results, memory.collectives, *store),
+                process="worker",
+                rank=rank,
+            ),
+        )
+
+    def _hear(self, rank: int, message: Any) -> None:
+        if isinstance(message, LargeMessage):
+            self._on_large_message(message)
+            return
+        self._said.hear(rank, message)
+
+    def _late(self, ranks: list[int]) -> None:
+        self.fail(self.hung(ranks, f"become ready within {self._startup_timeout_s:g} s (startup_timeout)"))
+
+    def _lagging(self, ranks: list[int]) -> str:
+        return "wait for " + ", ".join(f"{child.name} ({child.phase})" for child in (self.children[r] for r in ranks))
+
+    def _ended(self, child: Child, failure: Failure) -> None:
+        """On the child's watching thread, once it has ended without being asked to."""
+        rank = child.kind.rank - self._first_rank
+        if failure.traceback:  # it told the cause itself; a sentence for the user needs no such evidence
+            how = f"{child.name} of {self.size} (pid {child.pid}) ended with exit status {child.status}"
+            failure = msgspec.structs.replace(failure, hint=failure.hint or how, log_tail=child.log_tail)
+        elif self._is_serving and rank in self._unfinished():  # it does not announce each step
+            failure = msgspec.structs.replace(failure, phase="step")
+        with self._changed:
+            self._failures[rank] = failure
+            self._changed.notify_all()
+        if failure.type != ECHO:
+            self.fail(failure)
+            return
+        timer = threading.Timer(ECHO_GRACE_S, self._trace_echo, args=(failure,))
+        timer.daemon = True
+        timer.start()
+
+    def _trace_echo(self, echo: Failure) -> None:
+        """A worker gave up waiting for another one that did not fail: then that one hangs."""
+        if self.failure is None and not self._is_stopping:
+            left = [rank for rank in self._unfinished() if rank not in self._failures]
+            self.fail(self.hung(left, "do its part of a step, and the others gave up waiting") if left else echo)
+
+    def _wait_for_echoes(self, ranks: list[int]) -> set[int]:
+        """The ranks that gave up waiting for another meanwhile."""
+        with self._changed:
+            if len(ranks) > 1:
+                self._changed.wait_for(lambda: len(self._failures.keys() & set(ranks)) >= len(ranks) - 1, ECHO_GRACE_S)
+            return {rank for rank in ranks if rank in self._failures and self._failures[rank].type == ECHO}

@@ -1,0 +1,144 @@
+"""What the core and a worker say to each other over the inherited socket (see ipc/channel.py). Imports no torch.
+
+    core                                        worker
+      StartWorker(options, rank, memory)   ->     every worker at once
+                                           <-   Progress(phase, seconds) *
+                                           <-   Described(description)
+      MakeTokenizer                        ->     the first worker, which does so while the weights are read
+                                           <-   TokenizerMade(bundle)
+      LoadModel(plan, rings)               ->
+                                           <-   Loaded(reading)
+      AllocateCache(num_blocks, length)    ->
+                                           <-   Allocated
+      Stop(deadline_s)                     ->
+
+From then on steps go through the rings, and the socket carries what is rare or large: a LargeMessage in place of
+one that does not fit a slot, and Answers to commands. A worker that fails says ChildFailed, at any time, and exits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from headrace.core.options.engine_options import Options
+from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
+from headrace.ipc.control import WorkerAnswer, WorkerCommand
+from headrace.ipc.failure import Failure
+from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, Message, Progress, Ready, Stop, TokenizerBundle
+from headrace.ipc.ring import RingLayout
+
+STEP, COMMAND = 0, 1
+"""Kinds of message in the ring to the workers: an encoded StepPlan, an encoded WorkerCommand."""
+WAIT_FOR_CORE, WAIT_FOR_TURN = "wait for the core", "wait for a turn to load"
+"""Phases of a worker in which it does nothing itself."""
+
+
+class SharedMemory(msgspec.Struct, frozen=True, array_like=True):
+    """Descriptors of memfds that the workers inherit; they get their sizes before anybody opens them."""
+
+    steps: int
+    """The ring from the core to all workers."""
+    results: int
+    """The ring from the worker whose results count to the core."""
+    collectives: int
+    """What the workers say to each other."""
+
+
+class StartWorker(Message, frozen=True):
+    schema_hash: str
+    options: Options
+    rank: int
+    memory: SharedMemory
+    first_rank: int
+    """Of those on this host."""
+    num_ranks: int
+    """On this host."""
+    began_s: float
+    """When it was started: time.monotonic, which all processes of a host share."""
+    store_fd: int = -1
+    """A listening socket that rank 0 inherits: where the ranks of several hosts meet."""
+
+
+class LoadModel(Message, frozen=True):
+    plan: Plan
+    steps: RingLayout
+    results: RingLayout
+    turns: str
+    """What the workers' turns to read weights are called; see load_turn.py."""
+    store: tuple[str, int] | None = None
+    """Where the ranks of several hosts meet; those of one share memory."""
+    host: str = ""
+    """This host's address as the others reach it."""
+
+
+class MakeTokenizer(Message, frozen=True):
+    pass
+
+
+class AllocateCache(Message, frozen=True):
+    num_blocks: int
+    max_model_len: int
+
+
+class LargeMessage(Message, frozen=True):
+    """The content of message `number` of the ring that leads the same way."""
+
+    number: int
+    data: bytes
+
+
+class Described(Message, frozen=True):
+    description: ModelDescription
+    has_own_memory: bool = False
+    """See Executor."""
+
+
+class TokenizerMade(Message, frozen=True):
+    bundle: TokenizerBundle | None
+
+
+class Loaded(Message, frozen=True):
+    reading: MemoryReading
+
+
+class Allocated(Message, frozen=True):
+    """The worker is ready; or all workers of a node are."""
+
+    startup_s: tuple[dict[str, float], ...]
+    """Of each, by rank: how long each phase took from its start to here."""
+
+
+class Answered(Message, frozen=True):
+    """To a command: its answer, or why it could not be carried out."""
+
+    answer: WorkerAnswer | None
+    failure: Failure | None = None
+
+
+ToWorker = StartWorker | LoadModel | MakeTokenizer | AllocateCache | LargeMessage | Stop
+FromWorker = Progress | Ready | ChildFailed | Described | TokenizerMade | Loaded | Allocated | LargeMessage | Answered
+
+
+def _schema_hash() -> str:
+    """Of every field of these messages, and of the core's own, so that a worker of another version is refused."""
+    seen: dict[str, str] = {}
+
+    def visit(kind: Any) -> None:
+        if isinstance(kind, msgspec.inspect.StructType) and kind.cls.__name__ not in seen:
+            seen[kind.cls.__name__] = " ".join(field.encode_name for field in kind.fields)
+            for field in kind.fields:
+                visit(field.type)
+        for part in (*getattr(kind, "types", ()), getattr(kind, "item_type", None)):
+            if part is not None:
+                visit(part)
+
+    for union in (ToWorker, FromWorker, WorkerCommand):
+        visit(msgspec.inspect.type_info(union))
+    text = SCHEMA_HASH + "".join(f"\n{name} {fields}" for name, fields in sorted(seen.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+WORKER_SCHEMA_HASH = _schema_hash()

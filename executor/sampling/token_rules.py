@@ -1,0 +1,80 @@
+"""What requests say of single tokens: allowed_token_ids, bad_words and logit_bias, and what min_tokens forbids.
+
+Torch-free. All but the allowed tokens come to numbers that are added to single logits, of which -inf forbids.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace.ipc.messages import Sampling
+
+if TYPE_CHECKING:
+    from headrace.executor.cpu.batch import BatchState
+
+FORBIDDEN = np.float32(-np.inf)
+
+
+@dataclass(frozen=True)
+class TokenRules:
+    """Of one request."""
+
+    allowed: np.ndarray  # [n] int64: all other tokens are forbidden; empty where every token is allowed
+    ids: np.ndarray  # [m] int64: tokens whose logits change at every step
+    added: np.ndarray  # [m] float32: by so much
+    words_after: Mapping[int, Sequence[tuple[int, ...]]]
+    """Bad words of several tokens, by the last token but one."""
+
+    def completing(self, output: np.ndarray) -> list[int]:
+        """The last tokens of the bad words that output [num_output_tokens] ends in but for that token.
+
+        As in vLLM, all of a word but its last token is looked for in the output alone, and not in the prompt.
+        """
+        words = self.words_after.get(int(output[-1]), ()) if len(output) else ()
+        return [word[-1] for word in words if output[1 - len(word) :].tolist() == list(word[:-1])]
+
+
+def rules_of(sampling: Sampling) -> TokenRules | None:
+    """None where the request has no say in single tokens."""
+    if not (sampling.allowed_token_ids or sampling.bad_words or sampling.logit_bias):
+        return None
+    alone = [word[0] for word in sampling.bad_words if len(word) == 1]
+    words_after: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
+    for word in sampling.bad_words:
+        if len(word) > 1:
+            words_after[word[-2]].append(word)
+    return TokenRules(
+        allowed=np.array(sampling.allowed_token_ids, np.int64),
+        ids=np.array([*alone, *sampling.logit_bias], np.int64),
+        added=np.array([*[FORBIDDEN] * len(alone), *sampling.logit_bias.values()], np.float32),
+        words_after=words_after,
+    )
+
+
+def additions(batch: BatchState, rows: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """What is added to single logits of rows [num_rows] at this step: bad words, min_tokens and bias.
+
+    Returns flat indices [n] int64 into logits [num_rows, vocab_size], of which one may occur several times, and the
+    numbers [n] float32. The output tokens of rows with bad words of several tokens must be known.
+    """
+    columns, first, last = batch.sampling, batch.num_prompt_tokens[rows], batch.num_tokens[rows]
+    places, added = [np.zeros(0, np.int64)], [np.zeros(0, np.float32)]
+
+    def forbid(index: int, token_ids: np.ndarray) -> None:
+        places.append(token_ids + index * vocab_size)
+        added.append(np.full(len(token_ids), FORBIDDEN))
+
+    for index in np.flatnonzero(last - first < columns.min_tokens[rows]).tolist():
+        ending = columns.ending_token_ids[rows[index]]
+        forbid(index, ending[ending < vocab_size])
+    for index, row, rules in batch.with_rules(rows):
+        places.append(rules.ids + index * vocab_size)
+        added.append(rules.added)
+        if completing := rules.completing(batch.tokens[row, first[index] : last[index]]):
+            forbid(index, np.array(completing, np.int64))
+    return np.concatenate(places), np.concatenate(added)

@@ -1,0 +1,1 @@
+"""Executors without a model, and an oracle for step plans."""

@@ -1,0 +1,228 @@
+"""An executor without a model: deterministic tokens at no cost, and an oracle over the plans it is given.
+
+For scheduler benchmarks and for tests of processes. Needs no torch. What it imitates comes from `NullModel`,
+whose fields may be given as `hf_overrides`, so that a daemon started as a program can be told too.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from headrace.core.options.engine_options import Options
+from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
+from headrace.executor.placement.base import Executor, Report
+from headrace.executor.sampling.random_numbers import row_keys
+from headrace.executor.testing.plan_check import PlanCheck
+from headrace.ipc.codec import Tensor
+from headrace.ipc.failure import Failure, OptionError
+from headrace.ipc.messages import LogprobRows, TokenizerBundle
+from headrace.ipc.step import NewRow, PromptLogprobRun, RowFailure, StepPlan, StepResult
+
+FIRST_ORDINARY_TOKEN = 3
+"""Tokens below this are never drawn: they stand for unk, bos and eos."""
+
+
+class NullModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The model to imitate, and how it misbehaves."""
+
+    vocab_size: int = 32_000
+    max_model_len: int = 32_768
+    eos_token_id: int = 2
+    memory_bytes: int = 1 << 30
+    """What `load` reports as available."""
+    eos_after_tokens: int = 0
+    """The output token of this number, counted from 1, is the end-of-sequence token; 0 for never."""
+    load_delay_s: float = 0.0
+    step_delay_s: float = 0.0
+    fail_token_id: int = -1
+    """A request with this token in its prompt fails when it would get its first token."""
+    crash_token_id: int = -1
+    """A step that computes a request with this token in its prompt raises RuntimeError."""
+    crash_step: int = -1
+    """The step of this number raises RuntimeError."""
+    check: bool = False
+    """Hold every plan against `PlanCheck`, which raises AssertionError with the details."""
+
+
+class NullExecutor(Executor):
+    """Every token is a function of the request's prompt and of the token's position, and of nothing else."""
+
+    def __init__(self, options: Options, model: NullModel | None = None, bundle: TokenizerBundle | None = None) -> None:
+        """Raises OptionError for hf_overrides that are no fields of NullModel (not read when `model` is given)."""
+        if model is None:
+            try:
+                model = msgspec.convert(options.hf_overrides, NullModel)
+            except msgspec.ValidationError as error:
+                raise OptionError(
+                    f"hf_overrides of the null executor: {error}; known are {', '.join(NullModel.__struct_fields__)}"
+                ) from error
+        self.model = model
+        self._options, self._bundle = options, bundle
+        self._plan: Plan | None = None
+        self._submitted: deque[StepPlan] = deque()
+        self._rows: _Rows | None = None
+        self._check: PlanCheck | None = None
+
+    def describe(self, report: Report) -> ModelDescription:
+        report("read config")
+        return ModelDescription(
+            name=self._options.model or "null",
+            architecture="NullForCausalLM",
+            checkpoint_dtype="float32",
+            max_model_len=self.model.max_model_len,
+            vocab_size=self.model.vocab_size,
+            num_layers=1,
+            hidden_size=64,
+            intermediate_size=256,
+            kv_elements_per_token=128,
+            kv_rows_per_token=2,
+            eos_token_ids=(self.model.eos_token_id,),
+            generation_defaults={},
+        )
+
+    def tokenizer(self) -> TokenizerBundle | None:
+        return None if self._options.skip_tokenizer_init else self._bundle
+
+    def load(self, plan: Plan, report: Report) -> MemoryReading:
+        report("load weights")
+        if self.model.load_delay_s:
+            time.sleep(self.model.load_delay_s)
+        self._plan = plan
+        available_bytes = self.model.memory_bytes
+        return MemoryReading(
+            total_bytes=available_bytes, available_bytes=available_bytes, weights_bytes=0, activation_bytes=0
+        )
+
+    def allocate(self, num_blocks: int, max_model_len: int) -> None:
+        assert self._plan is not None, "load comes before allocate"
+        self._rows = _Rows(self._plan.max_num_seqs, self.model)
+        if self.model.check:
+            self._check = PlanCheck(self._plan, num_blocks, max_model_len)
+
+    def submit(self, plan: StepPlan) -> None:
+        self._submitted.append(plan)
+
+    def collect(self) -> StepResult:
+        assert self._rows is not None, "allocate comes before collect"
+        plan = self._submitted.popleft()
+        if self._check is not None:
+            self._check.apply(plan)
+        began_s = time.monotonic()
+        if self.model.step_delay_s:
+            time.sleep(self.model.step_delay_s)
+        result = self._rows.step(plan, began_s)
+        if self._check is not None:
+            self._check.append_sampled(result.rows, result.token_ids)
+            # Failed rows get some token too: a plan made before the failure was known may still compute them.
+            failed = np.array([failure.row for failure in result.failures], np.int32)
+            self._check.append_sampled(failed, np.zeros(len(failed), np.int32))
+        return result
+
+    def stop(self) -> None:
+        self._submitted.clear()
+
+
+class _Rows:
+    """What the null executor keeps of each row."""
+
+    def __init__(self, num_rows: int, model: NullModel) -> None:
+        self._model = model
+        self._key = np.zeros(num_rows, np.uint64)  # a hash of the prompt
+        self._num_tokens = np.zeros(num_rows, np.int32)
+        self._num_prompt_tokens = np.zeros(num_rows, np.int32)
+        self._fails = np.zeros(num_rows, bool)
+        self._crashes = np.zeros(num_rows, bool)
+        self._num_logprobs = np.full(num_rows, -2, np.int32)  # -2: none asked for
+        self._prompts: dict[int, np.ndarray] = {}  # of the rows that want prompt_logprobs
+        self._num_prompt_logprobs: dict[int, int] = {}
+
+    def step(self, plan: StepPlan, began_s: float) -> StepResult:
+        self._apply(plan)
+        if plan.step == self._model.crash_step or self._crashes[plan.rows].any():
+            raise RuntimeError(f"the null executor was told to crash in step {plan.step}")
+        rows = plan.rows if plan.repeats else plan.rows[plan.sampled]
+        token_ids = self._draw(rows)
+        self._num_tokens[rows] += 1
+        failing = self._fails[rows]
+        failures: tuple[RowFailure, ...] = ()
+        if failing.any():
+            failures = tuple(_failure(int(row)) for row in rows[failing])
+            rows, token_ids = rows[~failing], token_ids[~failing]
+        indices = np.flatnonzero(self._num_logprobs[rows] != -2).astype(np.int32)
+        return StepResult(
+            step=plan.step,
+            rows=rows,
+            token_ids=token_ids,
+            logprob_indices=indices if indices.size else None,
+            logprobs=self._logprobs(token_ids[indices], self._num_logprobs[rows[indices]]) if indices.size else None,
+            prompt_logprobs=self._prompt_logprobs(plan) if self._prompts else (),
+            failures=failures,
+            began_s=began_s,
+            ended_s=time.monotonic(),
+        )
+
+    def _apply(self, plan: StepPlan) -> None:
+        for row in plan.released_rows.tolist() if self._prompts else ():
+            self._prompts.pop(row, None)
+        if plan.released_rows.size:
+            self._fails[plan.released_rows] = False
+            self._crashes[plan.released_rows] = False
+        for new in plan.new_rows:
+            self._enter(new)
+
+    def _enter(self, new: NewRow) -> None:
+        row, prompt = new.row, np.asarray(new.token_ids[: new.num_prompt_tokens], np.int32)
+        self._key[row] = zlib.crc32(prompt.tobytes())
+        self._num_tokens[row] = len(new.token_ids)
+        self._num_prompt_tokens[row] = new.num_prompt_tokens
+        self._fails[row] = self._model.fail_token_id >= 0 and self._model.fail_token_id in prompt
+        self._crashes[row] = self._model.crash_token_id >= 0 and self._model.crash_token_id in prompt
+        self._num_logprobs[row] = -2 if new.sampling.logprobs is None else new.sampling.logprobs
+        if new.sampling.prompt_logprobs is not None:
+            self._prompts[row] = prompt
+            self._num_prompt_logprobs[row] = new.sampling.prompt_logprobs
+
+    def _draw(self, rows: np.ndarray) -> np.ndarray:
+        """[num_rows] int32 tokens, none of them special but where the model says so."""
+        positions = self._num_tokens[rows]
+        ordinary = np.uint64(self._model.vocab_size - FIRST_ORDINARY_TOKEN)
+        tokens = (row_keys(self._key[rows], positions) % ordinary).astype(np.int32) + np.int32(FIRST_ORDINARY_TOKEN)
+        if self._model.eos_after_tokens:
+            last = positions - self._num_prompt_tokens[rows] == self._model.eos_after_tokens - 1
+            tokens[last] = self._model.eos_token_id
+        return tokens
+
+    def _logprobs(self, token_ids: np.ndarray, counts: np.ndarray) -> LogprobRows:
+        """The token itself is the likeliest, at -1; the k-th of the rest is the token k above it, at -1 - k."""
+        vocab_size = self._model.vocab_size
+        counts = np.where(counts < 0, vocab_size, np.minimum(counts, vocab_size))
+        places = np.arange(int(counts.max(initial=0)))
+        ids = (token_ids[:, None].astype(np.int64) + places) % vocab_size
+        ids = np.concatenate((token_ids[:, None], np.where(places < counts[:, None], ids, -1)), 1)
+        logprobs = np.concatenate(([-1.0], -1.0 - places)) + np.zeros((len(ids), 1))
+        return LogprobRows(
+            token_ids=Tensor.from_numpy(ids.astype(np.int32)),
+            logprobs=Tensor.from_numpy(logprobs.astype(np.float32)),
+            ranks=Tensor.from_numpy(np.ones(len(ids), np.int32)),
+        )
+
+    def _prompt_logprobs(self, plan: StepPlan) -> tuple[PromptLogprobRun, ...]:
+        runs = []
+        for row, begin, count in zip(
+            plan.rows.tolist(), plan.num_computed_tokens.tolist(), plan.num_tokens.tolist(), strict=True
+        ):
+            tokens: np.ndarray | Sequence[int] = self._prompts.get(row, ())[begin + 1 : begin + count + 1]
+            if len(tokens):
+                logprobs = self._logprobs(np.asarray(tokens), np.full(len(tokens), self._num_prompt_logprobs[row]))
+                runs.append(PromptLogprobRun(row=row, start=begin + 1, rows=logprobs))
+        return tuple(runs)
+
+
+def _failure(row: int) -> RowFailure:
+    return RowFailure(row=row, failure=Failure(message="the null executor was told to fail this request", phase="step"))

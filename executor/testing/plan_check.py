@@ -1,0 +1,146 @@
+"""An oracle for step plans: keeps its own naive account of every row and block, and asserts on each plan.
+
+Besides counts it follows content. Each cache slot remembers the chain hash of the tokens up to the one whose keys
+and values it holds, so a block that was reused too early, shared wrongly or never computed is found when a row
+reads it, whatever the block manager believes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headrace.core.options.plan import Plan
+from headrace.executor.sampling.random_numbers import mix
+from headrace.ipc.step import NewRow, StepPlan
+
+NEVER_WRITTEN = 0
+
+
+@dataclass
+class _Row:
+    tokens: list[int]
+    num_computed: int
+    blocks: list[int]
+    chain: list[int] = field(default_factory=list)  # chain[i]: hash of tokens[: i + 1]
+
+    def extend_chain(self) -> None:
+        for token in self.tokens[len(self.chain) :]:
+            parent = self.chain[-1] if self.chain else 1
+            self.chain.append(int(mix(np.array([(parent * 31 + token + 1) % (1 << 64)], np.uint64))[0]))
+
+
+class PlanCheck:
+    """Checks plans one after another. Every complaint is an AssertionError that names the step, row and values."""
+
+    def __init__(self, plan: Plan, num_blocks: int, max_model_len: int) -> None:
+        self._plan, self._num_blocks, self._max_model_len = plan, num_blocks, max_model_len
+        self._rows: dict[int, _Row] = {}
+        self._content = np.full(num_blocks * plan.block_size, NEVER_WRITTEN, np.uint64)
+        self._before: StepPlan | None = None
+
+    def apply(self, plan: StepPlan) -> None:
+        """Raises AssertionError when the plan contradicts itself, the plans before it, or the limits."""
+        for row in plan.released_rows.tolist():
+            assert row in self._rows, f"step {plan.step} releases row {row}, which is free"
+            del self._rows[row]
+        for new in plan.new_rows:
+            self._enter(plan.step, new)
+        for row, block in zip(plan.block_rows.tolist(), plan.block_ids.tolist(), strict=True):
+            assert row in self._rows, f"step {plan.step} appends block {block} to row {row}, which is free"
+            self._rows[row].blocks.append(block)
+        self._check_tables(plan)
+        self._check_work(plan)
+        self._check_repeats(plan)
+        self._before = plan
+        self._compute(plan)
+
+    def append_sampled(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
+        """The tokens that the step just applied has sampled."""
+        for row, token in zip(rows.tolist(), token_ids.tolist(), strict=True):
+            self._rows[row].tokens.append(token)
+
+    def _enter(self, step: int, new: NewRow) -> None:
+        where = f"step {step}, new row {new.row}"
+        num_tokens = len(new.token_ids)
+        assert 0 <= new.row < self._plan.max_num_seqs, f"{where}: not below max_num_seqs {self._plan.max_num_seqs}"
+        assert new.row not in self._rows, f"{where}: is occupied"
+        assert 1 <= new.num_prompt_tokens <= num_tokens, f"{where}: prompt of {new.num_prompt_tokens} of {num_tokens}"
+        assert 0 <= new.num_computed_tokens < num_tokens, f"{where}: {new.num_computed_tokens} of {num_tokens} computed"
+        tokens = [int(token) for token in new.token_ids]
+        assert min(tokens) >= 0, f"{where}: token {min(tokens)}"
+        assert max(tokens) < self._plan.model.vocab_size, f"{where}: token {max(tokens)} is outside the vocabulary"
+        self._rows[new.row] = _Row(tokens, new.num_computed_tokens, [int(block) for block in new.block_ids])
+
+    def _check_tables(self, plan: StepPlan) -> None:
+        for number, row in self._rows.items():
+            where = f"step {plan.step}, row {number}"
+            assert len(set(row.blocks)) == len(row.blocks), f"{where}: a block occurs twice in {row.blocks}"
+            assert all(0 < block < self._num_blocks for block in row.blocks), f"{where}: no such block in {row.blocks}"
+
+    def _check_work(self, plan: StepPlan) -> None:
+        rows = plan.rows.tolist()
+        lengths = {len(plan.rows), len(plan.num_tokens), len(plan.num_computed_tokens), len(plan.sampled)}
+        assert len(lengths) == 1, f"step {plan.step}: columns of different lengths {sorted(lengths)}"
+        assert len(set(rows)) == len(rows), f"step {plan.step}: a row occurs twice in {rows}"
+        limit = self._plan.max_num_batched_tokens
+        assert plan.total_tokens <= limit, f"step {plan.step}: {plan.total_tokens} tokens, over the budget of {limit}"
+        for number, count, computed, sampled in zip(
+            rows, plan.num_tokens.tolist(), plan.num_computed_tokens.tolist(), plan.sampled.tolist(), strict=True
+        ):
+            where = f"step {plan.step}, row {number}"
+            assert number in self._rows, f"{where}: is free"
+            row = self._rows[number]
+            known, end = len(row.tokens), computed + count
+            assert count >= 1, f"{where}: computes {count} tokens"
+            assert computed == row.num_computed, f"{where}: says {computed} computed, it is {row.num_computed}"
+            assert end <= known, f"{where}: computes up to {end}, but only {known} tokens are known"
+            assert sampled == (end == known), f"{where}: sampled is {sampled} at {end} of {known} tokens"
+            assert end <= self._max_model_len, f"{where}: computes up to {end} of {self._max_model_len} tokens"
+            held = len(row.blocks) * self._plan.block_size
+            assert end <= held, f"{where}: computes up to {end}, its {len(row.blocks)} blocks hold {held}"
+
+    def _check_repeats(self, plan: StepPlan) -> None:
+        if not plan.repeats:
+            return
+        where, before = f"step {plan.step} repeats the one before, and", self._before
+        assert before is not None, f"{where} there was none"
+        changes = (len(plan.released_rows), len(plan.new_rows))
+        assert changes == (0, 0), f"{where} (released, new) are {changes} rows"
+        assert plan.rows.tolist() == before.rows.tolist(), f"{where} its rows differ"
+        assert before.num_tokens.tolist() == [1] * len(before.rows), f"{where} that one was no decode"
+        assert before.sampled.all(), f"{where} that one sampled less"
+        begin_a_block = plan.rows[plan.num_computed_tokens % self._plan.block_size == 0].tolist()
+        gaining = plan.block_rows.tolist()
+        assert gaining == begin_a_block, f"{where} rows {begin_a_block} begin a block, and {gaining} get one"
+
+    def _compute(self, plan: StepPlan) -> None:
+        """Writes all rows, then reads them, as the layers of a model do."""
+        writers: dict[int, int] = {}
+        work = list(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))
+        for number, count in work:
+            row = self._rows[number]
+            row.extend_chain()
+            positions = np.arange(row.num_computed, row.num_computed + count)
+            for block in {row.blocks[position // self._plan.block_size] for position in positions.tolist()}:
+                other = writers.setdefault(block, number)
+                assert other == number, f"step {plan.step}: rows {other} and {number} both write block {block}"
+            self._content[self._slots(row, positions)] = np.array(row.chain, np.uint64)[positions]
+            row.num_computed += count
+        for number, _ in work:
+            row = self._rows[number]
+            found = self._content[self._slots(row, np.arange(row.num_computed))]
+            wrong = np.flatnonzero(found != np.array(row.chain[: row.num_computed], np.uint64))
+            if wrong.size:
+                position = int(wrong[0])
+                block = row.blocks[position // self._plan.block_size]
+                state = "was never written" if found[position] == NEVER_WRITTEN else "holds another sequence"
+                raise AssertionError(
+                    f"step {plan.step}, row {number}: block {block} {state} at position {position} of the "
+                    f"{row.num_computed} tokens it reads"
+                )
+
+    def _slots(self, row: _Row, positions: np.ndarray) -> np.ndarray:
+        blocks = np.array(row.blocks, np.int64)
+        return blocks[positions // self._plan.block_size] * self._plan.block_size + positions % self._plan.block_size

@@ -1,0 +1,1 @@
+"""The Python API under vLLM's names: `LLM`, `AsyncLLM`, `SamplingParams`, outputs."""

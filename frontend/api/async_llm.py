@@ -1,0 +1,237 @@
+"""`AsyncLLM`: the asynchronous face. The client runs in the caller's own loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import os
+import weakref
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from headrace.frontend.api.batch import params_for
+from headrace.frontend.api.chat_prompts import chat_options, chat_prompt, refuse_adapter
+from headrace.frontend.api.outputs import RequestOutput
+from headrace.frontend.api.prompts import Prompt, parse_single_prompt, tokenize
+from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.frontend.api.unsupported import NamesWhatIsMissing
+from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient
+from headrace.frontend.client.control import AsyncControls
+from headrace.frontend.client.own_engine import CAUSE_GRACE_S, STOP_DEADLINE_S, start_own_engine
+from headrace.frontend.client.transport import Transport, ZmqTransport
+from headrace.ipc.failure import HeadraceError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from headrace.core.process.supervisor import Child
+    from headrace.frontend.api.llm_engine import EngineArgs
+    from headrace.frontend.text.chat_template import Message
+    from headrace.frontend.text.tokenizer import Tokenizer
+    from headrace.ipc.messages import Welcome
+
+_TOKENIZE_INLINE_CHARACTERS = 16384
+"""Longer texts are tokenised in a thread, so that other requests' streams do not wait for it."""
+
+
+class AsyncLLM(AsyncControls, NamesWhatIsMissing):
+    """A language model for one asyncio loop.
+
+        async with AsyncLLM() as llm:
+            async for output in llm.generate("Hello"):
+                print(output.outputs[0].text)
+
+    Every method raises EngineDeadError, with the cause, when the engine has died.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        """Starts an engine-core of its own, and does not wait for it: the first call does.
+
+        Raises OptionError for a bad or unknown option. The first call raises EngineStartError with what went wrong.
+        """
+        self._prepare(start_own_engine(model, options))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Starts an engine-core, and does not wait for it: the first call does."""
+        return cls(**vars(engine_args))
+
+    @classmethod
+    async def connect(cls, address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> AsyncLLM:
+        """Attaches to the engine-core that listens at `address`. Closing detaches, and leaves the engine running."""
+        return await cls.attach(ZmqTransport(address), timeout_s)
+
+    @classmethod
+    async def attach(cls, transport: Transport, timeout_s: float = CONNECT_TIMEOUT_S) -> AsyncLLM:
+        """The same over any transport, such as a MemoryTransport to a core in this process."""
+        self = cls.__new__(cls)
+        self._prepare(None)
+        self._loop = asyncio.get_running_loop()
+        client = CoreClient(transport)
+        await client.start(timeout_s)
+        self._client = client
+        return self
+
+    def _prepare(self, child: Child | None) -> None:
+        self._child = child
+        self._client: CoreClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting: asyncio.Task[CoreClient] | None = None
+        self._closed = False
+        self._process_id = os.getpid()
+        self._request_ids = itertools.count()
+        self._stop_child = weakref.finalize(self, _stop_child, self._process_id, child)
+
+    async def start(self) -> None:
+        """Waits until the engine is ready. Every other call does so by itself."""
+        await self._ready()
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Completes one prompt: its outputs as they come, cumulative unless `sampling_params.output_kind` says else.
+
+        Ending the iteration early, or cancelling its task, aborts the request. A slow reader gets fewer, larger
+        steps. Raises InvalidRequestError (a `request_id` that is running counts too), QueueFullError,
+        RequestFailedError.
+        """
+        refuse_adapter(lora_request)
+        client = await self._ready()
+        parsed = parse_single_prompt(prompt)
+        await _tokenize(parsed, client)
+        defaults = SamplingParams(**client.welcome.generation_defaults)
+        chosen = sampling_params or defaults
+        kind = chosen.output_kind if isinstance(chosen, SamplingParams) else defaults.output_kind
+        (params,) = params_for(sampling_params, defaults, 1, kind)
+        name = str(next(self._request_ids)) if request_id is None else request_id
+        stream = client.submit(name, parsed, params, priority)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            client.abort_stream(stream)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: None = None,
+        priority: int = 0,
+        **template_options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answers one conversation. `template_options` are those of `LLM.chat`; all else is as in `generate`."""
+        refuse_adapter(lora_request)
+        options = chat_options(template_options)
+        render = functools.partial(chat_prompt, await self.get_tokenizer(), messages, options)
+        is_long = sum(len(str(message)) for message in messages) > _TOKENIZE_INLINE_CHARACTERS
+        prompt = await asyncio.to_thread(render) if is_long else render()
+        given = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
+        outputs = self.generate(given, sampling_params, request_id, priority=priority)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends requests with finish_reason `abort`; ids that are not running are ignored."""
+        (await self._ready()).abort(request_id)
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """Raises InvalidRequestError when the engine runs without one."""
+        client = await self._ready()
+        if client.tokenizer is None:
+            raise InvalidRequestError("this engine runs without a tokenizer (its option skip_tokenizer_init)")
+        return client.tokenizer
+
+    async def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses when none are given: ours, with what the model's generation config sets."""
+        return SamplingParams(**(await self._ready()).welcome.generation_defaults)
+
+    async def engine(self) -> Welcome:
+        """What the engine said of itself: model, limits, start-up times."""
+        return (await self._ready()).welcome
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError when the engine has died or is shutting down."""
+        (await self._ready()).check_alive()
+
+    async def close(self) -> None:
+        """Aborts what runs, and stops the engine if it is this object's own. May be called again."""
+        self._closed = True
+        if self._starting is not None and not self._starting.done():
+            self._starting.cancel()
+        if self._client is not None:
+            await self._client.close()
+        await asyncio.to_thread(self._stop_child)
+
+    def shutdown(self) -> None:
+        """The same without asyncio, as vLLM's: requests that run fail, and it waits until the engine has ended."""
+        self._closed = True
+        if self._starting is not None:
+            self._starting.cancel()
+        self._stop_child()
+        if self._client is not None and self._loop is not None and not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self._client.close(), self._loop)
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _ready(self) -> CoreClient:
+        """The client, in the loop it belongs to."""
+        if self._closed:
+            raise HeadraceError("this AsyncLLM is closed")
+        if os.getpid() != self._process_id:
+            raise HeadraceError(
+                f"this AsyncLLM belongs to process {self._process_id}, and this one was forked from it: create one "
+                "here, or attach to a running engine with AsyncLLM.connect(address)"
+            )
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        if loop is not self._loop:
+            raise HeadraceError(
+                "this AsyncLLM is in use in another asyncio loop: create one in each, or run everything in one loop"
+            )
+        if self._client is not None:
+            return self._client
+        if self._starting is None:
+            self._starting = loop.create_task(self._start())
+        # Shielded: a caller that gives up must not end the start that others wait for.
+        try:
+            return await asyncio.shield(self._starting)
+        except asyncio.CancelledError:
+            if self._closed:
+                raise HeadraceError("this AsyncLLM was closed while it started") from None
+            raise
+
+    async def _start(self) -> CoreClient:
+        assert self._child is not None
+        ready = await asyncio.to_thread(self._child.wait_ready)
+        client = CoreClient(ZmqTransport(ready.address), cause_grace_s=CAUSE_GRACE_S)
+        await client.start()
+        self._child.on_exit(client.fail_threadsafe)
+        self._client = client
+        return client
+
+
+async def _tokenize(prompt: Prompt, client: CoreClient) -> None:
+    if prompt.token_ids is None and len(prompt.text or "") > _TOKENIZE_INLINE_CHARACTERS:
+        await asyncio.to_thread(tokenize, [prompt], client.tokenizer)
+    else:
+        tokenize([prompt], client.tokenizer)
+
+
+def _stop_child(process_id: int, child: Child | None) -> None:
+    if child is not None and os.getpid() == process_id:  # not a fork's copy
+        child.stop(STOP_DEADLINE_S)

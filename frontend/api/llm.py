@@ -1,0 +1,263 @@
+"""`LLM`: the synchronous face. A client in a background thread, and an engine-core child unless it is attached."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headrace.frontend.api.batch import OnDone, check_batch, params_for, priorities_for, run_batch
+from headrace.frontend.api.chat_prompts import chat_options, chat_prompt, refuse_adapter
+from headrace.frontend.api.outputs import RequestOutput
+from headrace.frontend.api.prompts import Prompt, parse_prompts, parse_single_prompt, tokenize
+from headrace.frontend.api.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.api.sync_stream import Put, SyncStream, start_pump
+from headrace.frontend.api.unsupported import NamesWhatIsMissing
+from headrace.frontend.client.background import BackgroundLoop
+from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient
+from headrace.frontend.client.control import Controls
+from headrace.frontend.client.own_engine import (
+    CAUSE_GRACE_S,
+    STOP_DEADLINE_S,
+    run_in_process,
+    start_own_engine,
+)
+from headrace.frontend.client.transport import Transport, ZmqTransport
+from headrace.ipc.failure import HeadraceError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from headrace.core.engine.engine import EngineThread
+    from headrace.core.process.supervisor import Child
+    from headrace.frontend.text.chat_template import Message
+    from headrace.frontend.text.tokenizer import Tokenizer
+    from headrace.ipc.messages import Welcome
+
+
+class LLM(Controls, NamesWhatIsMissing):
+    """A language model to call. Thread-safe; a context manager; closes itself when it is forgotten or Python exits.
+
+        with LLM("HuggingFaceTB/SmolLM2-135M-Instruct") as llm:
+            print(llm.generate("Hello")[0].outputs[0].text)
+
+    Every method raises EngineDeadError, with the cause, when the engine has died.
+    """
+
+    def __init__(self, model: str | None = None, *, in_process: bool = False, **options: Any) -> None:
+        """Starts an engine-core of its own. `options` are those of `engine-core --help`, with underscores.
+
+        With `in_process` it is a thread of this process instead of a child: easier to debug, but then torch is
+        loaded here and the engine's crash is this process's too.
+
+        Raises OptionError for a bad or unknown option, and EngineStartError (in process: the error itself) with
+        what went wrong in the engine.
+        """
+        if in_process:
+            thread, transport = run_in_process(model, options)
+            self._open(transport, CONNECT_TIMEOUT_S, thread)
+            return
+        child = start_own_engine(model, options)
+        try:
+            ready = child.wait_ready()
+            self._open(ZmqTransport(ready.address), CONNECT_TIMEOUT_S, child)
+        except BaseException:
+            child.kill()
+            raise
+
+    @classmethod
+    def connect(cls, address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> LLM:
+        """Attaches to the engine-core that listens at `address`. Closing detaches, and leaves the engine running.
+
+        Raises EngineDeadError when none listens there, and AddressError for what is no address.
+        """
+        return cls.attach(ZmqTransport(address), timeout_s)
+
+    @classmethod
+    def attach(cls, transport: Transport, timeout_s: float = CONNECT_TIMEOUT_S) -> LLM:
+        """The same over any transport, such as a MemoryTransport to a core in this process."""
+        self = cls.__new__(cls)
+        self._open(transport, timeout_s, None)
+        return self
+
+    def _open(self, transport: Transport, timeout_s: float, child: Child | EngineThread | None) -> None:
+        self._background = BackgroundLoop("headrace-llm")
+        self._client = CoreClient(transport, cause_grace_s=CAUSE_GRACE_S if child is not None else 0.0)
+        self._process_id = os.getpid()
+        self._request_ids = itertools.count()
+        # Runs once: at close, when this object is collected, or when the interpreter exits.
+        self._close = weakref.finalize(self, _shut_down, self._process_id, self._background, self._client, child)
+        try:
+            self._background.run(self._client.start(timeout_s))
+        except BaseException:
+            self._close()
+            raise
+        if child is not None:
+            child.on_exit(self._client.fail_threadsafe)
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts, and gives their final outputs in order.
+
+        A prompt is a text, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": [...]}`, either with a
+        `cache_salt`; `prompts` is one or a list of them. Without `sampling_params` the model's own defaults count.
+
+        Raises InvalidRequestError, before anything runs unless its options turn out to leave no token to choose;
+        RequestFailedError, QueueFullError.
+        """
+        self._check_usable()
+        refuse_adapter(lora_request)
+        parsed = parse_prompts(prompts)
+        tokenize(parsed, self._client.tokenizer)
+        return self._run(parsed, sampling_params, priority, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        lora_request: None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or each of a list of them.
+
+        `template_options`: add_generation_prompt (True unless continue_final_message), continue_final_message,
+        chat_template (its text, or a name of the model's), tools, documents, and chat_template_kwargs, a dict of
+        what else the template should see. Raises as `generate` does.
+        """
+        self._check_usable()
+        refuse_adapter(lora_request)
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise InvalidRequestError(f"messages must be a list of dicts, not {type(messages).__name__}")
+        one = not messages or isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if one else messages
+        options = chat_options(template_options)
+        prompts = [chat_prompt(self.get_tokenizer(), conversation, options) for conversation in conversations]
+        return self._run(prompts, sampling_params, None, use_tqdm)
+
+    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None, *, priority: int = 0) -> SyncStream:
+        """Completes one prompt piece by piece: an iterator of RequestOutputs that each hold only what is new.
+
+        Closing it (or leaving its `with` block, or forgetting it) aborts the request. Raises as `generate` does.
+        """
+        parsed, params = self._prepare(prompt, sampling_params, RequestOutputKind.DELTA)
+        return SyncStream(self._background, self._client, (self._new_request_id(), parsed, params, priority))
+
+    def start_request(
+        self, request_id: str, prompt: Any, sampling_params: SamplingParams | None, priority: int, put: Put
+    ) -> Callable[[], None]:
+        """Submits one prompt; `put` hears of it from the client's thread (see sync_stream.py). Gives what aborts it.
+
+        Outputs are cumulative unless `sampling_params.output_kind` says else. Raises as `generate` does.
+        """
+        kind = sampling_params.output_kind if sampling_params is not None else RequestOutputKind.CUMULATIVE
+        parsed, params = self._prepare(prompt, sampling_params, kind)
+        task = self._background.run(start_pump(self._client, (request_id, parsed, params, priority), put))
+        return functools.partial(self._background.call_soon, task.cancel)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Raises InvalidRequestError when the engine runs without one."""
+        if self._client.tokenizer is None:
+            raise InvalidRequestError("this engine runs without a tokenizer (its option skip_tokenizer_init)")
+        return self._client.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses when none are given: ours, with what the model's generation config sets."""
+        return SamplingParams(**self._client.welcome.generation_defaults)
+
+    @property
+    def engine(self) -> Welcome:
+        """What the engine said of itself: model, limits, start-up times."""
+        return self._client.welcome
+
+    def close(self) -> None:
+        """Aborts what runs, and stops the engine if it is this object's own. May be called again."""
+        if os.getpid() == self._process_id:
+            self._close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, prompts: list[Prompt], sampling_params: Any, priority: Any, use_tqdm: bool) -> list[RequestOutput]:
+        defaults = self.get_default_sampling_params()
+        params = params_for(sampling_params, defaults, len(prompts), RequestOutputKind.FINAL_ONLY)
+        priorities = priorities_for(priority, len(prompts))
+        check_batch(prompts, params, self._client)
+        ids = [self._new_request_id() for _ in prompts]
+        requests = list(zip(ids, prompts, params, priorities, strict=True))
+        with _progress_bar(len(requests), use_tqdm) as on_done:
+            return self._background.run(run_batch(self._client, requests, on_done))
+
+    def _prepare(
+        self, prompt: Any, sampling_params: SamplingParams | None, kind: RequestOutputKind
+    ) -> tuple[Prompt, SamplingParams]:
+        """One prompt, tokenised and checked, and its own parameters."""
+        self._check_usable()
+        parsed = parse_single_prompt(prompt)
+        tokenize([parsed], self._client.tokenizer)
+        (params,) = params_for(sampling_params, self.get_default_sampling_params(), 1, kind)
+        check_batch([parsed], [params], self._client)
+        return parsed, params
+
+    def _new_request_id(self) -> str:
+        return str(next(self._request_ids))
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._process_id:
+            raise HeadraceError(
+                f"this LLM belongs to process {self._process_id}, and this one was forked from it: create one here, "
+                "or attach to a running engine with headrace.connect(address)"
+            )
+        if not self._close.alive:
+            raise HeadraceError("this LLM is closed")
+
+
+def connect(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> LLM:
+    """Attaches to the engine-core that listens at `address`; see LLM.connect."""
+    return LLM.connect(address, timeout_s)
+
+
+def _shut_down(
+    process_id: int, background: BackgroundLoop, client: CoreClient, child: Child | EngineThread | None
+) -> None:
+    if os.getpid() != process_id:
+        return  # a fork's copy: the threads are not here, and the engine is not ours
+    with contextlib.suppress(Exception):
+        background.run(client.close())
+    background.stop()
+    if child is not None:
+        child.stop(STOP_DEADLINE_S)
+
+
+@contextlib.contextmanager
+def _progress_bar(total: int, shown: bool) -> Any:
+    """Gives the callback for each request that ends; None when nothing is shown."""
+    if not shown or total == 0:
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc="Processed prompts", unit="prompt", dynamic_ncols=True) as bar:
+        num_tokens = 0
+
+        def on_done(stream: Any) -> None:
+            nonlocal num_tokens
+            num_tokens += stream.metrics.num_generation_tokens
+            elapsed_s = bar.format_dict["elapsed"] or 1e-9
+            bar.set_postfix_str(f"{num_tokens / elapsed_s:.1f} output tok/s", refresh=False)
+            bar.update()
+
+        callback: OnDone = on_done
+        yield callback

@@ -1,0 +1,156 @@
+"""`EngineArgs`, `LLMEngine` and `AsyncLLMEngine`: for scripts that drive the engine by hand, as vLLM's names have it.
+
+engine = LLMEngine.from_engine_args(EngineArgs(model="HuggingFaceTB/SmolLM2-135M-Instruct"))
+engine.add_request("0", "Hello", SamplingParams(max_tokens=8))
+while engine.has_unfinished_requests():
+    for output in engine.step():
+        ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from headrace.core.options.parsing import add_options, options_from_arguments, parse_options
+from headrace.frontend.api.async_llm import AsyncLLM
+from headrace.frontend.api.llm import LLM
+from headrace.frontend.api.outputs import RequestOutput
+from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.ipc.failure import InvalidRequestError
+
+if TYPE_CHECKING:
+    from headrace.frontend.text.tokenizer import Tokenizer
+
+P = TypeVar("P", bound=argparse.ArgumentParser)
+
+
+class EngineArgs:
+    """An engine's options as an object: its attributes are those that were given, the others read as their defaults.
+
+    `LLM(**vars(args))` and `LLMEngine.from_engine_args(args)` start an engine with them. Raises OptionError.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        parse_options(**options)
+        vars(self).update(options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(parse_options(**vars(self)), name)
+
+    @staticmethod
+    def add_cli_args(parser: P) -> P:
+        """Adds every option to the parser, and `--config FILE`."""
+        add_options(parser)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        """From what such a parser found; it may have found more."""
+        options, defaults = options_from_arguments(args), parse_options()
+        names = options.__struct_fields__
+        return cls(**{n: getattr(options, n) for n in names if getattr(options, n) != getattr(defaults, n)})
+
+
+AsyncEngineArgs = EngineArgs
+
+
+@dataclass(eq=False)
+class _Running:
+    """One submission: its id may be used again, and what is still queued of an aborted one is not the new one's."""
+
+    request_id: str
+    abort: Callable[[], None] = lambda: None
+
+
+class LLMEngine:
+    """Requests added one by one, and steps that return what is new. For one thread; the engine runs on regardless."""
+
+    def __init__(self, llm: LLM) -> None:
+        """Over an LLM, which may be attached to an engine that runs already; `close` closes it."""
+        self._llm = llm
+        self._running: dict[str, _Running] = {}
+        self._news: queue.SimpleQueue[tuple[_Running, RequestOutput | BaseException | None]] = queue.SimpleQueue()
+        self._failed: tuple[_Running, BaseException] | None = None
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
+        """Starts an engine-core. Raises as `LLM(...)` does."""
+        return cls(LLM(**vars(engine_args)))
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+    ) -> None:
+        """Submits a request; the outputs are cumulative unless `params.output_kind` says else.
+
+        Raises InvalidRequestError, for an id that is in use too.
+        """
+        if request_id in self._running:
+            raise InvalidRequestError(f"a request with the id {request_id!r} is running; ids must be unique")
+        running = _Running(request_id)
+
+        def put(item: RequestOutput | BaseException | None) -> None:
+            self._news.put((running, item))
+
+        running.abort = self._llm.start_request(request_id, prompt, params, priority, put)
+        self._running[request_id] = running
+
+    def step(self) -> list[RequestOutput]:
+        """What is new, waiting until there is something; an empty list when no request is unfinished.
+
+        Raises what ended a request, once; the others go on.
+        """
+        outputs: list[RequestOutput] = []
+        while self._running and (not outputs or not self._news.empty()):
+            running, item = self._failed or self._news.get()
+            self._failed = None
+            if self._running.get(running.request_id) is not running:
+                continue  # aborted meanwhile
+            if isinstance(item, BaseException):
+                if outputs:
+                    self._failed = running, item  # for the next step
+                    break
+                del self._running[running.request_id]
+                raise item
+            if item is None or item.finished:
+                del self._running[running.request_id]
+            if item is not None:
+                outputs.append(item)
+        return outputs
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """Ends requests without another output; ids that are not running are ignored."""
+        for each in (request_id,) if isinstance(request_id, str) else tuple(request_id):
+            running = self._running.pop(each, None)
+            if running is not None:
+                running.abort()
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a step would return something."""
+        return bool(self._running)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests whose last output no step has returned."""
+        return len(self._running)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Raises InvalidRequestError when the engine runs without one."""
+        return self._llm.get_tokenizer()
+
+    def close(self) -> None:
+        """Aborts what runs, and stops the engine if it was started here."""
+        self._llm.close()
+
+
+class AsyncLLMEngine(AsyncLLM):
+    """`AsyncLLM` by vLLM's older name."""

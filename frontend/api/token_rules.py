@@ -1,0 +1,154 @@
+"""What a request says of single tokens: `allowed_token_ids`, `bad_words` and `logit_bias`, checked and tokenised."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.messages import Welcome
+
+if TYPE_CHECKING:
+    from headrace.frontend.api.sampling_params import SamplingParams
+
+MOST_BIAS = 1e6
+"""Far above any logit: a token with it is sure to be chosen. The HTTP server takes up to 100, as OpenAI's does."""
+OPENAI_BIAS = 100.0
+_MOST_ID = 2**31 - 1
+MOST_BAD_WORDS = 1024
+MOST_BAD_CHARACTERS = 1 << 16
+"""Of a request's bad words together: they are tokenised at once, and other requests wait meanwhile."""
+
+
+def verify_token_rules(params: SamplingParams) -> None:
+    """Raises InvalidRequestError for the first of the three fields whose value cannot be."""
+    if params.allowed_token_ids is not None:
+        _verify_allowed(params.allowed_token_ids)
+    if params.bad_words is not None:
+        _verify_bad_words(params.bad_words)
+    if params.logit_bias is not None:
+        _verify_bias(params.logit_bias)
+
+
+def _verify_allowed(token_ids: Any) -> None:
+    if not isinstance(token_ids, list | tuple):
+        raise _bad("allowed_token_ids", token_ids, "must be a list or tuple of token ids")
+    if not token_ids:
+        raise _bad("allowed_token_ids", token_ids, "allows no token at all; None allows every token")
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) <= _MOST_ID:
+        return  # a whole vocabulary is checked without a loop
+    for token_id in token_ids:
+        if not _is_id(token_id):
+            raise InvalidRequestError(
+                f"SamplingParams.allowed_token_ids contains {token_id!r:.100}, which is no token id"
+            )
+
+
+def _verify_bad_words(words: Any) -> None:
+    if not isinstance(words, list | tuple):
+        raise _bad("bad_words", words, "must be a list of strings")
+    for word in words:
+        if not isinstance(word, str) or not word.strip():
+            raise InvalidRequestError(
+                f"SamplingParams.bad_words contains {word!r:.100}: it must contain only strings that are not empty "
+                "and not blank"
+            )
+    if len(words) > MOST_BAD_WORDS or sum(map(len, words)) > MOST_BAD_CHARACTERS:
+        raise InvalidRequestError(
+            f"SamplingParams.bad_words has {len(words)} words of {sum(map(len, words))} characters: at most "
+            f"{MOST_BAD_WORDS} words of {MOST_BAD_CHARACTERS} characters together are taken"
+        )
+
+
+def _verify_bias(logit_bias: Any) -> None:
+    if not isinstance(logit_bias, Mapping):
+        raise _bad("logit_bias", logit_bias, "must be a dict of token ids to numbers")
+    for token_id, bias in logit_bias.items():
+        if not _is_id(token_id):
+            raise InvalidRequestError(f"SamplingParams.logit_bias has the key {token_id!r:.100}, which is no token id")
+        if isinstance(bias, bool) or not isinstance(bias, numbers.Real) or not bias <= MOST_BIAS:
+            raise InvalidRequestError(
+                f"SamplingParams.logit_bias[{token_id}] = {bias!r:.100}: must be a finite number of at most "
+                f"{MOST_BIAS:.0f}, or -inf, which forbids the token"
+            )
+
+
+def check_token_rules(params: SamplingParams, welcome: Welcome) -> None:
+    """Raises InvalidRequestError for tokens that the model does not have."""
+    for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
+        highest = max(getattr(params, name) or (), default=0)
+        if highest >= welcome.vocab_size:
+            raise InvalidRequestError(
+                f"SamplingParams.{name} contains {highest}: the model's token ids are 0 to {welcome.vocab_size - 1}"
+            )
+    if params.bad_words and welcome.tokenizer is None:
+        raise InvalidRequestError(
+            "SamplingParams.bad_words needs a tokenizer, and this engine runs without one: use logit_bias"
+        )
+
+
+def tokenize_bad_words(
+    words: Iterable[str], tokenizer: Tokenizer | None, vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """The runs of tokens that are never to be completed: each word alone, and after a space.
+
+    Where a space only puts its own token before the word's, the first run forbids both. vLLM leaves the second out too
+    where the space changes the number of tokens, and then lets the word through after one. Raises InvalidRequestError.
+    """
+    runs: dict[tuple[int, ...], None] = {}
+    for word in dict.fromkeys(words):
+        assert tokenizer is not None, "check_token_rules has asked for one"
+        alone, spaced = (tuple(_encode(tokenizer, space + word.lstrip())) for space in ("", " "))
+        if not alone:
+            raise InvalidRequestError(f"SamplingParams.bad_words contains {word!r:.100}, which comes to no token")
+        runs[alone] = None
+        if spaced and spaced[-len(alone) :] != alone:
+            runs[spaced] = None
+    if outside := [token_id for run in runs for token_id in run if token_id >= vocab_size]:
+        raise InvalidRequestError(
+            f"SamplingParams.bad_words contains a word with token {outside[0]}: the model's token ids are 0 to "
+            f"{vocab_size - 1}"
+        )
+    return tuple(runs)
+
+
+def openai_bias(logit_bias: Any) -> Any:
+    """With keys as JSON has them made token ids, and numbers brought between -100 and 100. Raises InvalidRequestError.
+
+    What is no such dict is left for `verify_token_rules` to refuse.
+    """
+    if not isinstance(logit_bias, Mapping):
+        return logit_bias
+    found: dict[int, Any] = {}
+    for key, bias in logit_bias.items():
+        try:
+            token_id = int(key)
+        except (TypeError, ValueError):
+            raise InvalidRequestError(
+                f"SamplingParams.logit_bias has the key {key!r:.100}, which is no token id"
+            ) from None
+        is_number = isinstance(bias, numbers.Real)
+        found[token_id] = min(OPENAI_BIAS, max(-OPENAI_BIAS, bias)) if is_number else bias
+    return found
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> Sequence[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"SamplingParams.bad_words contains what is no valid Unicode text: {error}"
+        ) from error
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _is_id(value: Any) -> bool:
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
+        return False
+    return 0 <= int(value) <= _MOST_ID
+
+
+def _bad(name: str, value: Any, why: str) -> InvalidRequestError:
+    return InvalidRequestError(f"SamplingParams.{name} = {value!r:.100}: {why}")

@@ -1,0 +1,1 @@
+"""OpenAI's batch files: reading, running and writing them."""

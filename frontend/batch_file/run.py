@@ -1,0 +1,235 @@
+"""Runs a batch file on an engine, within a bound on how many requests are in flight.
+
+A request is read, planned and answered by the server's own code, so a batch gives what the server would have given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from headrace.core.options.engine_options import Options
+from headrace.core.options.parsing import flag, options_from_arguments
+from headrace.core.options.values import option_specs
+from headrace.core.process.supervisor import start_engine
+from headrace.frontend.batch_file.file import (
+    CHAT,
+    BatchRequest,
+    BatchResult,
+    Results,
+    answered,
+    custom_id_of,
+    decode_line,
+    failed,
+    read_lines,
+)
+from headrace.frontend.client.client import CoreClient
+from headrace.frontend.client.own_engine import STOP_DEADLINE_S
+from headrace.frontend.client.request import RequestStream
+from headrace.frontend.http.chat import plan_chat
+from headrace.frontend.http.chat_prompt import ChatPrompts
+from headrace.frontend.http.completions import plan_completion
+from headrace.frontend.http.decoding import decode_request
+from headrace.frontend.http.engines import Attached, EnginePool, Owned, Source
+from headrace.frontend.http.errors import ApiError, bad_field
+from headrace.frontend.http.generation import Plan
+from headrace.frontend.http.options import ServeOptions
+from headrace.frontend.http.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError, QueueFullError
+
+_RETRY_AFTER_S = 0.2
+
+
+def engine_source(arguments: argparse.Namespace) -> Source:
+    """The engine that the arguments name. Raises OptionError for options that contradict each other."""
+    options = options_from_arguments(arguments)
+    if arguments.engine is None:
+        child = start_engine(options)
+        return Owned(lambda: start_engine(options), child, restarts=0)
+    given = [flag(name) for name in option_specs(Options) if name in vars(arguments)]
+    if given or arguments.config:
+        raise OptionError(
+            f"--engine attaches to an engine that has its options; leave out {', '.join(given or ['--config'])}"
+        )
+    return Attached(arguments.engine)
+
+
+class BatchRun:
+    """One run over an input file."""
+
+    def __init__(self, path: Path, results: Results, max_concurrency: int | None) -> None:
+        self._path, self._results, self._max_concurrency = path, results, max_concurrency
+        self._options = ServeOptions()
+        # Templates run in a sandbox, and whoever runs a batch has chosen its lines.
+        self._prompts = ChatPrompts(None, trusts_requests=True)
+        self._seen_ids: set[str] = set()
+        self._num_answered = self._num_failed = self._num_skipped = self._num_tokens = 0
+        self._on_result: Callable[[], None] = _nothing
+
+    async def run(self, source: Source) -> int:
+        """The exit status. Raises HeadraceError when the engine does not start, or dies: what has a result then
+        keeps it, and the rest can be resumed."""
+        pool = EnginePool([source])
+        pool.start()
+        client: CoreClient | None = None
+        try:
+            await _first_of(pool.started, pool.dead)
+            client = pool.engines[0].client
+            if client is None:
+                raise HeadraceError.from_failure(pool.failure or Failure(message="the engine did not start"))
+            with self._progress():
+                await self._run_lines(pool, self._max_concurrency or 2 * client.welcome.max_num_seqs)
+        finally:
+            if client is not None:
+                await client.close()  # the pool forgets one whose engine has died
+            await pool.close(STOP_DEADLINE_S)
+        self._say_summary()
+        return 1 if self._num_failed or self._results.num_errors else 0
+
+    async def _run_lines(self, pool: EnginePool, bound: int) -> None:
+        slots = asyncio.Semaphore(bound)
+
+        async def run_one(number: int, line: bytes) -> None:
+            try:
+                result = await self._result_of(number, line, pool)
+                self._record(result)
+            finally:
+                slots.release()
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for number, line in read_lines(self._path):
+                    await slots.acquire()
+                    tasks.create_task(run_one(number, line))
+        except* (HeadraceError, OSError) as group:
+            raise _first_error(group) from None
+
+    async def _result_of(self, number: int, line: bytes, pool: EnginePool) -> BatchResult | None:
+        """None for a line that has its result already. Raises EngineDeadError."""
+        request_id = None
+        try:
+            request = decode_line(line)
+            custom_id: str | None = request.custom_id
+            if request.custom_id in self._results.done_ids:
+                return None
+            if request.custom_id in self._seen_ids:
+                raise bad_field("custom_id", f"custom_id {request.custom_id!r:.100} stands on an earlier line too")
+            self._seen_ids.add(request.custom_id)
+            request_id = uuid.uuid4().hex
+            body = await self._answer(request, request_id, pool)
+        except EngineDeadError:
+            raise
+        except (ApiError, HeadraceError) as error:
+            custom_id = custom_id_of(line)
+            done = self._results.done_lines if custom_id is None else self._results.done_ids
+            if (number if custom_id is None else custom_id) in done:
+                return None
+            return failed(custom_id, request_id, number, ApiError.of(error))
+        return answered(request.custom_id, request_id, body)
+
+    async def _answer(self, request: BatchRequest, request_id: str, pool: EnginePool) -> bytes:
+        """The response's JSON. Raises ApiError and HeadraceError."""
+        plan = await self._plan(request, request_id, pool)
+        while True:
+            try:
+                return await self._complete(plan)
+            except QueueFullError as error:  # others use the engine too
+                retry_after_s = error.failure.retry_after_s if error.failure is not None else 0.0
+                await asyncio.sleep(max(retry_after_s, _RETRY_AFTER_S))
+
+    async def _plan(self, request: BatchRequest, request_id: str, pool: EnginePool) -> Plan:
+        decoded: GenerationRequest
+        if request.url == CHAT:
+            decoded = chat = decode_request(bytes(request.body), ChatCompletionRequest)
+        else:
+            decoded = completion = decode_request(bytes(request.body), CompletionRequest)
+        if decoded.stream or decoded.stream_options is not None:
+            name = "stream" if decoded.stream else "stream_options"
+            raise bad_field(name, f"{name}: a batch gives whole answers; leave it out")
+        name = decoded.request_id or request_id
+        (only,) = pool.engines
+        if only.client is None:
+            raise EngineDeadError.from_failure(only.failure or Failure(message="the engine is gone"))
+        only.client.check_alive()  # its death ends the run, where a server would answer 503
+        engine = pool.choose(decoded.model)
+        if request.url == CHAT:
+            return await plan_chat(chat, engine, self._options, self._prompts, name, "")
+        return await plan_completion(completion, engine, self._options, name, "")
+
+    async def _complete(self, plan: Plan) -> bytes:
+        """Submits the plan's prompts and waits for the last. Whatever ends it early aborts them all."""
+        client = plan.engine.client
+        assert client is not None
+        streams: list[RequestStream] = []
+        try:
+            for job in plan.jobs:
+                streams.append(client.submit(job.name, job.prompt, job.params, job.priority))
+            plan.answer.attach(streams)
+            for stream in streams:
+                output = await stream.final()
+                self._num_tokens += sum(len(each.token_ids) for each in output.outputs)
+        finally:
+            for stream in streams:
+                client.abort_stream(stream)
+        return plan.answer.whole()
+
+    def _record(self, result: BatchResult | None) -> None:
+        if result is None:
+            self._num_skipped += 1
+        else:
+            self._results.append(result)
+            self._num_answered += result.error is None
+            self._num_failed += result.error is not None
+        self._on_result()
+
+    @contextlib.contextmanager
+    def _progress(self) -> Iterator[None]:
+        """A bar on stderr, where that is a terminal."""
+        from tqdm import tqdm
+
+        total = sum(1 for _ in read_lines(self._path))
+        with tqdm(total=total, desc="Requests", unit="req", dynamic_ncols=True, disable=None, file=sys.stderr) as bar:
+
+            def advance() -> None:
+                elapsed_s = bar.format_dict["elapsed"] or 1e-9
+                bar.set_postfix_str(f"{self._num_tokens / elapsed_s:.1f} output tok/s", refresh=False)
+                bar.update()
+
+            self._on_result = advance
+            yield
+
+    def _say_summary(self) -> None:
+        skipped = f", {self._num_skipped} had a result already" if self._num_skipped else ""
+        if self._num_skipped and self._results.num_errors:
+            skipped += f" ({self._results.num_errors} of them an error; without its line in the output one runs again)"
+        print(
+            f"run-batch: {self._num_answered} answered, {self._num_failed} failed{skipped}; "
+            f"{self._num_tokens} output tokens",
+            file=sys.stderr,
+        )
+
+
+def _nothing() -> None:
+    """Before the progress bar is there."""
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    tasks = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Of several requests that one death ended, one says it."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return HeadraceError(f"cannot write the output file: {error.strerror}") if isinstance(error, OSError) else error

@@ -1,0 +1,1 @@
+"""The `headrace` command; a subcommand is one module `command_<name>.py`."""

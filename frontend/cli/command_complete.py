@@ -1,0 +1,51 @@
+"""Continue a text and print it as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from headrace.frontend.cli.engine_of_command import (
+    add_engine_arguments,
+    add_server_arguments,
+    check_sampling,
+    check_text,
+    open_engine_or_server,
+    sampling_params,
+)
+from headrace.ipc.failure import OptionError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "prompt",
+        nargs="?",
+        metavar="PROMPT",
+        help="The text to continue, as it is: no chat template is applied (default: what stdin holds)",
+    )
+    add_server_arguments(parser)
+    add_engine_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    check_sampling(arguments)
+    prompt = _prompt_from_stdin() if arguments.prompt is None else arguments.prompt
+    check_text("PROMPT", prompt)
+    with open_engine_or_server(arguments) as llm:
+        params = sampling_params(arguments, llm.get_default_sampling_params())
+        with llm.stream(prompt, params) as stream:
+            for output in stream:
+                print(output.outputs[0].text, end="", flush=True)
+    print()
+    return 0
+
+
+def _prompt_from_stdin() -> str:
+    """Without the newline that ends its last line. Raises OptionError where nothing is piped in."""
+    try:
+        text = "" if sys.stdin.isatty() else sys.stdin.read()
+    except UnicodeDecodeError:
+        raise OptionError("PROMPT, read from stdin, is not valid UTF-8") from None
+    if not text:
+        raise OptionError("PROMPT is missing: give the text to continue, or pipe it in")
+    return text.removesuffix("\n")

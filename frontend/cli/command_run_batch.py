@@ -1,0 +1,54 @@
+"""Run a file of requests in OpenAI's batch format, and write a file of results.
+
+Each line of the input is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions" or "/v1/completions",
+"body": {...}}. Results are written as they come, which is not the input's order; custom_id tells which is which. A
+line that fails gets its error as its result and stops no other; the exit status is 1 when there was one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from headrace.core.options.parsing import add_options
+
+    parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help="Requests, one JSON object a line")
+    parser.add_argument("-o", "--output-file", required=True, metavar="FILE", help="Where the results go")
+    parser.add_argument(
+        "--resume", action="store_true", help="Go on with an output file: what has a result in it is not run again"
+    )
+    parser.add_argument(
+        "--max-concurrency",
+        type=int,
+        metavar="N",
+        help="Most requests at once (default: twice what the engine runs at once, so that it never waits)",
+    )
+    parser.add_argument(
+        "--engine", metavar="ADDRESS", help="Attach to the engine-core at this address instead of starting one"
+    )
+    add_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import asyncio
+
+    from headrace.frontend.batch_file.file import Results
+    from headrace.frontend.batch_file.run import BatchRun, engine_source
+    from headrace.ipc.failure import OptionError
+
+    if arguments.max_concurrency is not None and arguments.max_concurrency < 1:
+        raise OptionError(f"--max-concurrency={arguments.max_concurrency}: it must be at least 1")
+    source_path, result_path = Path(arguments.input_file), Path(arguments.output_file)
+    if not source_path.is_file():
+        why = "it must be a regular file, which can be read twice" if source_path.exists() else "there is no such file"
+        raise OptionError(f"cannot read the input file {source_path}: {why}")
+    if result_path.exists() and source_path.samefile(result_path):
+        raise OptionError("the output file is the input file: name another")
+    results = Results(result_path, resume=arguments.resume)
+    try:
+        batch = BatchRun(source_path, results, arguments.max_concurrency)
+        return asyncio.run(batch.run(engine_source(arguments)))
+    finally:
+        results.close()

@@ -1,0 +1,48 @@
+"""Write a model's weights as its ranks read them, one file each, for `--load-format sharded_state`.
+
+Each rank then reads its own file from beginning to end and nothing else, which spares a network file system.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from headrace.core.options.engine_options import Options
+from headrace.core.options.parsing import parse_options
+from headrace.ipc.failure import ModelError
+
+TIMEOUT_S = 24 * 3600.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="A folder of safetensors or PyTorch files, or the name of a model on the hub")
+    parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="Where to write; made when missing")
+    parser.add_argument("-tp", "--tensor-parallel-size", type=int, default=1, metavar="RANKS")
+    parser.add_argument("-pp", "--pipeline-parallel-size", type=int, default=1, metavar="STAGES")
+    parser.add_argument("--pipeline-layer-partition", default=(), metavar="LAYERS", help="As in 14,16")
+    parser.add_argument("--revision", help="Branch, tag or commit of a hub model")
+    parser.add_argument("--download-dir", help="Where hub models are kept")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import json
+    import subprocess
+    import sys
+
+    import msgspec
+
+    given = {name: value for name, value in vars(arguments).items() if name in Options.__struct_fields__}
+    options = parse_options(**given)
+    # A process of its own: what reads weights brings torch, and this program has none.
+    command = [sys.executable, "-m", "headrace.executor.checkpoints.sharded_state", arguments.output]
+    done = subprocess.run(
+        command, input=msgspec.json.encode(options), stderr=subprocess.PIPE, timeout=TIMEOUT_S, check=False
+    )
+    if done.returncode == 0:
+        return 0
+    text = done.stderr.decode(errors="replace").strip()
+    try:
+        failure = json.loads(text.splitlines()[-1])
+        raise ModelError(failure["error"], hint=failure["hint"])
+    except (ValueError, IndexError, KeyError):
+        raise ModelError(f"the program that reads the weights ended with status {done.returncode}:\n{text}") from None

@@ -1,0 +1,49 @@
+"""Serve a model over HTTP, compatible with OpenAI's API.
+
+Starts an engine-core for MODEL, or attaches to running ones (--engine), and listens at --host and --port.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from headrace.core.options.engine_options import Options
+from headrace.core.options.parsing import add_options, flag, options_from_arguments, struct_from_arguments
+from headrace.core.options.values import option_specs
+from headrace.frontend.http.options import ServeOptions, check_serve_options
+from headrace.ipc.failure import OptionError
+
+_SHUTDOWN_TIMEOUT = "shutdown_timeout"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    # The engine's parser knows some of these as options that it lacks; here they are had.
+    parser.conflict_handler = "resolve"
+    add_options(parser, positional_model=True)
+    add_options(parser, ServeOptions)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    serve_options = struct_from_arguments(arguments, ServeOptions)
+    check_serve_options(serve_options)
+    engine_options = _engine_options(arguments)
+    if serve_options.engine:
+        given = [flag(name) for name in option_specs(Options) if name in vars(arguments) and name != _SHUTDOWN_TIMEOUT]
+        if getattr(arguments, "model_argument", None) is not None:
+            given.append(arguments.model_argument)
+        if given:
+            raise OptionError(f"--engine attaches to an engine that has its options; leave out {', '.join(given)}")
+        from headrace.ipc.sockets import check_address
+
+        for address in serve_options.engine:
+            check_address(address)
+    from headrace.frontend.http.launch import launch
+
+    return launch(engine_options, serve_options)
+
+
+def _engine_options(arguments: argparse.Namespace) -> Options:
+    """Without what the server takes itself, though the engine would refuse it."""
+    own = option_specs(ServeOptions)
+    kept = {name: value for name, value in vars(arguments).items() if name not in own}
+    return options_from_arguments(argparse.Namespace(**kept))

@@ -1,0 +1,239 @@
+"""Watch running engines: load, KV cache, tokens per second, latencies.
+
+Shows what `headrace ps` lists, or the engines at --engine, anew every second. q or Ctrl-C ends it.
+
+FIRST is the time from a request's arrival to its first token, NEXT from one token to the next, TOTAL from arrival to
+end: means over the requests of the last interval. GAP is how long the model stands still between two steps, HITS the
+share of prompt tokens that came from the prefix cache since the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.frontend.client.engine_watch import EngineWatch, Sight
+
+HEADER = (
+    "PID",
+    "MODEL",
+    "RUNNING",
+    "WAITING",
+    "KV",
+    "IN tok/s",
+    "OUT tok/s",
+    "DONE/s",
+    "FIRST ms",
+    "NEXT ms",
+    "TOTAL s",
+    "GAP us",
+    "HITS",
+    "UPTIME",
+    "ADDRESS",
+)
+_HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
+_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+"""The terminal's other screen without a cursor, so that what stood there before comes back."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engine", action="append", metavar="ADDRESS", help="Watch the engine-core at this address; repeatable"
+    )
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="Time between two looks")
+    parser.add_argument("--once", action="store_true", help="Print one table, with the rates of one interval, and end")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import asyncio
+
+    from headrace.ipc.failure import OptionError
+
+    if not 0.1 <= arguments.interval <= 3600:
+        raise OptionError(f"--interval={arguments.interval:g}: it must be 0.1 to 3600 seconds")
+    try:
+        return asyncio.run(_watch(arguments.engine, arguments.interval, once=arguments.once))
+    except KeyboardInterrupt:
+        return 0  # the way to end it
+
+
+class Watches:
+    """The engines that are looked at, with the figures of the look before."""
+
+    def __init__(self, addresses: Sequence[str] | None) -> None:
+        """Of these, which stay in the table when they end; None looks for engines anew each time."""
+        self._fixed = addresses
+        self._watches: dict[str, EngineWatch] = {}
+        self._before: dict[str, Sight] = {}
+
+    def check(self) -> None:
+        """Raises EngineDeadError for an engine that was named and gave no figures at the last look."""
+        from headrace.frontend.client.engine_watch import check_seen
+
+        check_seen([self._before[address] for address in self._fixed or ()])
+
+    async def rows(self) -> list[tuple[str, ...]]:
+        """One look at each engine, as the table's rows. Raises AddressError."""
+        import asyncio
+
+        from headrace.frontend.client.engine_watch import EngineWatch, engine_addresses
+
+        addresses = list(dict.fromkeys(engine_addresses() if self._fixed is None else self._fixed))
+        for address in [*self._watches]:
+            if address not in addresses or self._watches[address].gone:
+                self._forget(address)
+        for address in addresses:
+            if address not in self._watches:
+                self._watches[address] = EngineWatch(address)
+        sights = await asyncio.gather(*(self._watches[address].look() for address in addresses))
+        rows = []
+        for sight in sights:
+            if self._fixed is not None or not self._watches[sight.address].gone:
+                rows.append(row(sight, self._before.get(sight.address)))
+            self._before[sight.address] = sight
+        return rows
+
+    def close(self) -> None:
+        for address in [*self._watches]:
+            self._forget(address)
+
+    def _forget(self, address: str) -> None:
+        self._watches.pop(address).close()
+        self._before.pop(address, None)
+
+
+def row(sight: Sight, before: Sight | None) -> tuple[str, ...]:
+    """An engine's row; rates are of the time since the look `before`, and blank without one."""
+    from headrace.frontend.client.engine_watch import duration, hit_rate, kv_use, short_name
+
+    stats, welcome = sight.stats, sight.welcome
+    rates = _rates(sight, before)
+    hits = None if stats is None else hit_rate(stats)
+    return (
+        "-" if sight.pid is None else str(sight.pid),
+        "-" if welcome is None else short_name(welcome.model, 30),
+        "-" if stats is None else str(stats.num_running),
+        "-" if stats is None else str(stats.num_waiting),
+        "-" if stats is None else f"{kv_use(stats):.0%}",
+        *("-" if rate is None else f"{rate:.1f}" for rate in rates),
+        *_latencies(sight, before),
+        _gap(sight, before),
+        "-" if hits is None else f"{hits:.0%}",
+        duration(sight.uptime_s),
+        sight.address + (f"  ({sight.problem})" if sight.problem else ""),
+    )
+
+
+def _rates(sight: Sight, before: Sight | None) -> tuple[float | None, ...]:
+    """Prompt tokens, generated tokens and finished requests, each per second."""
+    new, old = sight.stats, None if before is None else before.stats
+    if before is None or new is None or old is None or sight.at_s <= before.at_s:
+        return (None, None, None)
+    names = ("num_prompt_tokens", "num_generated_tokens", "num_finished")
+    return tuple((getattr(new, name) - getattr(old, name)) / (sight.at_s - before.at_s) for name in names)
+
+
+def _latencies(sight: Sight, before: Sight | None) -> tuple[str, str, str]:
+    """Means over what happened since the look before: `-` for what did not happen at all."""
+    if sight.stats is None or before is None or before.stats is None:
+        return ("-", "-", "-")
+    new, old = sight.stats.times, before.stats.times
+    return (
+        _mean(1e3 * (new.first_token_s - old.first_token_s), new.num_first_tokens - old.num_first_tokens),
+        _mean(1e3 * (new.later_token_s - old.later_token_s), new.num_later_tokens - old.num_later_tokens),
+        _mean(new.request_s - old.request_s, sight.stats.num_finished - before.stats.num_finished),
+    )
+
+
+def _mean(total: float, count: int) -> str:
+    return f"{total / count:.3g}" if count > 0 else "-"
+
+
+def _gap(sight: Sight, before: Sight | None) -> str:
+    """Mean time between two forward passes that follow each other, in microseconds."""
+    new, old = sight.stats, None if before is None else before.stats
+    if new is None or old is None or new.num_step_gaps <= old.num_step_gaps:
+        return "-"
+    return f"{1e6 * (new.step_gap_s - old.step_gap_s) / (new.num_step_gaps - old.num_step_gaps):.0f}"
+
+
+async def _watch(addresses: Sequence[str] | None, interval_s: float, *, once: bool) -> int:
+    import asyncio
+
+    watches = Watches(addresses)
+    on_screen = sys.stdout.isatty() and not once
+    try:
+        with _screen() if on_screen else contextlib.nullcontext(), _keys() as key_pressed:
+            rows = await watches.rows()
+            while True:
+                if once:
+                    watches.check()
+                else:
+                    _show(rows, on_screen=on_screen)
+                end_s = time.monotonic() + interval_s
+                while (left_s := end_s - time.monotonic()) > 0:
+                    await asyncio.sleep(min(left_s, 0.1))
+                    if key_pressed() == "q":
+                        return 0
+                rows = await watches.rows()
+                if once:
+                    _show(rows, on_screen=False)
+                    watches.check()
+                    return 0
+    finally:
+        watches.close()
+
+
+def _show(rows: Sequence[Sequence[str]], *, on_screen: bool) -> None:
+    import shutil
+
+    from headrace.frontend.client.engine_watch import table
+
+    lines = table(HEADER, rows)
+    if not rows:
+        lines.append("no engine is running")
+    if not on_screen:
+        print(*lines, sep="\n", flush=True)
+        return
+    width, height = shutil.get_terminal_size()
+    lines = [f"headrace top   {time.strftime('%H:%M:%S')}   q ends", "", *lines][:height]
+    text = "\r\n".join(line[: width - 1] + _CLEAR_LINE for line in lines)
+    print(_HOME + text + _CLEAR_BELOW, end="", flush=True)
+
+
+@contextlib.contextmanager
+def _screen() -> Iterator[None]:
+    print(_ENTER, end="", flush=True)
+    try:
+        yield
+    finally:
+        print(_LEAVE, end="", flush=True)
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[], str]]:
+    """Gives a function that tells the key pressed since it was last asked; none where stdin is no terminal."""
+    if not sys.stdin.isatty():
+        yield lambda: ""
+        return
+    import os
+    import select
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    saved = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor)
+
+    def pressed() -> str:
+        return os.read(descriptor, 1).decode("ascii", "replace") if select.select([descriptor], [], [], 0)[0] else ""
+
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, saved)

@@ -1,0 +1,157 @@
+"""What commands that generate text share: their sampling flags, and the engine they start or attach to."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+
+from headrace.core.options.engine_options import Option, Options
+from headrace.core.options.parsing import add_options, flag, options_from_arguments, struct_from_arguments
+from headrace.core.options.values import option_specs
+from headrace.ipc.failure import InvalidRequestError, OptionError
+
+if TYPE_CHECKING:
+    from headrace.frontend.api.llm import LLM
+    from headrace.frontend.api.sampling_params import SamplingParams
+    from headrace.frontend.client.remote import RemoteLLM
+
+SAMPLING = "Sampling"
+_AS_MODEL = "the model's own, else neutral"
+
+
+class SamplingFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling as flags; what is not given is the model's default. `SamplingParams` checks the ranges."""
+
+    max_tokens: Annotated[
+        int | None, Option(SAMPLING, "Most tokens to generate", "tokens", default_text="as many as fit max_model_len")
+    ] = None
+    min_tokens: Annotated[
+        int | None, Option(SAMPLING, "Tokens to generate before it may end", "tokens", default_text="0")
+    ] = None
+    temperature: Annotated[
+        float | None, Option(SAMPLING, "0 takes the likeliest token each time", default_text=_AS_MODEL)
+    ] = None
+    top_p: Annotated[
+        float | None, Option(SAMPLING, "Keep the likeliest tokens that make up this share", default_text=_AS_MODEL)
+    ] = None
+    top_k: Annotated[
+        int | None, Option(SAMPLING, "Keep this many of the likeliest tokens; 0 keeps all", default_text=_AS_MODEL)
+    ] = None
+    min_p: Annotated[
+        float | None,
+        Option(SAMPLING, "Keep tokens at least this likely, relative to the likeliest", default_text=_AS_MODEL),
+    ] = None
+    presence_penalty: Annotated[
+        float | None, Option(SAMPLING, "Taken off the logit of every token generated already", default_text=_AS_MODEL)
+    ] = None
+    frequency_penalty: Annotated[
+        float | None, Option(SAMPLING, "The same, times how often it was generated", default_text=_AS_MODEL)
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, Option(SAMPLING, "Over 1 makes tokens of prompt and output less likely", default_text=_AS_MODEL)
+    ] = None
+    sampling_seed: Annotated[
+        int | None, Option(SAMPLING, "Makes this output reproducible", default_text="drawn from the engine's seed")
+    ] = None
+    stop: Annotated[
+        tuple[str, ...], Option(SAMPLING, "A text that ends the output; may be given several times", repeated=True)
+    ] = ()
+    ignore_eos: Annotated[bool, Option(SAMPLING, "Go on after an end-of-sequence token")] = False
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the sampling flags, `--engine` and every engine option."""
+    parser.add_argument(
+        "--engine", metavar="ADDRESS", help="Attach to the engine-core at this address instead of starting one"
+    )
+    add_options(parser, SamplingFlags)
+    add_options(parser)
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """For commands that `open_engine_or_server`."""
+    parser.add_argument(
+        "--url", metavar="URL", help="Attach to the server there instead, such as http://127.0.0.1:8000"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="For --url (default: the environment's HEADRACE_API_KEY)")
+
+
+def open_engine_or_server(arguments: argparse.Namespace) -> LLM | RemoteLLM:
+    """What the arguments name. Raises OptionError for options that contradict each other."""
+    if arguments.url is None:
+        if arguments.api_key is not None:
+            raise OptionError("--api-key is for a server: give its --url")
+        return open_engine(arguments)
+    given = [flag(name) for name in (*option_specs(Options), "config", "engine") if vars(arguments).get(name)]
+    if given:
+        raise OptionError(f"--url attaches to a server that has its options; leave out {', '.join(given)}")
+    from headrace.frontend.client.remote import RemoteLLM
+
+    return RemoteLLM(arguments.url, arguments.api_key)
+
+
+def open_engine(arguments: argparse.Namespace) -> LLM:
+    """The engine that the arguments name. Raises OptionError for options that contradict each other."""
+    from headrace.frontend.api.llm import LLM, connect
+
+    options = options_from_arguments(arguments)
+    if arguments.engine is None:
+        chosen = {name: getattr(options, name) for name in options.__struct_fields__}
+        return LLM(chosen.pop("model") or None, **chosen)  # an option left out is the empty name here
+    given = [flag(name) for name in option_specs(Options) if name in vars(arguments)]
+    if given or arguments.config:
+        raise OptionError(
+            f"--engine attaches to an engine that has its options; leave out {', '.join(given or ['--config'])}"
+        )
+    return connect(arguments.engine)
+
+
+def check_sampling(arguments: argparse.Namespace) -> None:
+    """What can be wrong with the sampling flags, before an engine is started. Raises OptionError, naming the flag."""
+    from headrace.frontend.api.sampling_params import SamplingParams
+
+    try:
+        sampling_params(arguments, SamplingParams())
+    except InvalidRequestError as error:
+        raise as_flag_error(error) from None
+
+
+def check_text(name: str, text: str | None) -> None:
+    """Raises OptionError for what is no text: bytes that are not UTF-8, as a command line or stdin gave them."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        raise OptionError(f"{name} is not valid UTF-8") from None
+
+
+def as_flag_error(error: InvalidRequestError) -> OptionError:
+    """A SamplingParams' complaint about a value that came from a flag."""
+    name, _, rest = str(error).removeprefix("SamplingParams.").partition(" = ")
+    return OptionError(f"{flag('sampling_seed' if name == 'seed' else name)}={rest}")
+
+
+def sampling_params(arguments: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
+    """The model's defaults with what the flags say. Raises InvalidRequestError for a value out of range."""
+    flags = struct_from_arguments(arguments, SamplingFlags)
+    params = defaults.clone()
+    params.max_tokens = flags.max_tokens
+    for name in (
+        "min_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+    ):
+        value = getattr(flags, name)
+        if value is not None:
+            setattr(params, name, value)
+    params.seed = flags.sampling_seed
+    params.stop = list(flags.stop) or None
+    params.ignore_eos = flags.ignore_eos
+    params.verify()
+    return params

@@ -1,0 +1,142 @@
+"""The `headrace` command. A subcommand is one module, `command_<name>.py` (with _ for -): its docstring is its help.
+
+Exit status: 0 done, 1 an error (one sentence on stderr), 2 a wrong command line, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import errno
+import importlib
+import os
+import pkgutil
+import sys
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import headrace.frontend.cli
+from headrace.core.options.parsing import OptionParser
+from headrace.ipc.failure import EngineStartError, HeadraceError, OptionError
+
+_PREFIX = "command_"
+EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+class CommandModule(Protocol):
+    """What a `command_<name>.py` holds. Importing it must be cheap: what it needs, it imports when it runs."""
+
+    __doc__: str | None
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+    def run(self, arguments: argparse.Namespace) -> int:
+        """The exit status. Raises HeadraceError, of which OptionError is a wrong command line."""
+        ...
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status."""
+    _open_what_is_closed()
+    try:
+        status = _run(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has had enough
+        _forget_output()
+        return EXIT_ERROR
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _forget_output()
+        return _complain(HeadraceError("cannot write the output: there is no space left on the device"), EXIT_ERROR)
+    return status
+
+
+def _run(given: list[str]) -> int:
+    parser = _parser(given)
+    if given and not given[0].startswith("-") and given[0] not in commands():
+        return _misused(_unknown_command(given[0]), "headrace --help")
+    parsed = parser.parse_args(given)
+    if parsed.version:
+        parsed.command = "version"
+    if parsed.command is None:
+        parser.print_help(sys.stderr)
+        return EXIT_USAGE
+    try:
+        return _load(parsed.command).run(parsed)
+    except EngineStartError as error:  # an option that only the engine found wrong is no wrong command line
+        return _complain(error, EXIT_ERROR)
+    except OptionError as error:
+        command = " ".join(filter(None, (parsed.command, getattr(parsed, "bench_command", None))))
+        return _misused(error, f"headrace {command} --help")
+    except HeadraceError as error:
+        return _complain(error, EXIT_ERROR)
+
+
+def _open_what_is_closed() -> None:
+    """The caller may have closed a standard stream, whose number the next file or socket would be given."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - as long as the process
+
+
+def _forget_output() -> None:
+    """What could not be written would be tried again at the exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def commands() -> tuple[str, ...]:
+    """The names of all commands."""
+    modules = pkgutil.iter_modules(headrace.frontend.cli.__path__)
+    names = [module.name.removeprefix(_PREFIX) for module in modules if module.name.startswith(_PREFIX)]
+    return tuple(sorted(name.replace("_", "-") for name in names))
+
+
+def _load(name: str) -> CommandModule:
+    return cast(CommandModule, importlib.import_module(f"headrace.frontend.cli.{_PREFIX}{name.replace('-', '_')}"))
+
+
+def _unknown_command(name: str) -> OptionError:
+    close = difflib.get_close_matches(name, commands(), n=1)
+    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(commands())}"
+    return OptionError(f"unknown command {name}; {hint}")
+
+
+def _parser(given: list[str]) -> OptionParser:
+    """Only a command that is named gets its arguments: building all of them would show in the start-up."""
+    usage = "headrace [-h] [--version] COMMAND ..."
+    parser = OptionParser(prog="headrace", usage=usage, description="Headrace, an LLM inference engine.")
+    parser.add_argument("--version", action="store_true", help="Print the version")
+    # argparse gives commands a column two characters too narrow for the longest name, unless the heading is longer.
+    longest = max(map(len, commands()))
+    column = "COMMAND".ljust(longest + 2)
+    subparsers = parser.add_subparsers(dest="command", metavar=column, title="commands", prog="headrace")
+    for name in commands():
+        module = _load(name)
+        text = (module.__doc__ or "").strip()
+        sub = subparsers.add_parser(name, help=text.splitlines()[0], description=text)
+        if name in given:
+            module.add_arguments(sub)
+    return parser
+
+
+def _complain(error: HeadraceError, status: int) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    print(
+        f"headrace: {error}" + (f"\n{error.hint}" if error.hint and error.hint not in str(error) else ""),
+        file=sys.stderr,
+    )
+    return status
+
+
+def _misused(error: OptionError, help_command: str) -> int:
+    _complain(error, EXIT_USAGE)
+    print(f"Try: {help_command}", file=sys.stderr)
+    return EXIT_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

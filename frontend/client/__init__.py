@@ -1,0 +1,1 @@
+"""A session with an engine core: transport, requests in flight, control commands."""

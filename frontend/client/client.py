@@ -1,0 +1,275 @@
+"""`CoreClient`: one session with a core. Everything here runs in one asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from headrace import __version__
+from headrace.frontend.api.prompts import Prompt, check_request
+from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.frontend.api.token_rules import tokenize_bad_words
+from headrace.frontend.client.engine_process import EngineProcess
+from headrace.frontend.client.request import RequestStream
+from headrace.frontend.client.request_table import RequestTable
+from headrace.frontend.client.transport import CONNECTION_LOST, Transport, ZmqTransport
+from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.frontend.text.tokenizer_cache import load_bundle, store_bundle
+from headrace.ipc.control import Commands
+from headrace.ipc.failure import (
+    EngineDeadError,
+    Failure,
+    HeadraceError,
+    InvalidRequestError,
+)
+from headrace.ipc.messages import (
+    SCHEMA_HASH,
+    Control,
+    CoreMessage,
+    Draining,
+    EngineFailed,
+    EngineStats,
+    FetchTokenizer,
+    GetStats,
+    Goodbye,
+    Hello,
+    Load,
+    Refused,
+    Reply,
+    ResetPrefixCache,
+    StepOutputs,
+    TokenizerBundle,
+    Welcome,
+)
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 10.0
+COMMAND_TIMEOUT_S = 30.0
+
+
+class CoreClient:
+    """Submits requests and hands out their streams; sends commands and waits for the replies.
+
+    A core that dies ends every wait at once: streams and commands raise EngineDeadError with the cause.
+    """
+
+    def __init__(self, transport: Transport, *, cause_grace_s: float = 0.0) -> None:
+        """With `cause_grace_s`, a lost connection waits so long for `fail` to be told the cause before it counts.
+
+        The parent of a core sets it: its supervisor knows how the process ended, the connection only that it did.
+        """
+        self._transport = transport
+        self._cause_grace_s = cause_grace_s
+        self.send = transport.send
+        self.requests = RequestTable(self.send)
+        """May be replaced, before the first request, by that of a client whose core died; see RequestTable.replay."""
+        self._next_call = 0
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._welcome: asyncio.Future[Welcome] | None = None
+        self.failure: Failure | None = None
+        """Why the session has ended; None while it goes on."""
+        self._closed = False
+        self._draining = False
+        self._process: EngineProcess | None = None
+        self.last_step_s = 0.0
+        """When a step last brought news (monotonic seconds)."""
+        self.load: Load | None = None
+        """The core's load as it last told, while requests of ours run there."""
+        self.tokenizer: Tokenizer | None = None
+        self.is_replaced: Callable[[], bool] = lambda: False
+        """Asked when the core has died: whether another client takes over the requests that brought nothing yet."""
+        self.on_dead: Callable[[Failure], None] | None = None
+
+    @classmethod
+    async def connect(cls, address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> CoreClient:
+        """A session with the core at `address`. Raises EngineDeadError, AddressError, or ModelError (its tokenizer)."""
+        client = cls(ZmqTransport(address))
+        await client.start(timeout_s)
+        return client
+
+    async def start(self, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        """Says hello, and gets the tokenizer ready. Closes the session when that fails."""
+        self._loop = asyncio.get_running_loop()
+        self._welcome = self._loop.create_future()
+        self._transport.open(self._on_message, self._on_closed)
+        try:
+            self._transport.send(Hello(schema_hash=SCHEMA_HASH, version=__version__, pid=os.getpid()))
+            self.welcome = await self._within(timeout_s, self._welcome, "welcome this client")
+            self._process = EngineProcess.find(self.welcome.pid)
+            self.requests.stream_interval = self.welcome.stream_interval
+            await self._get_tokenizer(timeout_s)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _get_tokenizer(self, timeout_s: float) -> None:
+        info = self.welcome.tokenizer
+        if info is None:
+            return
+        bundle = load_bundle(info)
+        if bundle is None:
+            bundle = await self._call(FetchTokenizer, timeout_s)
+            if not isinstance(bundle, TokenizerBundle):
+                raise EngineDeadError(f"the engine-core at {self._transport.address} did not send its tokenizer")
+            store_bundle(info, bundle)
+        self.tokenizer = Tokenizer(bundle)
+
+    def submit(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> RequestStream:
+        """Checks and sends a request whose prompt is tokenised. `params` must not be changed afterwards.
+
+        Raises InvalidRequestError before anything is sent, and EngineDeadError.
+        """
+        self.check_alive()
+        max_tokens = check_request(prompt, params, self.welcome)
+        if request_id in self.requests:
+            raise InvalidRequestError(f"a request with the id {request_id!r} is running; ids must be unique")
+        if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+            raise InvalidRequestError(f"priority must be an integer, and smaller is sooner, not {priority!r}")
+        bad_words = tokenize_bad_words(params.bad_words or (), self.tokenizer, self.welcome.vocab_size)
+        return self.requests.add(
+            request_id,
+            prompt,
+            params,
+            max_tokens=max_tokens,
+            priority=priority,
+            tokenizer=self.tokenizer,
+            bad_words=bad_words,
+        )
+
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        """Ends these requests with finish_reason `abort`; ids that are not running are ignored."""
+        self.requests.abort((request_ids,) if isinstance(request_ids, str) else request_ids)
+
+    def abort_stream(self, stream: RequestStream) -> None:
+        """The same for one stream; does nothing once it has ended."""
+        self.requests.abort_stream(stream)
+
+    async def get_stats(self) -> EngineStats:
+        stats: EngineStats = await self._call(GetStats, COMMAND_TIMEOUT_S)
+        return stats
+
+    async def reset_prefix_cache(self) -> None:
+        """Forgets every cached block that no request is using."""
+        await self._call(ResetPrefixCache, COMMAND_TIMEOUT_S)
+
+    async def control(self, command: Commands, timeout_s: float | None = COMMAND_TIMEOUT_S) -> Any:
+        """Carries out a command of ipc/control.py, and gives the result that its page names.
+
+        Without a timeout it waits for as long as the core lives. Raises HeadraceError with the core's reason.
+        """
+        return await self._call(Control, timeout_s, command=command)
+
+    def check_alive(self) -> None:
+        """Raises EngineDeadError when the session has ended or is about to."""
+        if self.failure is not None:
+            raise EngineDeadError.from_failure(self.failure)
+        if self._draining:
+            raise EngineDeadError("the engine is shutting down and takes no new requests")
+
+    def fail(self, failure: Failure) -> None:
+        """The core is dead, because of this: ends every stream and wait. The first cause counts."""
+        if self.failure is not None:
+            return
+        self.failure = failure
+        replaced = not self._closed and self.is_replaced()
+        self.requests.fail_all(failure, EngineDeadError, keep_untouched=replaced)
+        for waiting in (*self._calls.values(), self._welcome):
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(EngineDeadError.from_failure(failure))
+        if self.on_dead is not None and not self._closed:
+            self.on_dead(failure)
+
+    def fail_threadsafe(self, failure: Failure) -> None:
+        """`fail`, from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
+            self._loop.call_soon_threadsafe(self.fail, failure)
+
+    async def close(self) -> None:
+        """Leaves: unfinished requests are aborted, and the core forgets them. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.failure is None:
+            self.requests.abort_all()
+        self._transport.send(Goodbye())
+        self._transport.close()
+        self.fail(Failure(message="this client is closed", type="Closed", process="client", phase="close"))
+
+    async def _call(
+        self,
+        kind: type[FetchTokenizer | GetStats | ResetPrefixCache | Control],
+        timeout_s: float | None,
+        **fields: Any,
+    ) -> Any:
+        if self.failure is not None:
+            raise EngineDeadError.from_failure(self.failure)
+        call, self._next_call = self._next_call, self._next_call + 1
+        future = self._calls[call] = self._loop.create_future()
+        try:
+            self._transport.send(kind(call=call, **fields))
+            return await self._within(timeout_s, future, f"answer {kind.__name__}")
+        finally:
+            del self._calls[call]
+
+    async def _within(self, timeout_s: float | None, waiting: Awaitable[Any], what: str) -> Any:
+        try:
+            return await asyncio.wait_for(waiting, timeout_s)
+        except TimeoutError:
+            raise EngineDeadError(
+                f"the engine-core at {self._transport.address} did not {what} within {timeout_s:g} s"
+            ) from None
+
+    def _on_message(self, message: CoreMessage) -> None:
+        if isinstance(message, StepOutputs):
+            self.last_step_s = time.monotonic()
+            self.requests.on_step(message)
+        elif isinstance(message, Load):
+            self.load = message
+        elif isinstance(message, Reply):
+            self._on_reply(message)
+        elif isinstance(message, Welcome):
+            if self._welcome is not None and not self._welcome.done():
+                self._welcome.set_result(message)
+        elif isinstance(message, Refused):
+            self._on_refused(message)
+        elif isinstance(message, Draining):
+            self._draining = True
+        elif isinstance(message, EngineFailed):
+            self.fail(message.failure)
+
+    def _on_closed(self, failure: Failure) -> None:
+        if self._cause_grace_s:
+            self._loop.call_later(self._cause_grace_s, self.fail, failure)
+        elif self._process is not None and failure.type == CONNECTION_LOST and not self._draining:
+            self._process.explain_soon(failure, self.fail)
+        else:
+            self.fail(failure)
+
+    def _on_reply(self, reply: Reply) -> None:
+        waiting = self._calls.get(reply.call)
+        if waiting is None or waiting.done():
+            return
+        if reply.failure is not None:
+            waiting.set_exception(HeadraceError.from_failure(reply.failure))
+        else:
+            waiting.set_result(reply.result)
+
+    def _on_refused(self, refused: Refused) -> None:
+        if self._welcome is None or self._welcome.done():
+            logger.warning("the engine-core refused a message: %s", refused.failure.message)
+        elif refused.schema_hash == SCHEMA_HASH:
+            self._welcome.set_exception(EngineDeadError.from_failure(refused.failure))
+        else:
+            self._welcome.set_exception(
+                EngineDeadError(
+                    f"the engine-core at {self._transport.address} is headrace {refused.version} with message schema "
+                    f"{refused.schema_hash}, and this client is headrace {__version__} with {SCHEMA_HASH}: install the "
+                    "same version on both sides"
+                )
+            )

@@ -1,0 +1,219 @@
+"""Engines of this user as `ps` and `top` see them: found by their sockets, asked for their figures and nothing else.
+
+A session here is lighter than a client's: it fetches no tokenizer, so looking at an engine costs a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from headrace import __version__
+from headrace.frontend.client.transport import ZmqTransport
+from headrace.ipc.failure import EngineDeadError, Failure
+from headrace.ipc.messages import (
+    SCHEMA_HASH,
+    CoreMessage,
+    EngineFailed,
+    EngineStats,
+    GetStats,
+    Goodbye,
+    Hello,
+    Refused,
+    Reply,
+    Welcome,
+)
+from headrace.ipc.sockets import ipc_path, runtime_directory
+
+ANSWER_TIMEOUT_S = 2.0
+_SOCKET_NAME = re.compile(r"engine-(\d+)-[0-9a-f]+\.sock")
+
+
+class Sight(msgspec.Struct, kw_only=True):
+    """What is known of one engine at one time."""
+
+    address: str
+    at_s: float
+    """When the figures came (monotonic seconds)."""
+    pid: int | None = None
+    uptime_s: float | None = None
+    """Age of its process; None where that cannot be seen."""
+    welcome: Welcome | None = None
+    stats: EngineStats | None = None
+    problem: str = ""
+    """Why figures are missing."""
+
+
+class EngineWatch:
+    """One session with one engine. Everything runs in one asyncio loop."""
+
+    def __init__(self, address: str) -> None:
+        """Raises AddressError for what is no address."""
+        self.address = address
+        self.welcome: Welcome | None = None
+        self.gone = False
+        """The connection was refused or lost: nobody listens there."""
+        self._problem = ""
+        self._transport = ZmqTransport(address)
+        self._is_open = False
+        self._call = 0
+        self._answer: asyncio.Future[EngineStats | None] | None = None
+
+    async def look(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Sight:
+        """Its figures now; whatever goes wrong is in the result's `problem`."""
+        self._answer = asyncio.get_running_loop().create_future()
+        if not self._is_open:
+            self._is_open = True
+            self._transport.open(self._on_message, self._on_closed)
+            self._transport.send(Hello(schema_hash=SCHEMA_HASH, version=__version__, pid=os.getpid()))
+        elif self.welcome is not None:
+            self._ask()
+        if self._problem:
+            self._settle(None)
+        stats, problem = None, ""
+        try:
+            stats = await asyncio.wait_for(self._answer, timeout_s)
+        except TimeoutError:
+            problem = f"no answer within {timeout_s:g} s"
+        pid = self.welcome.pid if self.welcome is not None else pid_of(self.address)
+        return Sight(
+            address=self.address,
+            at_s=time.monotonic(),
+            pid=pid,
+            uptime_s=None if pid is None or self.gone else _uptime_s(pid),
+            welcome=self.welcome,
+            stats=stats,
+            problem=self._problem or problem,
+        )
+
+    def close(self) -> None:
+        """Leaves. May be called again."""
+        if self._is_open:
+            self._transport.send(Goodbye())
+            self._transport.close()
+
+    def _ask(self) -> None:
+        self._call += 1
+        self._transport.send(GetStats(call=self._call))
+
+    def _settle(self, stats: EngineStats | None) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(stats)
+
+    def _on_message(self, message: CoreMessage) -> None:
+        if isinstance(message, Welcome):
+            self.welcome = message
+            self._ask()
+        elif isinstance(message, Reply):
+            # A late answer to an earlier question is older than what is wanted now.
+            if message.call == self._call and isinstance(message.result, EngineStats):
+                self._settle(message.result)
+        elif isinstance(message, Refused):
+            self._problem = f"is headrace {message.version}, and this is {__version__}: use that version's command"
+            self._settle(None)
+        elif isinstance(message, EngineFailed):
+            self._problem = message.failure.message
+            self._settle(None)
+
+    def _on_closed(self, failure: Failure) -> None:
+        self.gone = True
+        self._problem = self._problem or failure.message
+        self._settle(None)
+
+
+def engine_addresses() -> list[str]:
+    """Every engine's socket in the runtime directory, oldest first; some may be left over from dead engines.
+
+    Raises AddressError when the directory cannot be used.
+    """
+    found: list[tuple[float, str]] = []
+    for path in runtime_directory().glob("engine-*.sock"):
+        try:
+            if _SOCKET_NAME.fullmatch(path.name) and path.is_socket():
+                found.append((path.stat().st_mtime, f"ipc://{path}"))
+        except OSError:
+            continue  # it went away meanwhile
+    return [address for _, address in sorted(found)]
+
+
+async def look_at(addresses: Sequence[str], *, with_gone: bool = False) -> list[Sight]:
+    """One look at each, all at once. Those where nobody listens are left out, unless `with_gone`.
+
+    Raises AddressError.
+    """
+    watches = [EngineWatch(address) for address in addresses]
+    try:
+        sights = await asyncio.gather(*(watch.look() for watch in watches))
+    finally:
+        for watch in watches:
+            watch.close()
+    return [sight for watch, sight in zip(watches, sights, strict=True) if with_gone or not watch.gone]
+
+
+def check_seen(sights: Sequence[Sight]) -> None:
+    """Raises EngineDeadError for engines that were asked for by address and gave no figures."""
+    told = [each.problem if each.address in each.problem else f"{each.address} {each.problem}" for each in sights]
+    problems = [text for text, sight in zip(told, sights, strict=True) if sight.stats is None]
+    if problems:
+        raise EngineDeadError(
+            "; ".join(problems),
+            hint="An engine-core prints its address when it is ready, and `headrace ps` lists those that run.",
+        )
+
+
+def pid_of(address: str) -> int | None:
+    """The process that a socket of the runtime directory belongs to, by its name."""
+    path = ipc_path(address)
+    match = _SOCKET_NAME.fullmatch(path.name) if path is not None else None
+    return int(match.group(1)) if match is not None else None
+
+
+def kv_use(stats: EngineStats) -> float:
+    """The share of KV blocks that requests hold, 0 to 1."""
+    return 1.0 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
+
+
+def hit_rate(stats: EngineStats) -> float | None:
+    """The share of prompt tokens that came from the prefix cache since the engine's start; None before the first."""
+    return stats.num_cached_prompt_tokens / stats.num_prompt_tokens if stats.num_prompt_tokens else None
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of aligned columns; the last column is as wide as it likes."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (header, *rows)
+    ]
+
+
+def short_name(model: str, longest: int = 40) -> str:
+    """A model's name that fits a column; of a path, its end."""
+    name = model.rstrip("/").rpartition("/")[2] if model.startswith(("/", ".", "~")) else model
+    return name if len(name) <= longest else "..." + name[-(longest - 3) :]
+
+
+def duration(seconds: float | None) -> str:
+    """`42s`, `3m05s`, `2h07m`, `3d04h`; `-` for None."""
+    if seconds is None:
+        return "-"
+    whole = int(seconds)
+    for unit, size, smaller, smaller_size in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // smaller_size:02d}{smaller}"
+    return f"{whole}s"
+
+
+def _uptime_s(pid: int) -> float | None:
+    import psutil
+
+    try:
+        created_s: float = psutil.Process(pid).create_time()
+    except psutil.Error:
+        return None
+    return max(0.0, time.time() - created_s)

@@ -1,0 +1,51 @@
+"""An engine-core child of one's own, started from the options a user gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from headrace.frontend.client.transport import MemoryTransport
+from headrace.ipc.failure import OptionError
+from headrace.ipc.messages import ClientMessage, Hello
+
+if TYPE_CHECKING:
+    from headrace.core.engine.engine import EngineThread
+    from headrace.core.options.engine_options import Options
+    from headrace.core.process.supervisor import Child
+
+STOP_DEADLINE_S = 5.0
+CAUSE_GRACE_S = 1.0
+"""How long the supervisor may take to say how the core ended, once its connection is lost."""
+
+
+def start_own_engine(model: str | None, options: dict[str, Any]) -> Child:
+    """Starts it; `wait_ready` says when and where it listens. Raises OptionError for options that cannot be."""
+    from headrace.core.process.supervisor import start_engine
+
+    return start_engine(_parse(model, options))
+
+
+def run_in_process(model: str | None, options: dict[str, Any]) -> tuple[EngineThread, MemoryTransport]:
+    """The same engine on a thread of this process, and the way to it. Raises what its start raises."""
+    from headrace.core.engine.engine import EngineThread
+
+    thread = EngineThread(_parse(model, options))
+    session: list[Callable[[ClientMessage], None]] = []
+
+    def deliver(message: ClientMessage) -> None:
+        if isinstance(message, Hello):
+            session.append(thread.port.open(message, transport.push))
+        else:
+            session[-1](message)
+
+    transport = MemoryTransport(deliver)
+    return thread, transport
+
+
+def _parse(model: str | None, options: dict[str, Any]) -> Options:
+    from headrace.core.options.parsing import parse_options
+
+    if model == "":
+        raise OptionError("model is empty: name one, or leave it out for the demo model")
+    return parse_options(**options if model is None else {"model": model, **options})

@@ -1,0 +1,176 @@
+"""A running server as `chat` and `complete` use one: what they need of `LLM`, over HTTP.
+
+Prompts are made by the server (POST /tokenize), so nothing of the model is needed here, and vLLM's servers do as well.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import urllib.parse
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.frontend.text.conversation import SETTABLE
+from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError, OptionError
+
+TIMEOUT_S = 600.0
+"""Longest silence of a server; ours sends comments when it has nothing to say."""
+
+
+class Piece(msgspec.Struct):
+    text: str
+    finish_reason: str | None
+
+
+class PieceOutput(msgspec.Struct):
+    """As a RequestOutput that holds what is new."""
+
+    outputs: list[Piece]
+
+
+class ModelInfo(msgspec.Struct):
+    """Of GET /v1/models."""
+
+    id: str
+    max_model_len: int
+    default_sampling_params: dict[str, Any] = {}
+
+    @property
+    def model(self) -> str:
+        return self.id
+
+
+class RemoteStream:
+    """An answer as it comes. Leaving its `with` block ends the connection, and so the request."""
+
+    def __init__(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> None:
+        self._connection, self._response = connection, response
+
+    def __enter__(self) -> RemoteStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def __iter__(self) -> Generator[PieceOutput, None, None]:
+        try:
+            for line in self._response:
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    continue
+                event = msgspec.json.decode(line[len(b"data: ") :])
+                if "error" in event:
+                    raise _error_of(event, 500)
+                for choice in event["choices"]:
+                    yield PieceOutput([Piece(choice["text"], choice["finish_reason"])])
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineDeadError(f"the connection to the server was lost: {error}") from None
+        finally:
+            self._connection.close()
+
+
+class RemoteLLM:
+    """One model of a server."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        """Raises OptionError for what is no URL, HeadraceError when no server answers there or wants another key."""
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise OptionError(f"--url={url}: it must look like http://127.0.0.1:8000")
+        self._parts, self._root = parts, parts.path.rstrip("/").removesuffix("/v1")
+        key = api_key or os.environ.get("HEADRACE_API_KEY")
+        self._headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
+        models = self._ask("GET", "/v1/models")["data"]
+        try:
+            self.engine = msgspec.convert(models[0], ModelInfo)
+        except (IndexError, msgspec.ValidationError) as error:
+            raise HeadraceError(f"the server at {url} does not say which model it serves: {error}") from None
+
+    def __enter__(self) -> RemoteLLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is kept open between requests."""
+
+    def get_tokenizer(self) -> RemoteLLM:
+        return self
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams(**self.engine.default_sampling_params)
+
+    def get_chat_template(self, chat_template: str | None, tools: Any) -> None:
+        """The server has it, or says so at the first message."""
+
+    def apply_chat_template(self, conversation: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> list[int]:
+        """Token ids. Raises HeadraceError with the server's reason."""
+        body = {"messages": conversation, "add_generation_prompt": add_generation_prompt}
+        return list(self._ask("POST", "/tokenize", body)["tokens"])
+
+    def stream(self, prompt: str | dict[str, Any], params: SamplingParams) -> RemoteStream:
+        """Raises HeadraceError with the server's reason to refuse it."""
+        token_ids = (
+            self._ask("POST", "/tokenize", {"prompt": prompt})["tokens"]
+            if isinstance(prompt, str)
+            else prompt["prompt_token_ids"]
+        )
+        if not token_ids:
+            raise InvalidRequestError("the prompt is empty; at least one token is needed")
+        neutral, told = SamplingParams(), self.engine.default_sampling_params
+        body = {name: getattr(params, name) for name in SETTABLE}
+        # The server's own defaults stand for what is not sent; what it does not tell of is sent where it was set.
+        body = {name: value for name, value in body.items() if name in told or value != getattr(neutral, name)}
+        body |= {"prompt": token_ids, "stream": True, "model": self.engine.id}
+        body["max_tokens"] = params.max_tokens or max(1, self.engine.max_model_len - len(token_ids))
+        return RemoteStream(*self._request("POST", "/v1/completions", body))
+
+    def _ask(self, method: str, path: str, body: Any = None) -> Any:
+        connection, response = self._request(method, path, body)
+        try:
+            return msgspec.json.decode(response.read())
+        except msgspec.DecodeError:
+            raise HeadraceError(
+                f"{self._where}{path} answers what is no JSON: is it a server of OpenAI's API?"
+            ) from None
+        finally:
+            connection.close()
+
+    @property
+    def _where(self) -> str:
+        return f"{self._parts.scheme}://{self._parts.netloc}{self._root}"
+
+    def _request(
+        self, method: str, path: str, body: Any = None
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=TIMEOUT_S)
+        try:
+            connection.request(
+                method, self._root + path, None if body is None else json.dumps(body).encode(), self._headers
+            )
+            response = connection.getresponse()
+            if response.status != 200:
+                raise _error_of(_json_of(response.read()), response.status)
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise EngineDeadError(f"no server answers at {self._where}: {error}") from None
+        except BaseException:
+            connection.close()
+            raise
+        return connection, response
+
+
+def _json_of(data: bytes) -> Any:
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        return {}
+
+
+def _error_of(answer: Any, status: int) -> HeadraceError:
+    error = answer.get("error") if isinstance(answer, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return HeadraceError(str(message or f"the server answers with status {status}"))

@@ -1,0 +1,315 @@
+"""A request on the client's side: what the core said about it, made into outputs when somebody reads them.
+
+A step only appends to lists and wakes the reader once; text, log-probabilities and output objects are made on
+reading, so a slow reader gets fewer and larger pieces. Text is made at once only where stop strings are looked for.
+
+    StepOutputs --> SequenceState (one per slot, n of them) --> RequestStream --> RequestOutput
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from headrace.frontend.api.outputs import (
+    CompletionOutput,
+    Logprob,
+    LogprobsOfPosition,
+    RequestMetrics,
+    RequestOutput,
+)
+from headrace.frontend.api.prompts import Prompt
+from headrace.frontend.api.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.text.detokenizer import Detokenizer, StopChecker
+from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.failure import HeadraceError
+from headrace.ipc.messages import Finish, LogprobRows
+
+LogprobRow = tuple[list[int], list[float], int]
+"""Token ids (the position's own first), their log-probabilities, the own token's rank."""
+
+
+class SequenceState:
+    """One output of a request while it grows."""
+
+    __slots__ = (
+        "_end_read",
+        "_logprobs",
+        "_new_text",
+        "_num_read",
+        "_text",
+        "cumulative_logprob",
+        "detokenizer",
+        "finish_reason",
+        "index",
+        "logprob_rows",
+        "min_tokens",
+        "num_text_tokens",
+        "slot",
+        "stop_reason",
+        "stops",
+        "stream",
+        "token_ids",
+    )  # fmt: skip
+
+    def __init__(self, stream: RequestStream, slot: int, index: int, detokenizer: Detokenizer | None) -> None:
+        params = stream.params
+        self.stream, self.slot, self.index, self.detokenizer = stream, slot, index, detokenizer
+        self.stops: StopChecker | None = None
+        if params.stop_strings and detokenizer is not None:
+            self.stops = StopChecker(params.stop_strings, include_in_output=params.include_stop_str_in_output)
+        self.min_tokens = params.min_tokens
+        self.token_ids: list[int] = []
+        self.num_text_tokens = 0
+        """How many of them went through the detokeniser."""
+        self.logprob_rows: list[LogprobRow] = []
+        """One per token, where they were asked for."""
+        self.cumulative_logprob = 0.0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self._new_text: list[str] = []
+        self._text = ""
+        self._logprobs: list[LogprobsOfPosition] = []
+        self._num_read = 0
+        self._end_read = False
+
+    def find_stop(self) -> bool:
+        """Looks at the text of the newest token; True when a stop string is complete, which ends the output."""
+        text = self.detokenizer.extend(self.token_ids[self.num_text_tokens :]) if self.detokenizer else ""
+        self.num_text_tokens = len(self.token_ids)
+        if self.stops is None:
+            return False
+        if self.num_text_tokens > self.min_tokens:
+            text = self.stops.add(text)
+        self._new_text.append(text)
+        return self.stops.matched is not None
+
+    def finish(self, reason: str, stop_reason: int | str | None, *, silent_last_token: bool = False) -> None:
+        """Ends the output. A token that ended it is not part of the text when it is silent."""
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        if self.detokenizer is None:
+            return
+        if self.stops is None or self.stops.matched is None:
+            end = len(self.token_ids) - silent_last_token
+            text = self.detokenizer.extend(self.token_ids[self.num_text_tokens : end]) + self.detokenizer.finish()
+            self.num_text_tokens = end
+            if self.stops is not None:
+                text = self.stops.add(text) + self.stops.finish()
+                if self.stops.matched is not None:
+                    self.finish_reason, self.stop_reason = "stop", self.stops.matched
+            self._new_text.append(text)
+
+    def read(self, *, delta: bool, tokenizer: Tokenizer | None) -> CompletionOutput:
+        """Everything so far, or what is new since the reading before."""
+        if self.finish_reason is None and self.stops is None and self.detokenizer is not None:
+            self._new_text.append(self.detokenizer.extend(self.token_ids[self.num_text_tokens :]))
+            self.num_text_tokens = len(self.token_ids)
+        text = "".join(self._new_text)
+        self._new_text.clear()
+        start, self._num_read = (self._num_read if delta else 0), len(self.token_ids)
+        self._end_read = self.finish_reason is not None
+        if not delta:
+            self._text = text = self._text + text
+        logprobs = None
+        if self.stream.params.logprobs is not None:
+            rows = self.logprob_rows[len(self._logprobs) : len(self.token_ids)]
+            self.cumulative_logprob += sum(row[1][0] for row in rows)
+            self._logprobs += [logprobs_of_position(row, tokenizer) for row in rows]
+            logprobs = self._logprobs[start:]
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=self.token_ids[start:],
+            cumulative_logprob=None if logprobs is None else self.cumulative_logprob,
+            logprobs=logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def has_news(self) -> bool:
+        """Enough to be told: its first token, `stream_interval` more, or its end."""
+        num_new = len(self.token_ids) - self._num_read
+        if num_new >= self.stream.interval or (num_new and not self._num_read):
+            return True
+        return self.finish_reason is not None and not self._end_read
+
+
+class RequestStream:
+    """A submitted request: an async iterator of its outputs. For one reader, in the client's loop."""
+
+    def __init__(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, first_slot: int
+    ) -> None:
+        self.request_id, self.prompt, self.params = request_id, prompt, params
+        self.tokenizer = tokenizer if params.detokenize else None
+        self.sequences = [self._new_sequence(first_slot + index, index) for index in range(params.n)]
+        self.num_unfinished = params.n
+        self.num_cached_tokens: int | None = None
+        self.prompt_logprobs: list[LogprobsOfPosition | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
+        self.metrics = RequestMetrics(arrival_time=time.time())
+        self.on_done: Callable[[RequestStream], None] | None = None
+        """Called once when it has ended, well or not."""
+        self.on_step: Callable[[RequestStream, float], None] | None = None
+        """Called after each step that brought news, with the time (monotonic seconds), whatever the output kind: for
+        a reader that must not wait for a task to wake. It reads from `sequences`, and must not raise."""
+        self.touched = False
+        """Whether the step at hand brought news."""
+        self.max_tokens = self.priority = 0  # as they were sent
+        self.bad_words: tuple[tuple[int, ...], ...] = ()  # the same
+        self.interval = 1
+        """How many new tokens of an output its reader gets together."""
+        self.num_replays = 0
+        """How often it was sent again, to an engine that took the place of one that died."""
+        self._submitted_s = time.monotonic()
+        self._error: HeadraceError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._news = False
+        self._ended = False
+        self._final_given = False
+
+    def _new_sequence(self, slot: int, index: int) -> SequenceState:
+        detokenizer = None
+        if self.tokenizer is not None:
+            detokenizer = self.tokenizer.detokenizer(
+                skip_special_tokens=self.params.skip_special_tokens, prompt_token_ids=self.prompt.token_ids or ()
+            )
+        return SequenceState(self, slot, index, detokenizer)
+
+    @property
+    def is_untouched(self) -> bool:
+        """It has brought nothing yet, so that another engine may begin it anew."""
+        told = any(each.token_ids or each.finish_reason is not None for each in self.sequences)
+        return not self._ended and not told and len(self.prompt_logprobs or ()) < 2
+
+    @property
+    def done(self) -> bool:
+        return self._ended
+
+    @property
+    def error(self) -> HeadraceError | None:
+        """What ended it, when that was no proper end."""
+        return self._error
+
+    def unfinished_slots(self) -> Sequence[int]:
+        return [each.slot for each in self.sequences if each.finish_reason is None]
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """The next output; several steps' worth when the reader is slow. Raises what ended the request."""
+        while not self._news:
+            if self._final_given:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._read()
+
+    async def final(self) -> RequestOutput:
+        """The last output. Raises what ended the request instead."""
+        while not (output := await anext(self)).finished:
+            pass
+        return output
+
+    def notify(self, now_s: float) -> None:
+        """At the end of a step that touched it: wakes the reader when there is something to read."""
+        self.touched = False
+        if self._error is not None:
+            return  # failed in this very step: what it brought is no output, and `fail` has woken the reader
+        if self.metrics.first_token_latency is None and any(each.token_ids for each in self.sequences):
+            self.metrics.first_token_latency = now_s - self._submitted_s
+        if self.num_unfinished == 0:
+            self._end(now_s)
+        elif self.params.output_kind is not RequestOutputKind.FINAL_ONLY and any(s.has_news() for s in self.sequences):
+            self._wake()
+        if self.on_step is not None:
+            self.on_step(self, now_s)
+
+    def fail(self, error: HeadraceError) -> None:
+        """Ends it with an error, unless it has ended already."""
+        if not self._ended:
+            self._error = error
+            self._ended = True
+            self._news = False
+            self._wake(news=False)
+            self._report_done()
+
+    def note_finish(self, finish: Finish) -> None:
+        """Takes the core's times. Of several outputs the slowest counts."""
+        metrics = self.metrics
+        metrics.queued_s = max(metrics.queued_s or 0.0, finish.queued_s)
+        metrics.prefill_s = max(metrics.prefill_s or 0.0, finish.prefill_s)
+        metrics.decode_s = max(metrics.decode_s or 0.0, finish.decode_s)
+        metrics.num_preemptions += finish.num_preemptions
+
+    def add_prompt_logprobs(self, rows: LogprobRows) -> None:
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += [logprobs_of_position(row, self.tokenizer) for row in split_rows(rows)]
+
+    def _end(self, now_s: float) -> None:
+        self._ended = True
+        self.metrics.total_s = now_s - self._submitted_s
+        self.metrics.num_generation_tokens = sum(len(each.token_ids) for each in self.sequences)
+        self._wake()
+        self._report_done()
+
+    def _wake(self, *, news: bool = True) -> None:
+        self._news = news
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _report_done(self) -> None:
+        if self.on_done is not None:
+            self.on_done(self)
+
+    def _read(self) -> RequestOutput:
+        self._news = False
+        self._final_given = self._ended
+        delta = self.params.output_kind is RequestOutputKind.DELTA
+        chosen = [each for each in self.sequences if each.has_news()] if delta else self.sequences
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt.text,
+            prompt_token_ids=self.prompt.token_ids or [],
+            prompt_logprobs=self.prompt_logprobs,
+            outputs=[each.read(delta=delta, tokenizer=self.tokenizer) for each in chosen],
+            finished=self._ended,
+            metrics=self.metrics if self._ended else None,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+
+def split_rows(rows: LogprobRows) -> list[LogprobRow]:
+    """Each position's own, without the padding at its end."""
+    width = rows.token_ids.shape[1]
+    token_ids, logprobs = rows.token_ids.tolist(), rows.logprobs.tolist()
+    split: list[LogprobRow] = []
+    for index, rank in enumerate(rows.ranks.tolist()):
+        ids = token_ids[index * width : (index + 1) * width]
+        used = ids.index(-1) if -1 in ids else width
+        split.append((ids[:used], logprobs[index * width : index * width + used], rank))
+    return split
+
+
+def logprobs_of_position(row: LogprobRow, tokenizer: Tokenizer | None) -> LogprobsOfPosition:
+    """The user's form: the position's own token with its rank, then the likeliest ones, which are in order of rank."""
+    token_ids, logprobs, own_rank = row
+    decode: Callable[[int], str | None] = tokenizer.decode_token if tokenizer is not None else _no_text
+    result = {token_ids[0]: Logprob(logprobs[0], own_rank, decode(token_ids[0]))}
+    for rank in range(1, len(token_ids)):
+        token_id = token_ids[rank]
+        if token_id != token_ids[0]:
+            result[token_id] = Logprob(logprobs[rank], rank, decode(token_id))
+    return result
+
+
+def _no_text(_: int) -> None:
+    return None

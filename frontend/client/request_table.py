@@ -1,0 +1,237 @@
+"""Which outputs are unfinished in one session, and what each step of the core brings them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from headrace.frontend.api.prompts import Prompt
+from headrace.frontend.api.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.client.request import LogprobRow, RequestStream, SequenceState, split_rows
+from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.codec import Tensor
+from headrace.ipc.failure import (
+    EngineAsleepError,
+    Failure,
+    HeadraceError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+)
+from headrace.ipc.messages import Abort, AddRequest, ClientMessage, Finish, FinishReason, StepOutputs
+
+UNREAD_TOKENS = 32
+"""Tokens of an output that is read at its end, told at once: so many at most are missing when it is aborted."""
+_REASON_NAMES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
+
+
+class RequestTable:
+    """Requests from their submission to their end. A slot that ended here is forgotten, and so is its late news."""
+
+    def __init__(self, send: Callable[[ClientMessage], None]) -> None:
+        self._send = send
+        self._sequences: dict[int, SequenceState] = {}  # by slot
+        self._streams: dict[str, RequestStream] = {}  # by request id
+        self._next_slot = 0
+        self._aborted: set[int] = set()  # slots whose Finish is still to come
+        self.stream_interval = 1
+        """The engine's, once it has said so."""
+        self.num_tokens_after_abort = 0
+        """Tokens that came for requests nobody wanted any more."""
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._streams
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        priority: int,
+        tokenizer: Tokenizer | None,
+        bad_words: tuple[tuple[int, ...], ...] = (),
+    ) -> RequestStream:
+        """Sends the request, one slot for each of its `n` outputs. Everything is checked already."""
+        stream = RequestStream(request_id, prompt, params, tokenizer, self._next_slot)
+        stream.max_tokens, stream.priority, stream.interval = max_tokens, priority, self.stream_interval
+        stream.bad_words = bad_words
+        self._next_slot += params.n
+        self._streams[request_id] = stream
+        for sequence in stream.sequences:
+            self._sequences[sequence.slot] = sequence
+        self._send_all_of(stream)
+        return stream
+
+    def _send_all_of(self, stream: RequestStream) -> None:
+        prompt, params, request_id = stream.prompt, stream.params, stream.request_id
+        token_ids = Tensor.of("int32", prompt.token_ids or ())
+        for sequence in stream.sequences:
+            self._send(
+                AddRequest(
+                    slot=sequence.slot,
+                    request_id=request_id if params.n == 1 else f"{request_id}#{sequence.index}",
+                    prompt_token_ids=token_ids,
+                    sampling=params.to_wire(stream.max_tokens, sequence.index, stream.bad_words),
+                    priority=stream.priority,
+                    cache_salt=prompt.cache_salt,
+                    news_every=_news_every(params, stream.interval),
+                )
+            )
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends these requests; ids that are not running are ignored."""
+        for request_id in tuple(request_ids):
+            if request_id in self._streams:
+                self.abort_stream(self._streams[request_id])
+
+    def abort_all(self) -> None:
+        self.abort(self._streams)
+
+    def abort_stream(self, stream: RequestStream) -> None:
+        """Ends it with finish_reason `abort` and what it has so far; does nothing once it has ended."""
+        if stream.done:
+            return
+        self._drop(stream)
+        for sequence in stream.sequences:
+            if sequence.finish_reason is None:
+                sequence.finish("abort", None)
+        stream.num_unfinished = 0
+        stream.notify(time.monotonic())
+
+    def fail_all(self, failure: Failure, error: type[HeadraceError], *, keep_untouched: bool = False) -> None:
+        """Ends every request with this error; the core is not told.
+
+        With `keep_untouched`, those stay that have brought nothing, until `replay` sends them to another core. Once
+        only: a request that two cores died with may be what kills them.
+        """
+        streams = list(self._streams.values())
+        kept = [s for s in streams if s.is_untouched and s.num_replays == 0] if keep_untouched else []
+        self._streams = {stream.request_id: stream for stream in kept}
+        self._sequences = {sequence.slot: sequence for stream in kept for sequence in stream.sequences}
+        self._aborted.clear()
+        for stream in streams:
+            if stream.request_id not in self._streams:
+                stream.fail(error.from_failure(failure))
+
+    def replay(self, send: Callable[[ClientMessage], None]) -> int:
+        """From now on messages go by `send` to a new core, which is sent what was kept; how many that are."""
+        self._send = send
+        self.num_tokens_after_abort = 0
+        for stream in self._streams.values():
+            stream.num_replays += 1
+            self._send_all_of(stream)
+        return len(self._streams)
+
+    def on_step(self, step: StepOutputs) -> None:
+        """One step's news for all requests. The loop over tokens is the hot path of a frontend."""
+        sequences = self._sequences
+        slots, token_ids = step.slots.tolist(), step.token_ids.tolist()
+        touched: list[RequestStream] = []
+        if step.admitted or step.prompt_logprobs or step.logprobs is not None:
+            self._take_details(step, slots)
+        # A token that stops the output comes with its Finish, and is not part of the text.
+        silent = self._silent_tokens(step.finished, slots) if step.finished else ()
+        for position, (slot, token_id) in enumerate(zip(slots, token_ids, strict=True)):
+            sequence = sequences.get(slot)
+            if sequence is None:
+                self.num_tokens_after_abort += slot in self._aborted
+                continue  # ended here already: aborted, or by a stop string
+            sequence.token_ids.append(token_id)
+            stream = sequence.stream
+            if not stream.touched:
+                stream.touched = True
+                touched.append(stream)
+            if sequence.stops is not None and position not in silent and sequence.find_stop():
+                self._finish(sequence, "stop", sequence.stops.matched)
+                self._send(Abort(slots=(slot,)))
+        for finish in step.finished:
+            sequence = sequences.get(finish.slot)
+            if sequence is not None:
+                if not sequence.stream.touched:
+                    sequence.stream.touched = True
+                    touched.append(sequence.stream)
+                self._on_finish(sequence, finish)
+            self._aborted.discard(finish.slot)
+        now_s = time.monotonic()
+        for stream in touched:
+            stream.notify(now_s)
+
+    def _take_details(self, step: StepOutputs, slots: list[int]) -> None:
+        for admitted in step.admitted:
+            sequence = self._sequences.get(admitted.slot)
+            if sequence is not None and sequence.index == 0:
+                sequence.stream.num_cached_tokens = admitted.num_cached_tokens
+        for run in step.prompt_logprobs:
+            sequence = self._sequences.get(run.slot)
+            if sequence is not None:
+                sequence.stream.add_prompt_logprobs(run.rows)
+        if step.logprobs is not None and step.logprob_indices is not None:
+            rows: list[LogprobRow] = split_rows(step.logprobs)
+            for position, row in zip(step.logprob_indices.tolist(), rows, strict=True):
+                sequence = self._sequences.get(slots[position])
+                if sequence is not None:
+                    sequence.logprob_rows.append(row)
+
+    def _silent_tokens(self, finished: Iterable[Finish], slots: list[int]) -> frozenset[int]:
+        stopped = {finish.slot for finish in finished if finish.reason is FinishReason.STOP}
+        last = {slot: position for position, slot in enumerate(slots) if slot in stopped}
+        return frozenset(
+            position
+            for slot, position in last.items()
+            if slot in self._sequences and not self._sequences[slot].stream.params.include_stop_str_in_output
+        )
+
+    def _on_finish(self, sequence: SequenceState, finish: Finish) -> None:
+        stream: RequestStream = sequence.stream
+        stream.note_finish(finish)
+        reason = _REASON_NAMES.get(finish.reason)
+        if reason is None:
+            del self._sequences[sequence.slot]  # the core has let go of this one; the others are aborted
+            self._drop(stream)
+            stream.touched = False
+            stream.fail(_error_of(finish))
+            return
+        silent = finish.reason is FinishReason.STOP and not stream.params.include_stop_str_in_output
+        self._finish(sequence, reason, finish.stop_token, silent_last_token=silent)
+
+    def _finish(
+        self, sequence: SequenceState, reason: str, stop_reason: int | str | None, *, silent_last_token: bool = False
+    ) -> None:
+        """Ends one output here. Its slot is forgotten, so what the core may still say of it is ignored."""
+        del self._sequences[sequence.slot]
+        sequence.finish(reason, stop_reason, silent_last_token=silent_last_token)
+        stream = sequence.stream
+        stream.num_unfinished -= 1
+        if stream.num_unfinished == 0:
+            del self._streams[stream.request_id]
+
+    def _drop(self, stream: RequestStream) -> None:
+        """Forgets a request, and tells the core to."""
+        slots = [slot for slot in stream.unfinished_slots() if self._sequences.pop(slot, None) is not None]
+        self._streams.pop(stream.request_id, None)
+        if slots:
+            self._aborted.update(slots)
+            self._send(Abort(slots=tuple(slots)))
+
+
+def _news_every(params: SamplingParams, interval: int) -> int:
+    """Who reads several tokens together, and looks for no stop strings meanwhile, need not be woken for each."""
+    if params.stop_strings:
+        return 1
+    return UNREAD_TOKENS if params.output_kind is RequestOutputKind.FINAL_ONLY else interval
+
+
+def _error_of(finish: Finish) -> HeadraceError:
+    failure = finish.failure or Failure(message="the engine gave no reason", process="engine-core")
+    if finish.reason is FinishReason.FAILED and failure.type != InvalidRequestError.__name__:
+        return RequestFailedError.from_failure(failure)
+    if failure.retry_after_s > 0:
+        return QueueFullError.from_failure(failure)
+    if failure.type == EngineAsleepError.__name__:
+        return EngineAsleepError.from_failure(failure)
+    return InvalidRequestError.from_failure(failure)

@@ -1,0 +1,138 @@
+"""A conversation that fits its model: turns are dropped from the oldest on when it has grown too long."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Protocol
+
+import msgspec
+
+from headrace.frontend.api.sampling_params import SamplingParams, nearest
+from headrace.ipc.failure import InvalidRequestError
+
+ANSWER_TOKENS = 512
+"""Room kept for an answer whose max_tokens is not set, but at most a quarter of the model's length."""
+SETTABLE = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "ignore_eos",
+)
+"""Sampling fields that make sense for one answer at a time."""
+
+
+class Turn(msgspec.Struct):
+    question: str
+    answer: str = ""
+
+
+class Renderer(Protocol):
+    """The part of a tokenizer that a conversation needs."""
+
+    def get_chat_template(self, chat_template: Any, tools: Any) -> Any:
+        """Raises InvalidRequestError when the model has none."""
+        ...
+
+    def apply_chat_template(self, conversation: Any, *, add_generation_prompt: bool) -> Any: ...
+
+
+class Conversation:
+    """The system message and the turns since. Between `ask` and `answered` the last turn is open."""
+
+    def __init__(self, tokenizer: Renderer, max_model_len: int, *, system: str | None = None) -> None:
+        """Raises InvalidRequestError when the model has no chat template."""
+        tokenizer.get_chat_template(None, None)
+        self._tokenizer, self._max_model_len = tokenizer, max_model_len
+        self.system = system
+        self.turns: list[Turn] = []
+
+    def ask(self, question: str, max_tokens: int | None) -> tuple[list[int], int]:
+        """Opens a turn: the prompt's token ids, and how many of the oldest turns were dropped for it.
+
+        Raises InvalidRequestError, and leaves the conversation as it was, when the template refuses it or when the
+        question alone is too long.
+        """
+        longest = self._max_model_len
+        room = min(longest // 4, ANSWER_TOKENS) if max_tokens is None else min(max_tokens, longest // 2)
+        turns = [*self.turns, Turn(question)]
+        token_ids = self._token_ids(turns)
+        while len(token_ids) + room > longest and len(turns) > 1:
+            del turns[0]
+            token_ids = self._token_ids(turns)
+        if len(token_ids) >= longest:
+            raise InvalidRequestError(
+                f"the message makes {len(token_ids)} tokens with the system message and the template, and "
+                f"max_model_len is {longest}: shorten it"
+            )
+        num_dropped = len(self.turns) + 1 - len(turns)
+        self.turns = turns
+        return token_ids, num_dropped
+
+    def answered(self, answer: str) -> None:
+        """Closes the turn. One that got no answer at all is taken back."""
+        if answer:
+            self.turns[-1].answer = answer
+        else:
+            self.turns.pop()
+
+    def undo(self) -> bool:
+        """Takes the last turn back; False when there is none."""
+        return bool(self.turns and self.turns.pop())
+
+    def reset(self) -> None:
+        """Forgets the turns. The system message stays."""
+        self.turns = []
+
+    def messages(self) -> list[dict[str, str]]:
+        """In the API's form."""
+        return self._messages(self.turns)
+
+    def to_json(self, model: str) -> str:
+        content = {"model": model, "messages": self.messages()}
+        return json.dumps(content, ensure_ascii=False, indent=2) + "\n"
+
+    def _messages(self, turns: list[Turn]) -> list[dict[str, str]]:
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        for turn in turns:
+            messages.append({"role": "user", "content": turn.question})
+            if turn.answer:
+                messages.append({"role": "assistant", "content": turn.answer})
+        return messages
+
+    def _token_ids(self, turns: list[Turn]) -> list[int]:
+        messages = self._messages(turns)
+        token_ids: list[int] = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        return token_ids
+
+
+def with_param(params: SamplingParams, name: str, text: str, defaults: SamplingParams) -> SamplingParams:
+    """A copy with one field set from text. Raises InvalidRequestError, which names the field."""
+    if name not in SETTABLE:
+        raise InvalidRequestError(f"there is no parameter {name!r}{nearest(name, list(SETTABLE))}")
+    if not text:
+        raise InvalidRequestError(f"{name} is {getattr(params, name)!r}; to set it, give a value, or `default`")
+    changed = params.clone()
+    setattr(changed, name, getattr(defaults, name) if text == "default" else _value(text))
+    try:
+        changed.verify()
+    except InvalidRequestError as error:
+        raise InvalidRequestError(str(error).replace("SamplingParams.", "")) from None
+    return changed
+
+
+def _value(text: str) -> Any:
+    """As JSON where it is, else the text itself (a stop string)."""
+    if text in ("None", "True", "False"):
+        return {"None": None, "True": True, "False": False}[text]
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text

@@ -1,0 +1,197 @@
+"""`Tokenizer`: text to tokens and back, and chat templates, from the bundle a core hands out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace.frontend.text.chat_template import Message, render_chat
+from headrace.frontend.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from headrace.ipc.failure import InvalidRequestError, ModelError
+from headrace.ipc.messages import TokenizerBundle
+
+
+class Tokenizer:
+    """Thread-safe. Methods are named as transformers names them."""
+
+    def __init__(self, bundle: TokenizerBundle) -> None:
+        """Raises ModelError when the bundle is not something that the `tokenizers` library reads."""
+        import tokenizers
+
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(bundle.tokenizer_json)
+        except Exception as error:  # the library raises plain Exception for every fault
+            raise ModelError(
+                f"the model's tokenizer cannot be read by tokenizers {tokenizers.__version__}: {error}"
+            ) from error
+        # Files often carry the settings of somebody's training run; a prompt is neither cut nor padded.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._bundle = bundle
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._token_bytes: dict[bool, Mapping[int, bytes]] | None = None
+        if _is_byte_level(self._tokenizer):
+            self._token_bytes = {
+                True: _TokenBytes(self._tokenizer, self.special_ids),
+                False: _TokenBytes(self._tokenizer, frozenset()),
+            }
+        self._decoded_tokens: dict[int, str] = {}
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        """`input_ids`, and an `attention_mask` of as many ones. One text: `encode_batch` takes several.
+
+        Raises InvalidRequestError for what is no text.
+        """
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"a tokenizer is called with one text, not {type(text).__name__}")
+        ids = self.encode(text, add_special_tokens)
+        return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """The same for many at once, on several threads."""
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [each.ids for each in encoded]
+
+    def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def decode_token(self, token_id: int) -> str:
+        """One token's text alone, as log-probabilities show it. Cached."""
+        text = self._decoded_tokens.get(token_id)
+        if text is None:
+            text = self._decoded_tokens[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def detokenizer(self, *, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+        """An incremental decoder of one output, which reads on from `prompt_token_ids`."""
+        if self._token_bytes is not None:
+            return ByteDetokenizer(self._token_bytes[skip_special_tokens])
+        return WindowDetokenizer(self, self.special_ids if skip_special_tokens else (), prompt_token_ids)
+
+    def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str | None]:
+        """The vocabulary's own spelling of each; None for an id it does not have."""
+        return [self._tokenizer.id_to_token(token_id) for token_id in token_ids]
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        return token_id
+
+    @property
+    def vocab_size(self) -> int:
+        """Without added tokens."""
+        size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
+        return size
+
+    def __len__(self) -> int:
+        """With added tokens."""
+        size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        return size
+
+    @property
+    def special_tokens_map(self) -> dict[str, str]:
+        return dict(self._bundle.special_tokens)
+
+    @property
+    def bos_token(self) -> str | None:
+        return self._bundle.special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self._bundle.special_tokens.get("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return None if self.bos_token is None else self.convert_tokens_to_ids(self.bos_token)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return None if self.eos_token is None else self.convert_tokens_to_ids(self.eos_token)
+
+    @property
+    def chat_template_names(self) -> tuple[str, ...]:
+        """Of the templates that the model ships."""
+        return tuple(self._bundle.chat_templates)
+
+    def get_chat_template(self, chat_template: str | None = None, tools: Sequence[Any] | None = None) -> str:
+        """The template itself: the one given, one of the model's by that name, or the model's usual one."""
+        templates = self._bundle.chat_templates
+        if chat_template is not None:
+            return templates.get(chat_template, chat_template)
+        name = "tool_use" if tools is not None and "tool_use" in templates else "default"
+        if name in templates:
+            return templates[name]
+        if templates:
+            raise InvalidRequestError(
+                f"the model has no usual chat template; name one of {', '.join(sorted(templates))} as chat_template"
+            )
+        raise InvalidRequestError(
+            "the model has no chat template, so it may not be a chat model: pass chat_template, or use generate"
+        )
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Message],
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> Any:
+        """The prompt for a conversation: token ids, or its text without `tokenize`.
+
+        The template sees `variables` besides. Raises InvalidRequestError.
+        """
+        text = render_chat(
+            self.get_chat_template(chat_template, tools),
+            conversation,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            documents=documents,
+            variables={**self._bundle.special_tokens, **variables},
+        )
+        # The template writes the special tokens itself.
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+class _TokenBytes(dict[int, bytes]):
+    """Each token's bytes, worked out when first asked for: a vocabulary is large and an output uses little of it."""
+
+    def __init__(self, tokenizer: Any, skipped_ids: frozenset[int]) -> None:
+        super().__init__()
+        self._tokenizer, self._skipped_ids = tokenizer, skipped_ids
+        self._byte_of = _byte_alphabet()
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._skipped_ids else self._tokenizer.id_to_token(token_id)
+        if token is None:
+            value = b""
+        elif all(character in self._byte_of for character in token):
+            value = bytes(self._byte_of[character] for character in token)
+        else:
+            value = token.encode()  # an added token, spelt as text
+        self[token_id] = value
+        return value
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte-level alphabet (GPT-2; Radford et al. 2019, section 2.2): printable bytes stay, others move up."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    decoder = tokenizer.decoder
+    return decoder is not None and json.loads(decoder.__getstate__()).get("type") == "ByteLevel"

@@ -1,0 +1,1 @@
+"""The plain torch reference of every op. A module's `REFERENCES` names the ops it defines."""
