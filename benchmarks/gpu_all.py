@@ -50,7 +50,7 @@ RECORD = "gpu_all.json"
 ALL_SKIPPED = re.compile(r"=+ \d+ skipped")
 """The last line of a pytest in which nothing passed: that would be told first."""
 LAST_S = 8.0
-"""Kept for the table, and for ending what hangs."""
+"""ParentEngine for the table, and for ending what hangs."""
 
 
 @dataclass(frozen=True)

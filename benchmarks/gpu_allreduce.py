@@ -27,7 +27,7 @@ from headrace.executor.gpu.cuda import CudaCapturer
 from headrace.executor.gpu.nccl import open_nccl
 from headrace.executor.gpu.small_sums import LARGEST_BYTES, SymmetricSums
 from headrace.executor.parallel.rank_place import World
-from headrace.executor.parallel.rendezvous import Meeting
+from headrace.executor.parallel.rendezvous import Rendezvous
 
 SUMS, SAMPLES = 64, 20
 FROM_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -54,13 +54,13 @@ def main() -> None:
     os._exit(0)  # a communicator's end waits for all
 
 
-def meeting_of(rank: int, size: int) -> Meeting:
+def meeting_of(rank: int, size: int) -> Rendezvous:
     """Beside torchrun's own store, at the next port."""
     address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1)
     listener = socket.create_server(address) if rank == 0 else None
     world = World(size, 1, max_tokens=1, max_seqs=1, hidden_size=1, vocab_size=1)
     listen_fd = listener.detach() if listener is not None else None
-    return Meeting(world, rank, range(size), -1, 60.0, address, address[0], listen_fd)
+    return Rendezvous(world, rank, range(size), -1, 60.0, address, address[0], listen_fd)
 
 
 def measure(link: GpuCollectives, device: torch.device, num_bytes: int, size: int) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ from headrace.executor.gpu.cuda import CudaCapturer, CudaDevice
 from headrace.executor.gpu.device import GpuFacts, choose_device, gpu_facts
 from headrace.executor.gpu.device_state import Device, HostDevice
 from headrace.executor.gpu.executor import GpuExecutor
-from headrace.executor.parallel.rendezvous import Meeting
+from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.placement.uniproc import make_executor
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import Sampling
@@ -251,7 +251,7 @@ class DryBackend:
             into.copy_(source)
         return lambda: None
 
-    def link(self, meeting: Meeting, options: Options) -> GpuCollectives:
+    def link(self, meeting: Rendezvous, options: Options) -> GpuCollectives:
         raise NotImplementedError("a dry run has one rank")
 
     def peak_bytes(self, run: Callable[[], Any]) -> int:

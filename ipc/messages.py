@@ -78,7 +78,7 @@ class AddRequest(Message):
     """Smaller is served earlier under the `priority` policy."""
     cache_salt: str = ""
     """Prefix-cache blocks are shared only among requests with the same salt."""
-    news_every: int = 1
+    output_interval: int = 1
     """How many new tokens may wait for each other before they are told. The first is told at once, and the end with all
     that is left. With log-probabilities each is told at once."""
 

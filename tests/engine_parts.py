@@ -6,7 +6,7 @@ from typing import Any
 
 from headrace.core.engine.loop import Loop
 from headrace.core.engine.memory_port import MemoryPort
-from headrace.core.engine.sessions import Desk, Inbox
+from headrace.core.engine.sessions import Inbox, Sessions
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Facts, MemoryReading, ModelDescription, Plan
 from headrace.executor.testing.null import NullExecutor, NullModel
@@ -79,7 +79,7 @@ class SteppedCore:
         self.inbox = Inbox()
         self.port = MemoryPort()
         self.loop = Loop(self.plan, facts, executor, self.port, self.inbox)
-        self.port.serve(Desk(self.inbox, _welcome(self.plan, facts), None))
+        self.port.serve(Sessions(self.inbox, _welcome(self.plan, facts), None))
 
     def open(self) -> SteppedClient:
         return SteppedClient(self)
@@ -107,7 +107,7 @@ class SteppedClient:
         *,
         priority: int = 0,
         cache_salt: str = "",
-        news_every: int = 1,
+        output_interval: int = 1,
         **sampling: Any,
     ) -> None:
         message: ClientMessage = AddRequest(
@@ -117,7 +117,7 @@ class SteppedClient:
             sampling=Sampling(**{"max_tokens": 8, **sampling}),
             priority=priority,
             cache_salt=cache_salt,
-            news_every=news_every,
+            output_interval=output_interval,
         )
         self.send(message)
 

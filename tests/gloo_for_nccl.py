@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headrace.executor.gpu.collectives import DeviceGroups, GpuCollectives
-from headrace.executor.parallel.rendezvous import Meeting
+from headrace.executor.parallel.rendezvous import Rendezvous
 
 _calls: dict[int, Callable[[list[Tensor]], None]] = {}
 _numbers = count()
@@ -56,7 +56,7 @@ class RecordableGroup:
         torch.ops.headrace_tests.collective(number, tensors)
 
 
-def open_gloo_for_nccl(meeting: Meeting, *, in_order: bool = False) -> GpuCollectives:
+def open_gloo_for_nccl(meeting: Rendezvous, *, in_order: bool = False) -> GpuCollectives:
     """As `gpu_collectives_nccl.open_nccl`."""
     world, store, timeout = meeting.world, meeting.store(), timedelta(seconds=meeting.deadline_s)
     stage, rank_in_stage = divmod(meeting.rank, world.tp_size)

@@ -19,8 +19,8 @@ from headrace.executor.gpu.device import GpuFacts
 from headrace.executor.gpu.device_state import HostDevice
 from headrace.executor.gpu.executor import GpuExecutor
 from headrace.executor.models.inputs import StepInputs
-from headrace.executor.parallel.rank_place import Place
-from headrace.executor.parallel.rendezvous import Meeting
+from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.ipc.step import StepPlan
 from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.reference.rows import LARGEST_STORED, narrow
@@ -172,7 +172,7 @@ class HostBackend:
         self.num_measured += 1
         return 1000 * self.num_measured
 
-    def link(self, meeting: Meeting, options: Options) -> GpuCollectives:
+    def link(self, meeting: Rendezvous, options: Options) -> GpuCollectives:
         return open_gloo_for_nccl(meeting, in_order=options.batch_invariant)
 
     def memory(self) -> tuple[int, int]:
@@ -260,7 +260,7 @@ class GpuOnCpu(GpuExecutor):
 
     choose = staticmethod(choose_capturable)
 
-    def __init__(self, options: Options, place: Place | None = None) -> None:
+    def __init__(self, options: Options, place: RankPlace | None = None) -> None:
         gpu = GpuFacts("GPU on CPU", (9, 0), 4 << 30, 3 << 30)
         self.recorder = RecordingCapturer()
         super().__init__(options, torch.device("cpu"), HostBackend(gpu, self.recorder), place)

@@ -8,14 +8,14 @@ from gpu_parts import GpuOnCpu
 from rank_threads import RankThreads
 
 from headrace.core.options.engine_options import Options
-from headrace.executor.parallel.rank_place import Place
+from headrace.executor.parallel.rank_place import RankPlace
 from headrace.ipc.step import StepPlan, StepResult
 
 
 class Ahead(GpuOnCpu):
     """Takes any number of steps, of which two are in flight on the device."""
 
-    def __init__(self, options: Options, place: Place) -> None:
+    def __init__(self, options: Options, place: RankPlace) -> None:
         super().__init__(options, place)
         self._collected: deque[StepResult] = deque()
         self._started = 0

@@ -13,7 +13,7 @@ from headrace.executor.cpu.batch import StepArrays
 from headrace.executor.cpu.decoder import CpuDecoder
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.kv_cache import allocate
-from headrace.executor.parallel.rank_place import SINGLE, Place
+from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 
 
 class DictSource:
@@ -50,7 +50,7 @@ class Driver:
         decoder: Decoder | CpuDecoder,
         block_size: int = 8,
         num_blocks: int = 200,
-        place: Place = SINGLE,
+        place: RankPlace = SINGLE,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.decoder, self.block_size = decoder, block_size

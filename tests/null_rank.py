@@ -17,7 +17,7 @@ import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
-from headrace.executor.parallel.rank_place import SINGLE, Place
+from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.executor.placement.base import Report
 from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.ipc.control import DescribeEngine, WorkerAnswer, WorkerCommand
@@ -64,7 +64,7 @@ def misbehave(how: str, who: str, where: str) -> None:
 
 
 class NullRank(NullExecutor):
-    def __init__(self, options: Options, place: Place = SINGLE) -> None:
+    def __init__(self, options: Options, place: RankPlace = SINGLE) -> None:
         given: dict[str, Any] = dict(options.hf_overrides)
         own = {name: given.pop(name) for name in Misbehaviour.__struct_fields__ if name in given}
         self._bad = Misbehaviour(**own)

@@ -19,7 +19,7 @@ from pretend_streams import install
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from headrace.kernels.reference.rows import rows as reference
+from headrace.kernels.reference import rows as reference
 from headrace.kernels.registry import Version, choose_reference
 from headrace.kernels.triton import versions
 

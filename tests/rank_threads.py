@@ -13,8 +13,8 @@ import pytest
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.cpu import decoder as cpu_decoder
-from headrace.executor.parallel.rank_place import Place, World, collectives_bytes, mark_failed, open_collectives
-from headrace.executor.parallel.rendezvous import Meeting
+from headrace.executor.parallel.rank_place import RankPlace, World, collectives_bytes, mark_failed, open_collectives
+from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.placement.base import Executor, Report
 from headrace.executor.placement.uniproc import UniprocExecutor
 from headrace.ipc.messages import TokenizerBundle
@@ -34,7 +34,7 @@ def pool_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
 
 
-def run_ranks(world: World, body: Callable[[Place], Any], layer_partition: tuple[int, ...] = ()) -> list[Any]:
+def run_ranks(world: World, body: Callable[[RankPlace], Any], layer_partition: tuple[int, ...] = ()) -> list[Any]:
     """What `body` returns on every rank. When one raises, the others stop waiting for it, and its error is raised."""
     fd = os.memfd_create("test")
     errors: list[BaseException] = []
@@ -43,7 +43,7 @@ def run_ranks(world: World, body: Callable[[Place], Any], layer_partition: tuple
         try:
             link = open_collectives(fd, world, rank, deadline_s=DEADLINE_S)
             try:
-                return body(Place.of(rank, world.tp_size, world.pp_size, layer_partition).with_collectives(link))
+                return body(RankPlace.of(rank, world.tp_size, world.pp_size, layer_partition).with_collectives(link))
             finally:
                 link.close()
         except BaseException as error:
@@ -71,7 +71,7 @@ class RankThreads(Executor):
     def __init__(self, options: Options) -> None:
         self._tp_size, self._pp_size = options.tensor_parallel_size, options.pipeline_parallel_size
         self.num_stages, self.max_steps_in_flight = self._pp_size, self._pp_size + 1
-        places = [Place.of_options(rank, options) for rank in range(self._tp_size * self._pp_size)]
+        places = [RankPlace.of_options(rank, options) for rank in range(self._tp_size * self._pp_size)]
         self._ranks = [self.rank_class(options, place=place) for place in places]
         self._replying = next(place.rank for place in places if place.replies)
         self._threads = [ThreadPoolExecutor(1, f"rank {place.rank}") for place in places]
@@ -88,7 +88,7 @@ class RankThreads(Executor):
         world = World.of(plan, self._tp_size, self._pp_size)
         os.ftruncate(self._fd, collectives_bytes(world))
         ranks = range(world.size)
-        self._everywhere(lambda rank: rank.join(Meeting(world, rank._place.rank, ranks, self._fd, DEADLINE_S)))
+        self._everywhere(lambda rank: rank.join(Rendezvous(world, rank._place.rank, ranks, self._fd, DEADLINE_S)))
         readings = self._everywhere(lambda rank: rank.measure(rank.load(plan, report), report))
         return MemoryReading(
             total_bytes=readings[0].total_bytes,

@@ -71,7 +71,7 @@ REQUEST = st.fixed_dictionaries(
         "ignore_eos": st.booleans(),
         "logprobs": st.sampled_from([None, None, 2]),
         "prompt_logprobs": st.sampled_from([None, None, None, 0]),
-        "news_every": st.sampled_from([1, 1, 3, 99]),
+        "output_interval": st.sampled_from([1, 1, 3, 99]),
     }
 )
 EVENT = st.one_of(

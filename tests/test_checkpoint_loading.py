@@ -30,7 +30,7 @@ from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
 from headrace.executor.checkpoints.safetensors_weights import SafetensorsWeights, Strategy, open_files, prefetch
 from headrace.executor.checkpoints.sharded_state import ShardedWeights, save
-from headrace.executor.parallel.rank_place import Place
+from headrace.executor.parallel.rank_place import RankPlace
 from headrace.ipc.failure import ModelError, OptionError
 
 STRATEGIES: tuple[Strategy, ...] = ("lazy", "eager", "prefetch")
@@ -104,7 +104,7 @@ def test_each_way_gives_a_ranks_part_of_a_sharded_state(strategy: Strategy, tmp_
     model = tiny_models.save("llama", tmp_path / "model")
     asked = Options(model=str(model), tensor_parallel_size=2)
     save(asked, tmp_path / "sharded")
-    place, num_layers = Place.of_options(1, asked), tiny_models.build("llama").config.num_hidden_layers
+    place, num_layers = RankPlace.of_options(1, asked), tiny_models.build("llama").config.num_hidden_layers
     weights = ShardedWeights(tmp_path / "sharded", place, num_layers, strategy)
     whole = open_checkpoint(asked).weights()
     rows = place.share(weights.shape("model.layers.0.mlp.up_proj.weight")[0], "an MLP's inner size")
@@ -170,7 +170,7 @@ def test_prefetch_brings_the_pages_while_nobody_asks_for_a_tensor(large: Path) -
 
 
 def test_a_rank_passes_over_what_another_has_read_ahead(large: Path) -> None:
-    read, owner = Read(), Place()
+    read, owner = Read(), RankPlace()
     prefetch(owner, [large], 0, 2).join(10)
     assert read.size >= 2 * TENSOR_BYTES
     read = Read()

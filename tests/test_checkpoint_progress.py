@@ -19,7 +19,7 @@ from headrace.core.process.load_bar import LoadBar
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
 from headrace.executor.checkpoints.watched_weights import WatchedWeights
 from headrace.executor.checkpoints.weights import DummyWeights
-from headrace.executor.parallel.rank_place import Place
+from headrace.executor.parallel.rank_place import RankPlace
 
 SHAPES = {"embed.weight": (8, 4), "layers.0.up.weight": (4, 4), "layers.1.up.weight": (4, 4), "scale": ()}
 
@@ -55,7 +55,7 @@ def test_each_weight_counts_once_and_other_stages_layers_do_not(layers: range, t
 def test_packed_weights_count_as_they_are_stored(tmp_path: Path) -> None:
     file = save_gguf(tiny_models.build("llama"), tmp_path / "model.gguf")
     heard: list[tuple[int, int]] = []
-    source = open_checkpoint(Options(model=str(file))).weights(place=Place())
+    source = open_checkpoint(Options(model=str(file))).weights(place=RankPlace())
     watched = WatchedWeights(source, lambda done, of: heard.append((done, of)), range(9), 10_000)
     for name in watched.names():
         if watched.packed(name) is None:

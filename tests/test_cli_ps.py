@@ -13,7 +13,7 @@ from fake_core import Faults, zmq_core
 
 import headrace
 from headrace.frontend.cli.main import main
-from headrace.frontend.client.client import engine_watch
+from headrace.frontend.client import engine_watch
 from headrace.frontend.client.engine_watch import duration, hit_rate, kv_use, short_name
 from headrace.ipc.messages import EngineStats
 

@@ -38,7 +38,7 @@ from headrace.executor.cpu.decoder import CpuDecoder, why_not
 from headrace.executor.cpu.program import StepLimits
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import spec_from_config
-from headrace.executor.parallel.rank_place import Place
+from headrace.executor.parallel.rank_place import RankPlace
 from headrace.ipc.failure import ModelError
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear import runtime
@@ -308,9 +308,9 @@ def test_ranks_and_dtypes_that_the_program_does_not_have_are_reasons() -> None:
     spec = spec_from_config(config_of("llama"))
     assert why_not(spec, torch.float32) == ""
     apart = "the program adds up over its ranks in memory that they share, and these 2 share none."
-    assert why_not(spec, torch.float32, Place(tp_size=2)) == apart
+    assert why_not(spec, torch.float32, RankPlace(tp_size=2)) == apart
     assert "not in torch.float64" in why_not(spec, torch.float64)
-    assert why_not(spec, torch.float32, Place(pp_size=2)) == ""
+    assert why_not(spec, torch.float32, RankPlace(pp_size=2)) == ""
 
 
 SERVE = """

@@ -17,8 +17,8 @@ from headrace.kernels.cpu import build, program_args
 from headrace.kernels.cpu.linear import Runtime
 from headrace.kernels.cpu.ops import CpuOps
 from headrace.kernels.cpu.threads import Pool, Step
+from headrace.kernels.reference import rows as reference
 from headrace.kernels.reference.attention import PagedBatch
-from headrace.kernels.reference.rows import rows as reference
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 

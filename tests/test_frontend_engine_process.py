@@ -18,7 +18,7 @@ from null_with_tokenizer import BACKEND
 
 from headrace import LLM, AsyncLLM, EngineDeadError, SamplingParams
 from headrace.frontend.cli.main import main
-from headrace.frontend.client.client import engine_process
+from headrace.frontend.client import engine_process
 from headrace.frontend.client.engine_process import EngineProcess
 
 TOLD_WITHIN_S = 5.0

@@ -38,7 +38,7 @@ def added(stream_interval: int = 1, **params: Any) -> tuple[AddRequest, RequestS
 
 
 @pytest.mark.parametrize(
-    ("params", "news_every"),
+    ("params", "output_interval"),
     [
         ({"output_kind": DELTA}, 1),
         ({"output_kind": CUMULATIVE}, 1),
@@ -49,8 +49,8 @@ def added(stream_interval: int = 1, **params: Any) -> tuple[AddRequest, RequestS
         ({"output_kind": FINAL_ONLY, "stream_interval": 5}, UNREAD_TOKENS),
     ],
 )
-def test_only_what_is_read_at_its_end_is_told_seldom(params: dict[str, Any], news_every: int) -> None:
-    assert added(**params)[0].news_every == news_every
+def test_only_what_is_read_at_its_end_is_told_seldom(params: dict[str, Any], output_interval: int) -> None:
+    assert added(**params)[0].output_interval == output_interval
 
 
 def test_tokens_that_come_together_count_as_so_many_intervals() -> None:

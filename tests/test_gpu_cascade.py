@@ -18,8 +18,8 @@ from headrace import LLM, SamplingParams
 from headrace.core.options.engine_options import Options
 from headrace.executor.cpu.batch import BatchState
 from headrace.executor.cpu.runner import ModelRunner
+from headrace.executor.gpu import cascade as gpu_cascade
 from headrace.executor.gpu.cascade import CascadeRule, CommonBlocks, check_cascade
-from headrace.executor.gpu.executor import cascade as gpu_cascade
 from headrace.executor.gpu.graphs import DecodeGraphs, GraphKey
 from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
 from headrace.executor.gpu.sampler import Choice

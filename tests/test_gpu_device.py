@@ -19,9 +19,9 @@ from headrace import LLM, SamplingParams
 from headrace.core.options.engine_options import Options
 from headrace.core.options.memory import fit_cache
 from headrace.core.options.resolve import resolve
+from headrace.executor.gpu import cascade as gpu_cascade
 from headrace.executor.gpu.device import choose_device
 from headrace.executor.gpu.executor import GpuExecutor
-from headrace.executor.gpu.executor import cascade as gpu_cascade
 from headrace.ipc.failure import HeadraceError, OptionError
 from headrace.kernels import ops
 from headrace.kernels.reference.attention import AttentionParams, PagedBatch

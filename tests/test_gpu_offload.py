@@ -15,8 +15,8 @@ from headrace import LLM, SamplingParams
 from headrace.core.engine.engine import load_executor
 from headrace.core.options.engine_options import Options
 from headrace.executor.cpu.host import HostMemory
-from headrace.executor.gpu.executor import offload as gpu_offload
-from headrace.executor.gpu.executor import sleep as gpu_sleep
+from headrace.executor.gpu import offload as gpu_offload
+from headrace.executor.gpu import sleep as gpu_sleep
 from headrace.executor.gpu.offload import ALIGNMENT, Offload, OffloadedLayer, layers_to_offload
 from headrace.executor.gpu.sleep import tensors_of
 from headrace.executor.models.families import spec_from_config

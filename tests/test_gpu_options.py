@@ -9,8 +9,8 @@ import torch
 
 from headrace.core.engine.engine import load_executor
 from headrace.core.options.engine_options import Options
+from headrace.executor.gpu import device as gpu_device
 from headrace.executor.gpu.device import CudaFacts, GpuFacts, check_free_memory, check_gpu, choose_device
-from headrace.executor.gpu.executor import device as gpu_device
 from headrace.executor.placement.uniproc import UniprocExecutor
 from headrace.ipc.failure import HeadraceError, OptionError
 

@@ -27,7 +27,7 @@ from headrace.executor.gpu.small_sums import LARGEST_BYTES, ONE_SHOT_BYTES, Symm
 from headrace.executor.gpu.visible_gpus import left_visible, visible_gpus
 from headrace.executor.parallel.rank_device import rank_device
 from headrace.executor.parallel.rank_place import PeerError, World, collectives_bytes
-from headrace.executor.parallel.rendezvous import Meeting
+from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.placement import multiproc
 from headrace.ipc.failure import HeadraceError, OptionError
 
@@ -44,7 +44,7 @@ def run() -> Iterator[Run]:
         os.ftruncate(fd, collectives_bytes(world))
 
         def one(rank: int) -> Any:
-            link = open_gloo_for_nccl(Meeting(world, rank, range(world.size), fd, deadline_s), **options)
+            link = open_gloo_for_nccl(Rendezvous(world, rank, range(world.size), fd, deadline_s), **options)
             return body(link)
 
         with ThreadPoolExecutor(world.size) as pool:
@@ -235,7 +235,7 @@ def test_small_sums_are_for_all_ranks_or_for_none_and_one_line_says_why(
         return SymmetricSums(torch.zeros(64, dtype=torch.uint8), 2, "stage", None)
 
     def body(link: GpuCollectives) -> Any:
-        meeting = Meeting(world_of(2), link._rank, ranks, -1, 30.0)
+        meeting = Rendezvous(world_of(2), link._rank, ranks, -1, 30.0)
         return open_small_sums(link, meeting, why_not=reasons[link._rank], join=join)
 
     with caplog.at_level(logging.WARNING):
@@ -248,7 +248,7 @@ def test_small_sums_are_used_where_all_ranks_can(run: Run) -> None:
     def body(link: GpuCollectives) -> tuple[str, list[str], list[float]]:
         ops = TwoEqualRanks()
         sums = SymmetricSums(torch.zeros(64, dtype=torch.uint8), 2, "stage", ops)
-        meeting = Meeting(world_of(2), link._rank, range(2), -1, 30.0)
+        meeting = Rendezvous(world_of(2), link._rank, range(2), -1, 30.0)
         link.small_sums = open_small_sums(link, meeting, why_not="", join=lambda: sums)
         found = link.all_reduce(torch.full((8,), 3.0)).tolist()
         return link.sums, ops.calls, found

@@ -15,7 +15,7 @@ from model_driver import DictSource
 
 from headrace import LLM, SamplingParams
 from headrace.executor.cpu.host import HostMemory
-from headrace.executor.gpu.executor import sleep as gpu_sleep
+from headrace.executor.gpu import sleep as gpu_sleep
 from headrace.executor.gpu.kernels import Rounding, quantising
 from headrace.executor.gpu.sleep import HostCopy, check_room, free, pinned, storages_of, tensors_of
 from headrace.executor.models.decoder import Decoder

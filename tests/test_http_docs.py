@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from http_server import Server, address_of_engine, serving
 
-from headrace.frontend.cli.main import main as cli
+from headrace.frontend.cli import main as cli
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTED = "http://127.0.0.1:8000"

@@ -243,4 +243,4 @@ def test_a_failure_keeps_its_origin_through_every_hand():
 def test_an_error_of_ours_is_a_sentence_without_a_traceback():
     with pytest.raises(HeadraceError) as caught:
         raise InvalidRequestError("temperature is -1; it must be 0 or more")
-    assert Failure.of(caught.value, process="engine-core", phase="intake").traceback == ""
+    assert Failure.of(caught.value, process="engine-core", phase="admission").traceback == ""

@@ -35,7 +35,7 @@ def test_tokens_come_in_portions_and_are_the_same(executor: type[NullExecutor], 
     client, other = core.open(), core.open()
     client.add(0, [5], max_tokens=30)
     core.run_until_idle()
-    client.add(1, [5], max_tokens=30, news_every=8)
+    client.add(1, [5], max_tokens=30, output_interval=8)
     if company:  # which is told at every step
         other.add(0, [7, 8], max_tokens=20)
         client.add(2, [7], max_tokens=12)
@@ -51,7 +51,7 @@ def test_tokens_come_in_portions_and_are_the_same(executor: type[NullExecutor], 
 def test_a_step_without_news_sends_nothing() -> None:
     core = core_of()
     client = core.open()
-    client.add(0, [5], max_tokens=20, news_every=50)
+    client.add(0, [5], max_tokens=20, output_interval=50)
     core.run_until_idle()
     assert [len(message.slots) for message in client.outputs()] == [1, 19]
     assert client.outputs()[-1].finished[0].reason == FinishReason.LENGTH
@@ -60,7 +60,7 @@ def test_a_step_without_news_sends_nothing() -> None:
 def test_an_end_by_a_token_tells_all_that_is_left() -> None:
     core = core_of(eos_after=7)
     client = core.open()
-    client.add(0, [5], max_tokens=40, news_every=50)
+    client.add(0, [5], max_tokens=40, output_interval=50)
     core.run_until_idle()
     assert counts(client, 0) == [1, 6]
     assert client.tokens()[0][-1] == EOS
@@ -72,7 +72,7 @@ def test_a_request_that_gave_way_tells_each_token_once() -> None:
         core = core_of(num_blocks=17)
         client = core.open()
         for slot in range(4):
-            client.add(slot, [3 + slot, 4, 5, 6, 7] * 3, max_tokens=25, news_every=every)
+            client.add(slot, [3 + slot, 4, 5, 6, 7] * 3, max_tokens=25, output_interval=every)
         core.run_until_idle()
         assert core.loop.scheduler.num_preemptions > 0
         answers.append(client.tokens())
@@ -82,7 +82,7 @@ def test_a_request_that_gave_way_tells_each_token_once() -> None:
 def test_what_is_cut_short_is_told_with_its_end() -> None:
     core = core_of()
     client = core.open()
-    client.add(0, [5], max_tokens=50, news_every=99)
+    client.add(0, [5], max_tokens=50, output_interval=99)
     client.add(1, [5], max_tokens=50)
     for _ in range(10):
         core.loop.turn()
@@ -97,7 +97,7 @@ def test_what_is_cut_short_is_told_with_its_end() -> None:
 def test_log_probabilities_come_with_their_step() -> None:
     core = core_of()
     client = core.open()
-    client.add(0, [5], max_tokens=9, news_every=4, logprobs=1)
+    client.add(0, [5], max_tokens=9, output_interval=4, logprobs=1)
     core.run_until_idle()
     assert counts(client, 0) == [1] * 9
 
@@ -105,9 +105,9 @@ def test_log_probabilities_come_with_their_step() -> None:
 def test_less_than_one_token_at_a_time_is_refused() -> None:
     core = core_of()
     client = core.open()
-    client.add(0, [5], news_every=0)
+    client.add(0, [5], output_interval=0)
     client.send(Abort(slots=()))
     core.run_until_idle()
     (finish,) = client.finishes()
     assert finish.failure is not None
-    assert "news_every is 0; it must be at least 1" in finish.failure.message
+    assert "output_interval is 0; it must be at least 1" in finish.failure.message

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.engine.sessions import ClientGone
-from headrace.core.schedule.policies import StepLimits, prefill_share
+from headrace.core.schedule.policies import PrefillLimits, prefill_share
 from headrace.core.schedule.scheduler import Scheduler, SchedulerConfig
 from headrace.executor.testing.null import NullModel
 from headrace.ipc.messages import Abort, FinishReason, Goodbye, ResetPrefixCache
@@ -31,7 +31,7 @@ REQUEST = st.fixed_dictionaries(
         "salt": st.sampled_from(["", "a"]),
         "ignore_eos": st.booleans(),
         "prompt_logprobs": st.sampled_from([None, None, 0]),
-        "news_every": st.sampled_from([1, 1, 3, 99]),
+        "output_interval": st.sampled_from([1, 1, 3, 99]),
     }
 )
 EVENT = st.one_of(
@@ -72,7 +72,7 @@ def test_every_request_ends_exactly_once_and_no_block_is_lost(limits, events, eo
                 max_tokens=detail["max_tokens"],
                 ignore_eos=detail["ignore_eos"],
                 prompt_logprobs=detail["prompt_logprobs"],
-                news_every=detail["news_every"],
+                output_interval=detail["output_interval"],
             )
             added[number].append(detail)
         elif kind == "abort":
@@ -357,6 +357,6 @@ def test_limits_that_could_never_run_a_request_are_refused():
 
 @given(st.integers(1, 10_000), st.integers(0, 4096), st.integers(1, 4096), st.booleans())
 def test_a_prefill_share_is_positive_and_within_the_budget(missing, budget, step, others_wait):
-    share = prefill_share(missing, budget, StepLimits(step), others_wait)
+    share = prefill_share(missing, budget, PrefillLimits(step), others_wait)
     assert 0 <= share <= min(missing, budget)
     assert share > 0 or budget == 0

@@ -29,7 +29,7 @@ def nth_seed(seed: int, n: int) -> int:
     return z ^ (z >> 31)
 
 
-class Intake:
+class Admission:
     """Checks messages and makes `Request`s of them."""
 
     def __init__(self, plan: Plan, facts: Facts) -> None:
@@ -62,8 +62,8 @@ class Intake:
                 f"prompt_token_ids[{outside[0]}] is {token_ids[outside[0]]}, outside the vocabulary of "
                 f"{self._vocab_size} tokens"
             )
-        if message.news_every < 1:
-            return self.refusal(f"news_every is {message.news_every}; it must be at least 1")
+        if message.output_interval < 1:
+            return self.refusal(f"output_interval is {message.output_interval}; it must be at least 1")
         return self._check_sampling(message.sampling)
 
     def _check_sampling(self, sampling: Sampling) -> Failure | None:
@@ -120,7 +120,7 @@ class Intake:
             seed=seed & _MASK,
         )
         request.cache_salt = message.cache_salt
-        request.news_every = message.news_every if message.sampling.logprobs is None else 1
+        request.output_interval = message.output_interval if message.sampling.logprobs is None else 1
         request.arrived_s = time.monotonic()
         return request
 
@@ -141,7 +141,7 @@ class Intake:
             type="QueueFullError" if retry_after_s else kind,
             process="engine-core",
             pid=os.getpid(),
-            phase="intake",
+            phase="admission",
             retry_after_s=retry_after_s,
         )
 

@@ -19,7 +19,7 @@ import msgspec
 from headrace.core.engine.commands import profile_folder
 from headrace.core.engine.loop import Loop, scheduler_class
 from headrace.core.engine.memory_port import MemoryPort
-from headrace.core.engine.sessions import Desk, ExecutorFailed, Inbox, StopOrder
+from headrace.core.engine.sessions import ExecutorFailed, Inbox, Sessions, StopOrder
 from headrace.core.engine.zmq_port import ZmqPort
 from headrace.core.options.engine_options import Options
 from headrace.core.options.memory import fit_cache, ledger
@@ -116,7 +116,7 @@ class EngineCore:
             logger.warning("%s", warning)
         self._loop = Loop(plan, facts, executor, self.port, self._inbox)
         executor.watch(lambda failure: self._inbox.put((0, ExecutorFailed(failure))))
-        self.port.serve(Desk(self._inbox, self._welcome(plan, facts, bundle), bundle))
+        self.port.serve(Sessions(self._inbox, self._welcome(plan, facts, bundle), bundle))
 
     def run(self) -> None:
         """Serves until `stop`. Raises what ended the executor."""

@@ -15,16 +15,16 @@ import time
 from collections import deque
 from typing import Any, Protocol
 
-from headrace.core.engine.admission import Intake
+from headrace.core.engine.admission import Admission
 from headrace.core.engine.orders import Orders
 from headrace.core.engine.outputs import (
-    Addressed,
-    StepNews,
+    OutputBuilder,
+    StepEvents,
     drop_departed,
     finish_of,
     gather_prompt_logprobs,
-    last_words,
     only_finished,
+    partial_outputs,
 )
 from headrace.core.engine.sessions import ClientGone, ExecutorFailed, Inbox, StopOrder
 from headrace.core.engine.step_gaps import StepGaps
@@ -108,12 +108,12 @@ class Loop:
                 rows_run_ahead=in_flight.rows_run_ahead,
             )
         )
-        self._news = StepNews(self.scheduler)
+        self._news = OutputBuilder(self.scheduler)
         logger.info("steps in flight = %d: %s", in_flight.depth, in_flight.reason)
         self._depth = in_flight.depth
-        self._in_flight: deque[tuple[StepPlan, Addressed]] = deque()
+        self._in_flight: deque[tuple[StepPlan, StepEvents]] = deque()
         self._held: deque[tuple[int, AddRequest | Abort]] = deque()  # that other cores do not have yet; see `agree`
-        self._intake = Intake(plan, facts)
+        self._admission = Admission(plan, facts)
         self._orders = Orders(plan, facts, executor, self.scheduler, port.send)
         self._commands, self._pause = self._orders.commands, self._orders.pause
         self._gaps, self._times = StepGaps(), Times()
@@ -204,22 +204,22 @@ class Loop:
     def _add(self, client: int, message: AddRequest) -> None:
         live = self._requests.setdefault(client, {})
         if self._stop_at_s is not None:
-            failure: Failure | None = self._intake.refusal("the engine is shutting down and takes no new requests")
+            failure: Failure | None = self._admission.refusal("the engine is shutting down and takes no new requests")
         elif message.slot in live:
-            failure = self._intake.refusal(f"slot {message.slot} is in use by a request that has not finished")
-            self._port.send(client, self._intake.protocol_error(failure))  # its Finish is still to come
+            failure = self._admission.refusal(f"slot {message.slot} is in use by a request that has not finished")
+            self._port.send(client, self._admission.protocol_error(failure))  # its Finish is still to come
             return
-        elif len(self.scheduler.waiting) >= self._intake.max_waiting:
-            failure = self._intake.queue_full(self._throughput.seconds_per_request() * len(self.scheduler.waiting))
+        elif len(self.scheduler.waiting) >= self._admission.max_waiting:
+            failure = self._admission.queue_full(self._throughput.seconds_per_request() * len(self.scheduler.waiting))
         elif self._commands.asleep:
-            failure = self._intake.asleep()
+            failure = self._admission.asleep()
         else:
-            failure = self._intake.check(message)
+            failure = self._admission.check(message)
         if failure is not None:
             finish = Finish(slot=message.slot, reason=FinishReason.REJECTED, failure=failure)
             self._port.send(client, only_finished(self._steps, [finish]))
             return
-        request = self._intake.request(client, message)
+        request = self._admission.request(client, message)
         live[message.slot] = request
         self.scheduler.add(request, message.priority)
 
@@ -231,7 +231,7 @@ class Loop:
             self.scheduler.drop(request)
         if requests:
             finished = [finish_of(request, FinishReason.ABORT) for request in requests]
-            self._port.send(client, last_words(self._steps, requests, finished))
+            self._port.send(client, partial_outputs(self._steps, requests, finished))
 
     def _control(self, client: int, message: Control) -> None:
         """Between steps, with none in flight. What cannot be done is told, and changes nothing."""
@@ -288,7 +288,7 @@ class Loop:
             assert self._in_flight, "requests are waiting and nothing can run"
             return False
         now_s = time.monotonic()
-        news = Addressed()
+        news = StepEvents()
         for new in plan.new_rows:
             request = self.scheduler.rows.requests[new.row]
             assert request is not None, f"row {new.row} was admitted without a request"
@@ -327,7 +327,7 @@ class Loop:
         while self._in_flight:
             self._collect()
 
-    def _deliver(self, plan: StepPlan, result: StepResult, news: Addressed) -> None:
+    def _deliver(self, plan: StepPlan, result: StepResult, news: StepEvents) -> None:
         scheduler, now_s = self.scheduler, time.monotonic()
         table = scheduler.rows
         for row_failure in result.failures:
@@ -349,7 +349,7 @@ class Loop:
         for client, message in self._news.messages(plan, result, advance, news):
             self._port.send(client, message)
 
-    def _end(self, news: Addressed, request: Request, finish: Finish) -> None:
+    def _end(self, news: StepEvents, request: Request, finish: Finish) -> None:
         del self._requests[request.client][request.slot]
         self._num_finished += 1
         self._throughput.finished()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from headrace.core.engine.sessions import Desk
+from headrace.core.engine.sessions import Sessions
 from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello, Load
 
 Deliver = Callable[[CoreMessage], None]
@@ -21,12 +21,12 @@ class MemoryPort:
         self._lock = threading.Lock()
         self._deliver: dict[int, Deliver] = {}
 
-    def serve(self, desk: Desk) -> None:
-        self._desk = desk
+    def serve(self, sessions: Sessions) -> None:
+        self._sessions = sessions
 
     def open(self, hello: Hello, deliver: Deliver) -> Callable[[ClientMessage], None]:
         """Begins a session, and returns how to send in it. The Welcome (or refusal) comes through `deliver`."""
-        answer = self._desk.greet(hello)
+        answer = self._sessions.greet(hello)
         if not isinstance(answer, tuple):
             deliver(answer)
             return lambda message: None
@@ -55,7 +55,7 @@ class MemoryPort:
             self._deliver.clear()
 
     def _receive(self, client: int, message: ClientMessage) -> None:
-        reply = self._desk.receive(client, message)
+        reply = self._sessions.receive(client, message)
         if isinstance(message, Goodbye):
             with self._lock:
                 self._deliver.pop(client, None)

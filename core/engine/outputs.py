@@ -15,7 +15,7 @@ from headrace.ipc.messages import Admitted, Finish, FinishReason, LogprobRows, P
 from headrace.ipc.step import StepPlan, StepResult
 
 
-class Addressed:
+class StepEvents:
     """Small per-request news of one step, gathered by client."""
 
     def __init__(self) -> None:
@@ -81,9 +81,9 @@ def only_finished(step: int, finished: list[Finish]) -> StepOutputs:
     return StepOutputs(step=step, slots=none, token_ids=none, finished=tuple(finished))
 
 
-def last_words(step: int, requests: list[Request], finished: list[Finish]) -> StepOutputs:
+def partial_outputs(step: int, requests: list[Request], finished: list[Finish]) -> StepOutputs:
     """The same, of requests that are cut short, with the tokens of theirs that were not told yet."""
-    untold = [request.token_ids[request.num_told :] if request.news_every > 1 else () for request in requests]
+    untold = [request.token_ids[request.num_sent :] if request.output_interval > 1 else () for request in requests]
     slots = [request.slot for request, tokens in zip(requests, untold, strict=True) for _ in tokens]
     token_ids = [int(token) for tokens in untold for token in tokens]
     return StepOutputs(
@@ -94,7 +94,7 @@ def last_words(step: int, requests: list[Request], finished: list[Finish]) -> St
     )
 
 
-def gather_prompt_logprobs(news: Addressed, result: StepResult, table: RowTable) -> None:
+def gather_prompt_logprobs(news: StepEvents, result: StepResult, table: RowTable) -> None:
     """Positions not told of before: a request that was preempted computes its prompt again."""
     for run in result.prompt_logprobs:
         request = table.requests[run.row]
@@ -117,7 +117,7 @@ def select_rows(rows: LogprobRows, chosen: slice | np.ndarray) -> LogprobRows:
     )
 
 
-class StepNews:
+class OutputBuilder:
     """Makes one message for each client that has any news of a step."""
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -130,12 +130,12 @@ class StepNews:
         """How many steps of those rows bring no news yet."""
 
     def messages(
-        self, plan: StepPlan, result: StepResult, advance: Advance, news: Addressed
+        self, plan: StepPlan, result: StepResult, advance: Advance, news: StepEvents
     ) -> list[tuple[int, StepOutputs]]:
         rows, token_ids = advance.rows, advance.token_ids
         if rows is not self._rows:
             self._rows, self._quiet_steps = rows, 0
-            self._holds_back = bool(np.maximum.reduce(self._table.news_every[rows], initial=1) > 1)
+            self._holds_back = bool(np.maximum.reduce(self._table.output_interval[rows], initial=1) > 1)
             self._shares = self._shares_of(rows, None)
         shares = self._shares
         if self._holds_back:
@@ -155,9 +155,9 @@ class StepNews:
         Counts them as told, and how many steps of the same rows will bring nothing.
         """
         self._scheduler.settle()
-        table, every = self._table, self._table.news_every[rows]
+        table, every = self._table, self._table.output_interval[rows]
         known = table.num_known_tokens[rows]
-        told = np.where(every > 1, table.num_told[rows], known - 1)
+        told = np.where(every > 1, table.num_sent[rows], known - 1)
         is_first = told == table.num_prompt_tokens[rows]
         due = (is_first | ~table.active[rows] | (known - told >= every)).nonzero()[0]
         counts = (known - told)[due]
@@ -165,7 +165,7 @@ class StepNews:
         nth_of_owner = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
         token_ids = table.token_ids[rows[owners], told[owners] + nth_of_owner]
         told[due] = known[due]
-        table.num_told[rows] = told
+        table.num_sent[rows] = told
         self._quiet_steps = int((told + every - known).min()) - 1
         return owners, token_ids
 
@@ -198,7 +198,7 @@ _NOBODY = np.zeros(0, np.int64)
 _NO_SLOTS = Tensor.of("int32", [])
 
 
-def _outputs(plan: StepPlan, result: StepResult, token_ids: np.ndarray, news: Addressed, share: _Share) -> StepOutputs:
+def _outputs(plan: StepPlan, result: StepResult, token_ids: np.ndarray, news: StepEvents, share: _Share) -> StepOutputs:
     mine = _int32(token_ids if share.chosen is None else token_ids[share.chosen])
     if result.logprobs is None and not news.is_any:
         return StepOutputs(step=plan.step, slots=share.slots, token_ids=mine)

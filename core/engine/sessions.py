@@ -1,6 +1,6 @@
-"""The front desk: what a core answers without its loop, and which client a message is from.
+"""The front sessions: what a core answers without its loop, and which client a message is from.
 
-A port (zmq_port.py, memory_port.py) carries messages; the desk is the conversation that both have. It runs on
+A port (zmq_port.py, memory_port.py) carries messages; the sessions is the conversation that both have. It runs on
 the port's thread, so attaching is quick while a long step runs.
 """
 
@@ -45,7 +45,7 @@ class ExecutorFailed(msgspec.Struct, frozen=True):
 Inbox = queue.SimpleQueue[tuple[int, ClientMessage | ClientGone | StopOrder | ExecutorFailed]]
 
 
-class Desk:
+class Sessions:
     """Numbers clients, greets them, hands the tokeniser out; passes everything else on to the loop's inbox."""
 
     def __init__(self, inbox: Inbox, welcome: Welcome, tokenizer: TokenizerBundle | None) -> None:
@@ -64,7 +64,7 @@ class Desk:
         return next(self._numbers), self._welcome
 
     def receive(self, client: int, message: ClientMessage) -> CoreMessage | None:
-        """Takes a greeted client's message; the answer, when it is the desk's to give."""
+        """Takes a greeted client's message; the answer, when it is the sessions's to give."""
         if isinstance(message, FetchTokenizer):
             if self._tokenizer is None:
                 return Reply(

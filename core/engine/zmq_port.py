@@ -1,7 +1,7 @@
 """The port that clients in other processes use: a ROUTER socket, read by a thread of its own, written by the loop's.
 
     loop thread                          I/O thread                              clients
-       inbox  <--- SimpleQueue ---  desk <--- decode <--- ROUTER  <------------  DEALER
+       inbox  <--- SimpleQueue ---  sessions <--- decode <--- ROUTER  <------------  DEALER
        send() ---> encode ------------------------------> ROUTER  ------------>  DEALER
 
 A step's news leaves on the loop's thread: to wake another for it would take longer, and that one would then want the
@@ -21,7 +21,7 @@ import time
 
 import zmq
 
-from headrace.core.engine.sessions import Desk
+from headrace.core.engine.sessions import Sessions
 from headrace.ipc.codec import Codec, CodecError, Frame
 from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello, Load
 from headrace.ipc.sockets import bind_router, ipc_path
@@ -55,8 +55,8 @@ class ZmqPort:
         self._busy_clients: frozenset[int] = frozenset()
         self._thread: threading.Thread | None = None
 
-    def serve(self, desk: Desk) -> None:
-        self._desk = desk
+    def serve(self, sessions: Sessions) -> None:
+        self._sessions = sessions
         self._thread = threading.Thread(target=self._run, name="io", daemon=True)
         self._thread.start()
 
@@ -129,7 +129,7 @@ class ZmqPort:
             self._refuse(identity, str(error))
             return
         if isinstance(message, Hello) and client is None:
-            answer = self._desk.greet(message)
+            answer = self._sessions.greet(message)
             if isinstance(answer, tuple):
                 client, welcome = answer
                 if self._send_to(identity, self._codec.encode(welcome)):
@@ -140,7 +140,7 @@ class ZmqPort:
             if not isinstance(message, Goodbye):  # a client that was found gone may have said so before it went
                 self._refuse(identity, f"{type(message).__name__} before Hello")
         else:
-            reply = self._desk.receive(client, message)
+            reply = self._sessions.receive(client, message)
             if isinstance(message, Goodbye):
                 self._forget(client)
             elif reply is not None:
@@ -148,7 +148,7 @@ class ZmqPort:
 
     def _refuse(self, identity: bytes, why: str) -> None:
         logger.warning("refused a message: %s", why)
-        self._send_to(identity, self._codec.encode(self._desk.refuse(why)))
+        self._send_to(identity, self._codec.encode(self._sessions.refuse(why)))
 
     def _probe(self, clients: list[int]) -> None:
         load = self._codec.encode(self._load)
@@ -161,7 +161,7 @@ class ZmqPort:
         identity = self._identity_of.get(client)
         if identity is not None and not self._send_to(identity, frames):
             self._forget(client)
-            self._desk.gone(client)
+            self._sessions.gone(client)
 
     def _send_to(self, identity: bytes, frames: list[Frame]) -> bool:
         """False when the peer is gone, or reads so little that its queue is full."""

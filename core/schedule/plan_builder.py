@@ -10,7 +10,7 @@ from headrace.ipc.step import NewRow, StepPlan
 _NO_ROWS = np.empty(0, np.int32)
 
 
-class StepDraft:
+class PlanBuilder:
     """Decodes are kept as arrays, since there may be a thousand; prefills one by one, since each is large."""
 
     def __init__(self, budget_tokens: int) -> None:

@@ -11,14 +11,14 @@ def order_of(policy: str, priority: int, arrival: int) -> tuple[int, ...]:
     return (priority, arrival) if policy == "priority" else (arrival,)
 
 
-class StepLimits(msgspec.Struct, frozen=True):
+class PrefillLimits(msgspec.Struct, frozen=True):
     """What every step is bound by."""
 
     max_tokens: int
     chunked_prefill: bool = True
 
 
-def prefill_share(missing_tokens: int, budget_tokens: int, limits: StepLimits, others_wait: bool) -> int:
+def prefill_share(missing_tokens: int, budget_tokens: int, limits: PrefillLimits, others_wait: bool) -> int:
     """How many of a prompt's missing tokens this step takes, with `budget_tokens` of it left.
 
     A prompt of more than half a step leaves half of what is left to the others that wait, so that a very long one

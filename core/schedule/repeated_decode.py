@@ -17,7 +17,7 @@ from headrace.ipc.step import StepPlan
 _NO_ROWS = np.empty(0, np.int32)
 
 
-class SteadyBatch:
+class RepeatedDecode:
     """As a plan left it that computed one token of each running request, with nobody waiting."""
 
     def __init__(

@@ -40,12 +40,12 @@ class Request:
         "client",
         "first_scheduled_s",
         "first_token_s",
-        "news_every",
         "num_preemptions",
         "num_prompt_logprobs",
         "num_prompt_tokens",
-        "num_told",
+        "num_sent",
         "order",
+        "output_interval",
         "request_id",
         "row",
         "sampling",
@@ -72,8 +72,8 @@ class Request:
         self.row = -1
         self.block_hashes: list[BlockHash] = []  # of its known full blocks; empty without prefix caching
         self.num_preemptions = 0
-        self.news_every = 1  # tokens that may wait for each other before they are told
-        self.num_told = self.num_prompt_tokens  # with news_every > 1: tokens that need not be told any more
+        self.output_interval = 1  # tokens that may wait for each other before they are told
+        self.num_sent = self.num_prompt_tokens  # with output_interval > 1: tokens that need not be told any more
         self.num_prompt_logprobs = 1  # prompt positions told of; the first has no prediction
         self.arrived_s = self.first_scheduled_s = self.first_token_s = 0.0
 
@@ -152,8 +152,8 @@ class RowTable:
         self.has_stop_token_ids = np.zeros(rows, bool)
         self.client = np.zeros(rows, np.int32)
         self.slot = np.zeros(rows, np.int32)
-        self.news_every = np.ones(rows, np.int32)
-        self.num_told = np.zeros(rows, np.int32)
+        self.output_interval = np.ones(rows, np.int32)
+        self.num_sent = np.zeros(rows, np.int32)
         self.entered_step = np.zeros(rows, np.int64)  # the first step that could compute the row for this request
 
     def enter(self, request: Request, max_model_len: int, step: int) -> int:
@@ -174,7 +174,7 @@ class RowTable:
         self.stops_at_eos[row] = not sampling.ignore_eos
         self.has_stop_token_ids[row] = bool(request.stop_token_ids)
         self.client[row], self.slot[row] = request.client, request.slot
-        self.news_every[row], self.num_told[row] = request.news_every, request.num_told
+        self.output_interval[row], self.num_sent[row] = request.output_interval, request.num_sent
         request.row, request.state = row, State.RUNNING
         return row
 
@@ -183,7 +183,7 @@ class RowTable:
         request = self.requests[row]
         assert request is not None, f"row {row} is not in use"
         request.token_ids = self.token_ids[row, : self.num_known_tokens[row]].copy()
-        request.num_told = int(self.num_told[row])
+        request.num_sent = int(self.num_sent[row])
         request.row = -1
         self.requests[row] = None
         self.active[row] = False

@@ -24,9 +24,9 @@ import numpy as np
 
 from headrace.core.schedule.block_hashes import BlockHasher
 from headrace.core.schedule.blocks import BlockPool
-from headrace.core.schedule.plan_builder import StepDraft
-from headrace.core.schedule.policies import StepLimits, in_turn, order_of, prefill_share
-from headrace.core.schedule.repeated_decode import SteadyBatch
+from headrace.core.schedule.plan_builder import PlanBuilder
+from headrace.core.schedule.policies import PrefillLimits, in_turn, order_of, prefill_share
+from headrace.core.schedule.repeated_decode import RepeatedDecode
 from headrace.core.schedule.requests import Request, RowTable, State, WaitingQueue
 from headrace.ipc.messages import FinishReason
 from headrace.ipc.step import StepPlan, StepResult
@@ -90,7 +90,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.pool = BlockPool(config.num_blocks)
         self.hasher = BlockHasher(config.hash_algorithm, config.block_size) if config.prefix_caching else None
-        self._step_limits = StepLimits(config.max_num_batched_tokens, config.chunked_prefill)
+        self._prefill_limits = PrefillLimits(config.max_num_batched_tokens, config.chunked_prefill)
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_prompt_tokens = 0
@@ -101,7 +101,7 @@ class Scheduler:
         self._released: list[int] = []  # rows left since the last plan, which the executor has not heard of yet
         self._is_eos = np.zeros(max(config.vocab_size, max(config.eos_token_ids, default=0) + 1), bool)
         self._is_eos[list(config.eos_token_ids)] = True
-        self._steady: SteadyBatch | None = None  # while the stages would find what they found last time
+        self._repeated: RepeatedDecode | None = None  # while the stages would find what they found last time
         self._has_own_stages = any(getattr(type(self), name) is not getattr(Scheduler, name) for name in _STAGES)
         self._last_step = np.zeros(config.max_num_seqs, np.int64)  # in which a row was computed; to take turns by
 
@@ -143,26 +143,26 @@ class Scheduler:
 
         Decodes come first and always fit (a token each); what is left of the budget is shared among prefills.
         """
-        if self._steady is not None and (plan := self._steady.next_plan(self._step + 1)) is not None:
+        if self._repeated is not None and (plan := self._repeated.next_plan(self._step + 1)) is not None:
             self._step += 1
             self.num_in_flight += 1
             return plan
         self.settle(ended=True)
-        draft = StepDraft(self.config.max_num_batched_tokens)
+        builder = PlanBuilder(self.config.max_num_batched_tokens)
         while True:
-            if not self._extend_decodes(draft):
+            if not self._extend_decodes(builder):
                 return None
-            self._extend_prefills(draft)
-            self._admit_waiting(draft)
-            self._top_up_prefills(draft)
-            if not draft.is_empty or not self.num_running or self.num_in_flight:
+            self._extend_prefills(builder)
+            self._admit_waiting(builder)
+            self._top_up_prefills(builder)
+            if not builder.is_empty or not self.num_running or self.num_in_flight:
                 break
             self.preempt(self.rows.last_served())  # partial prefills block each other: the last to be served yields
-        if draft.is_empty:
+        if builder.is_empty:
             return None
-        return self._seal(draft)
+        return self._seal(builder)
 
-    def _extend_decodes(self, draft: StepDraft) -> bool:
+    def _extend_decodes(self, builder: PlanBuilder) -> bool:
         """Every request that lacks only its last token gets it; the last served give way when blocks run out.
 
         False, with nothing done, when one would have to give way while a step is in flight: its result may end a
@@ -188,10 +188,10 @@ class Scheduler:
         blocks = self.pool.allocate(len(full))
         table.block_table[full, table.num_blocks[full]] = blocks
         table.num_blocks[full] += 1
-        draft.add_decodes(decodes, full, blocks)
+        builder.add_decodes(decodes, full, blocks)
         return True
 
-    def _extend_prefills(self, draft: StepDraft) -> None:
+    def _extend_prefills(self, builder: PlanBuilder) -> None:
         """Requests admitted before, whose prompt is not computed yet, in the order they are served."""
         table = self.rows
         running = table.active.nonzero()[0]
@@ -200,19 +200,21 @@ class Scheduler:
         for position, row in enumerate(pending):
             others_wait = position + 1 < len(pending) or len(self.waiting) > 0
             self._extend(
-                draft, row, prefill_share(self.rows.num_missing(row), draft.budget, self._step_limits, others_wait)
+                builder,
+                row,
+                prefill_share(self.rows.num_missing(row), builder.budget, self._prefill_limits, others_wait),
             )
 
-    def _admit_waiting(self, draft: StepDraft) -> None:
+    def _admit_waiting(self, builder: PlanBuilder) -> None:
         """In order, and only when the whole prompt finds blocks: half-admitted prompts would block each other."""
         table = self.rows
-        while draft.budget > 0 and table.free and (request := self.waiting.head()) is not None:
+        while builder.budget > 0 and table.free and (request := self.waiting.head()) is not None:
             cached, blocks_missing = self._look_up(request)
             growth = self.num_running  # each running request may want a block before this one is done
             if blocks_missing + growth > self.pool.num_available - self.pool.num_unheld(cached):
                 break
             missing = len(request.token_ids) - len(cached) * self.config.block_size
-            count = prefill_share(missing, draft.budget, self._step_limits, others_wait=len(self.waiting) > 1)
+            count = prefill_share(missing, builder.budget, self._prefill_limits, others_wait=len(self.waiting) > 1)
             if count == 0:
                 break
             self.waiting.pop()
@@ -220,36 +222,36 @@ class Scheduler:
             self.pool.acquire(cached)
             table.append_blocks(row, cached)
             table.num_computed_tokens[row] = len(cached) * self.config.block_size
-            draft.admit(row, len(cached) * self.config.block_size)
+            builder.admit(row, len(cached) * self.config.block_size)
             if request.num_preemptions == 0:
                 self.num_prompt_tokens += request.num_prompt_tokens
                 self.num_cached_prompt_tokens += len(cached) * self.config.block_size
-            self._extend(draft, row, count)
+            self._extend(builder, row, count)
 
-    def _top_up_prefills(self, draft: StepDraft) -> None:
+    def _top_up_prefills(self, builder: PlanBuilder) -> None:
         """What nobody else could use goes to prompts that were held to a share."""
-        for row in draft.prefills():
-            if draft.budget <= 0:
+        for row in builder.prefills():
+            if builder.budget <= 0:
                 break
-            already = draft.granted(row)
+            already = builder.granted(row)
             rest = self.rows.num_missing(row) - already
             if rest > 0:
-                self._extend(draft, row, min(rest, draft.budget))
+                self._extend(builder, row, min(rest, builder.budget))
 
-    def _seal(self, draft: StepDraft) -> StepPlan:
+    def _seal(self, builder: PlanBuilder) -> StepPlan:
         self._step += 1
-        plan = draft.seal(self._step, self.rows, self._released)
+        plan = builder.seal(self._step, self.rows, self._released)
         self._released = []
         table = self.rows
         table.num_computed_tokens[plan.rows] += plan.num_tokens
-        self._publish_full(draft.decodes)
+        self._publish_full(builder.decodes)
         table.num_tokens[plan.rows[plan.sampled]] += 1
         if not self.config.rows_run_ahead:
             self._last_step[plan.rows] = self._step
         self.num_in_flight += 1
-        decodes_alone = len(draft.decodes) == self.num_running == len(plan.rows) and not self.waiting
+        decodes_alone = len(builder.decodes) == self.num_running == len(plan.rows) and not self.waiting
         if decodes_alone and self.config.rows_run_ahead and not self._has_own_stages:
-            self._steady = SteadyBatch(plan, table, self.pool, self.config.eos_token_ids, self._publish_full)
+            self._repeated = RepeatedDecode(plan, table, self.pool, self.config.eos_token_ids, self._publish_full)
         return plan
 
     # --- the answer ---------------------------------------------------------------------------------------------
@@ -262,9 +264,9 @@ class Scheduler:
         """
         self.num_in_flight -= 1
         table, rows, token_ids = self.rows, result.rows, result.token_ids
-        if self._steady is not None:
+        if self._repeated is not None:
             names_blocks = self.hasher is not None and self.num_in_flight
-            if rows is self._steady.rows and not names_blocks and self._steady.take(token_ids):
+            if rows is self._repeated.rows and not names_blocks and self._repeated.take(token_ids):
                 return Advance(rows, token_ids, [])
             self.settle()
         num_tokens = table.num_known_tokens[rows]
@@ -295,10 +297,10 @@ class Scheduler:
 
     # --- pieces of the stages -----------------------------------------------------------------------------------
 
-    def _extend(self, draft: StepDraft, row: int, count: int) -> None:
+    def _extend(self, builder: PlanBuilder, row: int, count: int) -> None:
         """Plans up to `count` more tokens of a row, as far as there are blocks for them."""
         table, block_size = self.rows, self.config.block_size
-        start = int(table.num_computed_tokens[row]) + draft.granted(row)
+        start = int(table.num_computed_tokens[row]) + builder.granted(row)
         held = int(table.num_blocks[row])
         room = (held + self.pool.num_available) * block_size - start
         if room < count and not self.config.chunked_prefill:
@@ -308,7 +310,7 @@ class Scheduler:
             return
         blocks = self.pool.allocate(max(0, -(-(start + count) // block_size) - held))
         table.append_blocks(row, blocks)
-        draft.extend(row, count, blocks)
+        builder.extend(row, count, blocks)
         if self.hasher is not None:
             self._publish(row, start, count)
 
@@ -376,10 +378,10 @@ class Scheduler:
 
     def settle(self, *, ended: bool = False) -> None:
         """Brings the row table up to date with what was planned and taken. `ended`: the stages make the next plan."""
-        if self._steady is not None:
-            self._steady.settle()
+        if self._repeated is not None:
+            self._repeated.settle()
         if ended:
-            self._steady = None
+            self._repeated = None
 
     def check(self) -> None:
         """Raises AssertionError unless blocks and rows agree. Cheap enough for whenever the loop goes idle."""

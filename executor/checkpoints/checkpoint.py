@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints import demo_model
 from headrace.executor.checkpoints.hub import HubChoice, cached_config, locate
-from headrace.executor.parallel.rank_place import SINGLE, Place
+from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.ipc.failure import ModelError, OptionError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Checkpoint:
     on_read: OnRead | None = field(default=None, repr=False)
     """Hears how much of the weights has been read."""
 
-    def weights(self, shapes: Mapping[str, tuple[int, ...]] | None = None, place: Place = SINGLE) -> WeightSource:
+    def weights(self, shapes: Mapping[str, tuple[int, ...]] | None = None, place: RankPlace = SINGLE) -> WeightSource:
         """Where the weights come from. `shapes`: of dummy weights; by default what the config calls for. `place`: of
         the rank that reads them, which is all that a sharded state has for it.
 
@@ -81,7 +81,7 @@ class Checkpoint:
         layers = place.layers(spec_from_config(self.config).num_layers)
         return WatchedWeights(source, self.on_read, layers, self.stored_bytes)
 
-    def _source(self, shapes: Mapping[str, tuple[int, ...]] | None, place: Place) -> WeightSource:
+    def _source(self, shapes: Mapping[str, tuple[int, ...]] | None, place: RankPlace) -> WeightSource:
         if self.format == "dummy":
             return _dummy(self.config, shapes)
         if self.gguf is not None:
@@ -315,7 +315,7 @@ def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     )
 
 
-def _folder_weights(folder: Path, found: Format, strategy: Strategy = "lazy", place: Place = SINGLE) -> Any:
+def _folder_weights(folder: Path, found: Format, strategy: Strategy = "lazy", place: RankPlace = SINGLE) -> Any:
     from headrace.executor.checkpoints.safetensors_weights import SafetensorsWeights
     from headrace.executor.checkpoints.weights import TorchWeights
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from headrace.executor.checkpoints.weights import bounds, take_part, unreadable
-from headrace.executor.parallel.rank_place import SINGLE, Place
+from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.ipc.failure import ModelError
 
 Strategy = Literal["lazy", "eager", "prefetch"]
@@ -45,7 +45,7 @@ class SafetensorsWeights:
         files: Sequence[Path],
         weight_map: Mapping[str, str] | None = None,
         strategy: Strategy = "lazy",
-        place: Place = SINGLE,
+        place: RankPlace = SINGLE,
     ) -> None:
         """weight_map: of an index, the file name for each tensor; without one, the files must not overlap."""
         self._file_of: dict[str, SafetensorsFile] = {}

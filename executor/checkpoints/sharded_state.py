@@ -25,7 +25,7 @@ from headrace.executor.checkpoints.safetensors_weights import Strategy, open_fil
 from headrace.executor.checkpoints.weights import WeightSource, bounds
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
-from headrace.executor.parallel.rank_place import Place
+from headrace.executor.parallel.rank_place import RankPlace
 from headrace.ipc.failure import HeadraceError, ModelError, OptionError
 from headrace.kernels.registry import choose_reference
 
@@ -43,7 +43,7 @@ class World(msgspec.Struct, frozen=True):
     """First and last + 1 of the rank's."""
 
     @classmethod
-    def of(cls, place: Place, num_layers: int) -> World:
+    def of(cls, place: RankPlace, num_layers: int) -> World:
         own = place.layers(num_layers)
         return cls(place.tp_size, place.pp_size, (own.start, own.stop))
 
@@ -62,7 +62,7 @@ class ShardedWeights:
     Raises ModelError when the rank's file is missing, foreign, or of another world.
     """
 
-    def __init__(self, folder: Path, place: Place, num_layers: int, strategy: Strategy = "lazy") -> None:
+    def __init__(self, folder: Path, place: RankPlace, num_layers: int, strategy: Strategy = "lazy") -> None:
         from safetensors import SafetensorError
 
         self._path = folder / FILE_NAME.format(rank=place.rank)
@@ -151,7 +151,7 @@ def save(options: Options, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for rank in range(options.tensor_parallel_size * options.pipeline_parallel_size):
-        place = Place.of_options(rank, options)
+        place = RankPlace.of_options(rank, options)
         noted = _Noted(source)
         # On the device that keeps nothing, so that only what was read takes memory.
         Decoder(spec, noted, torch.float32, "meta", place, choose=choose_reference)

@@ -16,7 +16,7 @@ from headrace.executor.models.inputs import BegunBlocks, Chosen, StepLogits, no_
 from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.parallel.collectives import SharedCollectives
 from headrace.executor.parallel.padding import padded_for
-from headrace.executor.parallel.rank_place import SINGLE, Place
+from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear import ACTIVATIONS, FLOAT_TYPES, Runtime, runtime
 from headrace.kernels.cpu.ops import CACHE_TYPES, MOST_ROW_VALUES, why_no_attention
@@ -24,7 +24,7 @@ from headrace.kernels.cpu.program_parts import SamplingColumns, sample
 from headrace.kernels.cpu.program_run import StepBuffers
 
 
-def why_not(spec: ArchSpec, dtype: torch.dtype, place: Place = SINGLE) -> str:
+def why_not(spec: ArchSpec, dtype: torch.dtype, place: RankPlace = SINGLE) -> str:
     """Why this model cannot run as a program here, in a sentence; "" when it can."""
     if place.tp_size > 1 and not isinstance(place.collectives, SharedCollectives):
         return f"the program adds up over its ranks in memory that they share, and these {place.tp_size} share none."
@@ -61,7 +61,7 @@ class CpuDecoder:
         keep_packed: bool = False,
         blocks: Blocks | None = None,
         used: Runtime | None = None,
-        place: Place = SINGLE,
+        place: RankPlace = SINGLE,
     ) -> None:
         if reason := why_not(spec, dtype, place):
             raise ValueError(f"The CPU program cannot be used: {reason}")

@@ -12,7 +12,7 @@ from headrace.executor.models.arch import ArchSpec, NormSpec, RopeSpec
 from headrace.executor.models.decoder import not_read
 from headrace.executor.models.layers import Part, own_kv_heads
 from headrace.executor.models.rotary import inverse_frequencies
-from headrace.executor.parallel.rank_place import SINGLE, Place
+from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.kernels.cpu.linear import PackedLinear
 from headrace.kernels.cpu.program_parts import Norm, Rotary
 
@@ -51,7 +51,7 @@ class CpuModel:
     nbytes: int
 
 
-def read_model(spec: ArchSpec, weights: CpuWeights, place: Place = SINGLE) -> CpuModel:
+def read_model(spec: ArchSpec, weights: CpuWeights, place: RankPlace = SINGLE) -> CpuModel:
     """Reads this place's part. Raises ModelError, naming the tensor, when weights and spec disagree."""
     names, hidden, width = spec.names, spec.hidden_size, spec.embedding_width
     prefix = names.prefix_in(weights)
@@ -99,7 +99,7 @@ def rotary_tables(rope: RopeSpec, num_positions: int) -> Rotary:
     return Rotary(angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor)
 
 
-def _read_layer(spec: ArchSpec, weights: CpuWeights, prefix: str, place: Place) -> CpuLayer:
+def _read_layer(spec: ArchSpec, weights: CpuWeights, prefix: str, place: RankPlace) -> CpuLayer:
     names, hidden, inner, head_dim = spec.names, spec.hidden_size, spec.intermediate_size, spec.head_dim
     heads = place.share(spec.num_heads, "attention heads")
     kv_heads = own_kv_heads(spec, place)

@@ -16,7 +16,7 @@ from headrace.executor.cpu.weights import CpuLinear
 from headrace.executor.models.arch import LayerSpec, RopeSpec
 from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.parallel.collectives import SharedCollectives
-from headrace.executor.parallel.rank_place import SINGLE, Place
+from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.kernels.cpu.collectives import GroupC
 from headrace.kernels.cpu.linear import Runtime
 from headrace.kernels.cpu.ops import CacheScales
@@ -69,7 +69,7 @@ class ProgramWriter:
     """Writes one rank's program. Raises ValueError for what the kernels cannot do."""
 
     def __init__(
-        self, model: CpuModel, kv_cache: KVCache, limits: StepLimits, runtime: Runtime, place: Place = SINGLE
+        self, model: CpuModel, kv_cache: KVCache, limits: StepLimits, runtime: Runtime, place: RankPlace = SINGLE
     ) -> None:
         spec = model.spec
         self._model, self._spec, self._kv_cache, self._limits = model, spec, kv_cache, limits
@@ -267,7 +267,7 @@ class ProgramWriter:
 class RankBuffers:
     """Where the ranks of a stage meet: what `SharedCollectives` has in shared memory."""
 
-    def __init__(self, place: Place, max_tokens: int) -> None:
+    def __init__(self, place: RankPlace, max_tokens: int) -> None:
         assert isinstance(place.link, SharedCollectives), "why_not has said that the ranks share no memory"
         self._shared, self._max_tokens, self._turn = place.link, max_tokens, 0
         self.group: GroupC = place.link.group

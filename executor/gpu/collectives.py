@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from headrace.executor.gpu.graphs import Capturer, Replay
 from headrace.executor.parallel.gloo import GlooCollectives
 from headrace.executor.parallel.rank_place import PeerError
-from headrace.executor.parallel.rendezvous import Meeting
+from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.ipc.failure import HeadraceError
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,13 @@ class GpuCollectives(GlooCollectives):
     small_sums: SmallSums | None = None
 
     def __init__(
-        self, meeting: Meeting, store: dist.Store, device: torch.device, groups: DeviceGroups, *, in_order: bool = False
+        self,
+        meeting: Rendezvous,
+        store: dist.Store,
+        device: torch.device,
+        groups: DeviceGroups,
+        *,
+        in_order: bool = False,
     ) -> None:
         super().__init__(meeting.world, meeting.rank, store, meeting.host or LOOPBACK, meeting.deadline_s)
         self.device, self._groups, self._in_order = device, groups, in_order

@@ -21,7 +21,7 @@ from headrace.executor.gpu.device_state import Device, Event, Mark
 from headrace.executor.gpu.graphs import Capturer, Replay
 from headrace.executor.gpu.memory import Meter
 from headrace.executor.gpu.offload import SideStream
-from headrace.executor.parallel.rendezvous import Meeting
+from headrace.executor.parallel.rendezvous import Rendezvous
 
 
 class CudaMark(torch.cuda.Event):
@@ -67,7 +67,7 @@ class CudaCapturer:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        """Kept until `forget`: a pool whose last graph is gone takes no other (`create_or_incref_pool` in
+        """ParentEngine until `forget`: a pool whose last graph is gone takes no other (`create_or_incref_pool` in
         c10/cuda/CUDACachingAllocator.cpp asserts that), and torch may ask one whose capture failed for its capture."""
         self.pool_bytes = 0
 
@@ -193,7 +193,7 @@ class CudaBackend:
     def meter(self) -> Meter:
         return CudaMeter(self.device)
 
-    def link(self, meeting: Meeting, options: Options) -> GpuCollectives:
+    def link(self, meeting: Rendezvous, options: Options) -> GpuCollectives:
         from headrace.executor.gpu.nccl import open_nccl  # only where there are several ranks
 
         return open_nccl(

@@ -26,7 +26,7 @@ from headrace.executor.gpu.graphs import Capturer, capture_sizes
 from headrace.executor.gpu.kernels import Rounding, chooser_for
 from headrace.executor.gpu.memory import Meter, measure
 from headrace.executor.gpu.offload import Offload, SideStream, layers_to_offload
-from headrace.executor.gpu.residence import Residence
+from headrace.executor.gpu.residence import WeightResidency
 from headrace.executor.gpu.runner import STEPS_IN_FLIGHT, GpuRunner, RunnerLimits
 from headrace.executor.gpu.stages import make_runner, runner_kind
 from headrace.executor.gpu.weights import StagedWeights
@@ -37,8 +37,8 @@ from headrace.executor.models.dummy_shapes import weight_shapes
 from headrace.executor.models.layers import ChooseKernel
 from headrace.executor.models.memory_estimate import layer_elements, weight_elements
 from headrace.executor.parallel.rank_device import rank_device
-from headrace.executor.parallel.rank_place import Place
-from headrace.executor.parallel.rendezvous import Meeting
+from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.placement.base import Report
 from headrace.executor.placement.profiling import WorkerProfile
 from headrace.executor.placement.uniproc import DTYPES, UniprocExecutor, cache_dtype
@@ -60,7 +60,7 @@ class Backend(Protocol):
     def capturer(self) -> Capturer | None: ...
     def side_stream(self) -> SideStream: ...
     def meter(self) -> Meter: ...
-    def link(self, meeting: Meeting, options: Options) -> GpuCollectives: ...
+    def link(self, meeting: Rendezvous, options: Options) -> GpuCollectives: ...
     def memory(self) -> tuple[int, int]: ...
 
 
@@ -78,7 +78,7 @@ class GpuExecutor(UniprocExecutor):
         options: Options,
         device: torch.device | None = None,
         backend: Backend | None = None,
-        place: Place | None = None,
+        place: RankPlace | None = None,
     ) -> None:
         """device: by default the one of this rank's number on its host. Raises OptionError where there is none."""
         super().__init__(options, place)
@@ -89,13 +89,13 @@ class GpuExecutor(UniprocExecutor):
         self._decoder: Decoder | None = None
         self._cascade: CascadeRule | None = None
         self._steps: GpuRunner | None = None
-        self._residence: Residence | None = None
+        self._residence: WeightResidency | None = None
 
     def describe(self, report: Report) -> ModelDescription:
         self._gpu = self._backend.facts()  # before anything is fetched for a GPU that cannot be used
         return msgspec.structs.replace(self._find_model(report), device_bytes=self._gpu.total_bytes)
 
-    def join(self, meeting: Meeting) -> None:
+    def join(self, meeting: Rendezvous) -> None:
         with self._backend.here():
             self.connect(self._backend.link(meeting, self._options))
 
@@ -148,7 +148,7 @@ class GpuExecutor(UniprocExecutor):
             limits = runner_limits(plan, max_model_len, self._cascade)
             device, capturer = self._backend.host_side(), self._capturer(plan)
             self._steps = make_runner(self._place, decoder, cache, device, limits, capturer)
-            self._residence = Residence(decoder, cache, self._steps, self._backend, self._open_again)
+            self._residence = WeightResidency(decoder, cache, self._steps, self._backend, self._open_again)
         self._decoder = None  # it may be replaced from now on
         folder = self._options.profiler_config.get("torch_profiler_dir")
         self._profile = WorkerProfile(folder, self._place.rank, self._steps.times)
@@ -267,7 +267,7 @@ class GpuExecutor(UniprocExecutor):
         return AgreedCapturer(capturer, link.agree) if isinstance(link, GpuCollectives) else capturer
 
 
-def offload_of(plan: Plan, spec: ArchSpec, place: Place, backend: Backend) -> Offload | None:
+def offload_of(plan: Plan, spec: ArchSpec, place: RankPlace, backend: Backend) -> Offload | None:
     """What keeps layers in the host's memory, where that is asked for."""
     offload_bytes = int(plan.options.cpu_offload_gb * (1 << 30))
     if not offload_bytes:

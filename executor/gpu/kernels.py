@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.core.options.plan import Plan
 from headrace.executor.gpu.quantise import to_fp8, to_int4, to_int8
 from headrace.executor.models.layers import ChooseKernel
-from headrace.executor.parallel.rank_place import Place
+from headrace.executor.parallel.rank_place import RankPlace
 from headrace.kernels.reference.attention import AttentionParams
 from headrace.kernels.reference.rows import LinearWeight
 from headrace.kernels.registry import choose_reference
@@ -89,7 +89,7 @@ def quantising(choose: ChooseKernel, vocab_size: int, rounding: Rounding) -> Cho
     return chosen
 
 
-def chooser_for(choose: ChooseKernel, plan: Plan, place: Place) -> ChooseKernel:
+def chooser_for(choose: ChooseKernel, plan: Plan, place: RankPlace) -> ChooseKernel:
     """`choose` as the plan asks for, on one rank."""
     if plan.options.batch_invariant:
         choose = batch_invariant(choose)

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from headrace.executor.gpu.collectives import DeviceGroups, GpuCollectives
 from headrace.executor.gpu.small_sums import LARGEST_BYTES, SymmetricSums, open_small_sums
 from headrace.executor.parallel.rank_place import PeerError
-from headrace.executor.parallel.rendezvous import Meeting
+from headrace.executor.parallel.rendezvous import Rendezvous
 
 WATCHDOG_GRACE_S = 60.0
 """By how much torch's own watchdog outlasts our deadline, which knows what to say."""
 
 
-def open_nccl(meeting: Meeting, device: torch.device, *, custom_all_reduce: bool, in_order: bool) -> GpuCollectives:
+def open_nccl(meeting: Rendezvous, device: torch.device, *, custom_all_reduce: bool, in_order: bool) -> GpuCollectives:
     """Joins the other ranks, each of which has called this with a GPU of its own.
 
     in_order: see `GpuCollectives`. Raises PeerError when not all came in time.
@@ -40,7 +40,7 @@ def open_nccl(meeting: Meeting, device: torch.device, *, custom_all_reduce: bool
     return link
 
 
-def _groups(meeting: Meeting, store: dist.Store, device: torch.device) -> DeviceGroups:
+def _groups(meeting: Rendezvous, store: dist.Store, device: torch.device) -> DeviceGroups:
     world, timeout = meeting.world, timedelta(seconds=meeting.deadline_s + WATCHDOG_GRACE_S)
     dist.init_process_group(
         "nccl",
@@ -59,7 +59,7 @@ def _groups(meeting: Meeting, store: dist.Store, device: torch.device) -> Device
     return DeviceGroups(world=dist.group.WORLD, stage=stages[meeting.rank // world.tp_size])
 
 
-def _why_no_access(meeting: Meeting, device: torch.device) -> str:
+def _why_no_access(meeting: Rendezvous, device: torch.device) -> str:
     """Whether this GPU may read the memory of the stage's others. Ranks of a host have its GPUs in order."""
     tp_size = meeting.world.tp_size
     first = meeting.rank // tp_size * tp_size - meeting.host_ranks.start

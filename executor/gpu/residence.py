@@ -36,7 +36,7 @@ class Memory(Protocol):
     def memory(self) -> tuple[int, int]: ...
 
 
-class Residence:
+class WeightResidency:
     """Owns the model from `allocate` on. For one thread, with no step in flight."""
 
     def __init__(

@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace.executor.cpu.host import host_memory
 from headrace.executor.gpu.device import gib
 from headrace.executor.gpu.device_state import Device
-from headrace.executor.parallel.rank_place import Place
+from headrace.executor.parallel.rank_place import RankPlace
 from headrace.ipc.failure import HeadraceError
 
 PIECE_BYTES = 64 << 20
@@ -25,14 +25,14 @@ PIECE_BYTES = 64 << 20
 def tensors_of(root: object) -> list[Tensor]:
     """Every tensor that an object of ours holds, by its attributes, containers and the objects in them, each once.
 
-    What ranks talk through (`Place`) belongs to nobody's weights and is left out.
+    What ranks talk through (`RankPlace`) belongs to nobody's weights and is left out.
     """
     seen: set[int] = set()
     return list(_tensors(root, seen))
 
 
 def _tensors(found: object, seen: set[int]) -> Iterator[Tensor]:
-    if id(found) in seen or isinstance(found, Place):
+    if id(found) in seen or isinstance(found, RankPlace):
         return
     seen.add(id(found))
     if isinstance(found, Tensor):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.executor.gpu.collectives import GpuCollectives, SmallSums
-from headrace.executor.parallel.rendezvous import Meeting
+from headrace.executor.parallel.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
 SIZES = (2, 4, 8)
@@ -74,7 +74,7 @@ class SymmetricSums:
 
 
 def open_small_sums(
-    link: GpuCollectives, meeting: Meeting, *, why_not: str, join: Callable[[], SymmetricSums]
+    link: GpuCollectives, meeting: Rendezvous, *, why_not: str, join: Callable[[], SymmetricSums]
 ) -> SmallSums | None:
     """Joins the other ranks in it where all of them can, and says in the log when they cannot.
 
@@ -95,7 +95,7 @@ def open_small_sums(
     return sums
 
 
-def why_no_symmetric_memory(meeting: Meeting) -> str:
+def why_no_symmetric_memory(meeting: Rendezvous) -> str:
     """A phrase, or "" where the stage's ranks may share their GPUs' memory as far as their places go."""
     size = meeting.world.tp_size
     stage = meeting.rank // size * size
@@ -106,6 +106,6 @@ def why_no_symmetric_memory(meeting: Meeting) -> str:
     return ""
 
 
-def _say(meeting: Meeting, reason: str) -> None:
+def _say(meeting: Rendezvous, reason: str) -> None:
     if meeting.rank == 0:
         logger.warning("sums over the tensor-parallel ranks go through NCCL alone, whatever their size: %s", reason)

@@ -22,7 +22,7 @@ from headrace.executor.gpu.runner import PENDING, GpuRunner, RunnerLimits
 from headrace.executor.gpu.sampler import Choice
 from headrace.executor.gpu.steps import DeviceSteps
 from headrace.executor.models.inputs import HiddenStateModel, StepInputs
-from headrace.executor.parallel.rank_place import Collectives, Place
+from headrace.executor.parallel.rank_place import Collectives, RankPlace
 from headrace.executor.parallel.stages import MOST_UNKNOWN
 from headrace.ipc.step import StepPlan, StepResult
 
@@ -135,7 +135,7 @@ class LastGpuRunner(GpuRunner):
         return result
 
 
-def runner_kind(place: Place) -> type[GpuRunner]:
+def runner_kind(place: RankPlace) -> type[GpuRunner]:
     """The class of the runner of this place."""
     if not place.is_last_stage:
         return GpuStageRunner
@@ -143,7 +143,7 @@ def runner_kind(place: Place) -> type[GpuRunner]:
 
 
 def make_runner(
-    place: Place,
+    place: RankPlace,
     model: HiddenStateModel,
     kv_cache: Any,
     device: Device,

@@ -29,7 +29,7 @@ from headrace.executor.models.layers import (
 )
 from headrace.executor.models.rotary import Rotary
 from headrace.executor.parallel.padding import padded_for
-from headrace.executor.parallel.rank_place import SINGLE, Place
+from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.kernels.reference.attention import AttentionParams, PagedBatch
 from headrace.kernels.reference.rotary_cache import LayerCache, Rotation
 
@@ -75,7 +75,9 @@ class Norm:
 
 
 class Attention:
-    def __init__(self, weights: CheckedWeights, prefix: str, spec: ArchSpec, layer: LayerSpec, place: Place) -> None:
+    def __init__(
+        self, weights: CheckedWeights, prefix: str, spec: ArchSpec, layer: LayerSpec, place: RankPlace
+    ) -> None:
         names = spec.names
         heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         qkv_names = (prefix + names.query, prefix + names.key, prefix + names.value)
@@ -125,7 +127,7 @@ class Attention:
 
 
 class Mlp:
-    def __init__(self, weights: CheckedWeights, prefix: str, spec: ArchSpec, place: Place) -> None:
+    def __init__(self, weights: CheckedWeights, prefix: str, spec: ArchSpec, place: RankPlace) -> None:
         names, hidden, inner = spec.names, spec.hidden_size, spec.intermediate_size
         self.up: MergedColumnParallel | ColumnParallel
         if spec.gated_mlp:
@@ -149,7 +151,9 @@ class Layer:
     The addition waits for the next norm, so that one kernel does both.
     """
 
-    def __init__(self, weights: CheckedWeights, prefix: str, spec: ArchSpec, layer: LayerSpec, place: Place) -> None:
+    def __init__(
+        self, weights: CheckedWeights, prefix: str, spec: ArchSpec, layer: LayerSpec, place: RankPlace
+    ) -> None:
         names, size, norm = spec.names, spec.hidden_size, spec.norm
         self.attention = Attention(weights, prefix, spec, layer, place)
         self.mlp = Mlp(weights, prefix, spec, place)
@@ -219,7 +223,7 @@ class Decoder:
         weights: WeightSource,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        place: Place = SINGLE,
+        place: RankPlace = SINGLE,
         choose: ChooseKernel = kernels.choose,
         keep: KeepLayer | None = None,
     ) -> None:
@@ -331,7 +335,7 @@ class Decoder:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-def not_read(spec: ArchSpec, place: Place, prefix: str) -> list[str]:
+def not_read(spec: ArchSpec, place: RankPlace, prefix: str) -> list[str]:
     """Patterns of tensors that a checkpoint may hold and this rank does not read."""
     names, own = spec.names, place.layers(spec.num_layers)
     # A tied checkpoint may carry a copy of the embedding as its head.

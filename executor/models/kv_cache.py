@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.executor.models.arch import ArchSpec
-from headrace.executor.parallel.rank_place import SINGLE, Place
+from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.ipc.failure import ModelError
 from headrace.kernels.reference.attention import CacheScales
 from headrace.kernels.reference.rotary_cache import LayerCache
@@ -76,7 +76,7 @@ class KVCache:
         return (*self.keys, *self.values, *self.key_scales, *self.value_scales)
 
 
-def block_bytes(spec: ArchSpec, block_size: int, dtype: torch.dtype, place: Place = SINGLE) -> int:
+def block_bytes(spec: ArchSpec, block_size: int, dtype: torch.dtype, place: RankPlace = SINGLE) -> int:
     """Memory of one block over all of a rank's layers, keys and values."""
     row_bytes = spec.head_dim * dtype.itemsize + (torch.float32.itemsize if dtype in SCALED else 0)
     num_layers = len(place.layers(spec.num_layers))
@@ -89,7 +89,7 @@ def allocate(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    place: Place = SINGLE,
+    place: RankPlace = SINGLE,
 ) -> KVCache:
     """A rank's zeroed cache; on a CPU its pages take memory once they are written. Raises ModelError if it cannot."""
     if num_blocks < 1 or block_size < 1:

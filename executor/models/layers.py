@@ -17,7 +17,7 @@ from torch import Tensor
 from headrace import kernels
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.models.arch import ArchSpec
-from headrace.executor.parallel.rank_place import Place
+from headrace.executor.parallel.rank_place import RankPlace
 from headrace.ipc.failure import ModelError
 from headrace.kernels.reference.rows import DenseLinear, LinearWeight
 
@@ -157,7 +157,7 @@ class ColumnParallel:
     """y = x W^T + b with W's rows, and so y's columns, divided among the ranks."""
 
     def __init__(
-        self, weights: CheckedWeights, name: str, in_features: int, out_features: int, bias: bool, place: Place
+        self, weights: CheckedWeights, name: str, in_features: int, out_features: int, bias: bool, place: RankPlace
     ) -> None:
         part = Part(name, out_features, place.share(out_features, f"{name}'s output") if place.tp_size > 1 else None)
         self.weight = weights.linear([part], in_features, None, bias)
@@ -177,7 +177,7 @@ class MergedColumnParallel:
         in_features: int,
         out_features: int,
         bias: bool,
-        place: Place,
+        place: RankPlace,
     ) -> None:
         rows = place.share(out_features, f"{names[0]}'s output") if place.tp_size > 1 else None
         self.weight = weights.linear([Part(name, out_features, rows) for name in names], in_features, None, bias)
@@ -196,7 +196,7 @@ class Heads:
     head_dim: int
 
 
-def own_kv_heads(heads: Heads | ArchSpec, place: Place) -> slice:
+def own_kv_heads(heads: Heads | ArchSpec, place: RankPlace) -> slice:
     """A rank's key/value heads; fewer heads than ranks are repeated."""
     first = place.tp_rank * heads.num_kv_heads // place.tp_size
     return slice(first, first + max(1, heads.num_kv_heads // place.tp_size))
@@ -212,7 +212,7 @@ class QKVParallel:
         in_features: int,
         heads: Heads,
         bias: bool,
-        place: Place,
+        place: RankPlace,
     ) -> None:
         query_rows = place.share(heads.num_heads, "attention heads")
         own = own_kv_heads(heads, place)
@@ -244,7 +244,7 @@ class RowParallel:
     """y = x W^T + b with W's columns, and so x's, divided among the ranks; the partial sums are added."""
 
     def __init__(
-        self, weights: CheckedWeights, name: str, in_features: int, out_features: int, bias: bool, place: Place
+        self, weights: CheckedWeights, name: str, in_features: int, out_features: int, bias: bool, place: RankPlace
     ) -> None:
         columns = place.share(in_features, f"{name}'s input") if place.tp_size > 1 else None
         self._place = place
@@ -261,7 +261,7 @@ class VocabParallelEmbedding:
     """Token embeddings with the vocabulary divided among the ranks."""
 
     def __init__(
-        self, weights: CheckedWeights, name: str, vocab_size: int, width: int, scale: float, place: Place
+        self, weights: CheckedWeights, name: str, vocab_size: int, width: int, scale: float, place: RankPlace
     ) -> None:
         self._place = place
         self._rows = place.vocabulary(vocab_size)
@@ -293,7 +293,7 @@ class VocabParallelHead:
 
     def __init__(
         self, weights: CheckedWeights, name: str, embedding: VocabParallelEmbedding | None, shape: tuple[int, int],
-        place: Place,
+        place: RankPlace,
     ) -> None:  # fmt: skip
         self._place = place
         if embedding is not None:

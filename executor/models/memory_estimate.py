@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.core.options.plan import Plan
 from headrace.executor.models.arch import ArchSpec
-from headrace.executor.parallel.rank_place import SINGLE, Place, World, collectives_bytes
+from headrace.executor.parallel.rank_place import SINGLE, RankPlace, World, collectives_bytes
 from headrace.kernels.reference.attention import MAX_GATHER_ROWS
 
 LOGITS_COPIES = 4
@@ -28,7 +28,7 @@ def layer_elements(spec: ArchSpec) -> int:
     return attention + (3 if spec.gated_mlp else 2) * spec.hidden_size * spec.intermediate_size
 
 
-def activation_bytes(spec: ArchSpec, plan: Plan, itemsize: int, place: Place = SINGLE) -> int:
+def activation_bytes(spec: ArchSpec, plan: Plan, itemsize: int, place: RankPlace = SINGLE) -> int:
     """Upper bound of what a step of max_num_batched_tokens needs on one rank at once besides weights and cache.
 
     One layer's tensors live together (residual, normalised input, queries, keys, values, attention's output, both

@@ -12,7 +12,7 @@ from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import config_at_hand
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import spec_from_config
-from headrace.executor.parallel.rank_place import Place
+from headrace.executor.parallel.rank_place import RankPlace
 
 
 def check_world(options: Options) -> None:
@@ -27,10 +27,10 @@ def check_world(options: Options) -> None:
         return
     spec = spec_from_config(config)
     for rank in range(options.tensor_parallel_size * options.pipeline_parallel_size):
-        check_shares(spec, Place.of_options(rank, options))
+        check_shares(spec, RankPlace.of_options(rank, options))
 
 
-def check_shares(spec: ArchSpec, place: Place) -> None:
+def check_shares(spec: ArchSpec, place: RankPlace) -> None:
     """Raises ModelError or OptionError, with the numbers, where a rank of this place would have no part of its own."""
     spec.local_kv_heads(place.tp_size)
     place.vocabulary(spec.vocab_size)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headrace.executor.checkpoints.weights import WeightSource, bounds
 from headrace.executor.models.arch import ArchSpec
-from headrace.executor.parallel.rank_place import Place
+from headrace.executor.parallel.rank_place import RankPlace
 from headrace.ipc.failure import ModelError
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class PaddedWeights:
 
 
 def padded_for(
-    spec: ArchSpec, source: WeightSource, place: Place, inner_block: int = 1
+    spec: ArchSpec, source: WeightSource, place: RankPlace, inner_block: int = 1
 ) -> tuple[ArchSpec, WeightSource]:
     """The model as the ranks of a stage share it, and its weights: themselves where all divides evenly.
 

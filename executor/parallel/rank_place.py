@@ -8,7 +8,7 @@ How a parent of several ranks on one host uses this:
     world = World.of(plan, tp_size, pp_size)                     # once the plan is known
     fd = os.memfd_create("headrace"); os.ftruncate(fd, collectives_bytes(world))
     # in each worker, to which fd was passed:
-    executor = UniprocExecutor(options, place=Place.of(rank, tp_size, pp_size))
+    executor = UniprocExecutor(options, place=RankPlace.of(rank, tp_size, pp_size))
     executor.describe(...)
     executor.connect(open_collectives(fd, world, rank))          # between describe and load
     executor.load(plan, ...); executor.allocate(...); executor.submit(plan); executor.collect()
@@ -115,7 +115,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """One rank's part. `collectives` is needed to compute with more than one rank, and not before."""
 
     tp_rank: int = 0
@@ -138,18 +138,18 @@ class Place:
             )
 
     @classmethod
-    def of(cls, rank: int, tp_size: int, pp_size: int, layer_partition: tuple[int, ...] = ()) -> Place:
+    def of(cls, rank: int, tp_size: int, pp_size: int, layer_partition: tuple[int, ...] = ()) -> RankPlace:
         """The place of a rank of the world."""
         pp_rank, tp_rank = divmod(rank, tp_size)
         return cls(tp_rank, tp_size, pp_rank, pp_size, None, layer_partition)
 
     @classmethod
-    def of_options(cls, rank: int, options: Options) -> Place:
+    def of_options(cls, rank: int, options: Options) -> RankPlace:
         """The place of a rank of the world that the options ask for. Raises OptionError for a wrong partition."""
         sizes = options.tensor_parallel_size, options.pipeline_parallel_size
         return cls.of(rank, *sizes, options.pipeline_layer_partition)
 
-    def with_collectives(self, collectives: Collectives) -> Place:
+    def with_collectives(self, collectives: Collectives) -> RankPlace:
         return replace(self, collectives=collectives)
 
     @property
@@ -225,7 +225,7 @@ class Place:
         return range(first, first + counts[self.pp_rank])
 
 
-SINGLE = Place()
+SINGLE = RankPlace()
 
 
 def open_collectives(fd: int, world: World, rank: int, *, deadline_s: float = DEADLINE_S) -> Collectives:

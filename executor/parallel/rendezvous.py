@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     world: World
     rank: int
     host_ranks: range

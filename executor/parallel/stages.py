@@ -14,7 +14,7 @@ import numpy as np
 
 from headrace.executor.cpu.batch import BatchState
 from headrace.executor.cpu.runner import Model, ModelRunner
-from headrace.executor.parallel.rank_place import Collectives, Place
+from headrace.executor.parallel.rank_place import Collectives, RankPlace
 from headrace.ipc.step import StepPlan, StepResult
 
 MOST_UNKNOWN = 16
@@ -107,7 +107,7 @@ _NONE = np.zeros(0, np.int32)
 
 
 def make_runner(
-    model: Model, kv_cache: Any, batch_args: tuple[Any, ...], place: Place, *, vocab_size: int
+    model: Model, kv_cache: Any, batch_args: tuple[Any, ...], place: RankPlace, *, vocab_size: int
 ) -> ModelRunner | StageRunner | LastStageRunner:
     """The runner of this place. batch_args: of `BatchState`."""
     if not place.is_last_stage:

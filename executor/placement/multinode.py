@@ -34,7 +34,7 @@ from headrace.executor.placement.node_messages import (
     RunNode,
 )
 from headrace.executor.placement.nodes import STOP_S, Lobby, LocalNode, Node, RemoteNode, check_cluster
-from headrace.executor.placement.replies import Gathering
+from headrace.executor.placement.replies import Replies
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.placement.worker_messages import AllocateCache, Allocated, Loaded, MakeTokenizer, TokenizerMade
 from headrace.ipc.channel import Channel
@@ -67,7 +67,7 @@ class MultiNodeExecutor(Executor):
         self.max_steps_in_flight = options.pipeline_parallel_size + 1
         self._plans, self._answers = StepCodec(StepPlan), StepCodec(StepResult)
         self._results: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._said = Gathering(num_nodes, error=self._error, late=self._late, lagging=self._lagging)
+        self._said = Replies(num_nodes, error=self._error, late=self._late, lagging=self._lagging)
         self._changed = self._said.changed
         self._start_ends = Deadline(None)
         self._nodes: dict[int, Node] = {}

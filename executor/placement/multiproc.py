@@ -24,7 +24,7 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.cpu.host import host_memory
 from headrace.executor.gpu.visible_gpus import check_gpus, visible_gpus
-from headrace.executor.parallel.rank_place import Place, World, collectives_bytes, mark_failed
+from headrace.executor.parallel.rank_place import RankPlace, World, collectives_bytes, mark_failed
 from headrace.executor.placement.base import Executor, Report
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.placement.worker_group import WorkerGroup
@@ -88,7 +88,7 @@ class MultiprocExecutor(Executor):
         self._under_way: deque[int] = deque()
         self._on_failure: Callable[[Failure], None] = lambda failure: None
         self._plans, self._answers = StepCodec(StepPlan), StepCodec(StepResult)
-        replying = [rank for rank in self._ranks if Place.of(rank, tp_size, pp_size).replies]
+        replying = [rank for rank in self._ranks if RankPlace.of(rank, tp_size, pp_size).replies]
         self.replies = bool(replying)
         """Whether `collect` has anything to collect: the rank whose results count is here."""
         self._replying_worker = replying[0] - self._ranks.start if replying else 0

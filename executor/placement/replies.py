@@ -17,7 +17,7 @@ SLOW_AFTER_S = 5.0
 """When some lag this far behind others at a start-up phase, they are named."""
 
 
-class Gathering:
+class Replies:
     """Thread-safe: `hear` and `fail` are for the threads that listen, `gather` for the one that asked."""
 
     def __init__(

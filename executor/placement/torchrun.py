@@ -17,7 +17,7 @@ import msgspec
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.parallel.gloo import GlooCollectives, open_gloo
-from headrace.executor.parallel.rank_place import Place, World
+from headrace.executor.parallel.rank_place import RankPlace, World
 from headrace.executor.placement.base import Report
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.placement.uniproc import UniprocExecutor, own_kv_rows
@@ -44,7 +44,7 @@ class ExternalExecutor(UniprocExecutor):
             if pp_size > 1:
                 asked += f" times pipeline_parallel_size={pp_size} is {tp_size * pp_size}"
             raise OptionError(f"{asked}, and the launcher started {os.environ['WORLD_SIZE']} ranks; they must be equal")
-        super().__init__(options, Place.of_options(int(os.environ["RANK"]), options))
+        super().__init__(options, RankPlace.of_options(int(os.environ["RANK"]), options))
         self.num_stages, self.max_steps_in_flight = pp_size, pp_size + 1
         self._link: GlooCollectives | None = None
         self._codec = StepCodec(StepResult)
@@ -54,7 +54,7 @@ class ExternalExecutor(UniprocExecutor):
         assert self._spec is not None, "it has just been found"
         # The largest share is every rank's, or the cores would make caches of different sizes and plan other steps.
         sizes = self._place.tp_size, self._place.pp_size
-        stages = [Place.of(rank, *sizes, self._place.layer_partition) for rank in range(self._place.world_size)]
+        stages = [RankPlace.of(rank, *sizes, self._place.layer_partition) for rank in range(self._place.world_size)]
         rows = max(own_kv_rows(self._spec, place) for place in stages)
         return msgspec.structs.replace(
             described, kv_rows_per_token=rows, kv_elements_per_token=rows * self._spec.head_dim

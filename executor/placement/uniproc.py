@@ -30,8 +30,8 @@ from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.memory_estimate import activation_bytes, weight_elements
 from headrace.executor.models.sleeping import SleepingModel
 from headrace.executor.parallel.divisibility import check_shares
-from headrace.executor.parallel.rank_place import SINGLE, Collectives, Place
-from headrace.executor.parallel.rendezvous import Meeting
+from headrace.executor.parallel.rank_place import SINGLE, Collectives, RankPlace
+from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.parallel.stages import LastStageRunner, StageRunner, make_runner
 from headrace.executor.placement.base import Executor, Report, reader_of
 from headrace.executor.placement.extension import Extension
@@ -73,8 +73,8 @@ class UniprocExecutor(Executor):
 
     max_steps_in_flight = 2
 
-    def __init__(self, options: Options, place: Place | None = None) -> None:
-        self._options, self._place = options, place or Place.of_options(0, options)
+    def __init__(self, options: Options, place: RankPlace | None = None) -> None:
+        self._options, self._place = options, place or RankPlace.of_options(0, options)
         self._device = torch.device("cpu")
         self._checkpoint: Checkpoint | None = None
         self._spec: ArchSpec | None = None
@@ -116,7 +116,7 @@ class UniprocExecutor(Executor):
             why_no_prefix_caching=_why_no_prefix_caching(spec),
         )
 
-    def join(self, meeting: Meeting) -> None:
+    def join(self, meeting: Rendezvous) -> None:
         """Connects to the other ranks as this executor's device needs it; otherwise as `connect`."""
         self.connect(meeting.link())
 
@@ -275,7 +275,7 @@ def make_executor(options: Options) -> Executor:
     return GpuExecutor(options, device)
 
 
-def make_rank(options: Options, place: Place) -> Executor:
+def make_rank(options: Options, place: RankPlace) -> Executor:
     """What a worker runs: the rank of this place, on the device that is its own. Raises OptionError for none."""
     from headrace.executor.parallel.rank_device import rank_device
 
@@ -289,7 +289,7 @@ def make_rank(options: Options, place: Place) -> Executor:
 
 
 def load_model(
-    spec: ArchSpec, weights: WeightSource, plan: Plan, why_no_program: str, place: Place = SINGLE
+    spec: ArchSpec, weights: WeightSource, plan: Plan, why_no_program: str, place: RankPlace = SINGLE
 ) -> Decoder | CpuDecoder:
     """The model as a program of the CPU kernels, or op by op where there is a reason against that."""
     dtype = DTYPES[plan.dtype]
@@ -307,7 +307,7 @@ def load_model(
     return model
 
 
-def own_kv_rows(spec: ArchSpec, place: Place) -> int:
+def own_kv_rows(spec: ArchSpec, place: RankPlace) -> int:
     """Keys and values of one token that this rank keeps, each a row of head_dim elements.
 
     The ranks' sum is more than `spec.kv_rows_per_token` where there are fewer key/value heads than ranks.

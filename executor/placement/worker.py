@@ -27,8 +27,8 @@ from typing import Any, NoReturn
 import msgspec
 
 from headrace.executor.cpu.cores_of_rank import take_share
-from headrace.executor.parallel.rank_place import PeerError, Place, World
-from headrace.executor.parallel.rendezvous import Meeting
+from headrace.executor.parallel.rank_place import PeerError, RankPlace, World
+from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.placement.base import Executor, Reporter
 from headrace.executor.placement.load_turn import turn_to_load
 from headrace.executor.placement.step_codec import StepCodec
@@ -73,7 +73,7 @@ class Worker:
     def __init__(self, channel: Channel, start: StartWorker) -> None:
         options = start.options
         self._channel, self._start, self._options = channel, start, options
-        self._place = Place.of_options(start.rank, options)
+        self._place = RankPlace.of_options(start.rank, options)
         self._orders: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: stop
         self._mailbox = Mailbox()
         self._executor: Executor | None = None
@@ -159,7 +159,7 @@ class Worker:
         if self._place.world_size == 1 or join is None:
             return
         join(
-            Meeting(
+            Rendezvous(
                 world=World.of(load.plan, self._place.tp_size, self._place.pp_size),
                 rank=start.rank,
                 host_ranks=range(start.first_rank, start.first_rank + start.num_ranks),

@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.core.process.supervisor import Child, Kind, ask_for_stacks
 from headrace.executor.placement.base import Report
-from headrace.executor.placement.replies import Gathering
+from headrace.executor.placement.replies import Replies
 from headrace.executor.placement.worker_messages import WAIT_FOR_TURN, FromWorker, LargeMessage, StartWorker
 from headrace.ipc.channel import ChannelClosedError
 from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError
@@ -45,7 +45,7 @@ class WorkerGroup:
         self.size = len(starts)
         self._startup_timeout_s = starts[0].options.startup_timeout
         self._start_ends = Deadline(self._startup_timeout_s)
-        self._said = Gathering(self.size, error=self.error, late=self._late, lagging=self._lagging)
+        self._said = Replies(self.size, error=self.error, late=self._late, lagging=self._lagging)
         self._on_failure, self._on_large_message, self._unfinished = on_failure, on_large_message, unfinished
         self._changed = self._said.changed
         self._failures: dict[int, Failure] = {}

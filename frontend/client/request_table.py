@@ -79,7 +79,7 @@ class RequestTable:
                     sampling=params.to_wire(stream.max_tokens, sequence.index, stream.bad_words),
                     priority=stream.priority,
                     cache_salt=prompt.cache_salt,
-                    news_every=_news_every(params, stream.interval),
+                    output_interval=_news_every(params, stream.interval),
                 )
             )
 

@@ -33,7 +33,7 @@ class EngineDown(Message, frozen=True):
     """An EngineUp will follow."""
 
 
-class Kept:
+class ParentEngine:
     """A source that waits for the parent's word. Everything but `tell` happens in the server's loop."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from headrace.frontend.http.engines import Attached, Source
 from headrace.frontend.http.launch import say_engine_ended, set_up_logging
 from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.options import ServeOptions
-from headrace.frontend.http.parent_engine import EngineDown, EngineUp, Kept
+from headrace.frontend.http.parent_engine import EngineDown, EngineUp, ParentEngine
 from headrace.frontend.http.server import EXIT_ERROR, HttpServer, listen, run_loop, url_of
 from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.child import die_with_parent
@@ -56,7 +56,7 @@ def main(fd: int) -> int:
 def _serve(options: WorkerOptions, channel: Channel) -> int:
     began_s = time.monotonic()
     sock = listen(options.server, shared=True)
-    kept = Kept()
+    kept = ParentEngine()
     sources: list[Source] = [kept] if options.parent_has_engine else [Attached(each) for each in options.server.engine]
     pages = Pages(len(sources), file=Path(options.pages_file), num_processes=options.num_processes, index=options.index)
     server = HttpServer(options.server, sock, pages)

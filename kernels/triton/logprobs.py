@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.kernels.reference.rows import sampling as reference_sampling
+from headrace.kernels.reference import sampling as reference_sampling
 from headrace.kernels.reference.sampling import TokenLogprobs
 from headrace.kernels.triton.configs import power_of_two
 from headrace.kernels.triton.logprobs_kernels import chunk_logprobs_kernel, row_logprobs_kernel
