@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 benchmarks/gpu_allreduce.py --out results/gpu_allreduce.json
 
 Each sample is a captured graph of SUMS sums in a row, as a decode step has them, divided by their number; a sample is
-the slowest rank's. The bounds in `executor/gpu/small_sums.py` are to be set where the ways cross.
+the slowest rank's. The bounds in `executor/gpu/collectives.py` are to be set where the ways cross.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ import torch.distributed as dist
 from report import write_report
 from torch import Tensor
 
-from headrace.executor.gpu.collectives import GpuCollectives
+from headrace.executor.gpu.collectives import LARGEST_BYTES, GpuCollectives, SymmetricSums, open_nccl
 from headrace.executor.gpu.cuda import CudaCapturer
-from headrace.executor.gpu.nccl import open_nccl
-from headrace.executor.gpu.small_sums import LARGEST_BYTES, SymmetricSums
 from headrace.executor.parallel.rank_place import World
 from headrace.executor.parallel.rendezvous import Rendezvous
 

@@ -101,7 +101,7 @@ class Machine:
 
 
 def linears(machine: Machine, config: dict[str, Any], tokens: int) -> Iterator[Kernel]:
-    from headrace.executor.gpu.quantise import to_fp8
+    from headrace.executor.gpu.kernels import to_fp8
 
     hidden, inner, size = config["hidden_size"], config["intermediate_size"], head_dim_of(config)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]

@@ -89,7 +89,7 @@ class Bench:
 
     def packed(self, matrix: Matrix, kind: str) -> list[Any]:
         """The matrix as the engine packs it, as many times as no cache holds."""
-        from headrace.executor.gpu.quantise import to_fp8, to_int4, to_int8
+        from headrace.executor.gpu.kernels import to_fp8, to_int4, to_int8
         from headrace.kernels.triton import linear
 
         made: list[Any] = []

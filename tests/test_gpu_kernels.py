@@ -18,8 +18,7 @@ from headrace.core.options.memory import block_bytes
 from headrace.core.options.resolve import resolve
 from headrace.executor.gpu.device import GpuFacts
 from headrace.executor.gpu.executor import GpuExecutor
-from headrace.executor.gpu.kernels import Rounding, batch_invariant, quantising
-from headrace.executor.gpu.quantise import to_fp8, to_int4, to_int8
+from headrace.executor.gpu.kernels import Rounding, batch_invariant, quantising, to_fp8, to_int4, to_int8
 from headrace.executor.placement.uniproc import make_executor
 from headrace.ipc.failure import OptionError
 from headrace.kernels.cpu.linear import quantise

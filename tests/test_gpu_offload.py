@@ -16,9 +16,9 @@ from headrace.core.engine.engine import load_executor
 from headrace.core.options.engine_options import Options
 from headrace.executor.cpu.host import HostMemory
 from headrace.executor.gpu import offload as gpu_offload
-from headrace.executor.gpu import sleep as gpu_sleep
+from headrace.executor.gpu import weight_residency
 from headrace.executor.gpu.offload import ALIGNMENT, Offload, OffloadedLayer, layers_to_offload
-from headrace.executor.gpu.sleep import tensors_of
+from headrace.executor.gpu.weight_residency import tensors_of
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.memory_estimate import layer_elements
 from headrace.executor.parallel.rank_place import SINGLE
@@ -148,7 +148,7 @@ def test_tensors_of_different_sizes_share_a_buffer_that_grows() -> None:
 def test_what_cannot_be_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match="cpu_offload_gb keeps a GPU's weights in the host's memory, which is where"):
         load_executor(Options(device="cpu", cpu_offload_gb=1.0))
-    for module in (gpu_offload, gpu_sleep):
+    for module in (gpu_offload, weight_residency):
         monkeypatch.setattr(module, "host_memory", lambda: HostMemory(1 << 30, 1 << 10))
     with pytest.raises(
         ModelError, match=r"cpu_offload_gb needs 0\.00 GiB more of the host's memory for the next layer"

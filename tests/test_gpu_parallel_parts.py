@@ -21,11 +21,16 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.memory import fit_cache
 from headrace.core.options.plan import MemoryReading, ModelDescription
 from headrace.core.options.resolve import resolve
-from headrace.executor.gpu.collectives import AgreedCapturer, GpuCollectives
-from headrace.executor.gpu.device import CudaFacts
-from headrace.executor.gpu.small_sums import LARGEST_BYTES, ONE_SHOT_BYTES, SymmetricSums, open_small_sums
+from headrace.executor.gpu.collectives import (
+    LARGEST_BYTES,
+    ONE_SHOT_BYTES,
+    AgreedCapturer,
+    GpuCollectives,
+    SymmetricSums,
+    open_small_sums,
+)
+from headrace.executor.gpu.device import CudaFacts, rank_device
 from headrace.executor.gpu.visible_gpus import left_visible, visible_gpus
-from headrace.executor.parallel.rank_device import rank_device
 from headrace.executor.parallel.rank_place import PeerError, World, collectives_bytes
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.placement import multiproc

@@ -15,9 +15,9 @@ from model_driver import DictSource
 
 from headrace import LLM, SamplingParams
 from headrace.executor.cpu.host import HostMemory
-from headrace.executor.gpu import sleep as gpu_sleep
+from headrace.executor.gpu import weight_residency
 from headrace.executor.gpu.kernels import Rounding, quantising
-from headrace.executor.gpu.sleep import HostCopy, check_room, free, pinned, storages_of, tensors_of
+from headrace.executor.gpu.weight_residency import HostCopy, check_room, free, pinned, storages_of, tensors_of
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.ipc.failure import HeadraceError
@@ -127,7 +127,7 @@ def test_what_has_no_room_is_refused_with_numbers_and_can_be_tried_again(
 ) -> None:
     before = tokens_of(llm)
     with monkeypatch.context() as patch:
-        patch.setattr(gpu_sleep, "host_memory", lambda: HostMemory(1 << 30, 1 << 10))
+        patch.setattr(weight_residency, "host_memory", lambda: HostMemory(1 << 30, 1 << 10))
         with pytest.raises(
             HeadraceError, match=r"sleep level 1 needs 0\.00 GiB of the host's memory, and 0\.00 GiB are"
         ):
@@ -170,7 +170,7 @@ def test_all_of_a_models_memory_is_found(name: str, kind: str) -> None:
 
 
 def test_bytes_come_back_from_small_pieces_whatever_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_sleep, "PIECE_BYTES", 64)
+    monkeypatch.setattr(weight_residency, "PIECE_BYTES", 64)
     tensors = [torch.frombuffer(bytearray(os.urandom(size)), dtype=torch.int8).clone() for size in (1, 63, 64, 200, 7)]
     view = tensors[3][:100].view(torch.float32)
     wanted = [tensor.clone() for tensor in tensors]

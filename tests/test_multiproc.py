@@ -14,7 +14,7 @@ from null_rank import NullRank
 
 from headrace.core.engine.engine import load_executor
 from headrace.core.options.engine_options import Options
-from headrace.executor.cpu.cores_of_rank import share
+from headrace.executor.cpu.host import share
 from headrace.executor.placement.multiproc import MultiprocExecutor, check_equal
 from headrace.ipc.control import DescribeEngine, PrepareWeights
 from headrace.ipc.failure import EngineStartError, HeadraceError, ModelError, OptionError
@@ -180,7 +180,7 @@ def test_starting_and_stopping_again_and_again_leaves_nothing() -> None:
 
 
 def test_lagging_workers_are_named_in_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.executor.placement.replies.SLOW_AFTER_S", 0.2)
+    monkeypatch.setattr("headrace.executor.placement.worker_group.SLOW_AFTER_S", 0.2)
     phases: list[str] = []
     done = threading.Event()
 

@@ -60,7 +60,7 @@ MAY_IMPORT_LAZILY = MappingProxyType(
 )
 MAY_IMPORT_BY_FILE = MappingProxyType({"ipc/step.py": {"numpy"}})
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_METHODS, MAX_ARGUMENTS = 400, 60, 20, 8
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_METHODS, MAX_ARGUMENTS = 600, 60, 20, 8
 OVER_THE_CAPS: MappingProxyType[str, str] = MappingProxyType({})
 """What exceeds a cap, and why; it may only shrink."""
 
@@ -88,7 +88,7 @@ def test_the_import_check_sees_every_kind_of_import(tmp_path: Path, monkeypatch:
     file = Path("executor/sample.py")
     (tmp_path / file).write_text(
         "from __future__ import annotations\nimport os, torch.nn\nfrom headrace import kernels, LLM\n"
-        "from . import layers\nfrom ..core.loop import Loop\nif TYPE_CHECKING:\n    import never\n"
+        "from . import layers\nfrom ..core.engine.loop import Loop\nif TYPE_CHECKING:\n    import never\n"
         "def f():\n    with g():\n        import numpy as np\n"
     )
     monkeypatch.setattr(tree, "ROOT", tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.executor.gpu.quantise import to_int4, to_int8
+from headrace.executor.gpu.kernels import to_int4, to_int8
 from headrace.kernels import ops
 from headrace.kernels.reference.quantised import dequantise
 from headrace.kernels.reference.quantised import round_tokens as reference_round_tokens

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton_cases_linear import BOUND, assert_close
 
-from headrace.executor.gpu.quantise import to_fp8, to_int4, to_int8
+from headrace.executor.gpu.kernels import to_fp8, to_int4, to_int8
 from headrace.kernels import ops
 from headrace.kernels.reference.quantised import dequantise
 from headrace.kernels.triton import configs, linear, linear_small

@@ -109,7 +109,7 @@ def run_as_node(options: Options) -> int:
     """The workers of a host that computes for an engine core elsewhere; ends with that core."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        importlib.import_module("headrace.executor.placement.node").run_node(
+        importlib.import_module("headrace.executor.placement.node_agent").run_node(
             options
         )  # by name: the core imports no executor
     except EngineDeadError as error:

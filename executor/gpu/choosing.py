@@ -9,9 +9,8 @@ from torch import Tensor
 from headrace import kernels
 from headrace.executor.cpu.batch import CHANGES, BatchState, Needs
 from headrace.executor.gpu.device_state import Device, DeviceState, Staging
-from headrace.executor.gpu.results import LogprobsInFlight, ReportLogprobs, StepInFlight
 from headrace.executor.gpu.sampler import Changes, Choice, TokenStates, choice_for
-from headrace.executor.gpu.steps import RAW_BEST, DeviceSteps
+from headrace.executor.gpu.steps import RAW_BEST, DeviceSteps, LogprobsInFlight, ReportLogprobs, StepInFlight
 from headrace.executor.sampling.logprobs import limited
 from headrace.executor.sampling.token_rules import additions
 from headrace.ipc.step import StepPlan

@@ -7,13 +7,23 @@
 
 Nothing on the device's way waits on the host, so all of it can be captured in a graph. A rank that is gone leaves the
 others' devices waiting: their hosts notice that a step takes too long, or are ended by the supervisor.
+
+Small sums go without NCCL's protocol: one kernel copies this rank's part into memory that all GPUs of the stage have
+mapped, meets the others there, and reads (one-shot) all parts, or (two-shot) reduces its own piece of them and then
+reads the others'. The kernels are torch's (`torch.ops.symm_mem`,
+torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryOps.cu); they take float32 and bfloat16 on 2, 4 or 8 GPUs of
+one host with access to each other.
+
+`open_nccl` needs GPUs; all else here also runs with gloo in NCCL's place.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +42,15 @@ LOOPBACK = "127.0.0.1"
 HIDDEN_TAG = 3
 PEERS_FAULT = ("remote", "by peer", "timed out", "connection")
 """In the words of NCCL and gloo, when it is another rank that is gone."""
+SIZES = (2, 4, 8)
+DTYPES = (torch.float32, torch.bfloat16)
+ALIGNMENT_BYTES = 16
+ONE_SHOT_BYTES = {2: 1 << 20, 4: 512 << 10, 8: 256 << 10}
+"""Up to here every rank reads every part: world size times the traffic, and one meeting fewer. Not measured yet."""
+LARGEST_BYTES = 8 << 20
+"""Beyond this the links' bandwidth decides, which NCCL uses as well. Not measured yet."""
+WATCHDOG_GRACE_S = 60.0
+"""By how much torch's own watchdog outlasts our deadline, which knows what to say."""
 
 
 class SmallSums(Protocol):
@@ -181,3 +200,149 @@ class AgreedCapturer:
         if not self._agree(True):
             raise RuntimeError("another rank could not capture it")
         return captured
+
+
+class SymmetricSums:
+    """`SmallSums` over one symmetric buffer.
+
+    The kernels end with a meeting of all ranks, so the buffer may be written again by whatever follows in the stream.
+    """
+
+    def __init__(self, buffer: Tensor, size: int, group_name: str, ops: Any = torch.ops.symm_mem) -> None:
+        """buffer: [n] bytes of symmetric memory, which all ranks have joined; ops: the kernels."""
+        self._size, self._name, self._ops = size, group_name, ops
+        self._views = {dtype: buffer.view(dtype) for dtype in DTYPES}
+        self._largest_bytes = buffer.nbytes
+        self.description = f"symmetric memory up to {buffer.nbytes} bytes"
+
+    def takes(self, x: Tensor) -> bool:
+        start_bytes = x.storage_offset() * x.itemsize
+        return (
+            x.dtype in DTYPES
+            and x.nbytes <= self._largest_bytes
+            and x.nbytes % ALIGNMENT_BYTES == 0
+            and start_bytes % ALIGNMENT_BYTES == 0
+        )
+
+    def add(self, x: Tensor) -> Tensor:
+        return self.one_shot(x) if x.nbytes <= ONE_SHOT_BYTES[self._size] else self.two_shot(x)
+
+    def one_shot(self, x: Tensor) -> Tensor:
+        """`add` by one kernel that reads every part whole."""
+        flat, shared = self._flat(x)
+        # A thread has read what it overwrites: it copies the very elements whose sums it writes.
+        self._ops.one_shot_all_reduce_copy_out(shared, flat, "sum", self._name, flat)
+        return x
+
+    def two_shot(self, x: Tensor) -> Tensor:
+        """`add` by a copy, and a kernel that reduces a piece and reads the other ranks' pieces."""
+        flat, shared = self._flat(x)
+        shared.copy_(flat)
+        self._ops.two_shot_all_reduce_out(shared, "sum", self._name, flat)
+        return x
+
+    def _flat(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x and as much of the shared memory, [x.numel()]."""
+        flat = x.view(-1)
+        return flat, self._views[x.dtype][: len(flat)]
+
+
+def open_small_sums(
+    link: GpuCollectives, meeting: Rendezvous, *, why_not: str, join: Callable[[], SymmetricSums]
+) -> SmallSums | None:
+    """Joins the other ranks in it where all of them can, and says in the log when they cannot.
+
+    why_not: of this rank, "" where it can; join: waits for the stage's other ranks. All ranks of the world must call.
+    """
+    reason = why_not or why_no_symmetric_memory(meeting)
+    if not link.agree(not reason):
+        _say(meeting, reason or "another rank cannot")
+        return None
+    sums: SymmetricSums | None = None
+    try:
+        sums = join()
+    except (RuntimeError, ImportError, AttributeError) as error:  # of torch's builds and drivers without it
+        reason = str(error).strip().partition("\n")[0]
+    if not link.agree(sums is not None):
+        _say(meeting, reason or "another rank could not join")
+        return None
+    return sums
+
+
+def why_no_symmetric_memory(meeting: Rendezvous) -> str:
+    """A phrase, or "" where the stage's ranks may share their GPUs' memory as far as their places go."""
+    size = meeting.world.tp_size
+    stage = meeting.rank // size * size
+    if size not in SIZES:
+        return f"there are kernels for {', '.join(map(str, SIZES))} ranks, not for {size}"
+    if stage < meeting.host_ranks.start or stage + size > meeting.host_ranks.stop:
+        return "the ranks of a stage are on several hosts, or were placed one by one"
+    return ""
+
+
+def _say(meeting: Rendezvous, reason: str) -> None:
+    if meeting.rank == 0:
+        logger.warning("sums over the tensor-parallel ranks go through NCCL alone, whatever their size: %s", reason)
+
+
+def open_nccl(meeting: Rendezvous, device: torch.device, *, custom_all_reduce: bool, in_order: bool) -> GpuCollectives:
+    """Joins the other ranks, each of which has called this with a GPU of its own.
+
+    in_order: see `GpuCollectives`. Raises PeerError when not all came in time.
+    """
+    # By default a watchdog aborts a process whose peer is gone, and would be taken for the cause. 0: it only logs.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    torch.cuda.set_device(device)
+    store = meeting.store()
+    try:
+        groups = _groups(meeting, store, device)
+    except RuntimeError as error:
+        first_line, _, _ = str(error).strip().partition("\n")
+        raise PeerError(f"rank {meeting.rank} of {meeting.world.size} cannot join the others: {first_line}") from error
+    link = GpuCollectives(meeting, dist.PrefixStore("headrace/hosts", store), device, groups, in_order=in_order)
+    if meeting.world.tp_size > 1 and custom_all_reduce and not in_order:
+        why_not = _why_no_access(meeting, device)
+        link.small_sums = open_small_sums(
+            link, meeting, why_not=why_not, join=lambda: _symmetric_sums(groups.stage, meeting.world.tp_size, device)
+        )
+    return link
+
+
+def _groups(meeting: Rendezvous, store: dist.Store, device: torch.device) -> DeviceGroups:
+    world, timeout = meeting.world, timedelta(seconds=meeting.deadline_s + WATCHDOG_GRACE_S)
+    dist.init_process_group(
+        "nccl",
+        store=dist.PrefixStore("headrace/nccl", store),
+        rank=meeting.rank,
+        world_size=world.size,
+        timeout=timeout,
+        device_id=device,  # communicators are made now: the first use of one cannot be captured
+    )
+    if 1 in (world.tp_size, world.pp_size):  # a stage is the world, or a rank of its own
+        return DeviceGroups(world=dist.group.WORLD, stage=dist.group.WORLD)
+    stages = []
+    for stage in range(world.pp_size):  # every rank takes part in making every group
+        ranks = list(range(stage * world.tp_size, (stage + 1) * world.tp_size))
+        stages.append(dist.new_group(ranks, timeout=timeout, device_id=device))
+    return DeviceGroups(world=dist.group.WORLD, stage=stages[meeting.rank // world.tp_size])
+
+
+def _why_no_access(meeting: Rendezvous, device: torch.device) -> str:
+    """Whether this GPU may read the memory of the stage's others. Ranks of a host have its GPUs in order."""
+    tp_size = meeting.world.tp_size
+    first = meeting.rank // tp_size * tp_size - meeting.host_ranks.start
+    others = [index for index in range(first, first + tp_size) if index != device.index]
+    blocked = [
+        f"cuda:{index}"
+        for index in others
+        if 0 <= index < torch.cuda.device_count() and not torch.cuda.can_device_access_peer(device, index)
+    ]
+    return f"{device} has no access to the memory of {', '.join(blocked)}" if blocked else ""
+
+
+def _symmetric_sums(group: dist.ProcessGroup, size: int, device: torch.device) -> SymmetricSums:
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    buffer = symmetric_memory.empty(LARGEST_BYTES, dtype=torch.uint8, device=device)
+    symmetric_memory.rendezvous(buffer, group)
+    return SymmetricSums(buffer, size, group.group_name)

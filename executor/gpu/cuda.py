@@ -194,7 +194,7 @@ class CudaBackend:
         return CudaMeter(self.device)
 
     def link(self, meeting: Rendezvous, options: Options) -> GpuCollectives:
-        from headrace.executor.gpu.nccl import open_nccl  # only where there are several ranks
+        from headrace.executor.gpu.collectives import open_nccl  # only where there are several ranks
 
         return open_nccl(
             meeting,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace.core.options.engine_options import Options
+from headrace.executor.gpu.visible_gpus import check_device_option, too_few_gpus
 from headrace.ipc.failure import OptionError
 
 logger = logging.getLogger(__name__)
@@ -18,12 +20,12 @@ BFLOAT16_CAPABILITY = (8, 0)
 """Below it there is no bf16 arithmetic (NVIDIA's CUDA programming guide, compute capabilities)."""
 LEAST_CAPABILITY = (7, 5)
 """What the CUDA builds of torch 2.11 and later are compiled for at the least."""
-
-
 HOW_TO_HAVE_CUDA = (
     "a GPU needs an NVIDIA driver and a torch built for CUDA (`pip install torch` from PyPI installs one on Linux, the "
     "CPU index does not); --device cpu runs the model without"
 )
+LOCAL_RANK, LOCAL_WORLD_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+"""Environment variables by which launchers such as torchrun tell a rank its number on its host, and of how many."""
 
 
 @dataclass(frozen=True)
@@ -195,3 +197,21 @@ def _driver_cuda() -> str | None:
     except (OSError, AttributeError):
         return None
     return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def rank_device(asked: str, facts: Callable[[], CudaFacts] = cuda_facts) -> torch.device:
+    """The device of this process's rank for the option's value; the environment has its place on the host.
+
+    Raises OptionError for a device that cannot be used, and with the numbers where there are fewer GPUs than ranks.
+    """
+    rank, size = int(os.environ.get(LOCAL_RANK, "0")), int(os.environ.get(LOCAL_WORLD_SIZE, "1"))
+    check_device_option(asked, size)
+    if asked == "cpu":
+        return torch.device("cpu")
+    found = facts()
+    device = choose_device(asked, lambda: found)
+    if device.type == "cpu" or size == 1:
+        return device
+    if size > found.num_devices:
+        raise too_few_gpus(asked, size, found.num_devices)
+    return torch.device("cuda", rank)

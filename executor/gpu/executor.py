@@ -20,15 +20,15 @@ from headrace.executor.checkpoints.weights import DummyWeights, WeightSource
 from headrace.executor.gpu.cascade import CascadeRule, check_cascade, rule_for
 from headrace.executor.gpu.collectives import AgreedCapturer, GpuCollectives
 from headrace.executor.gpu.cuda import CudaBackend
-from headrace.executor.gpu.device import GpuFacts, check_free_memory, check_gpu, gib
+from headrace.executor.gpu.device import GpuFacts, check_free_memory, check_gpu, gib, rank_device
 from headrace.executor.gpu.device_state import Device
 from headrace.executor.gpu.graphs import Capturer, capture_sizes
 from headrace.executor.gpu.kernels import Rounding, chooser_for
 from headrace.executor.gpu.memory import Meter, measure
 from headrace.executor.gpu.offload import Offload, SideStream, layers_to_offload
-from headrace.executor.gpu.residence import WeightResidency
 from headrace.executor.gpu.runner import STEPS_IN_FLIGHT, GpuRunner, RunnerLimits
 from headrace.executor.gpu.stages import make_runner, runner_kind
+from headrace.executor.gpu.weight_residency import WeightResidency
 from headrace.executor.gpu.weights import StagedWeights
 from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec
@@ -36,7 +36,6 @@ from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.dummy_shapes import weight_shapes
 from headrace.executor.models.layers import ChooseKernel
 from headrace.executor.models.memory_estimate import layer_elements, weight_elements
-from headrace.executor.parallel.rank_device import rank_device
 from headrace.executor.parallel.rank_place import RankPlace
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.placement.base import Report

@@ -20,7 +20,7 @@ from torch import Tensor
 from headrace.executor.cpu.host import host_memory
 from headrace.executor.gpu.device import gib
 from headrace.executor.gpu.device_state import Device
-from headrace.executor.gpu.sleep import PIECE_BYTES, bytes_of, pinned, storages_of, tensors_of
+from headrace.executor.gpu.weight_residency import PIECE_BYTES, bytes_of, pinned, storages_of, tensors_of
 from headrace.ipc.failure import ModelError
 
 logger = logging.getLogger(__name__)

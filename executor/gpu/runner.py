@@ -24,13 +24,11 @@ from torch import Tensor
 from headrace.executor.cpu.batch import CHANGES, BatchState, Needs
 from headrace.executor.gpu.cascade import Cascade, CascadeRule
 from headrace.executor.gpu.choosing import Choosing
-from headrace.executor.gpu.device_clock import DeviceClock
 from headrace.executor.gpu.device_state import DecodeRows, Deltas, Device, DeviceState, Staging, StateShape
 from headrace.executor.gpu.graphs import Capturer, DecodeGraphs, GraphKey
-from headrace.executor.gpu.results import StepInFlight
 from headrace.executor.gpu.sampler import Choice, TokenStates, choice_for, chooser
-from headrace.executor.gpu.step_times import StepTimes
-from headrace.executor.gpu.steps import NUM_RESULTS, DeviceSteps, MixedInputs
+from headrace.executor.gpu.step_times import DeviceClock, StepTimes
+from headrace.executor.gpu.steps import NUM_RESULTS, DeviceSteps, MixedInputs, StepInFlight
 from headrace.executor.models.inputs import HiddenStateModel
 from headrace.executor.sampling.sampler import sample
 from headrace.ipc.step import NewRow, StepPlan, StepResult

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from headrace.executor.gpu.device_state import Device
 from headrace.executor.gpu.graphs import Capturer
-from headrace.executor.gpu.results import StepInFlight
 from headrace.executor.gpu.runner import PENDING, GpuRunner, RunnerLimits
 from headrace.executor.gpu.sampler import Choice
-from headrace.executor.gpu.steps import DeviceSteps
+from headrace.executor.gpu.steps import DeviceSteps, StepInFlight
 from headrace.executor.models.inputs import HiddenStateModel, StepInputs
 from headrace.executor.parallel.rank_place import Collectives, RankPlace
 from headrace.executor.parallel.stages import MOST_UNKNOWN

@@ -1,7 +1,7 @@
 """Where a step's wall time goes, in phases that sum to it: from one `collect`'s end to the next.
 
 Recorded always: a phase costs two reads of the clock. The device's own time is inside `wait`, as far as the host was
-ahead of it.
+ahead of it. `DeviceClock` tells when steps began and ended on the device, in the host's time.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from headrace.executor.gpu.device_state import Device, Mark
 from headrace.ipc.step import StepResult
 
 KEPT_STEPS = 4096
 _NO_RANGE = nullcontext()
+MOST_LATE_S = 1e-3
+"""A host that waited for a step comes back this long after its end at most; what seems longer is the clocks' drift."""
 
 
 @contextmanager
@@ -72,3 +75,26 @@ class StepTimes:
         mean_us = {f"{name}_us": 1e6 * sum(step.get(name, 0.0) for step in self.steps) / count for name in names}
         total_us = 1e6 * sum(step["total_s"] for step in self.steps) / count
         return {**mean_us, "total_us": total_us, "num_steps": float(count)}
+
+
+class DeviceClock:
+    """Chains steps by the device's own clock, to a moment at which the host waited for one: what lies between two
+    steps is then as exact as the device's clock, and the whole is never later than the host's."""
+
+    def __init__(self, device: Device) -> None:
+        self._last = device.mark()  # the step's before; it must not be recorded anew before the next call
+        self._last.record()
+        self._last.synchronize()
+        self._last_s = time.monotonic()
+
+    def times(self, began: Mark, ended: Mark, waited: bool) -> tuple[float, float]:
+        """(began_s, ended_s) on time.monotonic(), of the next step; both marks have passed.
+
+        waited: the host has just waited for the end, so that it is now.
+        """
+        now_s = time.monotonic()
+        ended_s = self._last_s + ended.seconds_since(self._last)
+        if ended_s > now_s or (waited and now_s - ended_s > MOST_LATE_S):
+            ended_s = now_s
+        self._last, self._last_s = ended, ended_s
+        return ended_s - ended.seconds_since(began), ended_s

@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.executor.placement.multinode import MultiNodeExecutor
-from headrace.executor.placement.node import KEY_VARIABLE
+from headrace.executor.placement.node_agent import KEY_VARIABLE
 from headrace.ipc.failure import EngineStartError, OptionError
 
 PASSED_ON, PASSED_ON_STARTS = ("PYTHONPATH", "HEADRACE_LOG_LEVEL"), ("NCCL_", "TORCH_NCCL_", "GLOO_")
@@ -108,7 +108,7 @@ class RankActor:
 
     def run(self, options: bytes) -> None:
         """Until the engine core stops. What goes wrong reaches the core over the agent's own connection."""
-        from headrace.executor.placement.node import run_node
+        from headrace.executor.placement.node_agent import run_node
         from headrace.ipc.failure import HeadraceError
 
         with contextlib.suppress(HeadraceError):

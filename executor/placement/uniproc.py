@@ -277,7 +277,7 @@ def make_executor(options: Options) -> Executor:
 
 def make_rank(options: Options, place: RankPlace) -> Executor:
     """What a worker runs: the rank of this place, on the device that is its own. Raises OptionError for none."""
-    from headrace.executor.parallel.rank_device import rank_device
+    from headrace.executor.gpu.device import rank_device
 
     device = rank_device(options.device)
     if device.type == "cpu":

@@ -26,13 +26,12 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from headrace.executor.cpu.cores_of_rank import take_share
+from headrace.executor.cpu.host import take_share
 from headrace.executor.parallel.rank_place import PeerError, RankPlace, World
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.placement.base import Executor, Reporter
 from headrace.executor.placement.load_turn import turn_to_load
-from headrace.executor.placement.step_codec import StepCodec
-from headrace.executor.placement.worker_messages import (
+from headrace.executor.placement.messages import (
     COMMAND,
     WAIT_FOR_CORE,
     WAIT_FOR_TURN,
@@ -49,6 +48,7 @@ from headrace.executor.placement.worker_messages import (
     TokenizerMade,
     ToWorker,
 )
+from headrace.executor.placement.step_codec import StepCodec
 from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.child import die_with_parent, leave, show_stacks_when_asked
 from headrace.ipc.control import PrepareWeights, WorkerCommand

@@ -18,10 +18,14 @@ from collections.abc import Callable
 from headrace import __version__
 from headrace.core.options.engine_options import Options
 from headrace.executor.placement.base import Reporter
-from headrace.executor.placement.multiproc import MultiprocExecutor
-from headrace.executor.placement.node_messages import (
+from headrace.executor.placement.messages import (
+    WORKER_SCHEMA_HASH,
+    AllocateCache,
+    Allocated,
     JoinNode,
+    Loaded,
     LoadNode,
+    MakeTokenizer,
     NodeAnswered,
     NodeChallenge,
     NodeCommand,
@@ -30,18 +34,12 @@ from headrace.executor.placement.node_messages import (
     NodeResult,
     NodeStep,
     RunNode,
+    TokenizerMade,
     ToNode,
     prove,
 )
+from headrace.executor.placement.multiproc import MultiprocExecutor
 from headrace.executor.placement.step_codec import StepCodec
-from headrace.executor.placement.worker_messages import (
-    WORKER_SCHEMA_HASH,
-    AllocateCache,
-    Allocated,
-    Loaded,
-    MakeTokenizer,
-    TokenizerMade,
-)
 from headrace.ipc.channel import Channel, ChannelClosedError
 from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError
 from headrace.ipc.messages import ChildFailed, Message, Progress, Stop

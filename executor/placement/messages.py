@@ -1,4 +1,6 @@
-"""What the core and a worker say to each other over the inherited socket (see ipc/channel.py). Imports no torch.
+"""What a core, its workers and the agents of other nodes say to each other. Imports no torch.
+
+Over the socket that a worker inherits (see ipc/channel.py):
 
     core                                        worker
       StartWorker(options, rank, memory)   ->     every worker at once
@@ -14,11 +16,32 @@
 
 From then on steps go through the rings, and the socket carries what is rare or large: a LargeMessage in place of
 one that does not fit a slot, and Answers to commands. A worker that fails says ChildFailed, at any time, and exits.
+
+Over TCP, where an engine is on several hosts; each node's agent starts and drives the workers there:
+
+    core (node 0)                                    agent, one per node
+                                                <-     (connects to master_addr:master_port)
+      NodeChallenge(nonce)                      ->
+                                                <-   JoinNode(node_rank, options, proof)
+      RunNode(options, ranks)  or NodeEnd       ->     its workers start
+                                                <-   Progress *, NodeDescribed(description, store)
+      MakeTokenizer                             ->     the node of rank 0
+                                                <-   TokenizerMade
+      LoadNode(plan, store)                     ->
+                                                <-   Loaded(reading)
+      AllocateCache                             ->
+                                                <-   Allocated
+      NodeStep(plan), NodeCommand(command)      ->
+                                                <-   NodeResult(result) of the rank that replies, NodeAnswered
+      Stop(deadline_s), NodeEnd(failure)        ->
+
+An agent that fails says ChildFailed; the end of the connection is the other side's death.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 from typing import Any
 
 import msgspec
@@ -34,6 +57,7 @@ STEP, COMMAND = 0, 1
 """Kinds of message in the ring to the workers: an encoded StepPlan, an encoded WorkerCommand."""
 WAIT_FOR_CORE, WAIT_FOR_TURN = "wait for the core", "wait for a turn to load"
 """Phases of a worker in which it does nothing itself."""
+PROOF_BYTES = 32
 
 
 class SharedMemory(msgspec.Struct, frozen=True, array_like=True):
@@ -142,3 +166,73 @@ def _schema_hash() -> str:
 
 
 WORKER_SCHEMA_HASH = _schema_hash()
+
+
+class NodeChallenge(Message, frozen=True):
+    nonce: bytes
+
+
+class JoinNode(Message, frozen=True):
+    schema_hash: str
+    """Of the messages to workers, and so of the version."""
+    version: str
+    node_rank: int
+    options: Options
+    proof: bytes
+    """HMAC-SHA256 of the nonce by the cluster's key; see `prove`."""
+
+
+class RunNode(Message, frozen=True):
+    options: Options
+    first_rank: int
+    num_ranks: int
+
+
+class NodeDescribed(Message, frozen=True):
+    description: ModelDescription
+    store: tuple[str, int] | None
+    """Where rank 0 will meet the others; from its node only."""
+    has_own_memory: bool = False
+    """See Executor: of each of its ranks."""
+
+
+class LoadNode(Message, frozen=True):
+    plan: Plan
+    store: tuple[str, int]
+    turns: str
+
+
+class NodeStep(Message, frozen=True):
+    data: bytes
+    """An encoded StepPlan."""
+
+
+class NodeCommand(Message, frozen=True):
+    command: WorkerCommand
+
+
+class NodeResult(Message, frozen=True):
+    data: bytes
+    """An encoded StepResult."""
+
+
+class NodeAnswered(Message, frozen=True):
+    answers: tuple[WorkerAnswer, ...]
+    failure: Failure | None = None
+
+
+class NodeEnd(Message, frozen=True):
+    """The node is not wanted, or the engine has failed: why."""
+
+    failure: Failure
+
+
+ToNode = NodeChallenge | RunNode | MakeTokenizer | LoadNode | AllocateCache | NodeStep | NodeCommand | NodeEnd | Stop
+FromNode = (
+    JoinNode | Progress | NodeDescribed | TokenizerMade | Loaded | Allocated | NodeResult | NodeAnswered | ChildFailed
+)
+
+
+def prove(key: str, nonce: bytes) -> bytes:
+    """That one knows the key (RFC 2104), without saying it."""
+    return hmac.new(key.encode(), nonce, hashlib.sha256).digest()
