@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace import LLM, SamplingParams
 from headrace.core.engine.sessions import ClientGone
-from headrace.core.engine.step_gaps import StepGaps
+from headrace.core.engine.statistics import StepGaps
 from headrace.core.options.engine_options import Options
 from headrace.core.options.steps_in_flight import steps_in_flight
 from headrace.core.schedule.policies import in_turn

@@ -14,7 +14,7 @@ import pytest
 from engine_parts import EOS, VOCAB_SIZE, SteppedCore, make_plan
 
 from headrace import LLM, AsyncLLM, SamplingParams
-from headrace.core.engine.commands import profile_folder
+from headrace.core.engine.control import profile_folder
 from headrace.core.engine.loop import scheduler_class
 from headrace.core.options.engine_options import Options
 from headrace.core.schedule.scheduler import Scheduler

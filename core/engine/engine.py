@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.core.engine.commands import profile_folder
+from headrace.core.engine.control import profile_folder
 from headrace.core.engine.loop import Loop, scheduler_class
 from headrace.core.engine.memory_port import MemoryPort
 from headrace.core.engine.sessions import ExecutorFailed, Inbox, Sessions, StopOrder
@@ -90,7 +90,7 @@ class EngineCore:
         """Loads everything and begins to answer clients. Raises OptionError or ModelError with the cause."""
         phases = Phases(on_phase, on_read)
         phases("import")
-        for check in (scheduler_class, profile_folder):  # what is wrong is told before a model is loaded
+        for check in (scheduler_class, profile_folder):  # fail before a model is loaded
             check(self._options)
         executor = self._executor = self._executor or load_executor(self._options)
         steps_in_flight(self._options, executor)
@@ -184,7 +184,7 @@ def load_executor(options: Options) -> Executor:
             f"distributed_executor_backend is {backend!r}; it must be uni, mp, ray, external_launcher, or module:Class"
         )
     try:
-        if backend in EXECUTORS and world_size > 1:  # told before any worker starts
+        if backend in EXECUTORS and world_size > 1:  # fail before any worker starts
             importlib.import_module("headrace.executor.parallel.divisibility").check_world(options)
         executor: Executor = getattr(importlib.import_module(module), name)(options)
     except (ImportError, AttributeError) as error:

@@ -3,7 +3,7 @@
     depth 1   plan N, submit N, collect N, answer N, plan N+1 ...          the model stands still in between
     depth 2   plan N+1, submit N+1, collect N, answer N, plan N+2 ...      while N+1 runs, N is answered and N+2 planned
 
-Steps in flight wait in a queue, oldest first, each with the news of its planning.
+Steps in flight wait in a queue, oldest first, each with the events of its planning.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import deque
 from typing import Any, Protocol
 
 from headrace.core.engine.admission import Admission
-from headrace.core.engine.orders import Orders
+from headrace.core.engine.control import Controller
 from headrace.core.engine.outputs import (
     OutputBuilder,
     StepEvents,
@@ -27,9 +27,7 @@ from headrace.core.engine.outputs import (
     partial_outputs,
 )
 from headrace.core.engine.sessions import ClientGone, ExecutorFailed, Inbox, StopOrder
-from headrace.core.engine.step_gaps import StepGaps
-from headrace.core.engine.throughput import Throughput
-from headrace.core.engine.times import Times
+from headrace.core.engine.statistics import Statistics
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Facts, Plan
 from headrace.core.options.steps_in_flight import Capacity, steps_in_flight
@@ -108,24 +106,22 @@ class Loop:
                 rows_run_ahead=in_flight.rows_run_ahead,
             )
         )
-        self._news = OutputBuilder(self.scheduler)
+        self._output_builder = OutputBuilder(self.scheduler)
         logger.info("steps in flight = %d: %s", in_flight.depth, in_flight.reason)
         self._depth = in_flight.depth
         self._in_flight: deque[tuple[StepPlan, StepEvents]] = deque()
-        self._held: deque[tuple[int, AddRequest | Abort]] = deque()  # that other cores do not have yet; see `agree`
+        self._held: deque[tuple[int, AddRequest | Abort]] = deque()  # not known to all cores of the ranks; see `agree`
         self._admission = Admission(plan, facts)
-        self._orders = Orders(plan, facts, executor, self.scheduler, port.send)
-        self._commands, self._pause = self._orders.commands, self._orders.pause
-        self._gaps, self._times = StepGaps(), Times()
-        self._throughput = Throughput(self._gaps, log_stats=not options.disable_log_stats)
+        self._controller = Controller(plan, facts, executor, self.scheduler, port.send)
+        self._pause = self._controller.pause
+        self._statistics = Statistics(log_stats=not options.disable_log_stats)
         self._requests: dict[int, dict[int, Request]] = {}  # client -> slot -> request that has not finished
-        self._steps = self._num_finished = 0
         self._stop_at_s: float | None = None
 
     def run(self) -> None:
         """Until a StopOrder has been carried out. Raises what ended the executor, after telling every client."""
         try:
-            with gc_watched(self._times.gc_pause):
+            with gc_watched(self._statistics.gc_pause):
                 while not self._stopped():
                     self.turn()
         except BaseException as error:
@@ -142,13 +138,13 @@ class Loop:
         submitted = len(self._in_flight) < self._depth and self._submit()
         if self._in_flight and not (submitted and len(self._in_flight) < self._depth):
             self._collect()
-        if self._pause.comes_about and not self.has_work:
-            self._pause.stand_still()
+        if self._pause.is_awaited and not self.has_work:
+            self._pause.reach()
 
     @property
     def has_work(self) -> bool:
         """A step is in flight, or can be planned."""
-        return bool(self._in_flight) or (not self._pause.stands_still and self.scheduler.has_work)
+        return bool(self._in_flight) or (not self._pause.is_reached and self.scheduler.has_work)
 
     # --- messages -----------------------------------------------------------------------------------------------
 
@@ -156,8 +152,7 @@ class Loop:
         """All that have come; waits for one when there is no work."""
         if not self.has_work:
             self._report_load()
-            self._gaps.idle()
-            self._times.idle()
+            self._statistics.idle()
             self._handle(*(self._held.popleft() if self._held else self._next_message()))
             if not self.has_work:
                 return
@@ -210,14 +205,14 @@ class Loop:
             self._port.send(client, self._admission.protocol_error(failure))  # its Finish is still to come
             return
         elif len(self.scheduler.waiting) >= self._admission.max_waiting:
-            failure = self._admission.queue_full(self._throughput.seconds_per_request() * len(self.scheduler.waiting))
-        elif self._commands.asleep:
+            failure = self._admission.queue_full(self._statistics.seconds_per_request() * len(self.scheduler.waiting))
+        elif self._controller.asleep:
             failure = self._admission.asleep()
         else:
             failure = self._admission.check(message)
         if failure is not None:
             finish = Finish(slot=message.slot, reason=FinishReason.REJECTED, failure=failure)
-            self._port.send(client, only_finished(self._steps, [finish]))
+            self._port.send(client, only_finished(self._statistics.num_steps, [finish]))
             return
         request = self._admission.request(client, message)
         live[message.slot] = request
@@ -231,10 +226,10 @@ class Loop:
             self.scheduler.drop(request)
         if requests:
             finished = [finish_of(request, FinishReason.ABORT) for request in requests]
-            self._port.send(client, partial_outputs(self._steps, requests, finished))
+            self._port.send(client, partial_outputs(self._statistics.num_steps, requests, finished))
 
     def _control(self, client: int, message: Control) -> None:
-        """Between steps, with none in flight. What cannot be done is told, and changes nothing."""
+        """Between steps, with none in flight. What cannot be done is answered with the reason, and changes nothing."""
         command = message.command
         if isinstance(command, PauseGeneration | Sleep):
             if command.mode != "wait":
@@ -242,10 +237,10 @@ class Loop:
             if command.mode == "abort":
                 for each, live in list(self._requests.items()):
                     self._abort(each, tuple(live))
-            self._pause.ask(client, message.call, command)  # answered by `turn`, when it has come about
+            self._pause.ask(client, message.call, command)  # answered by `turn`, when the pause is reached
             return
         self._drain()
-        self._orders.carry_out(client, message.call, command)
+        self._controller.carry_out(client, message.call, command)
 
     def _begin_stop(self, deadline_s: float) -> None:
         num_left = self.scheduler.num_running + len(self.scheduler.waiting)
@@ -273,53 +268,51 @@ class Loop:
                 self.scheduler.drop(request)
             finished = [finish_of(request, FinishReason.FAILED, failure=failure) for request in live.values()]
             if finished:
-                self._port.send(client, only_finished(self._steps, finished))
+                self._port.send(client, only_finished(self._statistics.num_steps, finished))
         self._requests.clear()
 
     # --- steps --------------------------------------------------------------------------------------------------
 
     def _submit(self) -> bool:
         """Plans a step and submits it, if anything can be computed now."""
-        if self._pause.stands_still or not self.scheduler.has_work:
+        if self._pause.is_reached or not self.scheduler.has_work:
             return False
-        with self._commands.span("schedule"):
+        with self._controller.span("schedule"):
             plan = self.scheduler.schedule()
         if plan is None:
             assert self._in_flight, "requests are waiting and nothing can run"
             return False
         now_s = time.monotonic()
-        news = StepEvents()
+        events = StepEvents()
         for new in plan.new_rows:
             request = self.scheduler.rows.requests[new.row]
             assert request is not None, f"row {new.row} was admitted without a request"
             if not request.first_scheduled_s:
                 request.first_scheduled_s = now_s
                 admitted = Admitted(slot=request.slot, num_cached_tokens=new.num_computed_tokens)
-                news.admitted.setdefault(request.client, []).append(admitted)
-        with self._commands.span("submit"):
+                events.admitted.setdefault(request.client, []).append(admitted)
+        with self._controller.span("submit"):
             self._executor.submit(plan)
-        self._in_flight.append((plan, news))
+        self._in_flight.append((plan, events))
         return True
 
     def _collect(self) -> None:
-        """Takes the oldest step's result, and tells clients of it."""
-        plan, news = self._in_flight.popleft()
-        with self._commands.span("collect"):
+        """Takes the oldest step's result, and sends clients what it brought."""
+        plan, events = self._in_flight.popleft()
+        with self._controller.span("collect"):
             result = self._executor.collect()
-        self._gaps.step(result)
-        self._times.step(len(result.rows))
-        if self._commands.timeline is not None:
-            self._commands.timeline.step(plan, result)
+        self._statistics.step(result)
+        if self._controller.timeline is not None:
+            self._controller.timeline.step(plan, result)
         num_sampled = len(result.rows)
         if self._depth > 1:  # else nothing has changed since it was planned
             result = drop_departed(result, self.scheduler.rows)
-            for client, told in news.admitted.items():
-                told[:] = [admitted for admitted in told if admitted.slot in self._requests.get(client, ())]
-        with self._commands.span("answer"):
-            self._deliver(plan, result, news)
-        self._steps += 1
-        self._throughput.step(plan.total_tokens - num_sampled, len(result.rows), self.scheduler)
-        if not plan.repeats or news.is_any:  # else the same requests run
+            for client, sent in events.admitted.items():
+                sent[:] = [admitted for admitted in sent if admitted.slot in self._requests.get(client, ())]
+        with self._controller.span("answer"):
+            self._deliver(plan, result, events)
+        self._statistics.answered(plan.total_tokens - num_sampled, len(result.rows), self.scheduler)
+        if not plan.repeats or events.is_any:  # else the same requests run
             self._report_load()
 
     def _drain(self) -> None:
@@ -327,36 +320,34 @@ class Loop:
         while self._in_flight:
             self._collect()
 
-    def _deliver(self, plan: StepPlan, result: StepResult, news: StepEvents) -> None:
+    def _deliver(self, plan: StepPlan, result: StepResult, events: StepEvents) -> None:
         scheduler, now_s = self.scheduler, time.monotonic()
         table = scheduler.rows
         for row_failure in result.failures:
             request = table.requests[row_failure.row]
             assert request is not None, f"the executor failed row {row_failure.row}, which is empty"
             scheduler.drop(request, forget_blocks=True)
-            self._end(news, request, finish_of(request, FinishReason.FAILED, failure=row_failure.failure))
+            self._end(events, request, finish_of(request, FinishReason.FAILED, failure=row_failure.failure))
         if not plan.repeats:
             first = (table.num_known_tokens[result.rows] == table.num_prompt_tokens[result.rows]).nonzero()[0]
             for row in result.rows[first].tolist():
                 request = table.requests[row]
                 assert request is not None, f"the executor sampled for row {row}, which is empty"
                 request.first_token_s = now_s
-                self._times.first_token(request)
-        gather_prompt_logprobs(news, result, table)
+                self._statistics.first_token(request)
+        gather_prompt_logprobs(events, result, table)
         advance = scheduler.advance(result)
         for ended in advance.ended:
-            self._end(news, ended.request, finish_of(ended.request, ended.reason, stop_token=ended.stop_token))
-        for client, message in self._news.messages(plan, result, advance, news):
+            self._end(events, ended.request, finish_of(ended.request, ended.reason, stop_token=ended.stop_token))
+        for client, message in self._output_builder.messages(plan, result, advance, events):
             self._port.send(client, message)
 
-    def _end(self, news: StepEvents, request: Request, finish: Finish) -> None:
+    def _end(self, events: StepEvents, request: Request, finish: Finish) -> None:
         del self._requests[request.client][request.slot]
-        self._num_finished += 1
-        self._throughput.finished()
-        self._times.ended(request)
-        news.finished.setdefault(request.client, []).append(finish)
+        self._statistics.ended(request)
+        events.finished.setdefault(request.client, []).append(finish)
 
-    # --- what others may know -----------------------------------------------------------------------------------
+    # --- load and statistics -----------------------------------------------------------------------------------
 
     def _report_load(self) -> None:
         load = Load(num_running=self.scheduler.num_running, num_waiting=len(self.scheduler.waiting))
@@ -371,18 +362,18 @@ class Loop:
             num_blocks=scheduler.pool.num_blocks - 1,
             num_free_blocks=scheduler.pool.num_available,
             num_cached_blocks=scheduler.pool.num_cached,
-            steps=self._steps,
-            num_finished=self._num_finished,
+            steps=self._statistics.num_steps,
+            num_finished=self._statistics.num_finished,
             num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_prompt_tokens=scheduler.num_cached_prompt_tokens,
-            num_generated_tokens=self._throughput.num_generated_tokens,
-            num_step_gaps=self._gaps.count,
-            step_gap_s=self._gaps.gap_s,
-            forward_s=self._gaps.forward_s,
+            num_generated_tokens=self._statistics.num_generated_tokens,
+            num_step_gaps=self._statistics.gaps.count,
+            step_gap_s=self._statistics.gaps.gap_s,
+            forward_s=self._statistics.gaps.forward_s,
             paused=self._pause.is_asked,
-            sleeping=bool(self._commands.asleep),
-            times=self._times.sums(),
+            sleeping=bool(self._controller.asleep),
+            times=self._statistics.times(),
         )
 
 

@@ -1,4 +1,4 @@
-"""From a step's result, by row, to what each client is told, by slot. No per-token Python in the common case."""
+"""From a step's result, by row, to one StepOutputs per client, by slot. No per-token Python in the common case."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.ipc.step import StepPlan, StepResult
 
 
 class StepEvents:
-    """Small per-request news of one step, gathered by client."""
+    """What a step brought besides tokens: admissions, ends and prompt log-probabilities of requests, by client."""
 
     def __init__(self) -> None:
         self.admitted: dict[int, list[Admitted]] = {}
@@ -32,7 +32,7 @@ class StepEvents:
 
 
 def drop_departed(result: StepResult, table: RowTable) -> StepResult:
-    """Without what it tells of rows whose request left after the step was planned: it ended, or nobody wants it."""
+    """Without the rows whose request left after the step was planned: it ended, or was aborted."""
     there = table.still_there(result.rows, result.step)
     if not result.prompt_logprobs and not result.failures and there.all():
         return result
@@ -82,10 +82,10 @@ def only_finished(step: int, finished: list[Finish]) -> StepOutputs:
 
 
 def partial_outputs(step: int, requests: list[Request], finished: list[Finish]) -> StepOutputs:
-    """The same, of requests that are cut short, with the tokens of theirs that were not told yet."""
-    untold = [request.token_ids[request.num_sent :] if request.output_interval > 1 else () for request in requests]
-    slots = [request.slot for request, tokens in zip(requests, untold, strict=True) for _ in tokens]
-    token_ids = [int(token) for tokens in untold for token in tokens]
+    """The same, of requests that are aborted, with their tokens that were not sent yet."""
+    unsent = [request.token_ids[request.num_sent :] if request.output_interval > 1 else () for request in requests]
+    slots = [request.slot for request, tokens in zip(requests, unsent, strict=True) for _ in tokens]
+    token_ids = [int(token) for tokens in unsent for token in tokens]
     return StepOutputs(
         step=step,
         slots=Tensor.of("int32", slots),
@@ -94,8 +94,8 @@ def partial_outputs(step: int, requests: list[Request], finished: list[Finish]) 
     )
 
 
-def gather_prompt_logprobs(news: StepEvents, result: StepResult, table: RowTable) -> None:
-    """Positions not told of before: a request that was preempted computes its prompt again."""
+def gather_prompt_logprobs(events: StepEvents, result: StepResult, table: RowTable) -> None:
+    """Positions not sent before: a request that was preempted computes its prompt again."""
     for run in result.prompt_logprobs:
         request = table.requests[run.row]
         assert request is not None, f"the executor read the prompt of row {run.row}, which is empty"
@@ -105,8 +105,8 @@ def gather_prompt_logprobs(news: StepEvents, result: StepResult, table: RowTable
             continue
         request.num_prompt_logprobs = end
         rows = run.rows if start == run.start else select_rows(run.rows, slice(start - run.start, None))
-        told = PromptLogprobs(slot=request.slot, start=start, rows=rows)
-        news.prompt_logprobs.setdefault(request.client, []).append(told)
+        part = PromptLogprobs(slot=request.slot, start=start, rows=rows)
+        events.prompt_logprobs.setdefault(request.client, []).append(part)
 
 
 def select_rows(rows: LogprobRows, chosen: slice | np.ndarray) -> LogprobRows:
@@ -118,19 +118,19 @@ def select_rows(rows: LogprobRows, chosen: slice | np.ndarray) -> LogprobRows:
 
 
 class OutputBuilder:
-    """Makes one message for each client that has any news of a step."""
+    """Makes one message for each client that a step brought anything."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler, self._table = scheduler, scheduler.rows
         self._rows = np.zeros(0, np.int32)
         self._shares: list[_Share] = []  # of those rows: steps that repeat have them in common
         self._holds_back = False
-        """Some of those rows tell several tokens at once."""
+        """Some of those rows send several tokens at once (output_interval)."""
         self._quiet_steps = 0
-        """How many steps of those rows bring no news yet."""
+        """How many further steps of those rows send nothing."""
 
     def messages(
-        self, plan: StepPlan, result: StepResult, advance: Advance, news: StepEvents
+        self, plan: StepPlan, result: StepResult, advance: Advance, events: StepEvents
     ) -> list[tuple[int, StepOutputs]]:
         rows, token_ids = advance.rows, advance.token_ids
         if rows is not self._rows:
@@ -139,40 +139,40 @@ class OutputBuilder:
             self._shares = self._shares_of(rows, None)
         shares = self._shares
         if self._holds_back:
-            if self._quiet_steps and not news.is_any:
+            if self._quiet_steps and not events.is_any:
                 self._quiet_steps -= 1
                 return []
             owners, token_ids = self._due(rows)
             shares = self._shares_of(rows, owners)
-        if news.is_any:
-            without_tokens = news.clients() - {share.client for share in shares}
+        if events.is_any:
+            without_tokens = events.clients() - {share.client for share in shares}
             shares = [*shares, *(_Share(client, _NOBODY, _NOBODY, _NO_SLOTS) for client in without_tokens)]
-        return [(share.client, _outputs(plan, result, token_ids, news, share)) for share in shares]
+        return [(share.client, _outputs(plan, result, token_ids, events, share)) for share in shares]
 
     def _due(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What is to be told after this step: [num_tokens] indices into `rows`, ascending, and [num_tokens] token ids.
+        """What is to be sent after this step: [num_tokens] indices into `rows`, ascending, and [num_tokens] token ids.
 
-        Counts them as told, and how many steps of the same rows will bring nothing.
+        Counts them as sent, and how many steps of the same rows will send nothing.
         """
         self._scheduler.settle()
         table, every = self._table, self._table.output_interval[rows]
         known = table.num_known_tokens[rows]
-        told = np.where(every > 1, table.num_sent[rows], known - 1)
-        is_first = told == table.num_prompt_tokens[rows]
-        due = (is_first | ~table.active[rows] | (known - told >= every)).nonzero()[0]
-        counts = (known - told)[due]
+        sent = np.where(every > 1, table.num_sent[rows], known - 1)
+        is_first = sent == table.num_prompt_tokens[rows]
+        due = (is_first | ~table.active[rows] | (known - sent >= every)).nonzero()[0]
+        counts = (known - sent)[due]
         owners = np.repeat(due, counts)
         nth_of_owner = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-        token_ids = table.token_ids[rows[owners], told[owners] + nth_of_owner]
-        told[due] = known[due]
-        table.num_sent[rows] = told
-        self._quiet_steps = int((told + every - known).min()) - 1
+        token_ids = table.token_ids[rows[owners], sent[owners] + nth_of_owner]
+        sent[due] = known[due]
+        table.num_sent[rows] = sent
+        self._quiet_steps = int((sent + every - known).min()) - 1
         return owners, token_ids
 
     def _shares_of(self, rows: np.ndarray, owners: np.ndarray | None) -> list[_Share]:
         """owners: the row of each token, as indices into `rows`; None for one of each."""
-        told_rows = rows if owners is None else rows[owners]
-        client_of, slots = self._table.client[told_rows], self._table.slot[told_rows]
+        sent_rows = rows if owners is None else rows[owners]
+        client_of, slots = self._table.client[sent_rows], self._table.slot[sent_rows]
         clients = set(client_of.tolist())
         if len(clients) == 1:
             return [_Share(clients.pop(), None, owners, Tensor.from_numpy(slots))]
@@ -198,9 +198,11 @@ _NOBODY = np.zeros(0, np.int64)
 _NO_SLOTS = Tensor.of("int32", [])
 
 
-def _outputs(plan: StepPlan, result: StepResult, token_ids: np.ndarray, news: StepEvents, share: _Share) -> StepOutputs:
+def _outputs(
+    plan: StepPlan, result: StepResult, token_ids: np.ndarray, events: StepEvents, share: _Share
+) -> StepOutputs:
     mine = _int32(token_ids if share.chosen is None else token_ids[share.chosen])
-    if result.logprobs is None and not news.is_any:
+    if result.logprobs is None and not events.is_any:
         return StepOutputs(step=plan.step, slots=share.slots, token_ids=mine)
     indices, logprobs = _logprobs_of(result, share.owners)
     return StepOutputs(
@@ -209,9 +211,9 @@ def _outputs(plan: StepPlan, result: StepResult, token_ids: np.ndarray, news: St
         token_ids=mine,
         logprob_indices=indices,
         logprobs=logprobs,
-        prompt_logprobs=tuple(news.prompt_logprobs.get(share.client, ())),
-        admitted=tuple(news.admitted.get(share.client, ())),
-        finished=tuple(news.finished.get(share.client, ())),
+        prompt_logprobs=tuple(events.prompt_logprobs.get(share.client, ())),
+        admitted=tuple(events.admitted.get(share.client, ())),
+        finished=tuple(events.finished.get(share.client, ())),
     )
 
 

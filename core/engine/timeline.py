@@ -36,7 +36,7 @@ class Timeline:
             self._add(name, CORE, began_s, time.monotonic(), {})
 
     def step(self, plan: StepPlan, result: StepResult) -> None:
-        """A forward pass, as the worker told of it."""
+        """A forward pass, as the worker reports it."""
         if result.ended_s:
             of_step = {"step": plan.step, "rows": len(plan.rows), "tokens": plan.total_tokens}
             self._add("forward", MODEL, result.began_s, result.ended_s, of_step)

@@ -4,7 +4,7 @@
        inbox  <--- SimpleQueue ---  sessions <--- decode <--- ROUTER  <------------  DEALER
        send() ---> encode ------------------------------> ROUTER  ------------>  DEALER
 
-A step's news leaves on the loop's thread: to wake another for it would take longer, and that one would then want the
+A step's outputs leave on the loop's thread: to wake another for it would take longer, and that one would then want the
 interpreter's lock and a core just when the next step wants them. A lock passes the socket between the two threads.
 
 The loop never blocks on a client: the queue to each is bounded, and one that does not read is let go.
@@ -68,7 +68,7 @@ class ZmqPort:
             self._wake()
 
     def set_load(self, load: Load, busy_clients: frozenset[int]) -> None:
-        """What clients with requests are told about once a second, and who they are."""
+        """What is sent about once a second to clients with requests, and which those are."""
         began = bool(busy_clients) and not self._busy_clients
         self._load, self._busy_clients = load, busy_clients
         if began:

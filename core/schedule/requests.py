@@ -72,9 +72,11 @@ class Request:
         self.row = -1
         self.block_hashes: list[BlockHash] = []  # of its known full blocks; empty without prefix caching
         self.num_preemptions = 0
-        self.output_interval = 1  # tokens that may wait for each other before they are told
-        self.num_sent = self.num_prompt_tokens  # with output_interval > 1: tokens that need not be told any more
-        self.num_prompt_logprobs = 1  # prompt positions told of; the first has no prediction
+        self.output_interval = 1  # tokens that are sent together
+        self.num_sent = (
+            self.num_prompt_tokens
+        )  # with output_interval > 1: tokens that were sent (the prompt counts as sent)
+        self.num_prompt_logprobs = 1  # prompt positions sent; the first has no prediction
         self.arrived_s = self.first_scheduled_s = self.first_token_s = 0.0
 
 

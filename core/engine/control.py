@@ -1,4 +1,4 @@
-"""Commands of the control channel that concern more than the loop. They come between steps, with none in flight."""
+"""Control commands (ipc/control.py) in the core: carried out on the loop's thread, with no step in flight."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,13 +15,16 @@ import msgspec
 from headrace.core.engine.timeline import Timeline
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Facts, Plan
+from headrace.core.schedule.scheduler import Scheduler
 from headrace.ipc.control import (
     ASLEEP,
     CallExtension,
+    Commands,
     ControlResult,
     DescribeEngine,
     EngineReport,
     ExtensionAnswers,
+    PauseGeneration,
     PrepareWeights,
     ProfileFiles,
     ReloadWeights,
@@ -33,10 +37,8 @@ from headrace.ipc.control import (
     WorkerAnswer,
     WorkerCommand,
 )
-from headrace.ipc.control import (
-    Commands as Command,
-)
-from headrace.ipc.failure import HeadraceError, OptionError
+from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
+from headrace.ipc.messages import Reply
 
 logger = logging.getLogger(__name__)
 
@@ -51,31 +53,123 @@ class Controlled(Protocol):
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]: ...
 
 
-class Commands:
-    """For the loop's thread."""
+class Pause:
+    """Whether steps are planned: running, finishing what is here before a pause (`wait`), or paused.
 
-    def __init__(self, plan: Plan, facts: Facts, executor: Controlled) -> None:
+    A pause outlives the client that asked for it.
+    """
+
+    def __init__(self, scheduler: Scheduler, reached: Callable[[int, int, PauseGeneration | Sleep], None]) -> None:
+        """reached: called with client, call and command of each caller once the pause is reached or was cancelled."""
+        self._scheduler, self._reached = scheduler, reached
+        self._asked: PauseGeneration | Sleep | None = None
+        self._callers: list[tuple[int, int, PauseGeneration | Sleep]] = []  # client, call, command: not answered yet
+        self.is_reached = False
+        """No step is planned, whatever waits."""
+
+    @property
+    def is_asked(self) -> bool:
+        return self._asked is not None
+
+    @property
+    def is_for_sleep(self) -> bool:
+        """Nobody but Sleep has asked for it."""
+        return isinstance(self._asked, Sleep)
+
+    @property
+    def is_awaited(self) -> bool:
+        """A caller waits for the pause to be reached."""
+        return bool(self._callers)
+
+    def ask(self, client: int, call: int, command: PauseGeneration | Sleep) -> None:
+        """Begins one. With `wait`, requests that are here may still be planned; else no step may be in flight."""
+        if not (self.is_asked and isinstance(command, Sleep)):
+            self._asked = command
+        self._callers.append((client, call, command))
+        if command.mode == "wait":
+            self._scheduler.waiting.hold()
+        else:
+            self.is_reached = True
+
+    def reach(self) -> None:
+        """Nothing runs any more: callers are answered."""
+        if self._asked is not None:
+            self.is_reached = True
+            if self._asked.clear_cache:
+                forget_computed(self._scheduler)
+        callers, self._callers = self._callers, []
+        for client, call, command in callers:
+            self._reached(client, call, command)
+
+    def resume(self) -> None:
+        """Ends the pause, and the waiting for it."""
+        self._asked, self.is_reached = None, False
+        self._scheduler.waiting.release()
+        self.reach()
+
+
+class Controller:
+    """Carries out control commands and answers them. For the loop's thread."""
+
+    def __init__(
+        self, plan: Plan, facts: Facts, executor: Controlled, scheduler: Scheduler, reply: Callable[[int, Reply], None]
+    ) -> None:
+        """reply: sends a Reply to a client."""
         self._plan, self._facts, self._executor = plan, facts, executor
-        self._folder = profile_folder(plan.options)
-        self.timeline: Timeline | None = None
-        """Being recorded; None without a profile under way."""
+        self._scheduler, self._reply = scheduler, reply
+        self.pause = Pause(scheduler, self._pause_reached)
         self.asleep: frozenset[str] = frozenset()
-        """What sleeps: weights, kv_cache."""
+        """Which tags of WakeUp are asleep now."""
+        self._folder = profile_folder(plan.options)
         self._prefix = ""
+        self.timeline: Timeline | None = None
+        """The profile that is being recorded."""
 
     def span(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Around what the loop does, for the profile if there is one."""
+        """Wrap a part of the loop in it, for the profile if one is being recorded."""
         return _NO_SPAN if self.timeline is None else self.timeline.span(name)
 
-    def carry_out(self, command: Command) -> ControlResult | None:
-        """The Reply's result. Raises HeadraceError, with everything as it was before, when it cannot be done."""
+    def carry_out(self, client: int, call: int, command: Commands) -> None:
+        """With no step in flight. A command that fails is answered with the reason and changes nothing.
+
+        Raises EngineDeadError, after the answer, where the executor turns out to be dead.
+        """
+        result, failure, death = None, None, None
+        try:
+            result = self._result_of(command)
+        except HeadraceError as error:
+            failure = Failure.of(error, process="engine-core", phase="control")
+            death = error if isinstance(error, EngineDeadError) else None
+        if failure is None and isinstance(command, ReloadWeights | Sleep):
+            forget_computed(self._scheduler)
+        # A sleep that failed is over too.
+        slept = isinstance(command, Sleep | WakeUp) and self.pause.is_for_sleep and not self.asleep
+        if slept or (failure is None and isinstance(command, ResumeGeneration)):
+            self.pause.resume()
+        self._reply(client, Reply(call=call, result=result, failure=failure))
+        if death is not None:  # the client has its answer before the engine ends
+            raise death
+
+    def _pause_reached(self, client: int, call: int, command: PauseGeneration | Sleep) -> None:
+        if isinstance(command, PauseGeneration):
+            self._reply(client, Reply(call=call))
+        elif self.pause.is_reached:
+            self.carry_out(client, call, command)
+        else:
+            failure = Failure(message="generation was resumed before the engine could sleep", phase="control")
+            self._reply(client, Reply(call=call, failure=failure))
+
+    # --- each command -------------------------------------------------------------------------------------------
+
+    def _result_of(self, command: Commands) -> ControlResult | None:
+        """Carries it out. Raises HeadraceError, with everything as it was before, when it cannot be done."""
         match command:
             case StartProfile():
                 self._start_profile(command)
             case StopProfile():
                 return self._stop_profile(command)
             case DescribeEngine():
-                return self._report(command)
+                return self._describe(command)
             case CallExtension():
                 return ExtensionAnswers(payloads=tuple(a.payload for a in self._executor.control(command)))
             case ReloadWeights():
@@ -144,7 +238,7 @@ class Commands:
         answers = self._executor.control(command)
         return ProfileFiles(paths=(str(path), *(file for answer in answers for file in answer.files)))
 
-    def _report(self, command: DescribeEngine) -> EngineReport:
+    def _describe(self, command: DescribeEngine) -> EngineReport:
         default, asked = Options(), self._plan.options
         changed = {n: getattr(asked, n) for n in Options.__struct_fields__ if getattr(asked, n) != getattr(default, n)}
         facts: dict[str, Any] = msgspec.to_builtins(self._facts)
@@ -154,6 +248,13 @@ class Commands:
             facts=facts,
             workers=tuple({"rank": answer.rank, **answer.facts} for answer in self._executor.control(command)),
         )
+
+
+def forget_computed(scheduler: Scheduler) -> None:
+    """Drops all keys and values: running requests will compute theirs again. With no step in flight."""
+    for row in scheduler.rows.active.nonzero()[0].tolist():
+        scheduler.preempt(row)
+    scheduler.pool.reset_cache()
 
 
 def profile_folder(options: Options) -> Path | None:

@@ -1,0 +1,156 @@
+"""Counters of the loop: sums over the engine's life for EngineStats, and rates over the last seconds for the log.
+
+Sums let two looks give the mean of the time between. Nothing is kept per request: a token after the first is taken
+to have waited since the step before, which holds for all but those whose request was preempted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from headrace.core.schedule.requests import Request
+from headrace.core.schedule.scheduler import Scheduler
+from headrace.ipc.messages import EngineTimes
+from headrace.ipc.step import StepResult
+
+logger = logging.getLogger(__name__)
+LOG_EVERY_S = 10.0
+
+
+class StepGaps:
+    """How long the model stands still between two steps that follow each other: the cost of planning and answering.
+
+    Counts steps whose executor reports when their forward pass began and ended.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Gaps: steps that followed another without a wait for work in between."""
+        self.gap_s = 0.0
+        self.forward_s = 0.0
+        self._last_ended_s = 0.0  # 0 when the next step follows on nothing
+
+    def step(self, result: StepResult) -> None:
+        """The next step's result, in order."""
+        if not result.ended_s:
+            return
+        if self._last_ended_s:
+            self.count += 1
+            self.gap_s += max(0.0, result.began_s - self._last_ended_s)
+        # A pass may have begun while the one before still ran, in another stage.
+        self.forward_s += result.ended_s - max(result.began_s, self._last_ended_s)
+        self._last_ended_s = result.ended_s
+
+    def idle(self) -> None:
+        """Nothing was left to do: the time until the next step counts as no gap."""
+        self._last_ended_s = 0.0
+
+
+class Statistics:
+    """The loop reports steps, first tokens, ends and garbage collections."""
+
+    def __init__(self, *, log_stats: bool) -> None:
+        self.gaps = StepGaps()
+        self.num_steps = self.num_finished = self.num_generated_tokens = 0
+        self._num_first_tokens = self._num_later_tokens = self._num_gc_pauses = 0
+        self._first_token_s = self._later_token_s = self._request_s = self._gc_pause_s = 0.0
+        self._last_step_s = self._interval_s = 0.0  # 0 for a step that follows on nothing
+        self._window = _Window(log_stats)
+
+    def step(self, result: StepResult) -> None:
+        """A step has ended; its tokens are answered next."""
+        self.gaps.step(result)
+        now_s, num_tokens = time.monotonic(), len(result.rows)
+        self._interval_s = now_s - self._last_step_s if self._last_step_s else 0.0
+        self._last_step_s = now_s
+        if self._interval_s:
+            self._num_later_tokens += num_tokens
+            self._later_token_s += num_tokens * self._interval_s
+
+    def first_token(self, request: Request) -> None:
+        """One of the last step's tokens is the first of this request, whose `first_token_s` is set."""
+        self._num_first_tokens += 1
+        self._first_token_s += request.first_token_s - request.arrived_s
+        if self._interval_s:
+            self._num_later_tokens -= 1
+            self._later_token_s -= self._interval_s
+
+    def ended(self, request: Request) -> None:
+        self.num_finished += 1
+        self._window.finished += 1
+        self._request_s += time.monotonic() - request.arrived_s
+
+    def answered(self, num_prompt_tokens: int, num_generated_tokens: int, scheduler: Scheduler) -> None:
+        """The last step's tokens have been sent."""
+        self.num_steps += 1
+        self.num_generated_tokens += num_generated_tokens
+        self._window.step(num_prompt_tokens, num_generated_tokens, scheduler, self.gaps)
+
+    def idle(self) -> None:
+        """Nothing is left to do: no token waits for the next step."""
+        self._last_step_s = 0.0
+        self.gaps.idle()
+
+    def gc_pause(self, seconds: float) -> None:
+        self._num_gc_pauses += 1
+        self._gc_pause_s += seconds
+
+    def seconds_per_request(self) -> float:
+        """Mean time between two finished requests of late; 0 while nothing has finished."""
+        rate = self._window.requests_per_s()
+        return 1.0 / rate if rate else 0.0
+
+    def times(self) -> EngineTimes:
+        return EngineTimes(
+            num_first_tokens=self._num_first_tokens,
+            first_token_s=self._first_token_s,
+            num_later_tokens=self._num_later_tokens,
+            later_token_s=self._later_token_s,
+            request_s=self._request_s,
+            num_gc_pauses=self._num_gc_pauses,
+            gc_pause_s=self._gc_pause_s,
+        )
+
+
+class _Window:
+    """Counts of about LOG_EVERY_S of activity, and the log line at its end."""
+
+    def __init__(self, log_stats: bool) -> None:
+        self.finished = 0
+        self._log_stats = log_stats
+        self._gaps_before = (0, 0.0)
+        self._prompt_tokens = self._generated_tokens = 0
+        self._since_s = time.monotonic()
+        self._last_requests_per_s = 0.0
+
+    def step(self, num_prompt_tokens: int, num_generated_tokens: int, scheduler: Scheduler, gaps: StepGaps) -> None:
+        self._prompt_tokens += num_prompt_tokens
+        self._generated_tokens += num_generated_tokens
+        elapsed_s = time.monotonic() - self._since_s
+        if elapsed_s < LOG_EVERY_S:
+            return
+        if self._log_stats and elapsed_s < 2 * LOG_EVERY_S:  # a longer window was idle in between: no rate at all
+            pool = scheduler.pool
+            logger.info(
+                "%d running, %d waiting; prompt %.0f tok/s, output %.0f tok/s; KV cache %.1f%% in use%s",
+                scheduler.num_running,
+                len(scheduler.waiting),
+                self._prompt_tokens / elapsed_s,
+                self._generated_tokens / elapsed_s,
+                100 * (1 - pool.num_available / (pool.num_blocks - 1)),
+                self._gap_text(gaps, elapsed_s),
+            )
+        self._gaps_before = (gaps.count, gaps.gap_s)
+        self._last_requests_per_s = self.finished / elapsed_s
+        self._prompt_tokens = self._generated_tokens = self.finished = 0
+        self._since_s = time.monotonic()
+
+    def requests_per_s(self) -> float:
+        return self._last_requests_per_s or self.finished / max(time.monotonic() - self._since_s, 1e-3)
+
+    def _gap_text(self, gaps: StepGaps, elapsed_s: float) -> str:
+        count, gap_s = gaps.count - self._gaps_before[0], gaps.gap_s - self._gaps_before[1]
+        if not count:
+            return ""
+        return f"; {1e6 * gap_s / count:.0f} us between forward passes, {100 * gap_s / elapsed_s:.1f}% of the time"
