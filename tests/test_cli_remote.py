@@ -18,7 +18,7 @@ from http_server import Server, address_of_engine, metric, serving, wait_until
 
 from headrace.frontend.api.sampling_params import SamplingParams
 from headrace.frontend.cli.main import main
-from headrace.frontend.client.remote import RemoteLLM
+from headrace.frontend.cli.remote import RemoteLLM
 from headrace.ipc.failure import HeadraceError
 
 KEY = "secret"

@@ -18,7 +18,7 @@ from headrace.frontend.api.prompts import Prompt, parse_single_prompt, tokenize
 from headrace.frontend.api.sampling_params import SamplingParams
 from headrace.frontend.api.unsupported import NamesWhatIsMissing
 from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient
-from headrace.frontend.client.control import AsyncControls
+from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
 from headrace.frontend.client.own_engine import CAUSE_GRACE_S, STOP_DEADLINE_S, start_own_engine
 from headrace.frontend.client.transport import Transport, ZmqTransport
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
@@ -186,6 +186,10 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    async def call(self, kind: type[Call], timeout_s: float | None = QUICK_S, **fields: Any) -> Any:
+        """Sends a message of the control channel, and gives its Reply's result."""
+        return await (await self._ready()).call(kind, timeout_s, **fields)
 
     async def _ready(self) -> CoreClient:
         """The client, in the loop it belongs to."""

@@ -26,7 +26,7 @@ from headrace.ipc.failure import EngineDeadError, HeadraceError
 if TYPE_CHECKING:
     from headrace.frontend.api.llm import LLM
     from headrace.frontend.api.sampling_params import SamplingParams
-    from headrace.frontend.client.remote import RemoteLLM
+    from headrace.frontend.cli.remote import RemoteLLM
     from headrace.frontend.text.conversation import Conversation
 
 PROMPT = "> "

@@ -15,7 +15,7 @@ from headrace.ipc.failure import InvalidRequestError, OptionError
 if TYPE_CHECKING:
     from headrace.frontend.api.llm import LLM
     from headrace.frontend.api.sampling_params import SamplingParams
-    from headrace.frontend.client.remote import RemoteLLM
+    from headrace.frontend.cli.remote import RemoteLLM
 
 SAMPLING = "Sampling"
 _AS_MODEL = "the model's own, else neutral"
@@ -87,7 +87,7 @@ def open_engine_or_server(arguments: argparse.Namespace) -> LLM | RemoteLLM:
     given = [flag(name) for name in (*option_specs(Options), "config", "engine") if vars(arguments).get(name)]
     if given:
         raise OptionError(f"--url attaches to a server that has its options; leave out {', '.join(given)}")
-    from headrace.frontend.client.remote import RemoteLLM
+    from headrace.frontend.cli.remote import RemoteLLM
 
     return RemoteLLM(arguments.url, arguments.api_key)
 

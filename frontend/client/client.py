@@ -14,13 +14,13 @@ from headrace import __version__
 from headrace.frontend.api.prompts import Prompt, check_request
 from headrace.frontend.api.sampling_params import SamplingParams
 from headrace.frontend.api.token_rules import tokenize_bad_words
+from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
 from headrace.frontend.client.engine_process import EngineProcess
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.client.request_table import RequestTable
 from headrace.frontend.client.transport import CONNECTION_LOST, Transport, ZmqTransport
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.frontend.text.tokenizer_cache import load_bundle, store_bundle
-from headrace.ipc.control import Commands
 from headrace.ipc.failure import (
     EngineDeadError,
     Failure,
@@ -29,19 +29,15 @@ from headrace.ipc.failure import (
 )
 from headrace.ipc.messages import (
     SCHEMA_HASH,
-    Control,
     CoreMessage,
     Draining,
     EngineFailed,
-    EngineStats,
     FetchTokenizer,
-    GetStats,
     Goodbye,
     Hello,
     Load,
     Refused,
     Reply,
-    ResetPrefixCache,
     StepOutputs,
     TokenizerBundle,
     Welcome,
@@ -50,17 +46,16 @@ from headrace.ipc.messages import (
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
-COMMAND_TIMEOUT_S = 30.0
 
 
-class CoreClient:
+class CoreClient(AsyncControls):
     """Submits requests and hands out their streams; sends commands and waits for the replies.
 
     A core that dies ends every wait at once: streams and commands raise EngineDeadError with the cause.
     """
 
     def __init__(self, transport: Transport, *, cause_grace_s: float = 0.0) -> None:
-        """With `cause_grace_s`, a lost connection waits so long for `fail` to be told the cause before it counts.
+        """With `cause_grace_s`, a lost connection counts only after so long, if `fail` was not called with the cause.
 
         The parent of a core sets it: its supervisor knows how the process ended, the connection only that it did.
         """
@@ -78,12 +73,12 @@ class CoreClient:
         self._draining = False
         self._process: EngineProcess | None = None
         self.last_step_s = 0.0
-        """When a step last brought news (monotonic seconds)."""
+        """When the last StepOutputs came (monotonic seconds)."""
         self.load: Load | None = None
-        """The core's load as it last told, while requests of ours run there."""
+        """The core's last Load, which it sends while requests of this client run there."""
         self.tokenizer: Tokenizer | None = None
         self.is_replaced: Callable[[], bool] = lambda: False
-        """Asked when the core has died: whether another client takes over the requests that brought nothing yet."""
+        """Called when the core has died: whether another client takes over the requests without any output yet."""
         self.on_dead: Callable[[Failure], None] | None = None
 
     @classmethod
@@ -93,8 +88,8 @@ class CoreClient:
         await client.start(timeout_s)
         return client
 
-    async def start(self, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
-        """Says hello, and gets the tokenizer ready. Closes the session when that fails."""
+    async def start(self, timeout_s: float = CONNECT_TIMEOUT_S, *, with_tokenizer: bool = True) -> None:
+        """Says hello, and gets the tokenizer ready unless none is needed. Closes the session when that fails."""
         self._loop = asyncio.get_running_loop()
         self._welcome = self._loop.create_future()
         self._transport.open(self._on_message, self._on_closed)
@@ -103,7 +98,8 @@ class CoreClient:
             self.welcome = await self._within(timeout_s, self._welcome, "welcome this client")
             self._process = EngineProcess.find(self.welcome.pid)
             self.requests.stream_interval = self.welcome.stream_interval
-            await self._get_tokenizer(timeout_s)
+            if with_tokenizer:
+                await self._get_tokenizer(timeout_s)
         except BaseException:
             await self.close()
             raise
@@ -114,7 +110,7 @@ class CoreClient:
             return
         bundle = load_bundle(info)
         if bundle is None:
-            bundle = await self._call(FetchTokenizer, timeout_s)
+            bundle = await self.call(FetchTokenizer, timeout_s)
             if not isinstance(bundle, TokenizerBundle):
                 raise EngineDeadError(f"the engine-core at {self._transport.address} did not send its tokenizer")
             store_bundle(info, bundle)
@@ -150,21 +146,6 @@ class CoreClient:
         """The same for one stream; does nothing once it has ended."""
         self.requests.abort_stream(stream)
 
-    async def get_stats(self) -> EngineStats:
-        stats: EngineStats = await self._call(GetStats, COMMAND_TIMEOUT_S)
-        return stats
-
-    async def reset_prefix_cache(self) -> None:
-        """Forgets every cached block that no request is using."""
-        await self._call(ResetPrefixCache, COMMAND_TIMEOUT_S)
-
-    async def control(self, command: Commands, timeout_s: float | None = COMMAND_TIMEOUT_S) -> Any:
-        """Carries out a command of ipc/control.py, and gives the result that its page names.
-
-        Without a timeout it waits for as long as the core lives. Raises HeadraceError with the core's reason.
-        """
-        return await self._call(Control, timeout_s, command=command)
-
     def check_alive(self) -> None:
         """Raises EngineDeadError when the session has ended or is about to."""
         if self.failure is not None:
@@ -191,7 +172,11 @@ class CoreClient:
             self._loop.call_soon_threadsafe(self.fail, failure)
 
     async def close(self) -> None:
-        """Leaves: unfinished requests are aborted, and the core forgets them. May be called again."""
+        """`leave`, in the client's loop for callers in another thread."""
+        self.leave()
+
+    def leave(self) -> None:
+        """Ends the session: unfinished requests are aborted, and the core forgets them. May be called again."""
         if self._closed:
             return
         self._closed = True
@@ -201,12 +186,7 @@ class CoreClient:
         self._transport.close()
         self.fail(Failure(message="this client is closed", type="Closed", process="client", phase="close"))
 
-    async def _call(
-        self,
-        kind: type[FetchTokenizer | GetStats | ResetPrefixCache | Control],
-        timeout_s: float | None,
-        **fields: Any,
-    ) -> Any:
+    async def call(self, kind: type[Call], timeout_s: float | None = QUICK_S, **fields: Any) -> Any:
         if self.failure is not None:
             raise EngineDeadError.from_failure(self.failure)
         call, self._next_call = self._next_call, self._next_call + 1

@@ -1,17 +1,19 @@
-"""The control channel as methods: what a running engine can be told and asked besides requests (ipc/control.py).
+"""The control channel (ipc/control.py) as methods, under vLLM's names where it has them.
 
-`Controls` for LLM and `AsyncControls` for AsyncLLM have the same methods under vLLM's names where it has them; an
-engine in this process, one of our own and one we attached to obey alike.
+`AsyncControls` has them to be awaited, for CoreClient and AsyncLLM; `Controls` has the same for LLM, each made by
+`blocking` from the method there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+import functools
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar
 
 from headrace.ipc.control import (
     ASLEEP,
     CallExtension,
+    Commands,
     DescribeEngine,
     EngineReport,
     PauseGeneration,
@@ -23,12 +25,17 @@ from headrace.ipc.control import (
     WakeUp,
 )
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
+from headrace.ipc.messages import Control, EngineStats, FetchTokenizer, GetStats, ResetPrefixCache
 
 if TYPE_CHECKING:
     from headrace.frontend.client.background import BackgroundLoop
     from headrace.frontend.client.client import CoreClient
-    from headrace.ipc.messages import EngineStats
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Call = FetchTokenizer | GetStats | ResetPrefixCache | Control
+"""Messages that the core answers with a Reply."""
 PauseMode = Literal["abort", "wait", "keep"]
 QUICK_S = 30.0
 """For what an engine answers at once, even when it has a long step to finish first."""
@@ -50,13 +57,6 @@ def extension_command(payload: Mapping[str, Any]) -> CallExtension:
     return CallExtension(payload=dict(payload))
 
 
-def refuse_rpc() -> NoReturn:
-    raise HeadraceError(
-        "collective_rpc is refused: an engine calls no method by name. Use reload_weights, start_profile, "
-        "describe_engine and the like, or call_extension with a class of your own (option worker_extension_cls)"
-    )
-
-
 def sleep_command(level: int, mode: PauseMode) -> Sleep:
     """Raises InvalidRequestError."""
     if level not in (1, 2):
@@ -72,74 +72,78 @@ def wake_command(tags: Sequence[str] | None) -> WakeUp:
     return WakeUp(tags=tuple(asked))
 
 
-class Controls:
-    """Mixed into LLM."""
+class AsyncControls:
+    """What a running engine can be told and asked besides requests.
 
-    _background: BackgroundLoop
-    _client: CoreClient
+    Every method raises HeadraceError with the engine's reason, and EngineDeadError when the engine has died.
+    """
 
-    def _check_usable(self) -> None:
+    async def call(self, kind: type[Call], timeout_s: float | None = QUICK_S, **fields: Any) -> Any:
+        """Sends such a message, and gives its Reply's result. Without a timeout it waits while the core lives."""
         raise NotImplementedError
 
-    def _control(self, command: Any, timeout_s: float | None = QUICK_S) -> Any:
-        self._check_usable()
-        return self._background.run(self._client.control(command, timeout_s))
+    async def control(self, command: Commands, timeout_s: float | None = QUICK_S) -> Any:
+        """Carries out a command, and gives the result that its docstring in ipc/control.py names."""
+        return await self.call(Control, timeout_s, command=command)
 
-    def reset_prefix_cache(self) -> None:
+    async def reset_prefix_cache(self) -> None:
         """Forgets every cached block that no request is using."""
-        self._check_usable()
-        self._background.run(self._client.reset_prefix_cache())
+        await self.call(ResetPrefixCache)
 
-    def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
+    async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
         """Stops computing until `resume_generation`; new requests wait meanwhile. Returns once nothing runs.
 
         mode: requests that are here `abort`, are finished first (`wait`), or are kept as they are (`keep`).
         clear_cache: forget the prefix cache, and what kept requests have computed. The pause outlives this client.
         """
-        self._control(pause_command(mode, clear_cache), None)
+        await self.control(pause_command(mode, clear_cache), None)
 
-    def resume_generation(self) -> None:
+    async def resume_generation(self) -> None:
         """Ends a pause."""
-        self._control(ResumeGeneration())
+        await self.control(ResumeGeneration())
 
-    def get_stats(self) -> EngineStats:
+    async def get_stats(self) -> EngineStats:
         """The engine's load and counters."""
-        self._check_usable()
-        return self._background.run(self._client.get_stats())
+        stats: EngineStats = await self.call(GetStats)
+        return stats
 
-    def is_paused(self) -> bool:
-        return self.get_stats().paused
+    async def is_paused(self) -> bool:
+        """Whether a pause was asked for and not ended."""
+        return (await self.get_stats()).paused
 
-    def reload_weights(self, weights_path: str | None = None) -> None:
+    async def reload_weights(self, weights_path: str | None = None) -> None:
         """Reads the weights again: the model's own, or those of another checkpoint with the same config.
 
         Requests that run go on with the new ones; the prefix cache is forgotten. Raises HeadraceError, and leaves
         the old weights, when the checkpoint is missing, of another shape, or does not fit beside the old weights.
         """
-        self._control(ReloadWeights(path=weights_path or ""), None)
+        await self.control(ReloadWeights(path=weights_path or ""), None)
 
-    def start_profile(self, profile_prefix: str | None = None) -> None:
+    async def start_profile(self, profile_prefix: str | None = None) -> None:
         """Records what core and workers do, until `stop_profile`. Needs the option profiler_config."""
-        self._control(StartProfile(prefix=profile_prefix or ""))
+        await self.control(StartProfile(prefix=profile_prefix or ""))
 
-    def stop_profile(self) -> list[str]:
+    async def stop_profile(self) -> list[str]:
         """The files that were written, on the engine's host: for ui.perfetto.dev."""
-        return list(self._control(StopProfile(), None).paths)
+        return list((await self.control(StopProfile(), None)).paths)
 
-    def describe_engine(self) -> EngineReport:
+    async def describe_engine(self) -> EngineReport:
         """What was asked, decided and found, and what each worker says of itself."""
-        report: EngineReport = self._control(DescribeEngine())
+        report: EngineReport = await self.control(DescribeEngine())
         return report
 
-    def call_extension(self, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
+    async def call_extension(self, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
         """What the worker extension (option worker_extension_cls) answers to `payload`, one answer of each worker."""
-        return list(self._control(extension_command(payload), None).payloads)
+        return list((await self.control(extension_command(payload), None)).payloads)
 
-    def collective_rpc(self, *args: Any, **kwargs: Any) -> NoReturn:
+    async def collective_rpc(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused, with what to use instead."""
-        refuse_rpc()
+        raise HeadraceError(
+            "collective_rpc is refused: an engine calls no method by name. Use reload_weights, start_profile, "
+            "describe_engine and the like, or call_extension with a class of your own (option worker_extension_cls)"
+        )
 
-    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Pauses as `pause_generation` does, and gives the device's memory back until `wake_up`.
 
         New requests are refused meanwhile (EngineAsleepError). An engine that sleeps already stays as it is.
@@ -147,80 +151,53 @@ class Controls:
         level: 1 keeps the weights in the host's memory, 2 keeps them nowhere; the cache is dropped. On a CPU level 1
         drops the cache alone. Needs the option enable_sleep_mode. Raises HeadraceError when the host has no room.
         """
-        self._control(sleep_command(level, mode), None)
+        await self.control(sleep_command(level, mode), None)
 
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Takes the memory again and goes on. tags: "weights" or "kv_cache", to wake only that for now.
 
         Raises HeadraceError, and what slept still sleeps, when the memory is taken or the checkpoint is gone.
         """
-        self._control(wake_command(tags), None)
-
-    def is_sleeping(self) -> bool:
-        return self.get_stats().sleeping
-
-
-class AsyncControls:
-    """Mixed into AsyncLLM: the same, to be awaited."""
-
-    async def _ready(self) -> CoreClient:
-        raise NotImplementedError
-
-    async def _control(self, command: Any, timeout_s: float | None = QUICK_S) -> Any:
-        return await (await self._ready()).control(command, timeout_s)
-
-    async def reset_prefix_cache(self) -> None:
-        """Forgets every cached block that no request is using."""
-        await (await self._ready()).reset_prefix_cache()
-
-    async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
-        """As LLM.pause_generation."""
-        await self._control(pause_command(mode, clear_cache), None)
-
-    async def resume_generation(self) -> None:
-        """Ends a pause."""
-        await self._control(ResumeGeneration())
-
-    async def get_stats(self) -> EngineStats:
-        """As LLM.get_stats."""
-        return await (await self._ready()).get_stats()
-
-    async def is_paused(self) -> bool:
-        return (await self.get_stats()).paused
-
-    async def reload_weights(self, weights_path: str | None = None) -> None:
-        """As LLM.reload_weights."""
-        await self._control(ReloadWeights(path=weights_path or ""), None)
-
-    async def start_profile(self, profile_prefix: str | None = None) -> None:
-        """As LLM.start_profile."""
-        await self._control(StartProfile(prefix=profile_prefix or ""))
-
-    async def stop_profile(self) -> list[str]:
-        """As LLM.stop_profile."""
-        return list((await self._control(StopProfile(), None)).paths)
-
-    async def describe_engine(self) -> EngineReport:
-        """As LLM.describe_engine."""
-        report: EngineReport = await self._control(DescribeEngine())
-        return report
-
-    async def call_extension(self, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """As LLM.call_extension."""
-        return list((await self._control(extension_command(payload), None)).payloads)
-
-    async def collective_rpc(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused, with what to use instead."""
-        refuse_rpc()
-
-    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """As LLM.sleep."""
-        await self._control(sleep_command(level, mode), None)
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """As LLM.wake_up."""
-        await self._control(wake_command(tags), None)
+        await self.control(wake_command(tags), None)
 
     async def is_sleeping(self) -> bool:
-        """As LLM.is_sleeping."""
+        """Whether weights or cache have given their memory back."""
         return (await self.get_stats()).sleeping
+
+
+def blocking(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Any, P], T]:
+    """The same method for LLM, whose client runs in another thread."""
+
+    @functools.wraps(method)
+    def call(self: Controls, *args: P.args, **kwargs: P.kwargs) -> T:
+        self._check_usable()
+        return self._background.run(method(self._client, *args, **kwargs))
+
+    return call
+
+
+class Controls:
+    """Mixed into LLM: the methods of AsyncControls, which return when the engine has answered."""
+
+    _background: BackgroundLoop
+    _client: CoreClient
+
+    def _check_usable(self) -> None:
+        raise NotImplementedError
+
+    reset_prefix_cache = blocking(AsyncControls.reset_prefix_cache)
+    pause_generation = blocking(AsyncControls.pause_generation)
+    resume_generation = blocking(AsyncControls.resume_generation)
+    get_stats = blocking(AsyncControls.get_stats)
+    is_paused = blocking(AsyncControls.is_paused)
+    reload_weights = blocking(AsyncControls.reload_weights)
+    start_profile = blocking(AsyncControls.start_profile)
+    stop_profile = blocking(AsyncControls.stop_profile)
+    describe_engine = blocking(AsyncControls.describe_engine)
+    call_extension = blocking(AsyncControls.call_extension)
+    collective_rpc = blocking(AsyncControls.collective_rpc)
+    sleep = blocking(AsyncControls.sleep)
+    wake_up = blocking(AsyncControls.wake_up)
+    is_sleeping = blocking(AsyncControls.is_sleeping)

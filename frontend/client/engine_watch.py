@@ -1,34 +1,22 @@
 """Engines of this user as `ps` and `top` see them: found by their sockets, asked for their figures and nothing else.
 
-A session here is lighter than a client's: it fetches no tokenizer, so looking at an engine costs a few milliseconds.
+Their sessions fetch no tokenizer, so looking at an engine costs a few milliseconds.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import time
 from collections.abc import Sequence
 
 import msgspec
 
-from headrace import __version__
+from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.transport import ZmqTransport
-from headrace.ipc.failure import EngineDeadError, Failure
-from headrace.ipc.messages import (
-    SCHEMA_HASH,
-    CoreMessage,
-    EngineFailed,
-    EngineStats,
-    GetStats,
-    Goodbye,
-    Hello,
-    Refused,
-    Reply,
-    Welcome,
-)
-from headrace.ipc.sockets import ipc_path, runtime_directory
+from headrace.ipc.failure import EngineDeadError
+from headrace.ipc.messages import EngineStats, GetStats, Welcome
+from headrace.ipc.sockets import check_address, ipc_path, runtime_directory
 
 ANSWER_TIMEOUT_S = 2.0
 _SOCKET_NAME = re.compile(r"engine-(\d+)-[0-9a-f]+\.sock")
@@ -50,80 +38,46 @@ class Sight(msgspec.Struct, kw_only=True):
 
 
 class EngineWatch:
-    """One session with one engine. Everything runs in one asyncio loop."""
+    """One engine that is looked at again and again, over one session. Everything runs in one asyncio loop."""
 
     def __init__(self, address: str) -> None:
         """Raises AddressError for what is no address."""
-        self.address = address
-        self.welcome: Welcome | None = None
-        self.gone = False
+        self.address = check_address(address)
+        self._client: CoreClient | None = None
+        self._welcome: Welcome | None = None
+
+    @property
+    def gone(self) -> bool:
         """The connection was refused or lost: nobody listens there."""
-        self._problem = ""
-        self._transport = ZmqTransport(address)
-        self._is_open = False
-        self._call = 0
-        self._answer: asyncio.Future[EngineStats | None] | None = None
+        failure = self._client.failure if self._client is not None else None
+        return failure is not None and failure.phase == "connection"
 
     async def look(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Sight:
         """Its figures now; whatever goes wrong is in the result's `problem`."""
-        self._answer = asyncio.get_running_loop().create_future()
-        if not self._is_open:
-            self._is_open = True
-            self._transport.open(self._on_message, self._on_closed)
-            self._transport.send(Hello(schema_hash=SCHEMA_HASH, version=__version__, pid=os.getpid()))
-        elif self.welcome is not None:
-            self._ask()
-        if self._problem:
-            self._settle(None)
         stats, problem = None, ""
         try:
-            stats = await asyncio.wait_for(self._answer, timeout_s)
-        except TimeoutError:
-            problem = f"no answer within {timeout_s:g} s"
-        pid = self.welcome.pid if self.welcome is not None else pid_of(self.address)
+            if self._client is None or self._client.failure is not None:
+                self._client = CoreClient(ZmqTransport(self.address))
+                await self._client.start(timeout_s, with_tokenizer=False)
+                self._welcome = self._client.welcome
+            stats = await self._client.call(GetStats, timeout_s)
+        except EngineDeadError as error:
+            problem = error.failure.message if error.failure is not None else str(error)
+        pid = self._welcome.pid if self._welcome is not None else pid_of(self.address)
         return Sight(
             address=self.address,
             at_s=time.monotonic(),
             pid=pid,
             uptime_s=None if pid is None or self.gone else _uptime_s(pid),
-            welcome=self.welcome,
+            welcome=self._welcome,
             stats=stats,
-            problem=self._problem or problem,
+            problem=problem,
         )
 
     def close(self) -> None:
         """Leaves. May be called again."""
-        if self._is_open:
-            self._transport.send(Goodbye())
-            self._transport.close()
-
-    def _ask(self) -> None:
-        self._call += 1
-        self._transport.send(GetStats(call=self._call))
-
-    def _settle(self, stats: EngineStats | None) -> None:
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_result(stats)
-
-    def _on_message(self, message: CoreMessage) -> None:
-        if isinstance(message, Welcome):
-            self.welcome = message
-            self._ask()
-        elif isinstance(message, Reply):
-            # A late answer to an earlier question is older than what is wanted now.
-            if message.call == self._call and isinstance(message.result, EngineStats):
-                self._settle(message.result)
-        elif isinstance(message, Refused):
-            self._problem = f"is headrace {message.version}, and this is {__version__}: use that version's command"
-            self._settle(None)
-        elif isinstance(message, EngineFailed):
-            self._problem = message.failure.message
-            self._settle(None)
-
-    def _on_closed(self, failure: Failure) -> None:
-        self.gone = True
-        self._problem = self._problem or failure.message
-        self._settle(None)
+        if self._client is not None:
+            self._client.leave()
 
 
 def engine_addresses() -> list[str]:
