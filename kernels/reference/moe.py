@@ -1,0 +1,126 @@
+"""Mixtures of experts (Shazeer et al. 2017; Fedus et al. 2021), in torch: which experts a token goes to, and what they
+compute. A token's result does not depend on the rest of the batch, and experts that no token chose are not read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.kernels.reference.quantised import QuantisedLinear
+from headrace.kernels.reference.rows import LinearWeight, activate_and_multiply
+
+Scoring = Literal["softmax", "sigmoid"]
+LEAST_SUM = 1e-20
+"""Weights are divided by their sum or by this, whichever is larger: sigmoid scores can all be 0."""
+
+
+class QuantisedStack(Sequence[LinearWeight]):
+    """The same matrix of every expert in 8 or 4 bits, in parts that are kept as they came: see `QuantisedLinear`."""
+
+    def __init__(self, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> None:
+        self.codes = codes  # [num_experts, out_features, in_features] int8; [.., in_features / 2] uint8 for 4 bits
+        self.scales = scales  # [num_experts, out_features, num_groups] float32 or float16
+        self.zeros = zeros  # as scales, uint8 or float32, of 4 bits alone
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __getitem__(self, expert: Any) -> Any:
+        """One expert's weight."""
+        zeros = None if self.zeros is None else self.zeros[expert]
+        return QuantisedLinear(self.codes[expert], self.scales[expert], None, zeros)
+
+
+ExpertStack = Tensor | Sequence[LinearWeight]
+"""The same matrix of every expert: [num_experts, out_features, in_features], or a packed weight for each."""
+
+
+def route_experts(
+    logits: Tensor,
+    *,
+    top_k: int,
+    scoring: Scoring,
+    renormalise: bool,
+    scale: float = 1.0,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The `top_k` experts of each token, best first, and the weights of their results.
+
+    logits [num_tokens, num_experts] of any float type. A score is the softmax over all experts, or each logit's
+    sigmoid, in float32. The best logits are chosen, of equals the lower index; with a bias [num_experts] float32
+    (DeepSeek-V3, section 2.1.2) the best sums of score and bias, which the weights do not contain. Weights are scores,
+    divided by their sum if renormalised, times `scale`.
+    Returns expert_ids [num_tokens, top_k] int32 and weights [num_tokens, top_k] float32.
+    """
+    wide = logits.float()
+    scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
+    order = wide if bias is None else scores + bias
+    expert_ids = order.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = scores.gather(-1, expert_ids)
+    if renormalise:
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=LEAST_SUM)
+    return expert_ids.to(torch.int32), weights * scale
+
+
+class ExpertWeights(Protocol):
+    """The experts' weights in whatever layout their kernel wants."""
+
+    def apply(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """sum over k of weights[:, k] * down(activation(gate(x)) * up(x)) of expert expert_ids[:, k].
+
+        x [num_tokens, hidden]; expert_ids [num_tokens, top_k] int32, no expert twice in a row, and weights
+        [num_tokens, top_k] float32, as `route_experts` gives them; a negative id is none of these experts (padding, or
+        another rank's) and adds nothing. Added in float32, in an order that does not depend on the other tokens, and
+        rounded once. Returns [num_tokens, hidden] in x's dtype.
+        """
+        ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class TorchExperts:
+    """Stacks as they came. Shares the tensors that it is given."""
+
+    def __init__(self, gate_up: ExpertStack, down: ExpertStack, activation: str) -> None:
+        self.gate_up, self.down, self.activation = gate_up, down, activation
+
+    def apply(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        parts = torch.zeros(*expert_ids.shape, x.shape[1], dtype=torch.float32, device=x.device)
+        for expert in expert_ids.unique().tolist():
+            if expert >= 0:
+                rows, slots = (expert_ids == expert).nonzero(as_tuple=True)
+                inner = activate_and_multiply(_multiply(x[rows], self.gate_up, expert), self.activation)
+                parts[rows, slots] = _multiply(inner, self.down, expert).float()
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for slot in range(expert_ids.shape[1]):
+            total += parts[:, slot] * weights[:, slot, None]
+        return total.to(x.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(
+            stack.nbytes if isinstance(stack, Tensor) else sum(weight.nbytes for weight in stack)
+            for stack in (self.gate_up, self.down)
+        )
+
+
+def experts(gate_up: ExpertStack, down: ExpertStack, activation: str) -> ExpertWeights:
+    """Packs the experts' matrices for `apply`.
+
+    gate_up: of each expert [2 * inner, hidden], the gate's rows first; down: [hidden, inner]; `activation` is a key of
+    ACTIVATIONS. Facts: `num_experts`, `hidden` and `inner`.
+    """
+    return TorchExperts(gate_up, down, activation)
+
+
+def _multiply(x: Tensor, stack: ExpertStack, expert: int) -> Tensor:
+    return F.linear(x, stack[expert]) if isinstance(stack, Tensor) else stack[expert].apply(x)
+
+
+REFERENCES: Mapping[str, Callable[..., Any]] = MappingProxyType({"route_experts": route_experts, "experts": experts})

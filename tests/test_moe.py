@@ -1,0 +1,104 @@
+"""The ops of mixtures of experts: the reference against plain formulas, and fast versions against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.kernels import ops
+from headrace.kernels.reference.moe import ExpertStack, QuantisedStack, Scoring
+from headrace.kernels.reference.quantised import dequantise
+from headrace.kernels.reference.rows import ACTIVATIONS, DenseLinear
+
+route = ops()["route_experts"].reference
+
+
+def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertStack, down: ExpertStack, kind: str) -> Tensor:
+    return ops()["experts"].reference(gate_up, down, kind).apply(x, ids, weights)
+
+
+def plain_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
+    """Every expert over every token, in float64, times its weight in the token's sum: [num_tokens, hidden]."""
+    share = torch.zeros(len(x), len(gate_up), dtype=torch.float64)
+    for slot in range(ids.shape[1]):
+        share.scatter_add_(1, ids[:, slot : slot + 1].long(), weights[:, slot : slot + 1].double())
+    gate, up = torch.einsum("nh,eih->eni", x.double(), gate_up.double()).chunk(2, -1)
+    every = torch.einsum("eni,ehi->enh", ACTIVATIONS[activation](gate) * up, down.double())
+    return torch.einsum("enh,ne->nh", every, share)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_routing_takes_the_best_scores_and_of_equals_the_lower_index(scoring: Scoring, renormalise: bool) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(40, 12).bfloat16()
+    logits[3] = 0.5
+    logits[4] = torch.tensor([1.0, 2.0, 3.0] * 4)
+    ids, weights = route(logits, top_k=5, scoring=scoring, renormalise=renormalise, scale=2.5)
+    assert ids.dtype == torch.int32
+    assert weights.dtype == torch.float32
+    assert ids[3].tolist() == [0, 1, 2, 3, 4]
+    assert ids[4].tolist() == [2, 5, 8, 11, 1]
+    wide = logits.double()
+    scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
+    expected = scores.sort(-1, descending=True).values[:, :5]
+    if renormalise:
+        expected = expected / expected.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights.double(), 2.5 * expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(scores.gather(1, ids.long()), scores.sort(-1, descending=True).values[:, :5])
+
+
+def test_logits_whose_scores_are_equal_after_rounding_are_still_told_apart() -> None:
+    ids, weights = route(torch.tensor([[-200.0, -150.0, 0.0]]), top_k=3, scoring="softmax", renormalise=True)
+    assert ids.tolist() == [[2, 1, 0]]
+    assert weights.tolist() == [[1.0, 0.0, 0.0]]
+    _, weights = route(torch.full((1, 3), -200.0), top_k=2, scoring="sigmoid", renormalise=True)
+    assert weights.tolist() == [[0.0, 0.0]]
+
+
+def test_a_bias_decides_who_is_chosen_and_is_not_in_the_weights() -> None:
+    logits, bias = torch.tensor([[2.0, 0.0, -1.0]]), torch.tensor([-1.0, 0.0, 0.5])
+    ids, weights = route(logits, top_k=2, scoring="sigmoid", renormalise=False, bias=bias)
+    assert ids.tolist() == [[2, 1]]
+    assert torch.equal(weights, logits[:, [2, 1]].sigmoid())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_experts_are_added_with_their_weights(dtype: torch.dtype, activation: str) -> None:
+    torch.manual_seed(1)
+    x, gate_up, down = torch.randn(9, 20).to(dtype), torch.randn(6, 14, 20).to(dtype), torch.randn(6, 20, 7).to(dtype)
+    ids, weights = route(torch.randn(9, 6), top_k=3, scoring="softmax", renormalise=True)
+    found = experts(x, ids, weights, gate_up, down, activation)
+    wanted = plain_experts(x, ids, weights, gate_up, down, activation)
+    assert found.dtype == dtype
+    bound = 1e-6 if dtype == torch.float32 else 2e-2
+    assert ((found.double() - wanted).abs() <= bound * (1 + wanted.abs().max())).all()
+
+
+def test_experts_that_nobody_chose_are_not_read_and_negative_ids_add_nothing() -> None:
+    torch.manual_seed(2)
+    x, gate_up, down = torch.randn(4, 8), torch.randn(5, 6, 8), torch.randn(5, 8, 3)
+    ids = torch.tensor([[1, 3], [3, 1], [3, -1], [-1, -1]], dtype=torch.int32)
+    weights = torch.rand(4, 2)
+    wanted = plain_experts(x[:3], ids[:3].clamp(min=0), weights[:3] * (ids[:3] >= 0), gate_up, down, "silu")
+    for expert in (0, 2, 4):
+        gate_up[expert], down[expert] = float("nan"), float("nan")
+    found = experts(x, ids, weights, gate_up, down, "silu")
+    torch.testing.assert_close(found[:3].double(), wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found[3], torch.zeros(8))
+
+
+def test_packed_stacks_are_the_floats_that_they_stand_for() -> None:
+    torch.manual_seed(3)
+    x, gate_up, down = torch.randn(7, 32), torch.randn(4, 64, 32), torch.randn(4, 32, 32)
+    ids, weights = route(torch.randn(7, 4), top_k=2, scoring="sigmoid", renormalise=False)
+    lists = [[DenseLinear(weight, None) for weight in stack] for stack in (gate_up, down)]
+    assert torch.equal(experts(x, ids, weights, *lists, "silu"), experts(x, ids, weights, gate_up, down, "silu"))
+    codes = [torch.randint(0, 256, (4, rows, 16), dtype=torch.uint8) for rows in (64, 32)]
+    scales = [torch.rand(4, rows, 2) * 0.1 for rows in (64, 32)]
+    stacks = [QuantisedStack(*parts) for parts in zip(codes, scales, strict=True)]
+    floats = [torch.stack([dequantise(*parts) for parts in zip(codes[i], scales[i], strict=True)]) for i in (0, 1)]
+    found, wanted = experts(x, ids, weights, *stacks, "silu"), experts(x, ids, weights, *floats, "silu")
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
