@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-VERSION_PACKAGES = ("cpu", "triton")
+logger = logging.getLogger(__name__)
+VERSION_PACKAGES: Mapping[str, str] = MappingProxyType({"cpu": "cpu", "triton": "cuda"})
+"""The device type that a sub-package's versions are made for: elsewhere it is no news that they do not serve."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Version:
     """Given the facts of `Op.choose` as keywords, the sentence that says why this version cannot serve; "" if it can.
 
     Facts that it does not know are to be ignored (`**_`); a fact it needs and does not get is a reason."""
+    device_type: str = ""
+    """What it is made for; "" is any. Set by `ops()`."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,8 @@ class Op:
         """The first version without a reason against it, else the reference.
 
         Facts are what is known when a layer is built: `device` (a torch.device), `dtype` (a torch.dtype) always, and
-        what the op adds, such as `head_dim`.
+        what the op adds, such as `head_dim`. Versions made for this device that do not serve are logged, each reason
+        once.
         """
         refused: list[tuple[str, str]] = []
         for version in self.versions:
@@ -62,7 +68,16 @@ class Op:
             if not reason:
                 return Choice(version.name, version.function, tuple(refused))
             refused.append((version.name, reason))
+            device = facts.get("device")
+            if device is None or version.device_type in ("", device.type):
+                _log_refusal(self.name, version.name, reason)
         return Choice("reference", self.reference, tuple(refused))
+
+
+@functools.cache
+def _log_refusal(op: str, version: str, reason: str) -> None:
+    """Once for each reason: a model asks for the same op in every layer."""
+    logger.info("the %s version of %s is not used: %s", version, op, reason)
 
 
 @functools.cache
@@ -101,7 +116,7 @@ def _find_versions() -> list[Version]:
     versions: list[Version] = []
     parent = importlib.import_module("headrace.kernels")
     present = {module.name for module in pkgutil.iter_modules(parent.__path__)}
-    for package_name in VERSION_PACKAGES:
+    for package_name, device_type in VERSION_PACKAGES.items():
         if package_name not in present:
             continue
         package = importlib.import_module(f"headrace.kernels.{package_name}")
@@ -109,5 +124,6 @@ def _find_versions() -> list[Version]:
         for name in ["versions"] if "versions" in names else names:
             if not name.startswith("_"):
                 imported = importlib.import_module(f"{package.__name__}.{name}")
-                versions.extend(getattr(imported, "VERSIONS", ()))
+                found: tuple[Version, ...] = getattr(imported, "VERSIONS", ())
+                versions.extend(replace(version, device_type=device_type) for version in found)
     return versions

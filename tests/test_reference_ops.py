@@ -139,6 +139,29 @@ def test_choose_takes_the_first_version_that_has_no_reason_against_it() -> None:
     assert choice.refused == (("fast", "computes bfloat16 only, not torch.float32"),)
 
 
+def test_a_refused_version_is_logged_once_for_each_reason(caplog: pytest.LogCaptureFixture) -> None:
+    def only_small(size: int, **_: object) -> str:
+        return "" if size <= 8 else f"holds rows of up to 8 values, not {size}."
+
+    def small() -> None: ...
+    def reference() -> None: ...
+
+    op = Op("logged", reference, (Version("logged", "small", small, only_small, device_type="cpu"),))
+    caplog.set_level("INFO", "headrace.kernels.registry")
+    for size in (8, 9, 9, 10, 9):
+        op.choose(device=torch.device("cpu"), dtype=torch.float32, size=size)
+    op.choose(device=torch.device("meta"), dtype=torch.float32, size=11)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the small version of logged is not used: holds rows of up to 8 values, not {size}." for size in (9, 10)
+    ], "each once, and nothing of a device that it is not made for"
+
+
+def test_versions_are_made_for_the_device_of_their_package() -> None:
+    made_for = {version.name: version.device_type for op in ops().values() for version in op.versions}
+    assert made_for["cpu_native"] == made_for["cpu_packed"] == "cpu"
+    assert made_for["triton"] == "cuda"
+
+
 def test_every_op_of_the_decoder_has_a_reference() -> None:
     assert {
         "linear", "rms_norm", "layer_norm", "rotary", "write_cache", "paged_attention", "activate",
