@@ -94,11 +94,14 @@ def test_packed_stacks_are_the_floats_that_they_stand_for() -> None:
     torch.manual_seed(3)
     x, gate_up, down = torch.randn(7, 32), torch.randn(4, 64, 32), torch.randn(4, 32, 32)
     ids, weights = route(torch.randn(7, 4), top_k=2, scoring="sigmoid", renormalise=False)
-    lists = [[DenseLinear(weight, None) for weight in stack] for stack in (gate_up, down)]
-    assert torch.equal(experts(x, ids, weights, *lists, "silu"), experts(x, ids, weights, gate_up, down, "silu"))
+    gate_ups, downs = ([DenseLinear(weight, None) for weight in stack] for stack in (gate_up, down))
+    assert torch.equal(
+        experts(x, ids, weights, gate_ups, downs, "silu"), experts(x, ids, weights, gate_up, down, "silu")
+    )
     codes = [torch.randint(0, 256, (4, rows, 16), dtype=torch.uint8) for rows in (64, 32)]
     scales = [torch.rand(4, rows, 2) * 0.1 for rows in (64, 32)]
-    stacks = [QuantisedStack(*parts) for parts in zip(codes, scales, strict=True)]
+    packed = [QuantisedStack(*parts) for parts in zip(codes, scales, strict=True)]
     floats = [torch.stack([dequantise(*parts) for parts in zip(codes[i], scales[i], strict=True)]) for i in (0, 1)]
-    found, wanted = experts(x, ids, weights, *stacks, "silu"), experts(x, ids, weights, *floats, "silu")
+    found = experts(x, ids, weights, packed[0], packed[1], "silu")
+    wanted = experts(x, ids, weights, floats[0], floats[1], "silu")
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
