@@ -73,24 +73,6 @@ def _imported(path: Path, node: ast.Import | ast.ImportFrom) -> list[str]:
     return [module]
 
 
-def functions(path: Path) -> Iterator[tuple[str, FunctionNode]]:
-    """Every function and method with its qualified name."""
-    yield from _functions(tree(path), "")
-
-
-def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, FunctionNode]]:
-    for child in ast.iter_child_nodes(node):
-        name = getattr(child, "name", "")
-        if isinstance(child, FunctionNode):
-            yield prefix + name, child
-        inner = f"{prefix}{name}." if isinstance(child, FunctionNode | ast.ClassDef) else prefix
-        yield from _functions(child, inner)
-
-
-def classes(path: Path) -> Iterator[ast.ClassDef]:
-    return (node for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef))
-
-
 def defines(path: Path, qualified_name: str) -> bool:
     """Whether a file defines a name: a function, class, constant, method or class attribute."""
     body: list[ast.stmt] = tree(path).body

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
@@ -20,27 +19,14 @@ MAY_IMPORT = MappingProxyType(
         "ipc": {"headrace.ipc", "msgspec", "zmq"},
         "core": {"headrace.core", "headrace.ipc", "msgspec", "zmq", "numpy", "psutil", "xxhash", "yaml"},
         "executor": {
-            *(
-                "headrace.executor",
-                "headrace.kernels",
-                "headrace.ipc",
-                "headrace.core.options.engine_options",
-                "headrace.core.options.plan",
-            ),
-            "headrace.core.process.supervisor",
+            *("headrace.executor", "headrace.kernels", "headrace.ipc"),
+            *("headrace.core.options", "headrace.core.process.supervisor"),
             *("torch", "transformers", "tokenizers", "safetensors", "gguf", "huggingface_hub"),
             *("numpy", "msgspec", "psutil", "tqdm"),
         },
         "kernels": {"headrace.kernels", "torch", "triton", "numpy", "gguf"},
         "frontend": {
-            *(
-                "headrace.frontend",
-                "headrace.ipc",
-                "headrace.core.options.engine_options",
-                "headrace.core.options.parsing",
-            ),
-            *("headrace.core.options.values", "headrace.core.options.document", "headrace.core.process.supervisor"),
-            "headrace.core.process.startup_table",
+            *("headrace.frontend", "headrace.ipc", "headrace.core.options", "headrace.core.process"),
             *("msgspec", "zmq", "tokenizers", "jinja2", "psutil", "tqdm", "uvloop"),
             *("starlette", "uvicorn", "httptools", "prometheus_client"),
         },
@@ -60,9 +46,8 @@ MAY_IMPORT_LAZILY = MappingProxyType(
 )
 MAY_IMPORT_BY_FILE = MappingProxyType({"ipc/step.py": {"numpy"}})
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_METHODS, MAX_ARGUMENTS = 600, 60, 20, 8
-OVER_THE_CAPS: MappingProxyType[str, str] = MappingProxyType({})
-"""What exceeds a cap, and why; it may only shrink."""
+MAX_FILE_LINES = 600
+"""A file is one whole idea; beyond this it is hardly one any more. Functions are held by ruff's complexity rules."""
 
 # In parts, so that this file does not match itself.
 MACHINE_PATHS = re.compile("|".join(["/" + "work/", "/" + "root/", "/" + r"home/\w", "/" + "opt/", "/" + "Users/"]))
@@ -97,7 +82,7 @@ def test_the_import_check_sees_every_kind_of_import(tmp_path: Path, monkeypatch:
         ("headrace.kernels", False),
         ("headrace", False),
         ("headrace.executor", False),
-        ("headrace.core.engine.loop", False),
+        ("headrace.core.loop", False),
         ("numpy", True),
     ]
 
@@ -125,27 +110,9 @@ def test_importing_a_thin_folder_loads_nothing_heavy(folder: str, absent: set[st
     assert not absent & set(result.stdout.split())
 
 
-def test_files_functions_and_classes_stay_small() -> None:
-    over = {}
-    for path in tree.python_files():
-        lines = len((ROOT / path).read_text(encoding="utf-8").splitlines())
-        if lines > MAX_FILE_LINES:
-            over[str(path)] = f"{lines} lines"
-        for name, function in tree.functions(path):
-            if any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list):
-                continue  # a kernel: its arguments are tensors and strides, and splitting it would hide the idea
-            lines = (function.end_lineno or function.lineno) - function.lineno + 1
-            if lines > MAX_FUNCTION_LINES:
-                over[f"{path}:{name}"] = f"{lines} lines"
-            if (arguments := _count_arguments(function.args)) > MAX_ARGUMENTS:
-                over[f"{path}:{name}"] = f"{arguments} arguments"
-        for node in tree.classes(path):
-            methods = sum(isinstance(member, tree.FunctionNode) for member in node.body)
-            if methods > MAX_METHODS:
-                over[f"{path}:{node.name}"] = f"{methods} methods"
-    new = {name: what for name, what in over.items() if name not in OVER_THE_CAPS}
-    assert not new, f"over the caps: {new}"
-    assert not set(OVER_THE_CAPS) - set(over), "these fit the caps now: take them off the list"
+def test_a_file_can_be_read_in_one_sitting() -> None:
+    lines = {str(path): len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in tree.python_files()}
+    assert not {path: count for path, count in lines.items() if count > MAX_FILE_LINES}
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "core", "executor", "frontend", "ipc", "kernels", "tests"])
@@ -198,10 +165,3 @@ def _resolves(file: str, name: str) -> bool:
 
 def _is_within(name: str, allowed: str) -> bool:
     return name == allowed or name.startswith(allowed + ".")
-
-
-def _count_arguments(arguments: ast.arguments) -> int:
-    """As a caller sees them: without self and cls."""
-    named = [*arguments.posonlyargs, *arguments.args]
-    own = bool(named) and named[0].arg in ("self", "cls")
-    return len(named) - own + len(arguments.kwonlyargs)

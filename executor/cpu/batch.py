@@ -41,7 +41,7 @@ CHANGES = int(Needs.PENALTIES | Needs.MIN_TOKENS | Needs.TOKEN_RULES)
 
 @dataclass(frozen=True)
 class StepArrays:
-    """A step's inputs on the host, as a model takes them; the fields are those of `executor.inputs.StepInputs`."""
+    """A step's inputs on the host, as a model takes them; the fields are those of `models.inputs.StepInputs`."""
 
     token_ids: np.ndarray  # [num_tokens] int32
     positions: np.ndarray  # [num_tokens] int32

@@ -19,7 +19,7 @@ PROMPT_LOGITS_BYTES = 1 << 27
 
 
 class Model(Protocol):
-    """What the runner asks of a model; `executor.decoder.Decoder` is one, `executor.cpu_decoder.CpuDecoder` another."""
+    """What the runner asks of a model; `models.decoder.Decoder` is one, `cpu.decoder.CpuDecoder` another."""
 
     @property
     def choose(self) -> Choose | None:
