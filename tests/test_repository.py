@@ -82,7 +82,7 @@ def test_the_import_check_sees_every_kind_of_import(tmp_path: Path, monkeypatch:
         ("headrace.kernels", False),
         ("headrace", False),
         ("headrace.executor", False),
-        ("headrace.core.loop", False),
+        ("headrace.core.engine.loop", False),
         ("numpy", True),
     ]
 
