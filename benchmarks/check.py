@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from report import write_report
 
 from headrace.frontend.bench.compare import welch
-from headrace.frontend.bench.tables import columns, number
+from headrace.frontend.bench.metrics import columns, number
 
 ROOT = Path(__file__).parent.parent
 CASES = Path(__file__).parent / "check_cases.py"

@@ -15,7 +15,7 @@ from headrace import LLM, SamplingParams
 from headrace.core.engine.sessions import ClientGone
 from headrace.core.engine.statistics import StepGaps
 from headrace.core.options.engine_options import Options
-from headrace.core.options.steps_in_flight import steps_in_flight
+from headrace.core.options.resolve import steps_in_flight
 from headrace.core.schedule.policies import in_turn
 from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.ipc.failure import OptionError

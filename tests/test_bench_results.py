@@ -10,8 +10,16 @@ from typing import Any
 import fake_server as fake
 import pytest
 
-from headrace.frontend.bench.compare import bootstrap, compare, verdict, welch
-from headrace.frontend.bench.measures import NUM_SLICES, Measure, measures, tokens_per_slice
+from headrace.frontend.bench.compare import (
+    NUM_SLICES,
+    Measure,
+    bootstrap,
+    compare,
+    measures,
+    tokens_per_slice,
+    verdict,
+    welch,
+)
 from headrace.frontend.bench.metrics import percentile
 from headrace.frontend.bench.plot import pareto
 from headrace.frontend.cli.main import main

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from fake_tokenizers import byte_level_tokenizer
 
-from headrace.frontend.bench.arrivals import schedule
 from headrace.frontend.bench.options import TrafficOptions, WorkloadOptions
-from headrace.frontend.bench.workload import BenchRequest, FileTokenizer, PromptMaker, make_workload
+from headrace.frontend.bench.workload import BenchRequest, FileTokenizer, PromptMaker, make_workload, schedule
 from headrace.ipc.failure import OptionError
 
 SHIPPED = Path(__file__).parents[1] / "benchmarks" / "workloads"

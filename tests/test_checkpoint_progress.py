@@ -14,8 +14,7 @@ import tiny_models
 from tiny_gguf import save_gguf
 
 from headrace.core.options.engine_options import Options
-from headrace.core.process.child_log import ChildLog
-from headrace.core.process.load_bar import LoadBar
+from headrace.core.process.child_output import ChildLog, LoadBar
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
 from headrace.executor.checkpoints.watched_weights import WatchedWeights
 from headrace.executor.checkpoints.weights import DummyWeights
@@ -65,7 +64,7 @@ def test_packed_weights_count_as_they_are_stored(tmp_path: Path) -> None:
 
 
 def test_a_bar_is_shown_where_it_is_wanted_and_on_terminals_alone_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.core.process.load_bar.DELAY_S", 0.0)
+    monkeypatch.setattr("headrace.core.process.child_output.DELAY_S", 0.0)
     for wanted, stream, shows in (
         (None, io.StringIO(), False),
         (None, Terminal(), True),
@@ -80,7 +79,7 @@ def test_a_bar_is_shown_where_it_is_wanted_and_on_terminals_alone_by_default(mon
 
 
 def test_log_lines_of_a_child_stand_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.core.process.load_bar.DELAY_S", 0.0)
+    monkeypatch.setattr("headrace.core.process.child_output.DELAY_S", 0.0)
     terminal, log = Terminal(), ChildLog()
     monkeypatch.setattr(sys, "stderr", terminal)
     bar = LoadBar(None)

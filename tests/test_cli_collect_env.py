@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import headrace
-from headrace.frontend.cli.environment import HIDDEN, cpu_limit, gpus_of, instruction_sets, shown_environment
+from headrace.frontend.cli.command_collect_env import HIDDEN, cpu_limit, gpus_of, instruction_sets, shown_environment
 from headrace.frontend.cli.main import main
 
 

@@ -13,15 +13,15 @@ from http_server import address_of_engine, metric, serving
 from terminal import on_terminal
 from test_cli_ps import stats_of
 
-from headrace.frontend.cli.command_top import HEADER, Watches, row
+from headrace.frontend.cli.command_top import HEADER, WatchedEngines, row
 from headrace.frontend.cli.main import main
-from headrace.frontend.client.engine_watch import EngineWatch, Sight
+from headrace.frontend.client.engine_watch import EngineSnapshot, EngineWatch
 from headrace.ipc.failure import EngineDeadError
 from headrace.ipc.messages import EngineTimes
 
 
 def test_rates_are_counter_differences_over_the_time_between() -> None:
-    before = Sight(
+    before = EngineSnapshot(
         address="a",
         at_s=10.0,
         stats=stats_of(
@@ -30,7 +30,7 @@ def test_rates_are_counter_differences_over_the_time_between() -> None:
             times=EngineTimes(num_first_tokens=5, first_token_s=9.0, num_later_tokens=7, later_token_s=1.0),
         ),
     )
-    now = Sight(
+    now = EngineSnapshot(
         address="a",
         at_s=12.0,
         stats=stats_of(
@@ -65,7 +65,7 @@ def test_latencies_are_those_that_clients_see() -> None:
     asked = {"prompt": [5, 6], "ignore_eos": True}
     with serving(null_model={"step_delay_s": 0.01}) as server, ThreadPoolExecutor(4) as pool, server.client() as client:
 
-        async def look_around() -> tuple[Sight, Sight]:
+        async def look_around() -> tuple[EngineSnapshot, EngineSnapshot]:
             watch = EngineWatch(address_of_engine(server))
             before = await watch.look()
             bodies = [{**asked, "max_tokens": 10 + 10 * index} for index in range(4)]
@@ -93,7 +93,7 @@ def test_latencies_are_those_that_clients_see() -> None:
 
 def test_engines_come_and_go(runtime_directory: Path) -> None:
     async def watch() -> None:
-        watches = Watches(None)
+        watches = WatchedEngines(None)
         try:
             assert await watches.rows() == []
             with zmq_core(model="one") as one, zmq_core(model="two") as two:
@@ -112,7 +112,7 @@ def test_engines_come_and_go(runtime_directory: Path) -> None:
 def test_an_engine_asked_for_by_address_stays_in_the_table(runtime_directory: Path) -> None:
     async def watch() -> None:
         with zmq_core(model="one") as core:
-            watches = Watches([core.address, core.address])
+            watches = WatchedEngines([core.address, core.address])
             (alive,) = await watches.rows()
             assert alive[1:3] == ("one", "0")
             core.stop()
@@ -164,7 +164,7 @@ def test_an_engine_that_dies_while_top_looks_is_an_error(
     with zmq_core(model="one") as core:
 
         async def look_twice() -> None:
-            watches = Watches([core.address])
+            watches = WatchedEngines([core.address])
             await watches.rows()
             watches.check()
             core.stop()

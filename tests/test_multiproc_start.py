@@ -19,7 +19,7 @@ from test_multinode import cluster
 from headrace import LLM
 from headrace.core.engine.engine import EngineThread
 from headrace.core.options.engine_options import Options
-from headrace.core.process.startup_table import REST, startup_table
+from headrace.core.process.child_output import REST, startup_table
 from headrace.core.process.supervisor import start_engine
 from headrace.executor.placement.load_turn import turn_to_load
 from headrace.ipc.failure import EngineStartError, OptionError

@@ -24,10 +24,8 @@ from headrace.core.engine.zmq_port import ZmqPort
 from headrace.core.options.engine_options import Options
 from headrace.core.options.memory import fit_cache, ledger
 from headrace.core.options.plan import Facts, Plan
-from headrace.core.options.resolve import resolve
-from headrace.core.options.steps_in_flight import steps_in_flight
-from headrace.core.process.load_bar import LoadBar
-from headrace.core.process.startup_table import startup_table
+from headrace.core.options.resolve import resolve, steps_in_flight
+from headrace.core.process.child_output import LoadBar, startup_table
 from headrace.ipc.failure import Failure, HeadraceError, OptionError
 from headrace.ipc.messages import TokenizerBundle, TokenizerInfo, Welcome
 

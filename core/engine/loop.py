@@ -30,7 +30,7 @@ from headrace.core.engine.sessions import ClientGone, ExecutorFailed, Inbox, Sto
 from headrace.core.engine.statistics import Statistics
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Facts, Plan
-from headrace.core.options.steps_in_flight import Capacity, steps_in_flight
+from headrace.core.options.resolve import Capacity, steps_in_flight
 from headrace.core.schedule.requests import Request
 from headrace.core.schedule.scheduler import Scheduler, SchedulerConfig
 from headrace.ipc.control import PauseGeneration, Sleep, WorkerAnswer, WorkerCommand

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import msgspec
 
 from headrace.core.options.engine_options import Options
-from headrace.core.options.sampling_defaults import check_sampling_defaults
+from headrace.core.options.resolve import check_sampling_defaults
 from headrace.core.options.values import OptionSpec, nearest, option_specs, range_text, read_options
 from headrace.core.options.vllm_options import FOREIGN, RENAMED, SHORT_NAMES
 from headrace.ipc.failure import OptionError

@@ -1,16 +1,17 @@
-"""From what was asked and what the model is to what the engine runs by, with a reason for each decision."""
+"""From what was asked and what the model and the executor are to what the engine runs by, with reasons."""
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import Callable
-from typing import Any
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Decision, ModelDescription, Plan
-from headrace.core.options.sampling_defaults import check_sampling_defaults
 from headrace.ipc.failure import OptionError
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
@@ -204,3 +205,72 @@ def _asked(was_asked: bool, otherwise: str) -> str:
 
 def _draw_seed() -> int:
     return secrets.randbits(63)
+
+
+class Capacity(Protocol):
+    """What an Executor says of itself; see executor/placement/base.py."""
+
+    @property
+    def max_steps_in_flight(self) -> int: ...
+    @property
+    def num_stages(self) -> int: ...
+    @property
+    def async_by_default(self) -> bool: ...
+
+
+class InFlight(msgspec.Struct, frozen=True):
+    depth: int
+    """Most steps in flight; with 1 each step is planned when the one before has been answered."""
+    rows_run_ahead: bool
+    """A row may be in several of them."""
+    reason: str
+
+
+def steps_in_flight(options: Options, executor: Capacity) -> InFlight:
+    """Raises OptionError when async_scheduling is asked for and the executor runs one step at a time."""
+    stages, most = executor.num_stages, executor.max_steps_in_flight
+    asked = options.async_scheduling
+    if asked and most <= stages:
+        raise OptionError(
+            f"async_scheduling=True cannot apply: {type(executor).__name__} holds {most} steps and needs "
+            f"{stages + 1} to plan ahead; leave it out"
+        )
+    ahead = (executor.async_by_default if asked is None else asked) and most > stages
+    why = "asked for" if asked is not None else "the next step is planned while one runs" if ahead else "the default"
+    if stages > 1:
+        depth = min(most, stages + ahead)
+        return InFlight(depth, False, f"{why}; {stages} pipeline stages" + (" and one step waiting" if ahead else ""))
+    return InFlight(2 if ahead else 1, True, why)
+
+
+# field -> (lowest, highest, whether the lowest itself is excluded)
+RANGES: Mapping[str, tuple[float, float, bool]] = types.MappingProxyType(
+    {
+        "temperature": (0, math.inf, False),
+        "top_p": (0, 1, True),
+        "top_k": (-1, 2**31 - 1, False),
+        "min_p": (0, 1, False),
+        "repetition_penalty": (0, math.inf, True),
+        "presence_penalty": (-2, 2, False),
+        "frequency_penalty": (-2, 2, False),
+        "max_tokens": (1, 2**31 - 1, False),
+        "min_tokens": (0, 2**31 - 1, False),
+    }
+)
+_WHOLE = ("top_k", "max_tokens", "min_tokens")
+
+
+def check_sampling_defaults(override: Mapping[str, Any]) -> None:
+    """Raises OptionError for what `override_generation_config` cannot set, or not to that."""
+    unknown = [name for name in override if name not in RANGES]
+    if unknown:
+        raise OptionError(f"override_generation_config cannot set {', '.join(unknown)}; it can set {', '.join(RANGES)}")
+    for name, value in override.items():
+        low, high, open_low = RANGES[name]
+        kind = int if name in _WHOLE else (int, float)
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        # Written so that NaN fails.
+        if not is_number or not (low < value if open_low else low <= value) or not value <= high or value == math.inf:
+            allowed = f"a {'whole ' if name in _WHOLE else ''}number, {'over' if open_low else 'at least'} {low:g}"
+            allowed += f" and at most {high:g}" if high in (1, 2) else ""
+            raise OptionError(f"override_generation_config sets {name}={value!r:.100}: it must be {allowed}")

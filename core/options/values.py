@@ -25,8 +25,8 @@ from headrace.ipc.failure import OptionError
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-Kind = Literal["bool", "int", "float", "str", "choice", "list", "numbers", "dict"]
-KINDS: Mapping[Any, Kind] = types.MappingProxyType(
+OptionKind = Literal["bool", "int", "float", "str", "choice", "list", "numbers", "dict"]
+KINDS: Mapping[Any, OptionKind] = types.MappingProxyType(
     {bool: "bool", int: "int", float: "float", str: "str", Literal: "choice", tuple: "list", dict: "dict"}
 )
 UNITS_WITH_SUFFIX = ("tokens", "bytes")
@@ -36,7 +36,7 @@ class OptionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One option as declared."""
 
     name: str
-    kind: Kind
+    kind: OptionKind
     option: Option
     default: Any
     nullable: bool
@@ -283,7 +283,7 @@ def _to_dict(spec: OptionSpec, value: Any) -> dict[str, Any]:
     return plain
 
 
-_CONVERTERS: Mapping[Kind, Callable[[OptionSpec, Any], Any]] = types.MappingProxyType(
+_CONVERTERS: Mapping[OptionKind, Callable[[OptionSpec, Any], Any]] = types.MappingProxyType(
     {
         "bool": _to_bool,
         "int": _to_int,

@@ -20,8 +20,7 @@ from types import FrameType
 from headrace.core.engine.zmq_port import ZmqPort
 from headrace.core.options.engine_options import Options
 from headrace.core.options.parsing import OptionParser, add_options, options_from_arguments, parse_options
-from headrace.core.process.child_log import BesideBars
-from headrace.core.process.load_bar import LoadBar
+from headrace.core.process.child_output import BesideBars, LoadBar
 from headrace.core.process.supervisor import START_GRACE_S
 from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.child import die_with_parent, exit_when_slow, leave, show_stacks_when_asked

@@ -21,8 +21,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.options.engine_options import Options
-from headrace.core.process.child_log import ChildLog
-from headrace.core.process.load_bar import LoadBar
+from headrace.core.process.child_output import ChildLog, LoadBar
 from headrace.ipc.channel import Channel, ChannelClosedError
 from headrace.ipc.codec import CodecError
 from headrace.ipc.failure import EngineStartError, Failure
@@ -50,8 +49,8 @@ OnProgress = Callable[[Progress], None]
 OnExit = Callable[[Failure], None]
 
 
-class Kind(msgspec.Struct, frozen=True):
-    """What tells one kind of child from another. The defaults are an engine core's."""
+class ChildOptions(msgspec.Struct, frozen=True):
+    """How a child is started and watched. The defaults are those of an engine core."""
 
     receives: Any = ChildMessage
     """The union of what it may send; ChildMessage at least."""
@@ -74,17 +73,17 @@ class Kind(msgspec.Struct, frozen=True):
 class Child:
     """One child program from start to end. Thread-safe."""
 
-    def __init__(self, name: str, arguments: list[str], start: Message, kind: Kind | None = None) -> None:
+    def __init__(self, name: str, arguments: list[str], start: Message, options: ChildOptions | None = None) -> None:
         """Starts `python arguments...` with the channel's descriptor as its last argument, and sends `start`."""
         self.name = name
-        self.kind = kind or Kind()
+        self.options = options or ChildOptions()
         self.ready: Ready | None = None
         self.failure: Failure | None = None
         self.pid = 0
         self.status: int | None = None
         """Its exit status once it has ended; a signal's number, negative, if that ended it."""
         self.log = ChildLog()
-        self._bar = LoadBar(self.kind.shows_loading)  # for the watching thread
+        self._bar = LoadBar(self.options.shows_loading)  # for the watching thread
         self._arguments = arguments
         self._phase = "start"
         self._stopping = False
@@ -92,7 +91,7 @@ class Child:
         self._exited = False
         self._progress: list[Progress] = []
         self._on_exit: list[OnExit] = []
-        self._channel, theirs = Channel.pair(self.kind.receives)
+        self._channel, theirs = Channel.pair(self.options.receives)
         self._oom_kills = oom_kill_count()
         self._spawn_error: OSError | None = None
         self._thread = threading.Thread(target=self._run, args=(theirs,), name=f"watch-{name}", daemon=True)
@@ -109,7 +108,7 @@ class Child:
 
         `timeout_s` is by default what its options allow it; a child that is not ready then is ended.
         """
-        allowed_s = self.kind.startup_timeout_s
+        allowed_s = self.options.startup_timeout_s
         what = f"{allowed_s:g} s (startup_timeout)" if timeout_s is None else f"{timeout_s:g} s"
         deadline = Deadline(allowed_s + START_GRACE_S if timeout_s is None else timeout_s)
         while True:
@@ -199,7 +198,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno(), *self.kind.pass_fds],
+                pass_fds=[theirs.fileno(), *self.options.pass_fds],
                 start_new_session=True,  # the terminal's Ctrl-C is for the parent, which stops the child in order
             )
         except OSError as error:
@@ -266,8 +265,8 @@ class Child:
             elif isinstance(message, ChildFailed):
                 self.failure = message.failure
             self._changed.notify_all()
-        if self.kind.on_message is not None:
-            self.kind.on_message(message)
+        if self.options.on_message is not None:
+            self.options.on_message(message)
         return True
 
     def _finish(self, process: subprocess.Popen[bytes]) -> None:
@@ -276,8 +275,8 @@ class Child:
             process.stdout.close()
         self._channel.close()
         self._bar.close(is_done=False)
-        if self.kind.at_end is not None:
-            self.kind.at_end()
+        if self.options.at_end is not None:
+            self.options.at_end()
         with self._changed:
             self._exited = True
             self.status = status
@@ -304,8 +303,8 @@ class Child:
         return Failure(
             message=f"{self.name} (pid {self.pid}) {how}",
             type=kind,
-            process=self.kind.process or self.name,
-            rank=self.kind.rank,
+            process=self.options.process or self.name,
+            rank=self.options.rank,
             pid=self.pid,
             phase=self._phase,
             log_tail=self.log_tail,
@@ -333,8 +332,10 @@ def start_engine(options: Options, address: str = "") -> Child:
     """Starts an engine-core of one's own: it ends when this process does. `wait_ready` gives its address."""
     start = Start(schema_hash=SCHEMA_HASH, options=msgspec.to_builtins(options), bind=address)
     # One that is killed leaves its socket.
-    kind = Kind(startup_timeout_s=options.startup_timeout, shows_loading=options.use_tqdm_on_load, at_end=sweep_sockets)
-    return Child("engine-core", ["-m", "headrace.core.process.daemon", "--parent-fd"], start, kind)
+    child = ChildOptions(
+        startup_timeout_s=options.startup_timeout, shows_loading=options.use_tqdm_on_load, at_end=sweep_sockets
+    )
+    return Child("engine-core", ["-m", "headrace.core.process.daemon", "--parent-fd"], start, child)
 
 
 def _readable(fd: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.core.process.supervisor import Child, Kind, ask_for_stacks
+from headrace.core.process.supervisor import Child, ChildOptions, ask_for_stacks
 from headrace.executor.placement.base import Report, reader_of
 from headrace.executor.placement.messages import WAIT_FOR_CORE, WAIT_FOR_TURN, FromWorker, LargeMessage, StartWorker
 from headrace.ipc.channel import ChannelClosedError
@@ -143,7 +143,7 @@ class WorkerGroup:
             f"worker {rank}",
             list(PROGRAM),
             start,
-            Kind(
+            ChildOptions(
                 receives=FromWorker,
                 on_message=lambda message: self._hear(index, message),
                 pass_fds=(memory.steps, memory.results, memory.collectives, *store),
@@ -166,7 +166,7 @@ class WorkerGroup:
 
     def _ended(self, child: Child, failure: Failure) -> None:
         """On the child's watching thread, once it has ended without being asked to."""
-        rank = child.kind.rank - self._first_rank
+        rank = child.options.rank - self._first_rank
         if failure.traceback:  # it told the cause itself; a sentence for the user needs no such evidence
             how = f"{child.name} of {self.size} (pid {child.pid}) ended with exit status {child.status}"
             failure = msgspec.structs.replace(failure, hint=failure.hint or how, log_tail=child.log_tail)

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from headrace.frontend.bench.http_client import ExchangeError, Pool
-from headrace.frontend.bench.stream import CompletionStream, event_decoder
+from headrace.frontend.bench.http_client import CompletionStream, ExchangeError, Pool, event_decoder
 
 Tick = Callable[["Load"], None]
 TICK_S = 0.25

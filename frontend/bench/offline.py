@@ -14,9 +14,8 @@ import msgspec
 from headrace.core.options.engine_options import Options
 from headrace.core.options.parsing import options_from_arguments, struct_from_arguments
 from headrace.frontend.bench import record as records
-from headrace.frontend.bench.metrics import percentile, summary
+from headrace.frontend.bench.metrics import columns, metric_table, number, percentile, summary
 from headrace.frontend.bench.options import LatencyOptions, ResultOptions, ThroughputOptions, WorkloadOptions
-from headrace.frontend.bench.tables import columns, metric_table, number
 from headrace.frontend.bench.workload import PromptMaker, TextTokenizer, make_workload
 from headrace.ipc.failure import InvalidRequestError, OptionError
 

@@ -26,11 +26,10 @@ from headrace.frontend.bench import record as records
 from headrace.frontend.bench.child_server import running
 from headrace.frontend.bench.http_client import ExchangeError, Pool, Target
 from headrace.frontend.bench.load import Load
-from headrace.frontend.bench.metrics import percentile
+from headrace.frontend.bench.metrics import columns, number, percentile
 from headrace.frontend.bench.offline import finish
 from headrace.frontend.bench.options import OverheadOptions, ResultOptions
 from headrace.frontend.bench.serve import run_loop
-from headrace.frontend.bench.tables import columns, number
 from headrace.frontend.client.transport import ZmqTransport
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import EngineDeadError, Failure, OptionError
@@ -45,6 +44,8 @@ from headrace.ipc.messages import (
     StepOutputs,
     Welcome,
 )
+from headrace.ipc.ring import RingLayout, RingReader, RingWriter, lay_out_ring
+from headrace.ipc.wait import Deadline
 
 NULL = "headrace.executor.testing.null:NullExecutor"
 PROMPT_TOKENS = 16
@@ -136,15 +137,12 @@ async def socket_round_trips() -> list[float]:
 
 def ring_round_trips() -> list[float]:
     """Microseconds for a message through the ring to another process, and its echo through a second ring."""
-    from headrace.ipc.ring import RingLayout, RingReader, RingWriter, lay_out_ring
-    from headrace.ipc.wait import Deadline
-
     layout = RingLayout.holding(RING_MESSAGE_BYTES, 8, 1)
     fds = [os.memfd_create("headrace-bench-ring") for _ in range(2)]
     for fd in fds:
         lay_out_ring(fd, layout)
     child = subprocess.Popen(
-        [sys.executable, "-m", "headrace.frontend.bench.ring_echo", *map(str, fds), str(RING_ROUND_TRIPS)],
+        [sys.executable, "-m", "headrace.frontend.bench.overhead", *map(str, fds), str(RING_ROUND_TRIPS)],
         pass_fds=fds,
     )
     writer, reader = RingWriter(fds[0], layout), RingReader(fds[1], layout, 0)
@@ -321,3 +319,17 @@ def _counts(asked: OverheadOptions) -> list[int]:
 def _middle(samples: list[float]) -> dict[str, float]:
     ordered = sorted(samples)
     return {"p50": statistics.median(ordered), "p99": percentile(ordered, 99)}
+
+
+def echo_ring(inward: int, outward: int, count: int) -> None:
+    """The other side of `ring_round_trips`, in a process of its own."""
+    layout = RingLayout.holding(RING_MESSAGE_BYTES, 8, 1)
+    reader, writer = RingReader(inward, layout, 0), RingWriter(outward, layout)
+    deadline = Deadline(STEP_TIMEOUT_S)
+    for _ in range(count):
+        _, message = reader.take(deadline)
+        writer.put(bytes(message), deadline)
+
+
+if __name__ == "__main__":
+    echo_ring(*map(int, sys.argv[1:]))

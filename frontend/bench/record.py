@@ -41,7 +41,7 @@ def parse_pairs(pairs: Sequence[str], option: str) -> dict[str, str]:
 
 def surroundings(*, probe: bool) -> dict[str, Any]:
     """This machine and its software; what the machine reaches at best too if `probe` (some seconds of all cores)."""
-    from headrace.frontend.cli.environment import collect
+    from headrace.frontend.cli.command_collect_env import collect
 
     found = collect()
     about = {key.replace(" ", "_"): value for key, value in found["machine"].items() if key != "Python executable"}
@@ -171,3 +171,18 @@ def read(path: str | Path) -> dict[str, Any]:
     if not isinstance(record, dict) or not isinstance(record.get("results"), dict) or "benchmark" not in record:
         raise ResultError(f"{path} is no result of `headrace bench`: it lacks `benchmark` and `results`")
     return record
+
+
+def read_all(paths: Sequence[str]) -> list[tuple[Path, dict[str, Any]]]:
+    """The results in these files and folders, of one benchmark. Raises OptionError, ResultError."""
+    files: list[Path] = []
+    for path in map(Path, paths):
+        files += sorted(path.glob("*.json")) if path.is_dir() else [path]
+    if not files:
+        raise OptionError(f"{' '.join(paths)}: there is no result in it")
+    found = [(file, read(file)) for file in files]
+    kinds = {record["benchmark"] for _, record in found}
+    if len(kinds) > 1:
+        several = ", ".join(sorted(kinds))
+        raise OptionError(f"{' '.join(paths)}: results of several benchmarks cannot share a plot: {several}")
+    return found

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import math
 import os
+import random
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from headrace.core.options.parsing import struct_from_arguments
 from headrace.frontend.api.sampling_params import SamplingParams
 from headrace.frontend.bench import record as records
-from headrace.frontend.bench.arrivals import check_traffic, schedule
 from headrace.frontend.bench.http_client import ExchangeError, Pool, Target, Whole
 from headrace.frontend.bench.load import Load, LoadResult, ProgressBar
-from headrace.frontend.bench.metrics import parse_goodput, parse_metrics, parse_percentiles, serving_figures
+from headrace.frontend.bench.metrics import (
+    parse_goodput,
+    parse_metrics,
+    parse_percentiles,
+    serving_figures,
+    serving_table,
+)
 from headrace.frontend.bench.options import (
     SamplingOptions,
     ServingResultOptions,
@@ -26,10 +34,15 @@ from headrace.frontend.bench.options import (
     TrafficOptions,
     WorkloadOptions,
 )
-from headrace.frontend.bench.server_tokenizer import ServerTokenizer, as_texts
-from headrace.frontend.bench.tables import serving_table
-from headrace.frontend.bench.workload import BenchRequest, FileTokenizer, PromptMaker, make_workload
-from headrace.frontend.cli.engine_of_command import as_flag_error
+from headrace.frontend.bench.workload import (
+    BenchRequest,
+    FileTokenizer,
+    PromptMaker,
+    check_traffic,
+    make_workload,
+    schedule,
+)
+from headrace.frontend.cli.engine_arguments import as_flag_error
 from headrace.ipc.failure import HeadraceError, InvalidRequestError, OptionError
 
 T = TypeVar("T")
@@ -61,8 +74,15 @@ class ServingRun(NamedTuple):
     result: ServingResultOptions
 
 
-def bench_serve(asked: ServingRun) -> int:
+def bench_serve(arguments: argparse.Namespace) -> int:
     """The exit status: 0 when any request succeeded. Raises OptionError before anything is sent; ServerError."""
+    asked = ServingRun(
+        target=struct_from_arguments(arguments, TargetOptions),
+        workload=struct_from_arguments(arguments, WorkloadOptions),
+        traffic=struct_from_arguments(arguments, TrafficOptions),
+        sampling=struct_from_arguments(arguments, SamplingOptions),
+        result=struct_from_arguments(arguments, ServingResultOptions),
+    )
     check(asked)
     requests, traffic = requests_of(asked)
     if asked.target.backend == _CHAT and any(isinstance(request.prompt, list) for request in requests):
@@ -280,3 +300,55 @@ def _sample(outcome: Any, request: BenchRequest) -> dict[str, Any]:
 
 def _rounded(value: Any) -> Any:
     return [round(each, 6) for each in value] if isinstance(value, list) else value
+
+
+class ServerTokenizer:
+    """For a thread beside the pool's loop, which it was made in."""
+
+    def __init__(self, pool: Pool, target: Target, model: str, ordinary_ids: Sequence[int]) -> None:
+        self._pool, self._target, self._model = pool, target, model
+        self.ordinary_ids = ordinary_ids
+        self._loop = asyncio.get_running_loop()
+
+    def encode(self, text: str) -> list[int]:
+        tokens: list[int] = self._ask("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
+        return tokens
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._ask("/detokenize", {"tokens": list(token_ids)})["prompt"]
+        return text
+
+    def _ask(self, path: str, body: dict[str, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(self._answer(path, body), self._loop).result()
+
+    async def _answer(self, path: str, body: dict[str, Any]) -> Any:
+        """Raises OptionError."""
+        reader = Whole()
+        try:
+            await self._pool.send(self._target.post(path, msgspec.json.encode({"model": self._model, **body})), reader)
+            if reader.status == 200:
+                return json.loads(reader.body)
+            problem = f"answered {reader.status}: {reader.body.decode(errors='replace')[:300]}"
+        except (ExchangeError, ValueError) as error:
+            problem = f"failed: {error}"
+        raise OptionError(
+            f"chat takes texts, and {self._target.url}{path}, which would make them of the tokens that were drawn, "
+            f"{problem}; give --tokenizer FOLDER, or --random-vocab-size where tokens are unknown there, or a dataset "
+            "of texts"
+        )
+
+
+async def as_texts(requests: Sequence[BenchRequest], tokenizer: ServerTokenizer, seed: int) -> list[BenchRequest]:
+    """Prompts of token ids as texts of as many tokens, as far as that can be. Raises OptionError."""
+    maker, numbers = PromptMaker(0, tokenizer), random.Random(seed)
+
+    def make() -> list[BenchRequest]:
+        texts = []
+        for request in requests:
+            prompt, length = request.prompt, request.num_prompt_tokens
+            if isinstance(prompt, list):
+                prompt, length = maker.prompt(prompt, numbers)
+            texts.append(request._replace(prompt=prompt, num_prompt_tokens=length))
+        return texts
+
+    return await asyncio.to_thread(make)

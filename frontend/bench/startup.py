@@ -17,10 +17,9 @@ import msgspec
 
 from headrace.core.options.parsing import options_from_arguments, struct_from_arguments
 from headrace.frontend.bench import record as records
-from headrace.frontend.bench.metrics import percentile
+from headrace.frontend.bench.metrics import columns, percentile
 from headrace.frontend.bench.offline import finish, progress
 from headrace.frontend.bench.options import ResultOptions, StartupOptions
-from headrace.frontend.bench.tables import columns
 from headrace.ipc.failure import EngineStartError, OptionError
 
 START_TIMEOUT_S = 3600.0

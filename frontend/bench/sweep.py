@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 from headrace.frontend.bench import record as records
 from headrace.frontend.bench.child_server import ChildServer, running
 from headrace.frontend.bench.http_client import ExchangeError, Pool, Whole
+from headrace.frontend.bench.metrics import columns, number
 from headrace.frontend.bench.options import ResultOptions, TargetOptions
 from headrace.frontend.bench.serve import run_loop, target_of
-from headrace.frontend.bench.tables import columns, number
 from headrace.ipc.failure import HeadraceError, OptionError
 
 SUMMARY = "summary.json"
@@ -263,9 +263,9 @@ def sweep_table(record: dict[str, Any]) -> str:
 
 def _plot(folder: Path) -> None:
     """The Pareto plot beside the results, where plots can be made."""
-    from headrace.frontend.bench.plot import bench_plot
+    from headrace.frontend.bench.plot import plot
 
     try:
-        bench_plot([str(folder / SUMMARY)], str(folder / "pareto"), ("png", "svg", "html"))
+        plot([str(folder / SUMMARY)], str(folder / "pareto"), ("png", "svg", "html"))
     except OptionError as error:
         print(f"no plot: {error}", file=sys.stderr)

@@ -13,7 +13,7 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from headrace.frontend.cli.engine_of_command import (
+from headrace.frontend.cli.engine_arguments import (
     add_engine_arguments,
     add_server_arguments,
     check_sampling,

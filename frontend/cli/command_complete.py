@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from headrace.frontend.cli.engine_of_command import (
+from headrace.frontend.cli.engine_arguments import (
     add_engine_arguments,
     add_server_arguments,
     check_sampling,

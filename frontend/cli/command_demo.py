@@ -7,7 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from headrace.frontend.cli.engine_of_command import add_engine_arguments, check_sampling, open_engine, sampling_params
+from headrace.frontend.cli.engine_arguments import add_engine_arguments, check_sampling, open_engine, sampling_params
 
 if TYPE_CHECKING:
     from headrace.frontend.api.outputs import RequestMetrics

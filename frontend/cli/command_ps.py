@@ -9,7 +9,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.frontend.client.engine_watch import Sight
+    from headrace.frontend.client.engine_watch import EngineSnapshot
 
 HEADER = ("PID", "MODEL", "DTYPE", "RUNNING", "WAITING", "KV", "UPTIME", "ADDRESS")
 
@@ -30,52 +30,52 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.frontend.client.engine_watch import check_seen, engine_addresses, look_at, table
 
     asked: list[str] = arguments.engine or []
-    sights = asyncio.run(look_at(asked or engine_addresses(), with_gone=bool(asked)))
+    snapshots = asyncio.run(look_at(asked or engine_addresses(), with_gone=bool(asked)))
     if arguments.json:
         import json
 
-        print(json.dumps([as_json(sight) for sight in sights], indent=2))
+        print(json.dumps([as_json(snapshot) for snapshot in snapshots], indent=2))
     else:
-        print(*table(HEADER, [_row(sight) for sight in sights]), sep="\n")
+        print(*table(HEADER, [_row(snapshot) for snapshot in snapshots]), sep="\n")
     if asked:
-        check_seen(sights)
+        check_seen(snapshots)
     return 0
 
 
-def as_json(sight: Sight) -> dict[str, Any]:
+def as_json(snapshot: EngineSnapshot) -> dict[str, Any]:
     """Names and units as in EngineStats; what is not known is null."""
     from msgspec.structs import asdict
 
     from headrace.frontend.client.engine_watch import hit_rate, kv_use
 
-    welcome, stats = sight.welcome, sight.stats
+    welcome, stats = snapshot.welcome, snapshot.stats
     return {
-        "address": sight.address,
-        "pid": sight.pid,
+        "address": snapshot.address,
+        "pid": snapshot.pid,
         "model": None if welcome is None else welcome.model,
         "served_model_names": None if welcome is None else list(welcome.served_model_names),
         "dtype": None if welcome is None else welcome.dtype,
         "version": None if welcome is None else welcome.version,
         "max_model_len": None if welcome is None else welcome.max_model_len,
-        "uptime_s": None if sight.uptime_s is None else round(sight.uptime_s, 1),
+        "uptime_s": None if snapshot.uptime_s is None else round(snapshot.uptime_s, 1),
         "kv_use": None if stats is None else round(kv_use(stats), 4),
         "cache_hit_rate": None if stats is None else hit_rate(stats),
         "stats": None if stats is None else {**asdict(stats), "times": asdict(stats.times)},
-        "problem": sight.problem or None,
+        "problem": snapshot.problem or None,
     }
 
 
-def _row(sight: Sight) -> tuple[str, ...]:
+def _row(snapshot: EngineSnapshot) -> tuple[str, ...]:
     from headrace.frontend.client.engine_watch import duration, kv_use, short_name
 
-    welcome, stats = sight.welcome, sight.stats
+    welcome, stats = snapshot.welcome, snapshot.stats
     return (
-        "-" if sight.pid is None else str(sight.pid),
+        "-" if snapshot.pid is None else str(snapshot.pid),
         "-" if welcome is None else short_name(welcome.model),
         "-" if welcome is None else welcome.dtype,
         "-" if stats is None else str(stats.num_running),
         "-" if stats is None else str(stats.num_waiting),
         "-" if stats is None else f"{kv_use(stats):.0%}",
-        duration(sight.uptime_s),
-        sight.address + (f"  ({sight.problem})" if sight.problem else ""),
+        duration(snapshot.uptime_s),
+        snapshot.address + (f"  ({snapshot.problem})" if snapshot.problem else ""),
     )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headrace.frontend.client.engine_watch import EngineWatch, Sight
+    from headrace.frontend.client.engine_watch import EngineSnapshot, EngineWatch
 
 HEADER = (
     "PID",
@@ -62,14 +62,14 @@ def run(arguments: argparse.Namespace) -> int:
         return 0  # the way to end it
 
 
-class Watches:
+class WatchedEngines:
     """The engines that are looked at, with the figures of the look before."""
 
     def __init__(self, addresses: Sequence[str] | None) -> None:
         """Of these, which stay in the table when they end; None looks for engines anew each time."""
         self._fixed = addresses
         self._watches: dict[str, EngineWatch] = {}
-        self._before: dict[str, Sight] = {}
+        self._before: dict[str, EngineSnapshot] = {}
 
     def check(self) -> None:
         """Raises EngineDeadError for an engine that was named and gave no figures at the last look."""
@@ -90,12 +90,12 @@ class Watches:
         for address in addresses:
             if address not in self._watches:
                 self._watches[address] = EngineWatch(address)
-        sights = await asyncio.gather(*(self._watches[address].look() for address in addresses))
+        snapshots = await asyncio.gather(*(self._watches[address].look() for address in addresses))
         rows = []
-        for sight in sights:
-            if self._fixed is not None or not self._watches[sight.address].gone:
-                rows.append(row(sight, self._before.get(sight.address)))
-            self._before[sight.address] = sight
+        for snapshot in snapshots:
+            if self._fixed is not None or not self._watches[snapshot.address].gone:
+                rows.append(row(snapshot, self._before.get(snapshot.address)))
+            self._before[snapshot.address] = snapshot
         return rows
 
     def close(self) -> None:
@@ -107,46 +107,46 @@ class Watches:
         self._before.pop(address, None)
 
 
-def row(sight: Sight, before: Sight | None) -> tuple[str, ...]:
+def row(snapshot: EngineSnapshot, before: EngineSnapshot | None) -> tuple[str, ...]:
     """An engine's row; rates are of the time since the look `before`, and blank without one."""
     from headrace.frontend.client.engine_watch import duration, hit_rate, kv_use, short_name
 
-    stats, welcome = sight.stats, sight.welcome
-    rates = _rates(sight, before)
+    stats, welcome = snapshot.stats, snapshot.welcome
+    rates = _rates(snapshot, before)
     hits = None if stats is None else hit_rate(stats)
     return (
-        "-" if sight.pid is None else str(sight.pid),
+        "-" if snapshot.pid is None else str(snapshot.pid),
         "-" if welcome is None else short_name(welcome.model, 30),
         "-" if stats is None else str(stats.num_running),
         "-" if stats is None else str(stats.num_waiting),
         "-" if stats is None else f"{kv_use(stats):.0%}",
         *("-" if rate is None else f"{rate:.1f}" for rate in rates),
-        *_latencies(sight, before),
-        _gap(sight, before),
+        *_latencies(snapshot, before),
+        _gap(snapshot, before),
         "-" if hits is None else f"{hits:.0%}",
-        duration(sight.uptime_s),
-        sight.address + (f"  ({sight.problem})" if sight.problem else ""),
+        duration(snapshot.uptime_s),
+        snapshot.address + (f"  ({snapshot.problem})" if snapshot.problem else ""),
     )
 
 
-def _rates(sight: Sight, before: Sight | None) -> tuple[float | None, ...]:
+def _rates(snapshot: EngineSnapshot, before: EngineSnapshot | None) -> tuple[float | None, ...]:
     """Prompt tokens, generated tokens and finished requests, each per second."""
-    new, old = sight.stats, None if before is None else before.stats
-    if before is None or new is None or old is None or sight.at_s <= before.at_s:
+    new, old = snapshot.stats, None if before is None else before.stats
+    if before is None or new is None or old is None or snapshot.at_s <= before.at_s:
         return (None, None, None)
     names = ("num_prompt_tokens", "num_generated_tokens", "num_finished")
-    return tuple((getattr(new, name) - getattr(old, name)) / (sight.at_s - before.at_s) for name in names)
+    return tuple((getattr(new, name) - getattr(old, name)) / (snapshot.at_s - before.at_s) for name in names)
 
 
-def _latencies(sight: Sight, before: Sight | None) -> tuple[str, str, str]:
+def _latencies(snapshot: EngineSnapshot, before: EngineSnapshot | None) -> tuple[str, str, str]:
     """Means over what happened since the look before: `-` for what did not happen at all."""
-    if sight.stats is None or before is None or before.stats is None:
+    if snapshot.stats is None or before is None or before.stats is None:
         return ("-", "-", "-")
-    new, old = sight.stats.times, before.stats.times
+    new, old = snapshot.stats.times, before.stats.times
     return (
         _mean(1e3 * (new.first_token_s - old.first_token_s), new.num_first_tokens - old.num_first_tokens),
         _mean(1e3 * (new.later_token_s - old.later_token_s), new.num_later_tokens - old.num_later_tokens),
-        _mean(new.request_s - old.request_s, sight.stats.num_finished - before.stats.num_finished),
+        _mean(new.request_s - old.request_s, snapshot.stats.num_finished - before.stats.num_finished),
     )
 
 
@@ -154,9 +154,9 @@ def _mean(total: float, count: int) -> str:
     return f"{total / count:.3g}" if count > 0 else "-"
 
 
-def _gap(sight: Sight, before: Sight | None) -> str:
+def _gap(snapshot: EngineSnapshot, before: EngineSnapshot | None) -> str:
     """Mean time between two forward passes that follow each other, in microseconds."""
-    new, old = sight.stats, None if before is None else before.stats
+    new, old = snapshot.stats, None if before is None else before.stats
     if new is None or old is None or new.num_step_gaps <= old.num_step_gaps:
         return "-"
     return f"{1e6 * (new.step_gap_s - old.step_gap_s) / (new.num_step_gaps - old.num_step_gaps):.0f}"
@@ -165,7 +165,7 @@ def _gap(sight: Sight, before: Sight | None) -> str:
 async def _watch(addresses: Sequence[str] | None, interval_s: float, *, once: bool) -> int:
     import asyncio
 
-    watches = Watches(addresses)
+    watches = WatchedEngines(addresses)
     on_screen = sys.stdout.isatty() and not once
     try:
         with _screen() if on_screen else contextlib.nullcontext(), _keys() as key_pressed:

@@ -22,7 +22,7 @@ ANSWER_TIMEOUT_S = 2.0
 _SOCKET_NAME = re.compile(r"engine-(\d+)-[0-9a-f]+\.sock")
 
 
-class Sight(msgspec.Struct, kw_only=True):
+class EngineSnapshot(msgspec.Struct, kw_only=True):
     """What is known of one engine at one time."""
 
     address: str
@@ -52,7 +52,7 @@ class EngineWatch:
         failure = self._client.failure if self._client is not None else None
         return failure is not None and failure.phase == "connection"
 
-    async def look(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Sight:
+    async def look(self, timeout_s: float = ANSWER_TIMEOUT_S) -> EngineSnapshot:
         """Its figures now; whatever goes wrong is in the result's `problem`."""
         stats, problem = None, ""
         try:
@@ -64,7 +64,7 @@ class EngineWatch:
         except EngineDeadError as error:
             problem = error.failure.message if error.failure is not None else str(error)
         pid = self._welcome.pid if self._welcome is not None else pid_of(self.address)
-        return Sight(
+        return EngineSnapshot(
             address=self.address,
             at_s=time.monotonic(),
             pid=pid,
@@ -95,24 +95,24 @@ def engine_addresses() -> list[str]:
     return [address for _, address in sorted(found)]
 
 
-async def look_at(addresses: Sequence[str], *, with_gone: bool = False) -> list[Sight]:
+async def look_at(addresses: Sequence[str], *, with_gone: bool = False) -> list[EngineSnapshot]:
     """One look at each, all at once. Those where nobody listens are left out, unless `with_gone`.
 
     Raises AddressError.
     """
     watches = [EngineWatch(address) for address in addresses]
     try:
-        sights = await asyncio.gather(*(watch.look() for watch in watches))
+        snapshots = await asyncio.gather(*(watch.look() for watch in watches))
     finally:
         for watch in watches:
             watch.close()
-    return [sight for watch, sight in zip(watches, sights, strict=True) if with_gone or not watch.gone]
+    return [snapshot for watch, snapshot in zip(watches, snapshots, strict=True) if with_gone or not watch.gone]
 
 
-def check_seen(sights: Sequence[Sight]) -> None:
+def check_seen(snapshots: Sequence[EngineSnapshot]) -> None:
     """Raises EngineDeadError for engines that were asked for by address and gave no figures."""
-    told = [each.problem if each.address in each.problem else f"{each.address} {each.problem}" for each in sights]
-    problems = [text for text, sight in zip(told, sights, strict=True) if sight.stats is None]
+    told = [each.problem if each.address in each.problem else f"{each.address} {each.problem}" for each in snapshots]
+    problems = [text for text, snapshot in zip(told, snapshots, strict=True) if snapshot.stats is None]
     if problems:
         raise EngineDeadError(
             "; ".join(problems),

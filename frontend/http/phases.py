@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from headrace.core.process.startup_table import startup_table
+from headrace.core.process.child_output import startup_table
 from headrace.ipc.messages import Ready
 
 

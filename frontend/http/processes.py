@@ -17,7 +17,7 @@ from types import FrameType
 import msgspec
 
 from headrace.core.options.engine_options import Options
-from headrace.core.process.supervisor import Child, Kind, start_engine
+from headrace.core.process.supervisor import Child, ChildOptions, start_engine
 from headrace.frontend.http.launch import ready_text
 from headrace.frontend.http.metrics import pages_bytes
 from headrace.frontend.http.options import ServeOptions
@@ -265,7 +265,7 @@ def _start_workers(options: ServeOptions, events: Events, *, has_engine: bool) -
             index=index,
         )
         start = Start(schema_hash=SCHEMA_HASH, options=msgspec.to_builtins(told), bind="")
-        kind = Kind(pass_fds=(pages,))
+        kind = ChildOptions(pass_fds=(pages,))
         workers.append(Child(f"http-{index}", ["-m", "headrace.frontend.http.worker"], start, kind))
     os.close(pages)
     for worker in workers:

@@ -1,0 +1,160 @@
+"""What a start shows on a terminal: the output of child programs, a bar while weights are read, a table of times.
+
+What a child program writes is passed on to our stderr, above the bars, and its last lines are kept for the day it
+fails.
+"""
+
+from __future__ import annotations
+
+import codecs
+import collections
+import contextlib
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace.ipc.wait import Deadline
+
+LOG_TAIL_LINES = 30
+LAST_FRAME = "in _run_module_as_main"
+"""The outermost one of the main thread of a program that `python -m` started: it ends what faulthandler writes."""
+
+
+class ChildLog:
+    """`take` is for one thread, everything else for any."""
+
+    def __init__(self) -> None:
+        self.num_stacks = 0
+        """How many times it has written, to the end, where its threads are."""
+        self._last: collections.deque[str] = collections.deque(maxlen=LOG_TAIL_LINES)
+        self._unfinished_line = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._changed = threading.Condition()
+
+    def take(self, data: bytes) -> None:
+        """What was read of the program's output, however it was cut."""
+        text = self._decoder.decode(data)
+        with self._changed:
+            *lines, rest = (self._unfinished_line + text).split("\n")  # a line may come in many writes
+            self._last.extend(line.rstrip("\r") for line in lines if line.strip())
+            self._unfinished_line = rest
+            self.num_stacks += sum(LAST_FRAME in line for line in lines)
+            self._changed.notify_all()
+        write_beside_bars(text)
+
+    @property
+    def tail(self) -> tuple[str, ...]:
+        """The last lines, oldest first."""
+        with self._changed:
+            return (*self._last, *filter(str.strip, [self._unfinished_line]))[-LOG_TAIL_LINES:]
+
+    def wait(self, num_stacks: int, deadline: Deadline) -> None:
+        """Until it has written more than `num_stacks` times where its threads are."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.num_stacks > num_stacks, deadline.remaining_s)
+
+
+def write_beside_bars(text: str) -> None:
+    """To stderr, above the progress bars that stand there, if any do."""
+    if sys.stderr is None:
+        return
+    with contextlib.suppress(ValueError, OSError):  # it may be closed
+        if "tqdm" in sys.modules:
+            from tqdm import tqdm
+
+            tqdm.write(text, file=sys.stderr, end="")
+        else:
+            sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+class BesideBars:
+    """A stream for a log handler: stderr, above the progress bars."""
+
+    def write(self, text: str) -> None:
+        write_beside_bars(text)
+
+    def flush(self) -> None:
+        """It never keeps anything back."""
+
+
+DELAY_S = 0.5
+"""What is read sooner needs no bar."""
+
+
+class LoadBar:
+    """`wanted`: None is where stderr is a terminal, and reading takes a while."""
+
+    def __init__(self, wanted: bool | None) -> None:
+        self._wanted = wanted
+        self._bar: Any = None
+
+    def read(self, done_bytes: int, total_bytes: int) -> None:
+        if self._bar is None:
+            shows = self._wanted
+            if shows is None:
+                shows = sys.stderr is not None and sys.stderr.isatty()
+            if not shows:
+                return
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=total_bytes,
+                desc="Loading weights",
+                unit="B",
+                unit_scale=True,
+                dynamic_ncols=True,
+                leave=bool(self._wanted),
+                delay=0.0 if self._wanted else DELAY_S,
+                file=sys.stderr,
+            )
+        self._bar.update(done_bytes - self._bar.n)
+
+    def close(self, *, is_done: bool) -> None:
+        """is_done: all that was needed has been read, which may be less than there is."""
+        if self._bar is not None:
+            if is_done:
+                self._bar.update(self._bar.total - self._bar.n)
+            self._bar.close()
+            self._bar = None
+
+
+MOST_RANKS = 8
+"""With more ranks than that, there are columns for the least and the most of all."""
+REST = "(before and after)"
+
+
+def startup_table(core: Mapping[str, float], ranks: Sequence[Mapping[str, float]]) -> str:
+    """Rows are phases, columns the engine core and its workers; each column sums to the time that the start took.
+
+    `core` and each of `ranks`: seconds by phase. A worker is started later than the core and may be ready before it.
+    """
+    total_s = sum(core.values())
+    columns = [dict(core), *({**rank, REST: total_s - sum(rank.values())} for rank in ranks)]
+    names = ["core", *(f"rank {number}" for number in range(len(ranks)))]
+    phases = _in_order(columns)
+    if len(ranks) > MOST_RANKS:
+        least, most = ({phase: pick(rank.get(phase, 0.0) for rank in ranks) for phase in phases} for pick in (min, max))
+        columns, names = [dict(core), least, most], ["core", "least", "most"]
+        rows = [_row(phase, [column.get(phase) for column in columns]) for phase in phases]
+    else:
+        rows = [_row(phase, [column.get(phase) for column in columns]) for phase in (*phases, REST)]
+        rows.append(_row("sum", [sum(column.values()) for column in columns]))
+    return "\n".join([f"{'seconds':<24}" + "".join(f"{name:>9}" for name in names), *rows])
+
+
+def _in_order(columns: Sequence[Mapping[str, float]]) -> list[str]:
+    """The phases of all columns, each after those that come before it in its own."""
+    phases: list[str] = []
+    for column in columns:
+        at = 0
+        for phase in column:
+            if phase not in phases and phase != REST:
+                phases.insert(at, phase)
+            at = max(at, phases.index(phase) + 1) if phase in phases else at
+    return phases
+
+
+def _row(name: str, values: Sequence[float | None]) -> str:
+    return f"{name:<24}" + "".join(f"{'' if value is None else f'{value:.2f}':>9}" for value in values).rstrip()
