@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from headrace.ipc.log import drain_stderr
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -36,6 +38,7 @@ def exit_when_slow(after_s: float, sentence: Callable[[], str], status: int) -> 
 
     def end() -> None:
         print(sentence(), file=sys.stderr, flush=True)
+        drain_stderr()
         faulthandler.dump_traceback(all_threads=True)
         os._exit(status)
 
@@ -51,7 +54,7 @@ def exit_when_slow(after_s: float, sentence: Callable[[], str], status: int) -> 
 def leave(status: int) -> NoReturn:
     """Exits at once: everything is closed by now, and tearing the interpreter and torch down takes a second or two."""
     logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody may be left to read them
-            stream.flush()
+    with contextlib.suppress(OSError, ValueError):  # nobody may be left to read it
+        sys.stdout.flush()
+    drain_stderr()
     os._exit(status)

@@ -35,7 +35,8 @@ class Server:
             "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])),
             "OMP_NUM_THREADS": "1",
         }
-        environment.pop("HEADRACE_API_KEY", None)
+        for name in ("HEADRACE_API_KEY", "VLLM_API_KEY"):
+            environment.pop(name, None)
         # HTTP children bind what was bound for them, so port 0 works with any number of processes.
         where = [] if "--uds" in arguments or "--port" in arguments else ["--port", "0"]
         self.process = subprocess.Popen(

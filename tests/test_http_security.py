@@ -145,8 +145,8 @@ def test_a_client_that_waits_to_be_told_to_go_on_sends_no_large_body(server):
     [
         (b"", b""),
         (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-a", b"408"),
-        (b"POST /v1/completions HTTP/1.1\r\nauthorization: Bearer first\r\ncontent-type: application/json\r\n"
-         b'content-length: 100\r\n\r\n{"pro', b"408"),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer first\r\n"
+         b'content-type: application/json\r\ncontent-length: 100\r\n\r\n{"pro', b"408"),
         (b"GET / HTTP/1.1\r\nx-a: " + b"a" * 70_000, b"431"),
         (b"\x16\x03\x01 not http\r\n\r\n", b"400"),
     ],

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import codecs
 import collections
-import contextlib
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headrace.ipc.log import write_beside_bars
 from headrace.ipc.wait import Deadline
 
 LOG_TAIL_LINES = 30
@@ -53,30 +53,6 @@ class ChildLog:
         """Until it has written more than `num_stacks` times where its threads are."""
         with self._changed:
             self._changed.wait_for(lambda: self.num_stacks > num_stacks, deadline.remaining_s)
-
-
-def write_beside_bars(text: str) -> None:
-    """To stderr, above the progress bars that stand there, if any do."""
-    if sys.stderr is None:
-        return
-    with contextlib.suppress(ValueError, OSError):  # it may be closed
-        if "tqdm" in sys.modules:
-            from tqdm import tqdm
-
-            tqdm.write(text, file=sys.stderr, end="")
-        else:
-            sys.stderr.write(text)
-        sys.stderr.flush()
-
-
-class BesideBars:
-    """A stream for a log handler: stderr, above the progress bars."""
-
-    def write(self, text: str) -> None:
-        write_beside_bars(text)
-
-    def flush(self) -> None:
-        """It never keeps anything back."""
 
 
 DELAY_S = 0.5

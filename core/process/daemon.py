@@ -20,11 +20,17 @@ from types import FrameType
 from headrace.core.engine.zmq_port import ZmqPort
 from headrace.core.options.engine_options import Options
 from headrace.core.options.parsing import OptionParser, add_options, options_from_arguments, parse_options
-from headrace.core.process.child_output import BesideBars, LoadBar
+from headrace.core.process.child_output import LoadBar
 from headrace.core.process.supervisor import START_GRACE_S
 from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
-from headrace.ipc.child import die_with_parent, exit_when_slow, leave, show_stacks_when_asked
+from headrace.ipc.child import (
+    die_with_parent,
+    exit_when_slow,
+    leave,
+    show_stacks_when_asked,
+)
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
+from headrace.ipc.log import protect_stderr, set_up_logging
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Progress, Ready, Start
 from headrace.ipc.wait import Deadline
 
@@ -66,7 +72,8 @@ def main() -> None:
 
 def run_alone(options: Options, address: str) -> int:
     """A daemon: prints its address once it is ready; SIGTERM or Ctrl-C drains it, a second one ends it at once."""
-    _set_up_logging("INFO")
+    protect_stderr()
+    set_up_logging("engine-core", "INFO")
     show_stacks_when_asked()
     if options.node_rank:
         return run_as_node(options)
@@ -125,8 +132,9 @@ def run_as_node(options: Options) -> int:
 def run_as_child(fd: int) -> int:
     """Told what to do by the parent's Start; ends with the parent."""
     die_with_parent()
+    protect_stderr()
     show_stacks_when_asked()
-    _set_up_logging("WARNING")
+    set_up_logging("engine-core", "WARNING")
     channel = Channel.inherited(fd, ParentMessage)
     phase = ["start"]
 
@@ -202,15 +210,6 @@ def _stop_on_signals(core: EngineCore, shutdown_timeout_s: float) -> None:
 
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
-
-
-def _set_up_logging(default_level: str) -> None:
-    logging.basicConfig(
-        level=os.environ.get("HEADRACE_LOG_LEVEL", default_level).upper(),
-        format="%(levelname)s %(asctime)s engine-core: %(message)s",
-        datefmt="%H:%M:%S",
-        stream=BesideBars(),
-    )
 
 
 if __name__ == "__main__":

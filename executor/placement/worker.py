@@ -53,6 +53,7 @@ from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.child import die_with_parent, leave, show_stacks_when_asked
 from headrace.ipc.control import PrepareWeights, WorkerCommand
 from headrace.ipc.failure import Failure, HeadraceError, OptionError
+from headrace.ipc.log import protect_stderr, set_up_logging
 from headrace.ipc.messages import ChildFailed, Message, Progress
 from headrace.ipc.ring import Mailbox, RingInterruptedError, RingReader, RingWriter
 from headrace.ipc.step import StepPlan, StepResult
@@ -262,6 +263,7 @@ def main() -> None:
     if sys.argv[1:2] != ["--parent-fd"]:
         sys.exit("headrace.executor.placement.worker is started by an engine core: see tensor_parallel_size")
     die_with_parent()
+    protect_stderr()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the core decides when to end
     show_stacks_when_asked()
     channel = Channel.inherited(int(sys.argv[2]), ToWorker)
@@ -276,7 +278,7 @@ def main() -> None:
                 f"{WORKER_SCHEMA_HASH}: Headrace was changed while it ran; start the engine again"
             )
         rank = start.rank
-        _set_up_logging(rank)
+        set_up_logging(f"worker {rank}", "WARNING")
         take_share(rank - start.first_rank, start.num_ranks)
         os.environ.update(LOCAL_RANK=str(rank - start.first_rank), LOCAL_WORLD_SIZE=str(start.num_ranks))
         worker = Worker(channel, start)
@@ -292,15 +294,6 @@ def main() -> None:
     except BaseException as error:
         fail(channel, error, rank, worker.phase if worker is not None else phase)
     leave(0)
-
-
-def _set_up_logging(rank: int) -> None:
-    logging.basicConfig(
-        level=os.environ.get("HEADRACE_LOG_LEVEL", "WARNING").upper(),
-        format=f"%(levelname)s %(asctime)s worker {rank}: %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-    )
 
 
 if __name__ == "__main__":

@@ -31,13 +31,13 @@ from headrace.frontend.batch_file.file import (
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.own_engine import STOP_DEADLINE_S
 from headrace.frontend.client.request import RequestStream
-from headrace.frontend.http.chat import plan_chat
+from headrace.frontend.http.chat import prepare_chat
 from headrace.frontend.http.chat_prompt import ChatPrompts
-from headrace.frontend.http.completions import plan_completion
+from headrace.frontend.http.completions import prepare_completion
 from headrace.frontend.http.decoding import decode_request
 from headrace.frontend.http.engines import Attached, EnginePool, Owned, Source
 from headrace.frontend.http.errors import ApiError, bad_field
-from headrace.frontend.http.generation import Plan
+from headrace.frontend.http.generation import PreparedRequest
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError, QueueFullError
@@ -134,15 +134,15 @@ class BatchRun:
 
     async def _answer(self, request: BatchRequest, request_id: str, pool: EnginePool) -> bytes:
         """The response's JSON. Raises ApiError and HeadraceError."""
-        plan = await self._plan(request, request_id, pool)
+        prepared = self._prepare(request, request_id, pool)
         while True:
             try:
-                return await self._complete(plan)
+                return await self._complete(prepared)
             except QueueFullError as error:  # others use the engine too
                 retry_after_s = error.failure.retry_after_s if error.failure is not None else 0.0
                 await asyncio.sleep(max(retry_after_s, _RETRY_AFTER_S))
 
-    async def _plan(self, request: BatchRequest, request_id: str, pool: EnginePool) -> Plan:
+    def _prepare(self, request: BatchRequest, request_id: str, pool: EnginePool) -> PreparedRequest:
         decoded: GenerationRequest
         if request.url == CHAT:
             decoded = chat = decode_request(bytes(request.body), ChatCompletionRequest)
@@ -158,25 +158,25 @@ class BatchRun:
         only.client.check_alive()  # its death ends the run, where a server would answer 503
         engine = pool.choose(decoded.model)
         if request.url == CHAT:
-            return await plan_chat(chat, engine, self._options, self._prompts, name, "")
-        return await plan_completion(completion, engine, self._options, name, "")
+            return prepare_chat(chat, engine, self._options, self._prompts, name, "")
+        return prepare_completion(completion, engine, self._options, name, "")
 
-    async def _complete(self, plan: Plan) -> bytes:
-        """Submits the plan's prompts and waits for the last. Whatever ends it early aborts them all."""
-        client = plan.engine.client
+    async def _complete(self, prepared: PreparedRequest) -> bytes:
+        """Submits the prompts and waits for the last. Whatever ends it early aborts them all."""
+        client = prepared.engine.client
         assert client is not None
         streams: list[RequestStream] = []
         try:
-            for job in plan.jobs:
+            for job in prepared.jobs:
                 streams.append(client.submit(job.name, job.prompt, job.params, job.priority))
-            plan.answer.attach(streams)
+            prepared.answer.attach(streams)
             for stream in streams:
                 output = await stream.final()
                 self._num_tokens += sum(len(each.token_ids) for each in output.outputs)
         finally:
             for stream in streams:
                 client.abort_stream(stream)
-        return plan.answer.whole()
+        return prepared.answer.whole()
 
     def _record(self, result: BatchResult | None) -> None:
         if result is None:

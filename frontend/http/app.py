@@ -19,6 +19,7 @@ from headrace.frontend.http.routes import ROUTES, RouteSpec
 from headrace.frontend.http.state import ServerState
 from headrace.frontend.http.unsupported_routes import not_found
 from headrace.ipc.failure import HeadraceError
+from headrace.ipc.log import printable
 
 logger = logging.getLogger(__name__)
 EXCHANGE = "headrace.exchange"
@@ -51,7 +52,7 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         options = self._state.options
-        exchange = Exchange(scope, receive, send, options.max_body_bytes, options.read_timeout)
+        exchange = Exchange(scope, receive, send, options, self._state.bodies)
         scope[EXCHANGE] = exchange
         # Here and not in uvicorn, which would put it before the path: proxies take it off, others may leave it on.
         scope["root_path"] = options.root_path
@@ -73,10 +74,14 @@ class App:
                 logger.exception("a response could not be finished")
         finally:
             del scope[EXCHANGE]
+            exchange.close()
             self._state.pages.in_flight(-1)
             self._state.publish_counts()
             if options.enable_log_requests:
-                logger.info("%s %s: %s in %.3f s", scope["method"], scope["path"], outcome, time.monotonic() - began_s)
+                path = printable(scope["path"])
+                logger.info(
+                    "%s %s: %s in %.3f s", scope["method"], path, printable(outcome), time.monotonic() - began_s
+                )
 
     async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(self._state.options.root_path)
@@ -86,8 +91,8 @@ class App:
         path = exchange.scope["path"].removeprefix(exchange.scope.get("root_path", ""))
         if not self._state.keys or path in self._public:
             return
-        scheme, _, key = (exchange.header(b"authorization") or "").partition(" ")
-        tenant = self._state.tenant_of(key.strip()) if scheme.lower() == "bearer" else None
+        scheme, _, key = (exchange.header_bytes(b"authorization") or b"").partition(b" ")
+        tenant = self._state.tenant_of(key.strip()) if scheme.lower() == b"bearer" else None
         if tenant is None:
             raise ApiError(
                 401,

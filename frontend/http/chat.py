@@ -15,7 +15,7 @@ from headrace.frontend.http.answer import Answer, TextEvent, event, prompt_is_to
 from headrace.frontend.http.chat_prompt import ChatPrompts
 from headrace.frontend.http.engines import Engine
 from headrace.frontend.http.errors import bad_field
-from headrace.frontend.http.generation import Job, Plan
+from headrace.frontend.http.generation import Job, PreparedRequest
 from headrace.frontend.http.logprobs import chat_logprobs, prompt_logprobs
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.requests import ChatCompletionRequest
@@ -35,14 +35,14 @@ from headrace.frontend.http.sampling import cache_salt, check_length, check_outp
 _WHOLE, _CHUNK = "chat.completion", "chat.completion.chunk"
 
 
-async def plan_chat(
+def prepare_chat(
     request: ChatCompletionRequest,
     engine: Engine,
     options: ServeOptions,
     prompts: ChatPrompts,
     name: str,
     tenant: str,
-) -> Plan:
+) -> PreparedRequest:
     """What to submit and how to answer. Raises ApiError and InvalidRequestError."""
     assert engine.client is not None
     client = engine.client
@@ -59,7 +59,7 @@ async def plan_chat(
         max_tokens=asked,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
-    check_outputs(1, params.n)
+    check_outputs(1, params)
     text = prompts.render(
         request,
         request.messages,
@@ -68,12 +68,18 @@ async def plan_chat(
         documents=request.documents,
     )
     # The template writes the special tokens itself.
-    (token_ids,) = await tokenize_texts([text], client.tokenizer, special=bool(request.add_special_tokens))
+    (token_ids,) = tokenize_texts(
+        [text],
+        client.tokenizer,
+        special=bool(request.add_special_tokens),
+        max_tokens=client.welcome.max_model_len,
+        param="messages",
+    )
     prompt = Prompt(text=text, token_ids=token_ids, cache_salt=cache_salt(request, tenant))
     check_length(prompt, asked, client.welcome, "messages")
     id = f"chatcmpl-{name}"
     answer = Answer(request, id, request.model or engine.names[0], client.tokenizer)
-    return Plan(
+    return PreparedRequest(
         engine=engine,
         jobs=[Job(id, prompt, params, request.priority or 0)],
         answer=ChatAnswer(request, answer, options.response_role),

@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.requests import ChatMessage
-from headrace.frontend.text.chat_template import text_parts
+from headrace.frontend.text.chat_template import render_chat, text_parts
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError, OptionError
 
@@ -22,7 +22,6 @@ _RESERVED = (
     "add_generation_prompt",
     "continue_final_message",
     "chat_template",
-    "tokenize",
 )
 
 
@@ -79,17 +78,15 @@ class ChatPrompts:
         begins = not continues if request.add_generation_prompt is None else request.add_generation_prompt
         named = self._choose_template(request.chat_template, tokenizer)
         template = tokenizer.get_chat_template(named, tools)
-        text: str = tokenizer.apply_chat_template(
+        return render_chat(
+            template,
             [_plain(message, index) for index, message in enumerate(messages)],
-            tokenize=False,
             add_generation_prompt=begins,
             continue_final_message=continues,
-            chat_template=template,
             tools=tools,
             documents=documents,
-            **variables,
+            variables={**tokenizer.special_tokens_map, **variables},
         )
-        return text
 
     def _choose_template(self, asked: str | None, tokenizer: Tokenizer) -> str | None:
         if asked is None:

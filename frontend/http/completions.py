@@ -13,7 +13,7 @@ from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.http.answer import Answer, TextEvent, event, prompt_is_told, usage_of, usage_so_far
 from headrace.frontend.http.engines import Engine
 from headrace.frontend.http.errors import bad_field
-from headrace.frontend.http.generation import Job, Plan
+from headrace.frontend.http.generation import Job, PreparedRequest
 from headrace.frontend.http.logprobs import completion_logprobs, prompt_logprobs
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.requests import CompletionRequest
@@ -25,9 +25,9 @@ DEFAULT_MAX_TOKENS = 16
 _OBJECT = "text_completion"
 
 
-async def plan_completion(
+def prepare_completion(
     request: CompletionRequest, engine: Engine, options: ServeOptions, name: str, tenant: str
-) -> Plan:
+) -> PreparedRequest:
     """What to submit and how to answer. Raises ApiError and InvalidRequestError."""
     assert engine.client is not None
     client = engine.client
@@ -45,8 +45,8 @@ async def plan_completion(
         logprobs=request.logprobs,
         prompt_logprobs=echoed if request.prompt_logprobs is None else request.prompt_logprobs,
     )
-    prompts = await _prompts(request, client.tokenizer, options)
-    check_outputs(len(prompts), params.n)
+    prompts = _prompts(request, client.tokenizer, options, welcome.max_model_len)
+    check_outputs(len(prompts), params)
     salt = cache_salt(request, tenant)
     for prompt in prompts:
         prompt.cache_salt = salt
@@ -60,10 +60,12 @@ async def plan_completion(
     ]
     answer = Answer(request, id, request.model or engine.names[0], client.tokenizer)
     texts = CompletionAnswer(request, answer, params.n, only_prompt=only_prompt)
-    return Plan(engine=engine, jobs=jobs, answer=texts, streams=bool(request.stream))
+    return PreparedRequest(engine=engine, jobs=jobs, answer=texts, streams=bool(request.stream))
 
 
-async def _prompts(request: CompletionRequest, tokenizer: Tokenizer | None, options: ServeOptions) -> list[Prompt]:
+def _prompts(
+    request: CompletionRequest, tokenizer: Tokenizer | None, options: ServeOptions, max_model_len: int
+) -> list[Prompt]:
     given = request.prompt
     if isinstance(given, str):
         items: list[str | list[int]] = [given]
@@ -81,7 +83,7 @@ async def _prompts(request: CompletionRequest, tokenizer: Tokenizer | None, opti
     if isinstance(items[0], str):
         texts: list[str] = items  # type: ignore[assignment]
         special = request.add_special_tokens is not False
-        encoded = await tokenize_texts(texts, tokenizer, special=special)
+        encoded = tokenize_texts(texts, tokenizer, special=special, max_tokens=max_model_len, param="prompt")
         return [Prompt(text=text, token_ids=ids) for text, ids in zip(texts, encoded, strict=True)]
     return [parse_prompt(item) for item in items]
 

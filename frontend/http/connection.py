@@ -1,8 +1,11 @@
-"""uvicorn's HTTP connection, with time and size limits on headers, and a way for streams to write without a task.
+"""uvicorn's HTTP connection, with limits on time and size, and a way for streams to write without a task.
 
 A stream's events come from the client's callback, thousands a second. Each as an ASGI `send` would cost a task
 switch and a dictionary; `write_chunk` costs one write. It is only used between the response's start and its end,
 which both go through ASGI.
+
+Every byte that no body takes is counted: headers, trailers, chunk extensions. What a client sends while its request
+is being answered waits unparsed, and past MAX_HEADER_BYTES nothing more is read.
 """
 
 from __future__ import annotations
@@ -11,10 +14,22 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 EXTENSION = "headrace.connection"
 MAX_HEADER_BYTES = 64 << 10
+MAX_PIPELINED = 16
+"""Requests of one connection that may wait for their turn."""
+_UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")
+
+
+class _RefusedError(Exception):
+    """Ends the parsing of a request that a callback found wrong."""
+
+    def __init__(self, status: int, message: bytes) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
 
 
 class Connection(HttpToolsProtocol):
@@ -25,32 +40,130 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.on_writable: Callable[[], None] | None = None
-        self._header_bytes = 0
+        self._num_unframed_bytes = 0  # of headers, trailers and the like, since a body last took some
+        self._is_in_headers = False
+        self._ahead = bytearray()  # came before the request in progress was answered
         self._header_timer: asyncio.TimerHandle | None = None
+        self._reader_timer: asyncio.TimerHandle | None = None
+        self._refusal: _RefusedError | None = None
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._headers_are_here()
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+        self._ahead.clear()
         self.on_writable = None
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        if not self._ahead and not self._is_answering:
+            self._parse(data)
+            return
+        self._ahead += data
+        if len(self._ahead) > MAX_HEADER_BYTES:
+            self.flow.pause_reading()
+
+    @property
+    def _is_answering(self) -> bool:
+        """A request is here to its end, and its response is not yet."""
+        return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+
+    def _parse(self, data: bytes) -> None:
         if self._header_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._await_headers()
-        if self._header_timer is not None:
-            self._header_bytes += len(data)
-        super().data_received(data)
-        # What the parser took of a body with them does not count: then the headers are here.
-        if self._header_timer is not None and self._header_bytes > MAX_HEADER_BYTES:
+        self._num_unframed_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._parse_without_upgrade(data[upgrade.args[0] :])
+            return
+        except httptools.HttpParserError:
+            refusal = self._refusal or _RefusedError(400, b"this is not an HTTP request")
+            self._refuse(refusal.status, refusal.message)
+            return
+        if self._num_unframed_bytes > MAX_HEADER_BYTES:
             self._refuse(431, b"the headers are larger than %d bytes" % MAX_HEADER_BYTES)
+
+    def _parse_without_upgrade(self, rest: bytes) -> None:
+        """A server may ignore the wish for another protocol (RFC 9110, 7.8); the parser cannot, and skips the body.
+
+        So the request is parsed again without that wish.
+        """
+        method, url, headers = self.scope["method"], self.url, self.headers
+        self.parser = httptools.HttpRequestParser(self)
+        kept = [b"%b: %b\r\n" % header for header in headers if header[0] not in _UPGRADE_HEADERS]
+        if any(name == b"connection" and b"close" in value.lower() for name, value in headers):
+            kept.append(b"connection: close\r\n")
+        self._parse(b"%b %b HTTP/1.1\r\n%b\r\n%b" % (method.encode(), url, b"".join(kept), rest))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_headers = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_headers:  # trailers mean nothing to any route
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._headers_are_here()
+        self._num_unframed_bytes = 0
+        self._is_in_headers = False
+        self._check_headers()
+        if self.parser.should_upgrade():
+            self.scope["method"] = self.parser.get_method().decode("ascii")
+            return
         self.scope["extensions"] = {EXTENSION: {"connection": self}}
         super().on_headers_complete()
 
+    def _check_headers(self) -> None:
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            self._stop_parsing(505, b"HTTP/1.1 is spoken here")
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
+            self._stop_parsing(400, b"a request has one Host header")
+        if self.parser.get_method() == b"CONNECT":
+            self._stop_parsing(405, b"this is no proxy")
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._stop_parsing(429, b"more than %d requests wait on this connection" % MAX_PIPELINED)
+
+    def _stop_parsing(self, status: int, message: bytes) -> None:
+        self._refusal = _RefusedError(status, message)
+        raise self._refusal
+
+    def on_body(self, body: bytes) -> None:
+        if body:
+            self._num_unframed_bytes = 0
+        if self.cycle is not None:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self.cycle is not None and not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._ahead:
+            self.loop.call_soon(self._parse_ahead)
+
+    def _parse_ahead(self) -> None:
+        if self.transport.is_closing() or self._is_answering:
+            return
+        data, self._ahead = bytes(self._ahead), bytearray()
+        self._unset_keepalive_if_required()
+        self._parse(data)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
     def resume_writing(self) -> None:
         super().resume_writing()
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
         if self.on_writable is not None:
             self.on_writable()
 
@@ -64,11 +177,26 @@ class Connection(HttpToolsProtocol):
         """The client does not read: more would pile up in memory. `on_writable` is called when that is over."""
         return bool(self.flow.write_paused)
 
-    def abort(self) -> None:
-        self.transport.abort()
+    def _await_reader(self) -> None:
+        self._reader_timer = self.loop.call_later(
+            self.read_timeout_s, self._look_at_reader, self.transport.get_write_buffer_size()
+        )
+
+    def _look_at_reader(self, num_bytes_before: int) -> None:
+        """Lets a client go that reads nothing of what was written, be it a stream or a whole answer."""
+        if self.transport.get_write_buffer_size() < num_bytes_before:
+            self._await_reader()
+        else:
+            self.transport.abort()
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()  # closing would wait for a client that does not read
+        else:
+            super().timeout_keep_alive_handler()
 
     def _await_headers(self) -> None:
-        self._header_bytes = 0
+        self._num_unframed_bytes = 0
         self._header_timer = self.loop.call_later(self.read_timeout_s, self._headers_are_late)
 
     def _headers_are_here(self) -> None:
@@ -80,23 +208,23 @@ class Connection(HttpToolsProtocol):
         self._header_timer = None
         if self.transport.is_closing():
             return
-        if self._header_bytes == 0:  # connected, and said nothing
+        if self._num_unframed_bytes == 0:  # connected, and said nothing
             self.transport.close()
         else:
             self._refuse(408, b"the headers of the request took longer than %g s" % self.read_timeout_s)
 
     def _refuse(self, status: int, message: bytes) -> None:
+        """Answers what is no request, and closes. In the midst of another response it only closes."""
         self._headers_are_here()
         if self.transport.is_closing():
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()
             return
         body = b'{"error":{"message":"%b","type":"invalid_request_error","param":null,"code":null}}' % message
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
-
-    def send_400_response(self, msg: str) -> None:
-        """What is no HTTP at all, in the same shape as every other error."""
-        self._refuse(400, b"this is not an HTTP request")
 
 
 def with_limits(read_timeout_s: float) -> type[Connection]:

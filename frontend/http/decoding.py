@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 import types
 import urllib.parse
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.frontend.http.errors import ApiError, bad_field
+from headrace.frontend.http.errors import LONGEST_PARAM, ApiError, bad_field, shortened
 from headrace.frontend.http.requests import ChatCompletionRequest, CompletionRequest
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -157,25 +156,29 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 def _unknown(name: str, known: tuple[str, ...]) -> ApiError:
+    name = shortened(name, _LONGEST_NAME)
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    return bad_field(name[:100], f"unknown field {name[:100]!r}{hint}", "unknown_parameter")
+    return bad_field(name, f"unknown field {name!r}{hint}", "unknown_parameter")
 
 
-_PATH = re.compile(r" - at `\$\.?(.*)`$")
-_MISSING = re.compile(r"missing required field `(\w+)`")
-_EXTRA = re.compile(r"contains unknown field `(.*?)`")
+_LONGEST_NAME = 64
+"""Characters of a field's name that are looked at and quoted; a client may send millions."""
+_MISSING, _EXTRA = "Object missing required field `", "Object contains unknown field `"
 
 
 def _invalid(text: str) -> ApiError:
-    """msgspec's words: 'Expected `int`, got `str` - at `$.max_tokens`'."""
-    path = _PATH.search(text)
-    where = path.group(1) if path is not None else ""
-    what = (text[: path.start()] if path is not None else text).replace("`", "")
-    if missing := _MISSING.search(text):
-        where = f"{where}.{missing.group(1)}" if where else missing.group(1)
-        return bad_field(where, f"{where} is required", "missing_required_parameter")
-    if extra := _EXTRA.search(text):
-        where = f"{where}.{extra.group(1)}" if where else extra.group(1)
-        return bad_field(where, f"unknown field {where}", "unknown_parameter")
+    """msgspec's words: 'Expected `int`, got `str` - at `$.max_tokens`'. It quotes names in full."""
+    what, at, where = text.rpartition(" - at `$")
+    if not at:
+        what, where = text, ""
+    where = shortened(where.removeprefix(".").removesuffix("`"), LONGEST_PARAM)
+    for begin, code in ((_MISSING, "missing_required_parameter"), (_EXTRA, "unknown_parameter")):
+        if not what.startswith(begin):
+            continue
+        name = shortened(what[len(begin) :].removesuffix("`"), _LONGEST_NAME)
+        where = f"{where}.{name}" if where else name
+        message = f"{where} is required" if begin == _MISSING else f"unknown field {where}"
+        return bad_field(where, message, code)
+    what = shortened(what, LONGEST_PARAM).replace("`", "")
     return bad_field(where, f"{where}: {what[:1].lower()}{what[1:]}", "invalid_type")

@@ -18,6 +18,9 @@ from headrace.ipc.failure import (
     RequestFailedError,
 )
 
+LONGEST_MESSAGE = 800
+"""Characters of an error's message; what it quotes of a request may be of any length."""
+LONGEST_PARAM = 200
 RETRY_AFTER_S = 5.0
 """When to come back to a server whose engine is not there: about what a restart takes."""
 
@@ -48,8 +51,10 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: float = 0.0,
     ) -> None:
+        message = shortened(message, LONGEST_MESSAGE)
         super().__init__(message)
         self.status, self.retry_after_s = status, retry_after_s
+        param = None if param is None else shortened(param, LONGEST_PARAM)
         self.body = ErrorBody(message=message, type=type, param=param, code=code)
 
     def json(self) -> bytes:
@@ -90,6 +95,10 @@ class ApiError(Exception):
         return cls(500, f"the server failed: {type(error).__name__}", type="server_error", code="internal_error")
 
 
+def shortened(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
 def bad_field(param: str, message: str, code: str | None = "invalid_value") -> ApiError:
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
 
@@ -105,7 +114,7 @@ _PROMPT_FIELDS = re.compile(r"^(the prompt|prompt_token_ids|'prompt|prompts?\b)"
 
 
 def _bad_request(error: InvalidRequestError) -> ApiError:
-    text = _first_line(error)
+    text = shortened(_first_line(error), LONGEST_MESSAGE)  # before any pattern is looked for in it
     named = _PARAMS_NAME.search(text)
     param: str | None = None
     if named is not None:

@@ -94,11 +94,6 @@ class EventStream:
         if self._is_open and not self._connection.congested:
             self._write(KEEP_ALIVE)
 
-    @property
-    def stalled(self) -> bool:
-        """The client does not read what was written."""
-        return self._is_open and self._connection.congested
-
     def _flush(self) -> None:
         self._is_flush_due = False
         if not self._is_open or self._connection.congested:
@@ -146,32 +141,28 @@ class EventStream:
 class KeepAlive:
     """Looks at all open streams from time to time, and only while there are any."""
 
-    def __init__(self, silence_s: float, stall_s: float) -> None:
-        """A comment after `silence_s` without an event; a client that reads nothing for `stall_s` is cut off."""
-        self._silence_s, self._stall_s = silence_s, stall_s
-        self._streams: dict[EventStream, Connection] = {}
+    def __init__(self, silence_s: float) -> None:
+        """A comment is sent after `silence_s` without an event."""
+        self._silence_s = silence_s
+        self._streams: set[EventStream] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, stream: EventStream, connection: Connection) -> None:
-        self._streams[stream] = connection
+    def add(self, stream: EventStream) -> None:
+        self._streams.add(stream)
         if self._timer is None:
             self._schedule()
 
     def remove(self, stream: EventStream) -> None:
-        self._streams.pop(stream, None)
+        self._streams.discard(stream)
 
     def _schedule(self) -> None:
-        every_s = min(self._silence_s, self._stall_s) / 2
-        self._timer = asyncio.get_running_loop().call_later(every_s, self._look)
+        self._timer = asyncio.get_running_loop().call_later(self._silence_s / 2, self._look)
 
     def _look(self) -> None:
         self._timer = None
         now_s = time.monotonic()
-        for stream, connection in list(self._streams.items()):
-            silence_s = now_s - stream.last_write_s
-            if stream.stalled and silence_s > self._stall_s:
-                connection.abort()
-            elif silence_s > self._silence_s / 2:  # looked at twice in the time allowed
+        for stream in list(self._streams):
+            if now_s - stream.last_write_s > self._silence_s / 2:  # looked at twice in the time allowed
                 stream.keep_alive()
         if self._streams:
             self._schedule()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 import msgspec
 
 from headrace.frontend.http.connection import EXTENSION, Connection
-from headrace.frontend.http.decoding import decode_request
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.generation import Receive, Scope, Send, send_json
+from headrace.frontend.http.large_bodies import LargeBodies
+from headrace.frontend.http.options import ServeOptions
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T")
 
 DISCARD_S = 5.0
 """How long a body that is not wanted is read on, so that its sender gets to see why."""
@@ -29,12 +31,14 @@ class ClientGoneError(Exception):
 class Exchange:
     """Handlers take one of these, and answer it once."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, max_body_bytes: int, read_timeout_s: float) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, options: ServeOptions, bodies: LargeBodies) -> None:
         self.scope, self.receive = scope, receive
+        self._bodies = bodies
         self._send = send
         # Taken out of the scope, which the connection refers to: a circle would outlive both.
         self.connection: Connection = scope["extensions"].pop(EXTENSION)["connection"]
-        self._max_body_bytes, self._read_timeout_s = max_body_bytes, read_timeout_s
+        self._max_body_bytes, self._read_timeout_s = options.max_body_bytes, options.read_timeout
+        self._num_body_bytes = 0
         self._body_is_read = scope["method"] in ("GET", "HEAD", "OPTIONS")
         self.started = False
         """Whether the response has begun."""
@@ -45,23 +49,33 @@ class Exchange:
         self.started = True
         await self._send(message)
 
-    def header(self, name: bytes) -> str | None:
+    def header_bytes(self, name: bytes) -> bytes | None:
         for key, value in self.scope["headers"]:
             if key == name:
-                text: str = value.decode("latin-1")
-                return text
+                content: bytes = value
+                return content
         return None
+
+    def header(self, name: bytes) -> str | None:
+        value = self.header_bytes(name)
+        return None if value is None else value.decode("latin-1")
 
     def query(self) -> str:
         text: str = self.scope["query_string"].decode("latin-1")
         return text
 
-    async def decode(self, kind: type[T]) -> T:
-        """The body as this request. Raises ApiError, or ClientGoneError."""
-        return decode_request(await self.json_body(), kind)
+    async def prepare(self, make: Callable[[bytes], T]) -> T:
+        """What `make` makes of the JSON body: in another thread, if that is large. Raises ApiError, ClientGoneError."""
+        try:
+            return await self._bodies.run(await self._json_body(), make)
+        finally:
+            self._bodies.release(self._num_body_bytes)
 
-    async def json_body(self) -> bytes:
-        """What is said to be JSON. Raises ApiError, or ClientGoneError."""
+    def close(self) -> None:
+        """The response is written, or nobody is there to read it."""
+        self._bodies.give_back(self._num_body_bytes)
+
+    async def _json_body(self) -> bytes:
         content_type = (self.header(b"content-type") or "").partition(";")[0].strip().lower()
         # Anything else could come from a foreign web page's form, which browsers send without asking.
         if content_type != "application/json" and not content_type.endswith("+json"):
@@ -114,12 +128,12 @@ class Exchange:
         if length is not None and int(length) > self._max_body_bytes:
             raise self._too_large()
         parts: list[bytes] = []
-        size = 0
         try:
             async with asyncio.timeout(self._read_timeout_s):
                 while (part := await self._part()) is not None:
-                    size += len(part)
-                    if size > self._max_body_bytes:
+                    self._bodies.reserve(len(part))
+                    self._num_body_bytes += len(part)
+                    if self._num_body_bytes > self._max_body_bytes:
                         raise self._too_large()
                     parts.append(part)
         except TimeoutError:

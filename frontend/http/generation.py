@@ -18,7 +18,7 @@ from headrace.frontend.api.sampling_params import SamplingParams
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.http.connection import Connection
 from headrace.frontend.http.engines import Engine
-from headrace.frontend.http.errors import ApiError
+from headrace.frontend.http.errors import ApiError, unavailable
 from headrace.frontend.http.events import HEADERS, Chunks, EventStream, KeepAlive
 from headrace.frontend.http.metrics import Pages, RequestMeter
 from headrace.frontend.http.sampling import as_api_error
@@ -30,6 +30,8 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+TURN_S = 0.005
+"""How long one request may keep others waiting while its prompts are submitted."""
 HOLD_S = 1.0
 """How long a stream's status line waits for the first news, so that what is refused at once gets its own status."""
 
@@ -53,8 +55,8 @@ class ResponseText(Chunks, Protocol):
     def whole(self) -> bytes: ...
 
 
-class Plan(msgspec.Struct):
-    """A request understood: what to run, where, and how to answer."""
+class PreparedRequest(msgspec.Struct):
+    """A request decoded, checked and tokenised: what to run, where, and how to answer."""
 
     engine: Engine
     jobs: list[Job]
@@ -65,30 +67,23 @@ class Plan(msgspec.Struct):
 class Running:
     """The submitted jobs of one request, which end together."""
 
-    def __init__(self, plan: Plan, meter: RequestMeter) -> None:
-        """Submits them. Raises ApiError before anything is sent, or EngineDeadError."""
-        assert plan.engine.client is not None
-        self._client = plan.engine.client
+    def __init__(self, prepared: PreparedRequest, meter: RequestMeter) -> None:
+        if prepared.engine.client is None:  # it was there when the request was prepared
+            raise unavailable("the engine is not running", code="engine_dead")
+        self._prepared, self._client = prepared, prepared.engine.client
         self._meter = meter
         self.error: HeadraceError | None = None
         self.events: EventStream | None = None
         self.news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done with the first step that brought something, or the end."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._check(plan.jobs)
         self.streams: list[RequestStream] = []
-        self._num_running = len(plan.jobs)
-        plan.engine.note_work()
-        try:
-            for job in plan.jobs:
-                stream = self._client.submit(job.name, job.prompt, job.params, job.priority)
-                stream.on_step, stream.on_done = self._on_step, self._on_done
-                self.streams.append(stream)
-        except BaseException:
-            self.abort()
-            raise
+        self._num_running = len(prepared.jobs)
 
-    def _check(self, jobs: Sequence[Job]) -> None:
+    async def submit(self) -> None:
+        """Raises ApiError before anything is sent, or EngineDeadError. Other requests have their turn in between."""
+        jobs = self._prepared.jobs
+        pace = _Pace()
         for index, job in enumerate(jobs):
             try:
                 check_request(job.prompt, job.params, self._client.welcome)
@@ -96,6 +91,13 @@ class Running:
                     raise InvalidRequestError(f"a request with the id {job.name!r} is running; ids must be unique")
             except InvalidRequestError as error:
                 raise as_api_error(error, index, len(jobs)) from error
+            await pace.step()
+        self._prepared.engine.note_work()
+        for job in jobs:
+            stream = self._client.submit(job.name, job.prompt, job.params, job.priority)
+            stream.on_step, stream.on_done = self._on_step, self._on_done
+            self.streams.append(stream)
+            await pace.step()
 
     def abort(self) -> None:
         """Ends what still runs; the engine frees it at once."""
@@ -127,8 +129,20 @@ class Running:
             self.ended.set_result(None)
 
 
+class _Pace:
+    """Gives other work of the event loop its turn within many small pieces of one request's."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+
+    async def step(self) -> None:
+        if time.monotonic() - self._began_s > TURN_S:
+            await asyncio.sleep(0)
+            self._began_s = time.monotonic()
+
+
 class Generator:
-    """Answers planned requests."""
+    """Answers prepared requests."""
 
     def __init__(self, keep_alive: KeepAlive, request_timeout_s: float, pages: Pages) -> None:
         self._keep_alive, self._timeout_s, self._pages = keep_alive, request_timeout_s, pages
@@ -148,21 +162,22 @@ class Generator:
                 if not each.done():
                     each.set_result(None)
 
-    async def answer(self, plan: Plan, connection: Connection, receive: Receive, send: Send) -> None:
+    async def answer(self, prepared: PreparedRequest, connection: Connection, receive: Receive, send: Send) -> None:
         """Runs it and sends the response. Raises ApiError and HeadraceError while nothing has been sent."""
         self._pages.count("http_requests")
-        running = Running(plan, RequestMeter(self._pages.engines[plan.engine.index]))
+        running = Running(prepared, RequestMeter(self._pages.engines[prepared.engine.index]))
         self._running.add(running)
         gone = asyncio.ensure_future(_until_gone(receive))
         try:
             deadline_s = time.monotonic() + self._timeout_s if self._timeout_s else None
-            plan.answer.attach(running.streams)
-            if plan.streams:
-                await self._stream(plan, running, connection, gone, deadline_s, send)
+            await running.submit()
+            prepared.answer.attach(running.streams)
+            if prepared.streams:
+                await self._stream(prepared, running, connection, gone, deadline_s, send)
             elif await _first_of(running.ended, gone, deadline_s):
                 if running.error is not None:
                     raise running.error
-                await send_json(send, 200, plan.answer.whole())
+                await send_json(send, 200, prepared.answer.whole())
         finally:
             if gone.done():
                 self._pages.count("http_disconnects")
@@ -173,14 +188,14 @@ class Generator:
 
     async def _stream(
         self,
-        plan: Plan,
+        prepared: PreparedRequest,
         running: Running,
         connection: Connection,
         gone: asyncio.Future[None],
         deadline_s: float | None,
         send: Send,
     ) -> None:
-        events = EventStream(connection, plan.answer)
+        events = EventStream(connection, prepared.answer)
         events.attach(running.streams)
         hold_s = time.monotonic() + HOLD_S
         try:
@@ -192,7 +207,7 @@ class Generator:
         if running.error is not None:
             raise running.error
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-        self._keep_alive.add(events, connection)
+        self._keep_alive.add(events)
         try:
             running.events = events
             if running.error is not None:  # while the start was sent

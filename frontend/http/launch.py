@@ -11,7 +11,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable, Sequence
 
 from headrace.core.options.engine_options import Options
@@ -19,13 +18,14 @@ from headrace.core.process.supervisor import Child, start_engine
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.phases import PhaseLog, process_began_s, say
 from headrace.ipc.failure import Failure
+from headrace.ipc.log import protect_stderr, set_up_logging
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def launch(engine_options: Options, options: ServeOptions) -> int:
     """Serves until it is told to stop; the exit status. Raises HeadraceError when the start fails."""
-    set_up_logging()
+    set_up_server_logging()
     phases = PhaseLog("read options", process_began_s())
     child: Child | None = None
     if not options.engine:
@@ -101,11 +101,7 @@ def ready_text(url: str) -> str:
     return f"ready: {url}/v1 for clients, {url}/docs to read"
 
 
-def set_up_logging() -> None:
-    logging.basicConfig(
-        level=os.environ.get("HEADRACE_LOG_LEVEL", "INFO").upper(),
-        format="%(levelname)s %(asctime)s server: %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-    )
+def set_up_server_logging() -> None:
+    protect_stderr()
+    set_up_logging("server", "INFO")
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # its chatter about starting is said better by the phases

@@ -59,7 +59,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Option(
             SECURITY,
             "Keys that guard every route but health; repeatable",
-            default_text="the environment's HEADRACE_API_KEY",
+            default_text="the environment's HEADRACE_API_KEY, else its VLLM_API_KEY",
         ),
     ] = ()
     api_key_file: Annotated[str | None, Option(SECURITY, "A file of keys, one on each line")] = None

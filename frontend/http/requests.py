@@ -5,10 +5,15 @@ Ranges of sampling fields are `SamplingParams`'. None is the same as leaving a f
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
+
+T = TypeVar("T")
+# Bounds of lists that are worked through one by one. Lists of token ids have those of a body (large_bodies.py).
+Few = Annotated[list[T], Meta(max_length=1024)]
+Many = Annotated[list[T], Meta(max_length=16384)]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -32,10 +37,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     repetition_penalty: Annotated[float | None, Meta(description="Over 0: divides the logits of tokens seen")] = None
     logit_bias: Annotated[dict[str, float] | None, Meta(description="Token id: -100 to 100, added to its logit")] = None
     allowed_token_ids: Annotated[list[int] | None, Meta(description="The only tokens to choose from")] = None
-    bad_words: Annotated[list[str] | None, Meta(description="Words that are not to be generated")] = None
+    bad_words: Annotated[Few[str] | None, Meta(description="Words that are not to be generated")] = None
     seed: Annotated[int | None, Meta(description="Makes the output reproducible")] = None
     stop: Annotated[str | list[str] | None, Meta(description="Texts that end the output, and are not in it")] = None
-    stop_token_ids: Annotated[list[int] | None, Meta(description="Tokens that end the output")] = None
+    stop_token_ids: Annotated[Few[int] | None, Meta(description="Tokens that end the output")] = None
     ignore_eos: Annotated[bool | None, Meta(description="Go on after an end-of-sequence token")] = None
     include_stop_str_in_output: Annotated[bool | None, Meta(description="Keep the stop string in the output")] = None
     skip_special_tokens: Annotated[bool | None, Meta(description="Leave special tokens out of the text")] = None
@@ -68,16 +73,16 @@ class CompletionRequest(GenerationRequest):
 class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     role: str
     content: Annotated[
-        str | list[str | dict[str, Any]] | None, Meta(description="A text, or parts like {type: text, text: ...}")
+        str | Many[str | dict[str, Any]] | None, Meta(description="A text, or parts like {type: text, text: ...}")
     ] = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Few[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     # An assistant's message comes back as the server gave it, with fields that say nothing.
     refusal: None = None
-    annotations: list[Any] | None = None
+    annotations: Few[Any] | None = None
     audio: None = None
     function_call: None = None
 
@@ -87,13 +92,13 @@ GenerationPrompt = Annotated[bool | None, Meta(description="Begin an answer; def
 ContinueFinal = Annotated[bool | None, Meta(description="Go on with the last message")]
 Template = Annotated[str | None, Meta(description="A template's name or, where the server trusts requests, its text")]
 TemplateVariables = Annotated[dict[str, Any] | None, Meta(description="What else the template sees")]
-Tools = Annotated[list[dict[str, Any]] | None, Meta(description="Passed to the template")]
+Tools = Annotated[Few[dict[str, Any]] | None, Meta(description="Passed to the template")]
 
 
 class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions"""
 
-    messages: list[ChatMessage]
+    messages: Many[ChatMessage]
     max_completion_tokens: Annotated[int | None, Meta(description="Most tokens to generate")] = None
     logprobs: Annotated[bool | None, Meta(description="Report log-probabilities")] = None
     top_logprobs: Annotated[int | None, Meta(description="Likeliest tokens to report, with logprobs")] = None
@@ -103,7 +108,7 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template_kwargs: TemplateVariables = None
     tools: Tools = None
     tool_choice: Annotated[str | dict[str, Any] | None, Meta(description="auto, or none to leave tools out")] = None
-    documents: Annotated[list[dict[str, Any]] | None, Meta(description="Passed to the template")] = None
+    documents: Annotated[Few[dict[str, Any]] | None, Meta(description="Passed to the template")] = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -111,7 +116,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Many[ChatMessage] | None = None
     add_special_tokens: Annotated[bool | None, Meta(description="Default: true for a text, false for messages")] = None
     return_token_strs: bool | None = None
     add_generation_prompt: GenerationPrompt = None

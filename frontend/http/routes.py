@@ -10,19 +10,15 @@ from typing import Any
 import msgspec
 
 import headrace
-from headrace.frontend.http.chat import plan_chat
-from headrace.frontend.http.completions import plan_completion
-from headrace.frontend.http.decoding import decode_one_of
+from headrace.frontend.client.client import CoreClient
+from headrace.frontend.http.chat import prepare_chat
+from headrace.frontend.http.completions import prepare_completion
+from headrace.frontend.http.decoding import decode_one_of, decode_request
 from headrace.frontend.http.engines import Engine
 from headrace.frontend.http.errors import ApiError, bad_field, unavailable
 from headrace.frontend.http.exchange import Exchange
-from headrace.frontend.http.requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationRequest,
-    TokenizeRequest,
-)
+from headrace.frontend.http.generation import PreparedRequest
+from headrace.frontend.http.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from headrace.frontend.http.responses import (
     ChatResponse,
     CompletionResponse,
@@ -43,37 +39,33 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def completions(state: ServerState, exchange: Exchange) -> None:
-    await _complete(state, exchange, await exchange.decode(CompletionRequest))
+    await _generate(state, exchange, lambda body: decode_request(body, CompletionRequest))
 
 
 async def chat_completions(state: ServerState, exchange: Exchange) -> None:
-    await _chat(state, exchange, await exchange.decode(ChatCompletionRequest))
+    await _generate(state, exchange, lambda body: decode_request(body, ChatCompletionRequest))
 
 
 async def invocations(state: ServerState, exchange: Exchange) -> None:
     """SageMaker's one route for whatever a model does."""
-    kinds: dict[str, type[GenerationRequest]] = {"messages": ChatCompletionRequest, "prompt": CompletionRequest}
-    request = decode_one_of(await exchange.json_body(), kinds)
-    if isinstance(request, ChatCompletionRequest):
-        await _chat(state, exchange, request)
-    elif isinstance(request, CompletionRequest):
-        await _complete(state, exchange, request)
+    kinds: dict[str, type[Any]] = {"messages": ChatCompletionRequest, "prompt": CompletionRequest}
+    await _generate(state, exchange, lambda body: decode_one_of(body, kinds))
 
 
-async def _complete(state: ServerState, exchange: Exchange, request: CompletionRequest) -> None:
-    name = exchange.request_id(request.request_id)
-    state.check_accepting()
-    engine = state.pool.choose(request.model)
-    plan = await plan_completion(request, engine, state.options, name, exchange.tenant)
-    await state.generator.answer(plan, exchange.connection, exchange.receive, exchange.send)
+async def _generate(
+    state: ServerState, exchange: Exchange, decode: Callable[[bytes], ChatCompletionRequest | CompletionRequest]
+) -> None:
+    def prepare(body: bytes) -> PreparedRequest:
+        request = decode(body)
+        name = exchange.request_id(request.request_id)
+        state.check_accepting()
+        engine = state.pool.choose(request.model)
+        if isinstance(request, ChatCompletionRequest):
+            return prepare_chat(request, engine, state.options, state.chat_prompts, name, exchange.tenant)
+        return prepare_completion(request, engine, state.options, name, exchange.tenant)
 
-
-async def _chat(state: ServerState, exchange: Exchange, request: ChatCompletionRequest) -> None:
-    name = exchange.request_id(request.request_id)
-    state.check_accepting()
-    engine = state.pool.choose(request.model)
-    plan = await plan_chat(request, engine, state.options, state.chat_prompts, name, exchange.tenant)
-    await state.generator.answer(plan, exchange.connection, exchange.receive, exchange.send)
+    prepared = await exchange.prepare(prepare)
+    await state.generator.answer(prepared, exchange.connection, exchange.receive, exchange.send)
 
 
 async def models(state: ServerState, exchange: Exchange) -> None:
@@ -88,10 +80,11 @@ async def one_model(state: ServerState, exchange: Exchange) -> None:
 
 
 async def tokenize(state: ServerState, exchange: Exchange) -> None:
-    request = await exchange.decode(TokenizeRequest)
-    engine = state.pool.choose(request.model)
-    assert engine.client is not None
-    client = engine.client
+    await exchange.answer(await exchange.prepare(lambda body: _tokens_of(state, decode_request(body, TokenizeRequest))))
+
+
+def _tokens_of(state: ServerState, request: TokenizeRequest) -> bytes:
+    client = _client_of(state, request.model)
     if (request.prompt is None) == (request.messages is None):
         raise bad_field("prompt", "give either prompt or messages")
     if request.messages is not None:
@@ -100,23 +93,31 @@ async def tokenize(state: ServerState, exchange: Exchange) -> None:
         text, special = request.prompt or "", True
     if request.add_special_tokens is not None:
         special = request.add_special_tokens
-    (tokens,) = await tokenize_texts([text], client.tokenizer, special=special)
+    max_model_len = client.welcome.max_model_len
+    (tokens,) = tokenize_texts([text], client.tokenizer, special=special, max_tokens=max_model_len, param="prompt")
     spelt = client.tokenizer.convert_ids_to_tokens(tokens) if request.return_token_strs and client.tokenizer else None
-    await exchange.answer(TokenizeResponse(len(tokens), client.welcome.max_model_len, tokens, spelt))
+    return msgspec.json.encode(TokenizeResponse(len(tokens), max_model_len, tokens, spelt))
 
 
 async def detokenize(state: ServerState, exchange: Exchange) -> None:
-    request = await exchange.decode(DetokenizeRequest)
-    engine = state.pool.choose(request.model)
-    assert engine.client is not None
-    client = engine.client
+    await exchange.answer(await exchange.prepare(lambda body: _text_of(state, decode_request(body, DetokenizeRequest))))
+
+
+def _text_of(state: ServerState, request: DetokenizeRequest) -> bytes:
+    client = _client_of(state, request.model)
     if client.tokenizer is None:
         raise bad_field("tokens", "this engine runs without a tokenizer")
     size = client.welcome.vocab_size
     for index, token_id in enumerate(request.tokens):
         if not 0 <= token_id < size:
             raise bad_field(f"tokens[{index}]", f"tokens[{index}] is {token_id}; token ids are 0 to {size - 1}")
-    await exchange.answer(DetokenizeResponse(client.tokenizer.decode(request.tokens)))
+    return msgspec.json.encode(DetokenizeResponse(client.tokenizer.decode(request.tokens)))
+
+
+def _client_of(state: ServerState, model: str | None) -> CoreClient:
+    client = state.pool.choose(model).client
+    assert client is not None, "an engine is chosen among those that are connected"
+    return client
 
 
 async def tokenizer_info(state: ServerState, exchange: Exchange) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
@@ -20,8 +19,12 @@ from headrace.ipc.messages import Welcome
 MAX_OUTPUTS = 16384
 """Prompts times n."""
 MAX_STOP_CHARACTERS = 4096
-_TOKENIZE_INLINE_CHARACTERS = 16384
-"""Longer texts are tokenised in a thread, so that other requests' streams do not wait for them."""
+MAX_TOKEN_RULES = 1 << 19
+"""Entries of each of a request's token rules, times its outputs."""
+_TOKENIZE_AT_ONCE_CHARACTERS = 1 << 20
+_PROBED_CHARACTERS_PER_TOKEN = 16
+_PROBE_SLACK_TOKENS = 16
+"""By how much a cut may raise the number of a text's tokens."""
 _PASSED_ON = (
     "n",
     "presence_penalty",
@@ -67,18 +70,54 @@ def sampling_params(
     return SamplingParams(**{"max_tokens": None, **welcome.generation_defaults, **values, "output_kind": kind})
 
 
-async def tokenize_texts(texts: Sequence[str], tokenizer: Tokenizer | None, *, special: bool) -> list[list[int]]:
-    """Raises ApiError for text that is none."""
+def tokenize_texts(
+    texts: Sequence[str], tokenizer: Tokenizer | None, *, special: bool, max_tokens: int, param: str
+) -> list[list[int]]:
+    """Raises ApiError for text that is none, or is surely longer than `max_tokens`.
+
+    Tokenising takes a hundred times a text's own memory, so what cannot fit is refused before.
+    """
     if tokenizer is None:
         raise bad_field("prompt", "this engine runs without a tokenizer: give token ids instead of text")
+    token_ids: list[list[int]] = []
+    batch: list[str] = []
     for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise bad_field("prompt", f"the prompt is not valid Unicode text: {error}") from error
-    if sum(map(len, texts)) > _TOKENIZE_INLINE_CHARACTERS:
-        return await asyncio.to_thread(tokenizer.encode_batch, texts, special)
-    return [tokenizer.encode(text, special) for text in texts]
+        _check_text(text, tokenizer, max_tokens, param)
+        batch.append(text)
+        if sum(map(len, batch)) > _TOKENIZE_AT_ONCE_CHARACTERS:
+            token_ids += tokenizer.encode_batch(batch, special)
+            batch = []
+    if len(batch) == 1:
+        return [*token_ids, tokenizer.encode(batch[0], special)]
+    return token_ids + tokenizer.encode_batch(batch, special)
+
+
+def _check_text(text: str, tokenizer: Tokenizer, max_tokens: int, param: str) -> None:
+    if len(text) > max_tokens and len(text) > max_tokens * tokenizer.longest_token:
+        raise _too_long(
+            param,
+            max_tokens,
+            f"has {len(text)} characters, and no token stands for more than {tokenizer.longest_token}",
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise bad_field("prompt", f"the prompt is not valid Unicode text: {error}") from error
+    if len(text) > max_tokens * _PROBED_CHARACTERS_PER_TOKEN:
+        # Most long texts are shown to be too long by their beginning, for a fraction of the memory.
+        (beginning,) = tokenizer.encode_batch([text[: max_tokens * _PROBED_CHARACTERS_PER_TOKEN]], False)
+        if len(beginning) > max_tokens + _PROBE_SLACK_TOKENS:
+            raise _too_long(param, max_tokens, f"resulted in more than {len(beginning) - _PROBE_SLACK_TOKENS} tokens")
+
+
+def _too_long(param: str, max_tokens: int, what: str) -> ApiError:
+    return ApiError(
+        HTTPStatus.BAD_REQUEST,
+        f"This model's maximum context length is {max_tokens} tokens. However, your {param} {what}. Please reduce "
+        f"the length of the {param}.",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 def check_length(prompt: Prompt, max_tokens: int | None, welcome: Welcome, param: str) -> None:
@@ -100,9 +139,17 @@ def check_length(prompt: Prompt, max_tokens: int | None, welcome: Welcome, param
     raise ApiError(HTTPStatus.BAD_REQUEST, text, param=param, code="context_length_exceeded")
 
 
-def check_outputs(num_prompts: int, n: int) -> None:
+def check_outputs(num_prompts: int, params: SamplingParams) -> None:
+    """Raises ApiError for too many outputs, or too many token rules for so many: each output has its own copy."""
+    n = params.n
     if num_prompts * n > MAX_OUTPUTS:
         raise bad_field("n", f"{num_prompts} prompts times n = {n} are more than {MAX_OUTPUTS} outputs")
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "bad_words"):
+        size = len(getattr(params, name) or ())
+        if size > 1 and num_prompts * n * size > MAX_TOKEN_RULES:
+            raise bad_field(
+                name, f"{name} has {size} entries for {num_prompts * n} outputs; together they may be {MAX_TOKEN_RULES}"
+            )
 
 
 def cache_salt(request: GenerationRequest, tenant: str) -> str:

@@ -29,6 +29,8 @@ from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, Option
 from headrace.ipc.gc_pauses import gc_watched
 
 EXIT_DONE, EXIT_ERROR, EXIT_ENGINE_FAILED = 0, 1, 70
+KEY_VARIABLES = ("HEADRACE_API_KEY", "VLLM_API_KEY")
+"""Where a key is looked for that no option gives; the first that is set counts."""
 _BACKLOG = 2048
 _LAST_WORDS_S = 1.0
 """How long clients have to read their last event once the server ends."""
@@ -101,7 +103,7 @@ def url_of(options: ServeOptions, sock: socket.socket) -> str:
 
 
 def read_keys(options: ServeOptions) -> list[str]:
-    """All API keys. Raises OptionError for a file that cannot be read or holds none."""
+    """All API keys. Raises OptionError for an empty one, and for a file that cannot be read or holds none."""
     keys = list(options.api_key)
     if options.api_key_file is not None:
         try:
@@ -112,8 +114,13 @@ def read_keys(options: ServeOptions) -> list[str]:
         if not in_file:
             raise OptionError(f"api_key_file={options.api_key_file} holds no key: put one on each line")
         keys += in_file
-    if not keys and os.environ.get("HEADRACE_API_KEY"):
-        keys = [os.environ["HEADRACE_API_KEY"]]
+    named = [name for name in KEY_VARIABLES if name in os.environ]
+    if not keys and named:
+        keys = [os.environ[named[0]]]
+        if not keys[0].strip():
+            raise OptionError(f"{named[0]} is set and empty: unset it for a server without a key, or put one in it")
+    if any(not key.strip() for key in keys):
+        raise OptionError("api_key is empty: leave it out for a server without a key, or give one")
     return keys
 
 

@@ -13,6 +13,7 @@ from headrace.frontend.http.engines import EnginePool
 from headrace.frontend.http.errors import unavailable
 from headrace.frontend.http.events import KeepAlive
 from headrace.frontend.http.generation import Generator
+from headrace.frontend.http.large_bodies import LargeBodies
 from headrace.frontend.http.metrics import Exposition, Pages
 from headrace.frontend.http.options import ServeOptions
 
@@ -35,10 +36,11 @@ class ServerState:
         """`keys` guard every route but health; `template` is the server's own chat template."""
         self.options, self.pool, self.pages = options, pool, pages
         self.keys = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
+        self.bodies = LargeBodies(options.max_body_bytes)
         self.chat_prompts = ChatPrompts(template, trusts_requests=options.trust_request_chat_template)
         self.exposition = Exposition(pages, pool, options.metrics_prefix)
         self.generator = Generator(
-            KeepAlive(options.sse_keep_alive, options.read_timeout),
+            KeepAlive(options.sse_keep_alive),
             options.request_timeout,
             pages,
         )
@@ -59,8 +61,8 @@ class ServerState:
         """Brings this process's page up to date with what is counted elsewhere."""
         self.pages.set("tokens_after_disconnect", sum(engine.num_late_tokens() for engine in self.pool.engines))
 
-    def tenant_of(self, key: str) -> str | None:
+    def tenant_of(self, key: bytes) -> str | None:
         """A name for the key's owner; None for a wrong key. Every key is compared, each in constant time."""
-        digest = hashlib.sha256(key.encode()).digest()
+        digest = hashlib.sha256(key).digest()
         matches = [hmac.compare_digest(digest, known) for known in self.keys]
         return digest[:8].hex() if any(matches) else None

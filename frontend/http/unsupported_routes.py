@@ -6,13 +6,12 @@ As 404, which OpenAI's client raises as NotFoundError; it would try a 501 again.
 from __future__ import annotations
 
 import difflib
-import re
 import types
 from collections.abc import Iterable, Mapping
 
 from headrace.frontend.api.unsupported import ONLY_GENERATION
 from headrace.frontend.http.development import DEVELOPMENT_ROUTES
-from headrace.frontend.http.errors import ApiError
+from headrace.frontend.http.errors import ApiError, shortened
 
 _TEXT = "/v1/chat/completions and /v1/completions generate text"
 _GENERATION = f"{ONLY_GENERATION}; {_TEXT}"
@@ -21,6 +20,8 @@ _ADAPTERS = "LoRA adapters are not supported yet: merge one into the model's wei
 _NOTHING_STORED = "this server stores nothing"
 _RENDER = "POST /tokenize gives the tokens of a prompt, or of a conversation as the template renders it"
 _FIXED = "an engine's number of ranks is what it was started with"
+
+_LONGEST_PATH = 200
 
 REASONS: Mapping[str, str] = types.MappingProxyType(
     {
@@ -48,7 +49,8 @@ _DEVELOPMENT = frozenset(route.path for route in DEVELOPMENT_ROUTES)
 
 def not_found(path: str, served: Iterable[str]) -> ApiError:
     """`served` are the paths of this server's routes."""
-    return ApiError(404, f"there is no {path[:200]} here{_why(path, tuple(served))}", code="not_found")
+    path = shortened(path, _LONGEST_PATH)
+    return ApiError(404, f"there is no {path} here{_why(path, tuple(served))}", code="not_found")
 
 
 def _why(path: str, served: tuple[str, ...]) -> str:
@@ -59,7 +61,9 @@ def _why(path: str, served: tuple[str, ...]) -> str:
     if plain in _DEVELOPMENT:
         return ": it is one of the development routes, which --server-dev-mode serves"
     # Clients put their paths after a base address that should end in /v1, and does so never or twice.
-    bare = re.sub(r"^(/v1)+(?=/)", "", plain)
+    bare = plain
+    while bare.startswith("/v1/"):
+        bare = bare.removeprefix("/v1")
     meant = next((each for each in (f"/v1{bare}", bare) if each in served), None)
     if meant is not None:
         base = " The base address of OpenAI's clients ends in /v1." if meant.startswith("/v1") else ""

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.frontend.http.engines import Attached, Source
-from headrace.frontend.http.launch import say_engine_ended, set_up_logging
+from headrace.frontend.http.launch import say_engine_ended, set_up_server_logging
 from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.parent_engine import EngineDown, EngineUp, ParentEngine
@@ -38,7 +38,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 def main(fd: int) -> int:
     """The exit status: that of HttpServer.run, or 1 when the start failed."""
     die_with_parent()
-    set_up_logging()
+    set_up_server_logging()
     channel = Channel.inherited(fd, Start | Stop | EngineUp | EngineDown)
     try:
         start = channel.receive(Deadline(10.0))

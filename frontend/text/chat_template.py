@@ -48,25 +48,36 @@ def render_chat(
             "continue_final_message and add_generation_prompt exclude each other: the one goes on with the last "
             "message, the other begins a new one"
         )
-    chat = _plain_messages(messages, takes_parts=_TAKES_PARTS.search(template) is not None)
-    final_text = _mark_end(chat) if continue_final_message else ""
+    try:
+        chat = _plain_messages(messages, takes_parts=_TAKES_PARTS.search(template) is not None)
+        final_text = _mark_end(chat) if continue_final_message else ""
+        context = {
+            **_plain(variables or {}),
+            "messages": chat,
+            "tools": _plain_mappings("tools", tools),
+            "documents": _plain_mappings("documents", documents),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        rendered = _render(template, context)
+    except RecursionError:
+        raise InvalidRequestError(
+            "messages, tools or other variables of the chat template are nested too deeply"
+        ) from None
+    return _cut_at_mark(rendered, final_text) if continue_final_message else rendered
+
+
+def _render(template: str, context: dict[str, Any]) -> str:
     import jinja2
 
     try:
-        rendered = _compile(template).render(
-            messages=chat,
-            tools=_plain_mappings("tools", tools),
-            documents=_plain_mappings("documents", documents),
-            add_generation_prompt=add_generation_prompt,
-            **_plain(variables or {}),
-        )
+        # As one mapping: a variable may have the name of a parameter of `render`.
+        return _compile(template).render(context)
     except jinja2.TemplateError as error:
         raise InvalidRequestError(f"the chat template refused these messages: {error}") from error
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise InvalidRequestError(
             f"the chat template could not render these messages: {type(error).__name__}: {error}"
         ) from error
-    return _cut_at_mark(rendered, final_text) if continue_final_message else rendered
 
 
 def _plain_messages(messages: Sequence[Message], *, takes_parts: bool) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -89,6 +90,11 @@ class Tokenizer:
         """Without added tokens."""
         size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
         return size
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token's spelling, which is at least as long as the text it stands for."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def __len__(self) -> int:
         """With added tokens."""

@@ -1,0 +1,141 @@
+"""What our programs write to stderr: one form of line, nothing forged, and never a wait or an error for who writes.
+
+    logging, print, progress bars --> sys.stderr = NeverBlocking --> queue --> thread --> descriptor 2
+
+A log that nobody reads (a full pipe), that is gone (a broken one) or that has no room (a full disk) costs lines, not
+service: the thread waits or fails, and what does not fit the queue is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import queue
+import select
+import sys
+import threading
+from typing import Any, TextIO
+
+_STDERR = 2
+MOST_QUEUED = 10_000
+"""Pieces of text, of a line or so each, that may wait to be written."""
+DRAIN_S = 1.0
+"""How long a program that ends waits for its last lines to be written."""
+
+
+def set_up_logging(process: str, default_level: str) -> None:
+    """Lines like `INFO 12:00:00 server: message`, of HEADRACE_LOG_LEVEL and above."""
+    handler = logging.StreamHandler(_CurrentStderr())
+    handler.setFormatter(LogFormatter(f"%(levelname)s %(asctime)s {process}: %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=os.environ.get("HEADRACE_LOG_LEVEL", default_level).upper(), handlers=[handler])
+
+
+class LogFormatter(logging.Formatter):
+    """No record can look like another: further lines are indented, and control characters are spelt out."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n    ".join(printable(line) for line in super().format(record).split("\n"))
+
+
+def printable(text: str) -> str:
+    """With control characters and their like, such as line ends and those that change directions, spelt out."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+class _CurrentStderr:
+    """A stream for a log handler: stderr, above the progress bars that stand there, if any do."""
+
+    def write(self, text: str) -> None:
+        write_beside_bars(text)
+
+    def flush(self) -> None:
+        """It never keeps anything back."""
+
+
+def write_beside_bars(text: str) -> None:
+    """To stderr, above the progress bars that stand there, if any do. Raises nothing."""
+    if sys.stderr is None:
+        return
+    with contextlib.suppress(ValueError, OSError):  # it may be closed
+        if "tqdm" in sys.modules:
+            from tqdm import tqdm
+
+            tqdm.write(text, file=sys.stderr, end="")
+        else:
+            sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+class NeverBlocking:
+    """A text stream before another, which a thread of its own writes to."""
+
+    encoding, errors = "utf-8", "backslashreplace"
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._queue: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()  # a signal's handler may write, too
+        self._num_dropped = 0
+        threading.Thread(target=self._run, name="stderr", daemon=True).start()
+
+    def write(self, text: str) -> int:
+        if self._queue.qsize() >= MOST_QUEUED:
+            self._num_dropped += 1
+        else:
+            self._queue.put(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is kept back, and nobody is to wait; see `drain`."""
+
+    def drain(self, timeout_s: float = DRAIN_S) -> None:
+        """Waits until everything is written, but not for long."""
+        written = threading.Event()
+        self._queue.put(written)
+        written.wait(timeout_s)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _run(self) -> None:
+        while True:
+            item = self._queue.get()
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            if self._num_dropped and self._queue.empty():
+                item += f"headrace: {self._num_dropped} pieces of log are missing, as nobody read them in time\n"
+                self._num_dropped = 0
+            with contextlib.suppress(OSError, ValueError):  # nobody is there to read, or there is no room
+                self._write(memoryview(item.encode(self.encoding, self.errors)))
+
+    def _write(self, data: memoryview) -> None:
+        fd = self._stream.fileno()
+        while data:
+            try:
+                data = data[os.write(fd, data) :]
+            except BlockingIOError:
+                select.select([], [fd], [])
+
+
+def protect_stderr() -> None:
+    """From now on nothing that this process writes to stderr can fail or wait."""
+    if sys.stderr is None or isinstance(sys.stderr, NeverBlocking):
+        return
+    try:
+        is_ours = sys.stderr.fileno() == _STDERR
+    except (OSError, ValueError):  # a stream in memory, such as a test's
+        return
+    if is_ours:
+        stream: Any = NeverBlocking(sys.stderr)
+        sys.stderr = stream
+        atexit.register(drain_stderr)
+
+
+def drain_stderr() -> None:
+    """Before a process ends without further ado: its last lines get their time."""
+    if isinstance(sys.stderr, NeverBlocking):
+        sys.stderr.drain()
