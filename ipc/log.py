@@ -61,10 +61,9 @@ def write_beside_bars(text: str) -> None:
     if sys.stderr is None:
         return
     with contextlib.suppress(ValueError, OSError):  # it may be closed
-        if "tqdm" in sys.modules:
-            from tqdm import tqdm
-
-            tqdm.write(text, file=sys.stderr, end="")
+        bars: Any = sys.modules.get("tqdm")  # this folder imports no such thing itself
+        if bars is not None:
+            bars.tqdm.write(text, file=sys.stderr, end="")
         else:
             sys.stderr.write(text)
         sys.stderr.flush()
