@@ -12,15 +12,22 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from typing import Any
+import math
+from typing import Annotated, Any
 
 import msgspec
 
 from headrace.ipc.codec import Tensor
 from headrace.ipc.control import Commands, ControlResult
 from headrace.ipc.failure import Failure
+from headrace.ipc.ranges import FLOAT32, INT32, INT64, Longest, Range
 
 WIRE_VERSION = 1
+
+TokenId = Annotated[int, Range(0, INT32)]
+Bias = Annotated[float, Range(-math.inf, 1e9)]
+"""What would become +inf in float32 would spoil the row."""
+Name = Annotated[str, Longest(4096)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -28,32 +35,45 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=Tr
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_defaults=True):
-    """How to choose tokens, fully resolved by the frontend: no text, no None that means a default."""
+    """How to choose tokens, fully resolved by the frontend: no text, no None that means a default.
 
-    max_tokens: int
-    min_tokens: int = 0
-    temperature: float = 1.0
+    The ranges are what the core can compute with (see ranges.py); what the model allows is checked on admission.
+    """
+
+    max_tokens: Annotated[int, Range(1, INT32)]
+    min_tokens: Annotated[int, Range(0, INT32)] = 0
+    temperature: Annotated[float, Range(0, FLOAT32)] = 1.0
     """0 is greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
+    top_p: Annotated[float, Range(0, 1, open_low=True)] = 1.0
+    top_k: Annotated[int, Range(0, INT32)] = 0
     """0 keeps the whole vocabulary."""
-    min_p: float = 0.0
-    seed: int | None = None
-    """Any 64-bit integer; None lets the core draw one."""
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    stop_token_ids: tuple[int, ...] = ()
+    min_p: Annotated[float, Range(0, 1)] = 0.0
+    seed: Annotated[int, Range(-INT64 - 1, INT64)] | None = None
+    """None lets the core draw one."""
+    presence_penalty: Annotated[float, Range(-2, 2)] = 0.0
+    frequency_penalty: Annotated[float, Range(-2, 2)] = 0.0
+    repetition_penalty: Annotated[float, Range(0, FLOAT32, open_low=True)] = 1.0
+    stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None
+    logprobs: Annotated[int, Range(-1, INT32)] | None = None
     """How many most likely tokens to report per output token, besides the sampled one; -1 is the vocabulary."""
-    prompt_logprobs: int | None = None
-    allowed_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: Annotated[int, Range(-1, INT32)] | None = None
+    allowed_token_ids: tuple[TokenId, ...] = ()
     """Empty allows every token."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[tuple[TokenId, ...], ...] = ()
     """Runs of tokens, whose last is forbidden where the output ends in the others."""
-    logit_bias: dict[int, float] = {}
+    logit_bias: dict[TokenId, Bias] = {}
     """Token id -> what is added to its logit; -inf forbids it."""
+
+
+class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """The task of a request that samples tokens."""
+
+    sampling: Sampling
+
+
+class Pool(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """The task of a request that wants hidden states pooled: one vector, and no tokens. No model offers it yet."""
 
 
 # --- client -> core ---------------------------------------------------------------------------------------------
@@ -68,17 +88,17 @@ class Hello(Message):
 
 
 class AddRequest(Message):
-    slot: int
-    request_id: str
+    slot: Annotated[int, Range(0, INT32)]
+    request_id: Name
     """The user's name for the request, for logs."""
     prompt_token_ids: Tensor
     """[num_prompt_tokens] int32, at least one."""
-    sampling: Sampling
-    priority: int = 0
+    task: Generate | Pool
+    priority: Annotated[int, Range(-INT64 - 1, INT64)] = 0
     """Smaller is served earlier under the `priority` policy."""
-    cache_salt: str = ""
+    cache_salt: Name = ""
     """Prefix-cache blocks are shared only among requests with the same salt."""
-    output_interval: int = 1
+    output_interval: Annotated[int, Range(1, 1 << 20)] = 1
     """How many new tokens may wait for each other before they are told. The first is told at once, and the end with all
     that is left. With log-probabilities each is told at once."""
 
@@ -240,6 +260,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
 
     num_running: int
     num_waiting: int
+    """In the queue, or held back by a gate."""
     num_clients: int
     num_blocks: int
     num_free_blocks: int
@@ -259,8 +280,10 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
     """Sum of the times of all forward passes, sampling within them included."""
     paused: bool = False
     sleeping: bool = False
-    times: EngineTimes = EngineTimes()
     """Weights or cache have given their memory back, until WakeUp."""
+    times: EngineTimes = EngineTimes()
+    num_waiting_by_reason: dict[str, int] = {}
+    """`capacity` for the queue, and the reason of each gate that is waited for (core/engine/gates.py)."""
 
 
 class Welcome(Message):

@@ -189,7 +189,7 @@ class FakeCore:
         for (owner, slot), running in list(self.running.items()):
             if owner != client:
                 continue
-            sampling = running.request.sampling
+            sampling = running.request.task.sampling
             if not running.token_ids:
                 admitted.append(Admitted(slot=slot, num_cached_tokens=len(running.prompt) // 2))
                 if sampling.prompt_logprobs is not None and len(running.prompt) > 1:
@@ -224,7 +224,7 @@ class FakeCore:
         )
 
     def _finish(self, slot: int, running: Running, token_id: int) -> Finish | None:
-        sampling, count = running.request.sampling, len(running.token_ids)
+        sampling, count = running.request.task.sampling, len(running.token_ids)
         times = {"queued_s": 0.25, "prefill_s": 0.5, "decode_s": 1.0}
         if count > sampling.min_tokens:
             if token_id == self.eos_token_id and not sampling.ignore_eos:

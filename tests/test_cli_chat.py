@@ -83,7 +83,7 @@ def test_params_are_shown_set_and_set_back(session: Session, capsys: pytest.Capt
     session.chat.take("/params max_tokens=3")
     session.chat.take("/params temperature 0.25")
     session.chat.take("hello")
-    sampling = [each.sampling for each in session.core.core.received if isinstance(each, AddRequest)]
+    sampling = [each.task.sampling for each in session.core.core.received if isinstance(each, AddRequest)]
     assert (sampling[0].max_tokens, sampling[0].temperature) == (3, 0.25)
     assert "cut: it reached max_tokens" in capsys.readouterr().err
     session.chat.take("/params max_tokens default")

@@ -72,9 +72,9 @@ def test_no_prompts_give_no_outputs(llm: LLM) -> None:
 def test_the_models_defaults_count_when_none_are_given(llm: LLM, core: MemoryCore) -> None:
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, max_tokens=8)
     llm.generate("Hello", use_tqdm=False)
-    assert (requests_of(core)[0].sampling.temperature, requests_of(core)[0].sampling.max_tokens) == (0.5, 8)
+    assert (requests_of(core)[0].task.sampling.temperature, requests_of(core)[0].task.sampling.max_tokens) == (0.5, 8)
     llm.generate("Hello", SamplingParams(), use_tqdm=False)
-    assert (requests_of(core)[1].sampling.temperature, requests_of(core)[1].sampling.max_tokens) == (1.0, 16)
+    assert (requests_of(core)[1].task.sampling.temperature, requests_of(core)[1].task.sampling.max_tokens) == (1.0, 16)
 
 
 def test_no_limit_means_the_models_length(llm: LLM) -> None:
@@ -96,7 +96,7 @@ def test_n_outputs_have_seeds_of_their_own(llm: LLM) -> None:
 
 def test_logprobs_have_vllms_form(llm: LLM, core: MemoryCore) -> None:
     (output,) = llm.generate("Hi", SamplingParams(max_tokens=3, n=2, logprobs=2, prompt_logprobs=0), use_tqdm=False)
-    assert [each.sampling.prompt_logprobs for each in requests_of(core)] == [0, None]
+    assert [each.task.sampling.prompt_logprobs for each in requests_of(core)] == [0, None]
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None
     assert [list(each or {}) for each in output.prompt_logprobs[1:]] == [[each] for each in output.prompt_token_ids[1:]]

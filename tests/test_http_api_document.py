@@ -79,6 +79,7 @@ def test_metrics_have_vllms_names_and_count(client):
     for name in (
         "num_requests_running",
         "num_requests_waiting",
+        'num_requests_waiting_by_reason{engine="0",model_name="null",reason="capacity"}',
         "kv_cache_usage_perc",
         "prefix_cache_queries_total",
         "prefix_cache_hits_total",

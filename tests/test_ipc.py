@@ -24,6 +24,7 @@ from headrace.ipc.messages import (
     CoreMessage,
     Finish,
     FinishReason,
+    Generate,
     Hello,
     Progress,
     Sampling,
@@ -43,7 +44,7 @@ def test_a_request_arrives_as_it_was_sent(token_ids, request_id, slot, temperatu
         slot=slot,
         request_id=request_id,
         prompt_token_ids=Tensor.of("int32", token_ids),
-        sampling=Sampling(max_tokens=3, temperature=temperature, stop_token_ids=(1, 2)),
+        task=Generate(sampling=Sampling(max_tokens=3, temperature=temperature, stop_token_ids=(1, 2))),
     )
     frames = codec.encode(request)
     assert len(frames) == (2 if 4 * len(token_ids) > INLINE_BYTES else 1)
@@ -103,7 +104,10 @@ def test_garbage_is_a_codec_error_and_nothing_else(frames):
 def test_a_damaged_message_is_a_codec_error_or_a_message(data):
     codec: Codec[ClientMessage] = Codec(ClientMessage)
     request = AddRequest(
-        slot=1, request_id="r", prompt_token_ids=Tensor.of("int32", range(300)), sampling=Sampling(max_tokens=3)
+        slot=1,
+        request_id="r",
+        prompt_token_ids=Tensor.of("int32", range(300)),
+        task=Generate(sampling=Sampling(max_tokens=3)),
     )
     frames = [bytearray(frame) for frame in codec.encode(request)]
     frame = data.draw(st.sampled_from(frames))
@@ -130,7 +134,10 @@ def test_a_tensor_that_contradicts_itself_is_refused(dtype, shape, data, words):
 def test_a_tensor_that_names_a_missing_frame_is_refused():
     codec: Codec[ClientMessage] = Codec(ClientMessage)
     request = AddRequest(
-        slot=1, request_id="r", prompt_token_ids=Tensor.of("int32", range(300)), sampling=Sampling(max_tokens=3)
+        slot=1,
+        request_id="r",
+        prompt_token_ids=Tensor.of("int32", range(300)),
+        task=Generate(sampling=Sampling(max_tokens=3)),
     )
     header, _ = codec.encode(request)
     with pytest.raises(CodecError, match="frame 1 of 1"):

@@ -61,7 +61,7 @@ def test_tokens_that_the_model_does_not_have_are_refused_before_anything_is_sent
                 llm.generate([[5]], params, use_tqdm=False)
         assert not any(isinstance(each, AddRequest) for each in core.core.received)
         llm.generate([[5]], SamplingParams(logit_bias={most: 1}, bad_words=["dog"], max_tokens=1), use_tqdm=False)
-        (sent,) = (each.sampling for each in core.core.received if isinstance(each, AddRequest))
+        (sent,) = (each.task.sampling for each in core.core.received if isinstance(each, AddRequest))
         assert sent.logit_bias == {most: 1.0}
         assert len(sent.bad_words) == 2, "the word alone, and after a space"
 

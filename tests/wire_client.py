@@ -15,6 +15,7 @@ from headrace.ipc.messages import (
     CoreMessage,
     EngineStats,
     Finish,
+    Generate,
     GetStats,
     Hello,
     Reply,
@@ -49,7 +50,7 @@ class WireClient:
                 slot=slot,
                 request_id=f"r{slot}",
                 prompt_token_ids=Tensor.of("int32", prompt),
-                sampling=Sampling(**{"max_tokens": 8, **sampling}),
+                task=Generate(sampling=Sampling(**{"max_tokens": 8, **sampling})),
             )
         )
 

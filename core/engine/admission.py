@@ -1,22 +1,26 @@
-"""What a request must be to enter the core. The frontend checks too, for better words; the core trusts nobody."""
+"""What a request must be to enter the core, which trusts no client: within its fields' ranges (ipc/ranges.py), and
+within what the model and the options allow. The frontend checks what its user wrote, in the user's words.
+"""
 
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import time
 from collections.abc import Iterable
 from importlib.metadata import version
 
+import msgspec
 import numpy as np
 
 from headrace.core.options.plan import Facts, Plan
 from headrace.core.schedule.requests import Request
 from headrace.ipc.failure import Failure
-from headrace.ipc.messages import SCHEMA_HASH, AddRequest, Refused, Sampling
+from headrace.ipc.messages import SCHEMA_HASH, AddRequest, Generate, Pool, Refused, Sampling
+from headrace.ipc.ranges import out_of_range
 
-MOST_BIAS = 1e9
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing by them would only overflow."""
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -34,6 +38,7 @@ class Admission:
 
     def __init__(self, plan: Plan, facts: Facts) -> None:
         self.max_waiting = plan.options.max_waiting_requests
+        self._model = plan.model.name
         self._max_model_len = facts.max_model_len
         self._vocab_size = plan.model.vocab_size
         self._max_logprobs = plan.max_logprobs
@@ -43,8 +48,10 @@ class Admission:
 
     def check(self, message: AddRequest) -> Failure | None:
         """Why the request can never run here, or None."""
-        if not 0 <= message.slot < 1 << 31:
-            return self.refusal(f"slot is {message.slot}; it must lie in [0, 2^31)")
+        if (problem := out_of_range(message)) is not None:
+            return self.refusal(problem)
+        if isinstance(message.task, Pool):
+            return self.refusal(f"the task is to pool, and {self._model} generates tokens; no model pools yet")
         prompt = message.prompt_token_ids
         if prompt.dtype != "int32" or len(prompt.shape) != 1:
             return self.refusal(f"prompt_token_ids must be a flat int32 tensor, not {prompt!r}")
@@ -62,25 +69,11 @@ class Admission:
                 f"prompt_token_ids[{outside[0]}] is {token_ids[outside[0]]}, outside the vocabulary of "
                 f"{self._vocab_size} tokens"
             )
-        if message.output_interval < 1:
-            return self.refusal(f"output_interval is {message.output_interval}; it must be at least 1")
-        return self._check_sampling(message.sampling)
+        return self._check_sampling(message.task.sampling)
 
     def _check_sampling(self, sampling: Sampling) -> Failure | None:
-        limits: tuple[tuple[str, float, float, float], ...] = (
-            ("max_tokens", sampling.max_tokens, 1, math.inf),
-            ("min_tokens", sampling.min_tokens, 0, sampling.max_tokens),
-            ("temperature", sampling.temperature, 0, math.inf),
-            ("top_p", sampling.top_p, math.ulp(0), 1),
-            ("min_p", sampling.min_p, 0, 1),
-            ("top_k", sampling.top_k, 0, math.inf),
-            ("presence_penalty", sampling.presence_penalty, -2, 2),
-            ("frequency_penalty", sampling.frequency_penalty, -2, 2),
-            ("repetition_penalty", sampling.repetition_penalty, math.ulp(0), math.inf),
-        )
-        for name, value, low, high in limits:
-            if not low <= value <= high or not math.isfinite(value):  # a NaN compares false with everything
-                return self.refusal(f"{name} is {value}; it must lie in [{low:g}, {high:g}]")
+        if sampling.min_tokens > sampling.max_tokens:
+            return self.refusal(f"min_tokens is {sampling.min_tokens}, more than max_tokens, {sampling.max_tokens}")
         most = self._vocab_size if self._max_logprobs == -1 else self._max_logprobs
         for name, count in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
             wanted = self._vocab_size if count == -1 else count
@@ -91,6 +84,7 @@ class Admission:
     def _check_token_rules(self, sampling: Sampling) -> Failure | None:
         named: tuple[tuple[str, Iterable[int]], ...] = (
             ("allowed_token_ids", sampling.allowed_token_ids),
+            ("stop_token_ids", sampling.stop_token_ids),
             ("bad_words", itertools.chain.from_iterable(sampling.bad_words)),
             ("logit_bias", sampling.logit_bias),
         )
@@ -100,14 +94,13 @@ class Admission:
                 return self.refusal(f"{name} has token {outside}, outside the vocabulary of {self._vocab_size} tokens")
         if not all(sampling.bad_words):
             return self.refusal("bad_words has a word of no tokens")
-        # -inf forbids; what would become +inf in float32 would spoil the row.
-        if not all(bias < MOST_BIAS for bias in sampling.logit_bias.values()):
-            return self.refusal(f"logit_bias has a number that is not below {MOST_BIAS:g}")
         return None
 
     def request(self, client: int, message: AddRequest) -> Request:
         """A checked message as a request. Its seed is its own, or the next one drawn from the engine's."""
-        seed = message.sampling.seed
+        assert isinstance(message.task, Generate), "only a checked message becomes a request"
+        sampling = self._fitted(message.task.sampling, len(message.prompt_token_ids))
+        seed = sampling.seed
         if seed is None:
             self._seeds_drawn += 1
             seed = nth_seed(self._seed, self._seeds_drawn)
@@ -116,13 +109,24 @@ class Admission:
             slot=message.slot,
             request_id=message.request_id,
             token_ids=message.prompt_token_ids.numpy().copy(),  # the frame it arrived in is not kept alive
-            sampling=message.sampling,
+            sampling=sampling,
             seed=seed & _MASK,
         )
         request.cache_salt = message.cache_salt
-        request.output_interval = message.output_interval if message.sampling.logprobs is None else 1
+        request.output_interval = message.output_interval if sampling.logprobs is None else 1
         request.arrived_s = time.monotonic()
         return request
+
+    def _fitted(self, sampling: Sampling, num_prompt_tokens: int) -> Sampling:
+        """Numbers brought within the model's length and vocabulary, where that changes nothing of the answer."""
+        room = self._max_model_len - num_prompt_tokens
+        return msgspec.structs.replace(
+            sampling,
+            max_tokens=min(sampling.max_tokens, room),
+            min_tokens=min(sampling.min_tokens, room),
+            top_k=sampling.top_k if sampling.top_k < self._vocab_size else 0,
+            temperature=sampling.temperature if sampling.temperature >= GREEDY_BELOW else 0.0,
+        )
 
     def queue_full(self, wait_s: float) -> Failure:
         retry_after_s = min(max(1.0, wait_s), 600.0)

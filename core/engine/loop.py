@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from headrace.core.engine.admission import Admission
 from headrace.core.engine.control import Controller
+from headrace.core.engine.gates import GateFailed, GateOpened, Gates
 from headrace.core.engine.outputs import (
     OutputBuilder,
     StepEvents,
@@ -26,12 +27,12 @@ from headrace.core.engine.outputs import (
     only_finished,
     partial_outputs,
 )
-from headrace.core.engine.sessions import ClientGone, ExecutorFailed, Inbox, StopOrder
+from headrace.core.engine.sessions import ClientGone, ExecutorFailed, Inbox, InboxMessage, StopOrder
 from headrace.core.engine.statistics import Statistics
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Facts, Plan
 from headrace.core.options.resolve import Capacity, steps_in_flight
-from headrace.core.schedule.requests import Request
+from headrace.core.schedule.requests import Request, State
 from headrace.core.schedule.scheduler import Scheduler, SchedulerConfig
 from headrace.ipc.control import PauseGeneration, Sleep, WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import EngineDeadError, Failure
@@ -40,7 +41,6 @@ from headrace.ipc.messages import (
     Abort,
     AddRequest,
     Admitted,
-    ClientMessage,
     Control,
     CoreMessage,
     Draining,
@@ -59,6 +59,8 @@ from headrace.ipc.step import StepPlan, StepResult
 logger = logging.getLogger(__name__)
 IDLE_CHECK_AFTER_S = 1.0
 """Once idle for this long, the books of blocks and rows are audited; a request in the meantime is not delayed."""
+GATE_TIMEOUT_S = 120.0
+"""Longest that a request waits for a gate."""
 
 
 class Port(Protocol):
@@ -110,7 +112,9 @@ class Loop:
         logger.info("steps in flight = %d: %s", in_flight.depth, in_flight.reason)
         self._depth = in_flight.depth
         self._in_flight: deque[tuple[StepPlan, StepEvents]] = deque()
-        self._held: deque[tuple[int, AddRequest | Abort]] = deque()  # not known to all cores of the ranks; see `agree`
+        self._held: deque[tuple[int, InboxMessage]] = deque()  # until all cores have as many requests; see `agree`
+        self.gates = Gates(GATE_TIMEOUT_S)
+        """Gatekeepers register here, before the loop runs."""
         self._admission = Admission(plan, facts)
         self._controller = Controller(plan, facts, executor, self.scheduler, port.send)
         self._pause = self._controller.pause
@@ -135,6 +139,8 @@ class Loop:
         """Takes all messages that have come (waiting for one when there is no work), submits a step if there is room
         for one, and takes the oldest step's result unless there is room for more."""
         self._take_messages()
+        if self.gates:
+            self._end_expired()
         submitted = len(self._in_flight) < self._depth and self._submit()
         if self._in_flight and not (submitted and len(self._in_flight) < self._depth):
             self._collect()
@@ -153,29 +159,40 @@ class Loop:
         if not self.has_work:
             self._report_load()
             self._statistics.idle()
-            self._handle(*(self._held.popleft() if self._held else self._next_message()))
+            message = self._held.popleft() if self._held else self._next_message()
+            if message is not None:
+                self._handle(*message)
             if not self.has_work:
                 return
+        held_clients = {client for client, _ in self._held}
         while not self._inbox.empty():
-            client, message = self._inbox.get()
-            if isinstance(message, AddRequest | Abort):
-                self._held.append((client, message))
+            client, content = self._inbox.get()
+            # What a client sends after a request of its own is taken after it.
+            if isinstance(content, AddRequest | Abort) or client in held_clients:
+                held_clients.add(client)
+                self._held.append((client, content))
             else:
-                self._handle(client, message)
-        for _ in range(self._executor.agree(len(self._held))):
+                self._handle(client, content)
+        num_agreed = self._executor.agree(sum(isinstance(each, AddRequest | Abort) for _, each in self._held))
+        while self._held and (num_agreed or not isinstance(self._held[0][1], AddRequest | Abort)):
+            num_agreed -= isinstance(self._held[0][1], AddRequest | Abort)
             self._handle(*self._held.popleft())
 
-    def _next_message(self) -> tuple[int, ClientMessage | ClientGone | StopOrder | ExecutorFailed]:
-        """Waits for it, with what is to be done while nothing is."""
+    def _next_message(self) -> tuple[int, InboxMessage] | None:
+        """Waits for it, and does idle work meanwhile. None when a gate's time-out or the stop comes first."""
         while self._inbox.empty() and self._executor.idle():
             pass
         try:
             return self._inbox.get(timeout=IDLE_CHECK_AFTER_S)
         except queue.Empty:
             self.scheduler.check()
-            return self._inbox.get()
+        deadlines_s = [each for each in (self.gates.next_deadline_s(), self._stop_at_s) if each is not None]
+        try:
+            return self._inbox.get(timeout=max(0.0, min(deadlines_s) - time.monotonic()) if deadlines_s else None)
+        except queue.Empty:
+            return None
 
-    def _handle(self, client: int, message: ClientMessage | ClientGone | StopOrder | ExecutorFailed) -> None:
+    def _handle(self, client: int, message: InboxMessage) -> None:
         match message:
             case AddRequest():
                 self._add(client, message)
@@ -183,7 +200,7 @@ class Loop:
                 self._abort(client, message.slots)
             case ClientGone():
                 for request in self._requests.pop(client, {}).values():
-                    self.scheduler.drop(request)
+                    self._drop(request)
             case GetStats():
                 self._port.send(client, Reply(call=message.call, result=self.stats()))
             case ResetPrefixCache():
@@ -191,6 +208,12 @@ class Loop:
                 self._port.send(client, Reply(call=message.call))
             case Control():
                 self._control(client, message)
+            case GateOpened():
+                for request, priority in self.gates.open(message.gate):
+                    self.scheduler.add(request, priority)
+            case GateFailed():
+                for request in self.gates.fail(message.gate):
+                    self._end_gated(request, message.failure)
             case ExecutorFailed():
                 raise EngineDeadError(failure=message.failure)
             case StopOrder():
@@ -204,8 +227,8 @@ class Loop:
             failure = self._admission.refusal(f"slot {message.slot} is in use by a request that has not finished")
             self._port.send(client, self._admission.protocol_error(failure))  # its Finish is still to come
             return
-        elif len(self.scheduler.waiting) >= self._admission.max_waiting:
-            failure = self._admission.queue_full(self._statistics.seconds_per_request() * len(self.scheduler.waiting))
+        elif self._num_waiting >= self._admission.max_waiting:
+            failure = self._admission.queue_full(self._statistics.seconds_per_request() * self._num_waiting)
         elif self._controller.asleep:
             failure = self._admission.asleep()
         else:
@@ -216,14 +239,33 @@ class Loop:
             return
         request = self._admission.request(client, message)
         live[message.slot] = request
-        self.scheduler.add(request, message.priority)
+        if not self.gates.hold(request, message):
+            self.scheduler.add(request, message.priority)
+
+    def _drop(self, request: Request) -> None:
+        """Ends a request, wherever it is, and frees what it holds."""
+        if self.gates.remove(request):
+            request.state = State.FINISHED
+        else:
+            self.scheduler.drop(request)
+
+    def _end_expired(self) -> None:
+        """Requests that waited too long for a gate fail."""
+        for request, failure in self.gates.expired():
+            self._end_gated(request, failure)
+
+    def _end_gated(self, request: Request, failure: Failure) -> None:
+        del self._requests[request.client][request.slot]
+        request.state = State.FINISHED
+        finish = finish_of(request, FinishReason.FAILED, failure=failure)
+        self._port.send(request.client, only_finished(self._statistics.num_steps, [finish]))
 
     def _abort(self, client: int, slots: tuple[int, ...]) -> None:
         """A slot that is not live has had its Finish already, so there is nothing left to say about it."""
         live = self._requests.get(client, {})
         requests = [live.pop(slot) for slot in slots if slot in live]
         for request in requests:
-            self.scheduler.drop(request)
+            self._drop(request)
         if requests:
             finished = [finish_of(request, FinishReason.ABORT) for request in requests]
             self._port.send(client, partial_outputs(self._statistics.num_steps, requests, finished))
@@ -243,7 +285,7 @@ class Loop:
         self._controller.carry_out(client, message.call, command)
 
     def _begin_stop(self, deadline_s: float) -> None:
-        num_left = self.scheduler.num_running + len(self.scheduler.waiting)
+        num_left = self.scheduler.num_running + self._num_waiting
         if num_left and deadline_s > 0:
             logger.warning(
                 "shutting down: %d requests have up to %g s to finish; a second signal ends them now",
@@ -257,7 +299,7 @@ class Loop:
     def _stopped(self) -> bool:
         if self._stop_at_s is None:
             return False
-        return not self.has_work or time.monotonic() >= self._stop_at_s
+        return not (self.has_work or self.gates) or time.monotonic() >= self._stop_at_s
 
     def _end_what_is_left(self) -> None:
         """An answer cut short must not look like a whole one: it fails, and says why."""
@@ -265,7 +307,7 @@ class Loop:
         failure = Failure(message=said, type="ShutDown", process="engine-core", pid=os.getpid(), phase="serve")
         for client, live in self._requests.items():
             for request in live.values():
-                self.scheduler.drop(request)
+                self._drop(request)
             finished = [finish_of(request, FinishReason.FAILED, failure=failure) for request in live.values()]
             if finished:
                 self._port.send(client, only_finished(self._statistics.num_steps, finished))
@@ -349,15 +391,19 @@ class Loop:
 
     # --- load and statistics -----------------------------------------------------------------------------------
 
+    @property
+    def _num_waiting(self) -> int:
+        return len(self.scheduler.waiting) + len(self.gates)
+
     def _report_load(self) -> None:
-        load = Load(num_running=self.scheduler.num_running, num_waiting=len(self.scheduler.waiting))
+        load = Load(num_running=self.scheduler.num_running, num_waiting=self._num_waiting)
         self._port.set_load(load, frozenset(client for client, live in self._requests.items() if live))
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
         return EngineStats(
             num_running=scheduler.num_running,
-            num_waiting=len(scheduler.waiting),
+            num_waiting=self._num_waiting,
             num_clients=len(self._port.clients),
             num_blocks=scheduler.pool.num_blocks - 1,
             num_free_blocks=scheduler.pool.num_available,
@@ -374,6 +420,7 @@ class Loop:
             paused=self._pause.is_asked,
             sleeping=bool(self._controller.asleep),
             times=self._statistics.times(),
+            num_waiting_by_reason={"capacity": len(scheduler.waiting), **self.gates.waiting_by_reason()},
         )
 
 

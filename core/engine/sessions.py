@@ -1,7 +1,7 @@
-"""The front sessions: what a core answers without its loop, and which client a message is from.
+"""Sessions with clients: what a core answers without its loop, and which client a message is from.
 
-A port (zmq_port.py, memory_port.py) carries messages; the sessions is the conversation that both have. It runs on
-the port's thread, so attaching is quick while a long step runs.
+A port (zmq_port.py, memory_port.py) carries messages; `Sessions` is the conversation that both have. It runs on the
+port's thread, so attaching is quick while a long step runs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import queue
 
 import msgspec
 
+from headrace.core.engine.gates import GateFailed, GateOpened
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import (
     SCHEMA_HASH,
@@ -42,7 +43,8 @@ class ExecutorFailed(msgspec.Struct, frozen=True):
     failure: Failure
 
 
-Inbox = queue.SimpleQueue[tuple[int, ClientMessage | ClientGone | StopOrder | ExecutorFailed]]
+InboxMessage = ClientMessage | ClientGone | StopOrder | ExecutorFailed | GateOpened | GateFailed
+Inbox = queue.SimpleQueue[tuple[int, InboxMessage]]
 
 
 class Sessions:
@@ -64,7 +66,7 @@ class Sessions:
         return next(self._numbers), self._welcome
 
     def receive(self, client: int, message: ClientMessage) -> CoreMessage | None:
-        """Takes a greeted client's message; the answer, when it is the sessions's to give."""
+        """Takes a greeted client's message; the answer, where the loop is not needed for it."""
         if isinstance(message, FetchTokenizer):
             if self._tokenizer is None:
                 return Reply(

@@ -37,6 +37,7 @@ from headrace.ipc.messages import (
     SCHEMA_HASH,
     AddRequest,
     CoreMessage,
+    Generate,
     GetStats,
     Hello,
     Reply,
@@ -114,7 +115,9 @@ async def core_step_cost(num_running: int, num_steps: int) -> dict[str, Any]:
         before = thread_times_s(session.pid)
         for slot in range(num_running):
             tokens = Tensor.of("int32", [5 + slot % 97] * PROMPT_TOKENS)
-            session.send(AddRequest(slot=slot, request_id=str(slot), prompt_token_ids=tokens, sampling=sampling))
+            session.send(
+                AddRequest(slot=slot, request_id=str(slot), prompt_token_ids=tokens, task=Generate(sampling=sampling))
+            )
         await session.until(lambda: session.num_finished >= num_running)
         after = thread_times_s(session.pid)
     steps = len(session.steps)

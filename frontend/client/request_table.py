@@ -18,7 +18,7 @@ from headrace.ipc.failure import (
     QueueFullError,
     RequestFailedError,
 )
-from headrace.ipc.messages import Abort, AddRequest, ClientMessage, Finish, FinishReason, StepOutputs
+from headrace.ipc.messages import Abort, AddRequest, ClientMessage, Finish, FinishReason, Generate, StepOutputs
 
 UNREAD_TOKENS = 32
 """Tokens of an output that is read at its end, told at once: so many at most are missing when it is aborted."""
@@ -76,7 +76,7 @@ class RequestTable:
                     slot=sequence.slot,
                     request_id=request_id if params.n == 1 else f"{request_id}#{sequence.index}",
                     prompt_token_ids=token_ids,
-                    sampling=params.to_wire(stream.max_tokens, sequence.index, stream.bad_words),
+                    task=Generate(sampling=params.to_wire(stream.max_tokens, sequence.index, stream.bad_words)),
                     priority=stream.priority,
                     cache_salt=prompt.cache_salt,
                     output_interval=_news_every(params, stream.interval),

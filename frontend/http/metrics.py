@@ -217,6 +217,16 @@ class Exposition:
                 if (stats := self._last_stats.get(engine.index)) is not None:
                     family.add_metric(_labels(engine), value(stats))
             yield family
+        reasons = GaugeMetricFamily(
+            f"{self._prefix}:num_requests_waiting_by_reason",
+            "Requests that wait: `capacity` for room in a step, or for what else they need.",
+            labels=("model_name", "engine", "reason"),
+        )
+        for engine in self._pool.engines:
+            if (stats := self._last_stats.get(engine.index)) is not None:
+                for reason, count in stats.num_waiting_by_reason.items():
+                    reasons.add_metric((*_labels(engine), reason), count)
+        yield reasons
         up = GaugeMetricFamily(f"{self._prefix}:engine_up", "Whether the engine is there.", labels=("engine",))
         info = GaugeMetricFamily(
             f"{self._prefix}:cache_config_info",

@@ -1,0 +1,146 @@
+"""Gates: conditions that a request waits for before it may be scheduled.
+
+    admission --> [closed gates: grammar, adapter, ...] --> waiting queue --> scheduled
+                        |  abort, time-out, or the gate's failure
+                        v
+                     FINISHED
+
+A gate is a reason and a key: the grammar with this hash is being compiled, the adapter of this name is being loaded,
+the blocks of this transfer are on their way, the encoder's output of this image is missing. A Gatekeeper says of a new
+request which of its gates are closed, starts the work behind each, and reports the end of it with GateOpened or
+GateFailed in the loop's inbox, from any thread. Several requests may wait for the same gate.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from headrace.core.schedule.requests import Request
+from headrace.ipc.failure import Failure
+from headrace.ipc.messages import AddRequest
+
+
+class Gate(NamedTuple):
+    reason: str
+    """What kind of condition it is: a label of metrics, so one of a few."""
+    key: str
+    """Which one of the kind."""
+
+
+class GateOpened(msgspec.Struct, frozen=True):
+    """Not a wire message: the condition has come true."""
+
+    gate: Gate
+
+
+class GateFailed(msgspec.Struct, frozen=True):
+    """Not a wire message: it never will; requests that wait for it end with this."""
+
+    gate: Gate
+    failure: Failure
+
+
+class Gatekeeper(Protocol):
+    """What knows one reason's conditions. Called on the loop's thread, so it must not wait for anything."""
+
+    def closed_gates(self, message: AddRequest) -> Iterable[Gate]:
+        """Those that the request needs and that are closed; each is reported later, whatever comes of it."""
+        ...
+
+
+class _Gated(NamedTuple):
+    request: Request
+    priority: int
+    closed: set[Gate]
+    deadline_s: float
+
+
+class Gates:
+    """Requests that wait for gates, in order of arrival. For the loop's thread."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._gatekeepers: list[Gatekeeper] = []
+        self._gated: dict[Request, _Gated] = {}
+        self._of_gate: dict[Gate, dict[Request, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._gated)
+
+    def register(self, gatekeeper: Gatekeeper) -> None:
+        self._gatekeepers.append(gatekeeper)
+
+    def hold(self, request: Request, message: AddRequest) -> bool:
+        """Whether the request waits for a gate now; else it may be scheduled."""
+        closed = {gate for gatekeeper in self._gatekeepers for gate in gatekeeper.closed_gates(message)}
+        if not closed:
+            return False
+        self._gated[request] = _Gated(request, message.priority, closed, time.monotonic() + self.timeout_s)
+        for gate in closed:
+            self._of_gate.setdefault(gate, {})[request] = None
+        return True
+
+    def open(self, gate: Gate) -> list[tuple[Request, int]]:
+        """Requests whose last closed gate this was, with their priorities, in order of arrival."""
+        ready = []
+        for request in self._of_gate.pop(gate, {}):
+            gated = self._gated[request]
+            gated.closed.discard(gate)
+            if not gated.closed:
+                del self._gated[request]
+                ready.append((request, gated.priority))
+        return ready
+
+    def fail(self, gate: Gate) -> list[Request]:
+        """Requests that waited for it; they wait no more."""
+        requests = list(self._of_gate.get(gate, ()))
+        for request in requests:
+            self.remove(request)
+        return requests
+
+    def remove(self, request: Request) -> bool:
+        """The request waits no more. False when it did not wait here."""
+        gated = self._gated.pop(request, None)
+        for gate in gated.closed if gated is not None else ():
+            waiting = self._of_gate[gate]
+            del waiting[request]
+            if not waiting:
+                del self._of_gate[gate]
+        return gated is not None
+
+    def expired(self) -> list[tuple[Request, Failure]]:
+        """Requests whose time is up, with what they waited for; they wait no more."""
+        now_s = time.monotonic()
+        late = []
+        for gated in self._gated.values():  # all have the same time-out, so the first to come is the first to go
+            if gated.deadline_s > now_s:
+                break
+            late.append(gated)
+        for gated in late:
+            self.remove(gated.request)
+        return [(gated.request, self._timeout_failure(gated)) for gated in late]
+
+    def next_deadline_s(self) -> float | None:
+        """When the next request expires (monotonic seconds); None when none waits."""
+        return next((gated.deadline_s for gated in self._gated.values()), None)
+
+    def waiting_by_reason(self) -> dict[str, int]:
+        """How many requests wait for each reason; one that waits for several counts for each."""
+        counts: dict[str, int] = {}
+        for gated in self._gated.values():
+            for reason in {gate.reason for gate in gated.closed}:
+                counts[reason] = counts.get(reason, 0) + 1
+        return counts
+
+    def _timeout_failure(self, gated: _Gated) -> Failure:
+        wanted = ", ".join(f"{gate.reason} {gate.key}".strip() for gate in sorted(gated.closed))
+        return Failure(
+            message=f"the request waited {self.timeout_s:g} s for {wanted}, which did not become ready",
+            type="GateTimeout",
+            process="engine-core",
+            phase="gate",
+        )

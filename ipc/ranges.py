@@ -1,0 +1,121 @@
+"""The range of a message's field, declared where the field is: `min_tokens: Annotated[int, Range(0, INT32)]`.
+
+From this one declaration the core refuses what its arrays cannot hold (`out_of_range`), the frontend words its own
+errors (`ranges_of`), and the fuzzer of the wire picks edge values. A decoder does not enforce it: a request outside its
+range is still a request, which gets its one terminal answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+INT32, INT64 = 2**31 - 1, 2**63 - 1
+FLOAT32 = 3.4e38
+"""No larger number is computed with."""
+
+
+class Range(msgspec.Struct, frozen=True):
+    """Numbers from `low` to `high`, both included unless `open_low`. A NaN lies in no range."""
+
+    low: float
+    high: float
+    open_low: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low < value if self.open_low else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        return f"{'(' if self.open_low else '['}{_text(self.low)}, {_text(self.high)}]"
+
+
+class Longest(msgspec.Struct, frozen=True):
+    """The most characters of a text, or entries of a tuple or dict."""
+
+    count: int
+
+
+Check = Callable[[str, Any], str | None]
+"""Takes a field's name and value; gives the sentence that refuses it, or None."""
+
+
+def out_of_range(message: msgspec.Struct) -> str | None:
+    """The first field of the message, or of a struct in it, that lies outside its declared range, as a sentence."""
+    for name, check in _checks_of(type(message)):
+        problem = check(name, getattr(message, name))
+        if problem is not None:
+            return problem
+    return None
+
+
+@functools.cache
+def ranges_of(kind: type[msgspec.Struct]) -> Mapping[str, Range]:
+    """The ranges of the struct's own numeric fields, by name."""
+    found: dict[str, Range] = {}
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        parts = typing.get_args(hint) if is_union else (hint,)
+        marks = [mark for part in parts for mark in getattr(part, "__metadata__", ())]
+        if marks and isinstance(marks[0], Range):
+            found[name] = marks[0]
+    return types.MappingProxyType(found)
+
+
+@functools.cache
+def _checks_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, Check], ...]:
+    checks = ((name, _check_of(hint)) for name, hint in typing.get_type_hints(kind, include_extras=True).items())
+    return tuple((name, check) for name, check in checks if check is not None)
+
+
+def _check_of(hint: Any) -> Check | None:
+    """None for what has nothing to check."""
+    checks = [_check_of_mark(mark) for mark in getattr(hint, "__metadata__", ())]
+    if checks:
+        hint = hint.__origin__
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        structs = any(isinstance(part, type) and issubclass(part, msgspec.Struct) for part in parts)
+        inner = [_check_of_struct] if structs else [check for part in parts if (check := _check_of(part)) is not None]
+        checks += [_unless_none(check) for check in inner]
+    elif origin is tuple and (check := _check_of(parts[0])) is not None:
+        checks.append(_of_each(check, lambda values: values))
+    elif origin is dict:
+        for part, values in zip(parts, (dict.keys, dict.values), strict=True):
+            if (check := _check_of(part)) is not None:
+                checks.append(_of_each(check, values))
+    elif isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        checks.append(_check_of_struct)
+    if len(checks) < 2:
+        return checks[0] if checks else None
+    return lambda name, value: next((why for check in checks if (why := check(name, value)) is not None), None)
+
+
+def _check_of_mark(mark: Range | Longest) -> Check:
+    if isinstance(mark, Longest):
+        longest = mark.count
+        return lambda name, value: (
+            f"{name} has a length of {len(value)}; at most {longest} is taken" if len(value) > longest else None
+        )
+    return lambda name, value: None if value in mark else f"{name} is {value}; it must lie in {mark}"
+
+
+def _check_of_struct(_: str, value: Any) -> str | None:
+    return out_of_range(value) if isinstance(value, msgspec.Struct) else None
+
+
+def _unless_none(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _of_each(check: Check, values: Callable[[Any], Any]) -> Check:
+    return lambda name, value: next((why for each in values(value) if (why := check(name, each)) is not None), None)
+
+
+def _text(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) or math.isinf(bound) else f"{bound:g}"

@@ -1,0 +1,124 @@
+"""Requests that wait for a condition: held back, let go by a message, aborted, timed out, counted by reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine_parts import SteppedClient, SteppedCore
+
+from headrace.core.engine.gates import Gate, GateFailed, GateOpened
+from headrace.ipc.failure import Failure
+from headrace.ipc.messages import Abort, AddRequest, EngineStats, FinishReason, GetStats, Goodbye, Reply
+
+ADAPTER, GRAMMAR = Gate("adapter", "fr"), Gate("grammar", "json")
+
+
+class OfSalt:
+    """Gates by words of the request's cache salt: in the place of adapters and grammars, which do not exist yet."""
+
+    def closed_gates(self, message: AddRequest) -> Iterable[Gate]:
+        return [gate for gate in (ADAPTER, GRAMMAR) if gate.key in message.cache_salt]
+
+
+def gated_core() -> tuple[SteppedCore, SteppedClient]:
+    core = SteppedCore()
+    core.loop.gates.register(OfSalt())
+    return core, core.open()
+
+
+def turn(core: SteppedCore) -> None:
+    if not core.inbox.empty() or core.loop.has_work:
+        core.loop.turn()
+
+
+def test_only_requests_whose_gates_are_all_open_enter_the_queue() -> None:
+    core, client = gated_core()
+    client.add(0, [5, 6], cache_salt="fr json", max_tokens=3)
+    client.add(1, [5, 6], max_tokens=3)
+    core.run_until_idle()
+    assert [finish.slot for finish in client.finishes()] == [1]
+    core.inbox.put((0, GateOpened(GRAMMAR)))
+    core.run_until_idle()
+    assert [finish.slot for finish in client.finishes()] == [1]
+    core.inbox.put((0, GateOpened(ADAPTER)))
+    core.run_until_idle()
+    assert [finish.slot for finish in client.finishes()] == [1, 0]
+    assert client.tokens()[0] == client.tokens()[1]
+    assert len(core.loop.gates) == 0
+
+
+def test_one_gate_lets_all_its_requests_go_in_order_of_arrival() -> None:
+    core, client = gated_core()
+    for slot in range(3):
+        client.add(slot, [5, 6], cache_salt="fr", max_tokens=1)
+    core.run_until_idle()
+    core.inbox.put((0, GateOpened(ADAPTER)))
+    core.run_until_idle()
+    assert [each.slot for message in client.outputs() for each in message.admitted] == [0, 1, 2]
+
+
+def test_a_gated_request_can_be_aborted_and_its_client_can_leave() -> None:
+    core, client = gated_core()
+    leaving = core.open()
+    client.add(0, [5, 6], cache_salt="fr")
+    leaving.add(0, [5, 6], cache_salt="fr json")
+    core.run_until_idle()
+    client.send(Abort(slots=(0,)))
+    leaving.send(Goodbye())
+    core.run_until_idle()
+    assert [finish.reason for finish in client.finishes()] == [FinishReason.ABORT]
+    assert len(core.loop.gates) == 0
+    core.inbox.put((0, GateOpened(ADAPTER)))
+    core.run_until_idle()
+    assert client.tokens() == {}
+
+
+def test_a_gate_that_fails_ends_its_requests_with_the_cause() -> None:
+    core, client = gated_core()
+    client.add(0, [5, 6], cache_salt="fr json")
+    client.add(1, [5, 6], cache_salt="json")
+    core.run_until_idle()
+    core.inbox.put((0, GateFailed(ADAPTER, Failure(message="there is no adapter fr"))))
+    core.run_until_idle()
+    (finish,) = client.finishes()
+    assert (finish.slot, finish.reason) == (0, FinishReason.FAILED)
+    assert finish.failure is not None
+    assert finish.failure.message == "there is no adapter fr"
+    assert core.loop.gates.waiting_by_reason() == {"grammar": 1}
+
+
+def test_a_gate_that_never_opens_times_out_in_an_idle_engine_with_a_clear_failure() -> None:
+    core, client = gated_core()
+    core.loop.gates.timeout_s = 0.05
+    client.add(0, [5, 6], cache_salt="fr")
+    core.loop.turn()
+    core.loop.turn()  # waits for a message, until the time is up
+    (finish,) = client.finishes()
+    assert finish.reason is FinishReason.FAILED
+    assert finish.failure is not None
+    assert finish.failure.message == "the request waited 0.05 s for adapter fr, which did not become ready"
+
+
+def test_gated_requests_count_as_waiting_by_reason() -> None:
+    core, client = gated_core()
+    client.add(0, [5, 6], cache_salt="fr")
+    client.add(1, [5, 6], cache_salt="fr json")
+    client.send(GetStats(call=1))
+    core.run_until_idle()
+    (reply,) = [message for message in client.heard if isinstance(message, Reply)]
+    assert isinstance(reply.result, EngineStats)
+    assert reply.result.num_waiting == 2
+    assert reply.result.num_waiting_by_reason == {"capacity": 0, "adapter": 2, "grammar": 1}
+
+
+def test_an_engine_that_stops_waits_for_gated_requests_until_the_deadline_and_no_longer() -> None:
+    from headrace.core.engine.sessions import StopOrder
+
+    core, client = gated_core()
+    client.add(0, [5, 6], cache_salt="fr")
+    core.inbox.put((0, StopOrder(0.05)))
+    core.loop.run()
+    (finish,) = client.finishes()
+    assert finish.reason is FinishReason.FAILED
+    assert finish.failure is not None
+    assert finish.failure.type == "ShutDown"
