@@ -105,3 +105,30 @@ def test_packed_stacks_are_the_floats_that_they_stand_for() -> None:
     found = experts(x, ids, weights, packed[0], packed[1], "silu")
     wanted = experts(x, ids, weights, floats[0], floats[1], "silu")
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_version_that_serves_here_is_its_reference_within_rounding(dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    facts = {"device": torch.device("cpu"), "dtype": dtype, "hidden": 72, "inner": 40, "activation": "silu"}
+    logits = torch.randn(33, 16).to(dtype)
+    x, gate_up, down = torch.randn(33, 72).to(dtype), torch.randn(16, 80, 72) / 9, torch.randn(16, 72, 40) / 6
+    stacks = gate_up.to(dtype), down.to(dtype)
+    for version in ops()["route_experts"].versions:
+        if version.why_not(**facts):
+            continue
+        for scoring in ("softmax", "sigmoid"):
+            for options in ({"renormalise": True}, {"renormalise": False, "bias": torch.rand(16), "scale": 0.5}):
+                ids, weights = route(logits, top_k=4, scoring=scoring, **options)
+                found_ids, found = version.function(logits, top_k=4, scoring=scoring, **options)
+                assert torch.equal(found_ids, ids)
+                torch.testing.assert_close(found, weights, rtol=1e-6, atol=1e-7)
+    ids, weights = route(logits, top_k=4, scoring="softmax", renormalise=True)
+    wanted = plain_experts(x, ids, weights, *stacks, "silu")
+    # Roundings of what is between the products, and of the result.
+    bound = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype] * (1 + wanted.abs().max())
+    for version in ops()["experts"].versions:
+        if not version.why_not(**facts):
+            found = version.function(*stacks, "silu").apply(x, ids, weights)
+            assert found.dtype == dtype
+            assert ((found.double() - wanted).abs() <= bound).all(), version.name

@@ -33,12 +33,7 @@ using namespace headrace;
 
 HR_EXPORT void hr_op_linear(const void* raw, const Step& step, int thread, int num_threads) {
   const auto& args = *static_cast<const LinearArgs*>(raw);
-  switch (args.weight.type) {
-    case WeightType::kF32: return linear_f32(args, step, thread, num_threads);
-    case WeightType::kF16: return linear_f16(args, step, thread, num_threads);
-    case WeightType::kBF16: return linear_bf16(args, step, thread, num_threads);
-    default: return args.weight.tiles(args, step, thread, num_threads);
-  }
+  tiles_of(args.weight)->linear(args, step, thread, num_threads);
 }
 
 HR_EXPORT void hr_op_pack(const void* raw, const Step&, int thread, int num_threads) {

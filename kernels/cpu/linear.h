@@ -36,7 +36,11 @@ enum class WeightType : int32_t {
 };
 constexpr int kWeightTypes = 11;
 
-using LinearFn = void (*)(const struct LinearArgs& args, const Step& step, int thread, int num_threads);
+// What multiplies by the weights of a type: linear layers, and one stack of experts (see experts.h).
+struct Tiles {
+  void (*linear)(const struct LinearArgs& args, const Step& step, int thread, int num_threads);
+  void (*experts)(struct StackRun& run, const Step& step, int thread, int num_threads);
+};
 
 // A weight [n, k] in packed form.
 struct PackedWeight {
@@ -49,7 +53,7 @@ struct PackedWeight {
   int32_t fan;
   // Of a quantised type, what hr_packed_tiles has for it: its tiles are in a library of their own, for they take the
   // compiler as long as all the rest, and most models need none. Null for the float types.
-  LinearFn tiles;
+  const Tiles* tiles;
 };
 
 enum class Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2, kGelu = 3, kRelu = 4 };
@@ -81,6 +85,10 @@ struct LinearArgs {
   // of fan 1, without bias, activation and residual, into fp32.
   LaneHighest* highest;
   int64_t highest_rows;
+  // Null, or for each row of the result the row of `out` (fp32) that it is added to, times its scale. Only for a plain
+  // product of fan 1, without bias, activation and residual.
+  const int32_t* add_to;
+  const float* scales;
 };
 
 // Scratch that hr_op_linear needs for at most `max_rows` rows.
@@ -131,8 +139,17 @@ void pack_quant_panels(const PackedWeight& w, const void* source, int64_t source
 void unpack_float_row(const PackedWeight& w, int64_t row, float* out);
 void unpack_quant_row(const PackedWeight& w, int64_t row, float* out);
 
-void linear_f32(const LinearArgs& args, const Step& step, int thread, int num_threads);
-void linear_f16(const LinearArgs& args, const Step& step, int thread, int num_threads);
-void linear_bf16(const LinearArgs& args, const Step& step, int thread, int num_threads);
+const Tiles* tiles_of_f32();
+const Tiles* tiles_of_f16();
+const Tiles* tiles_of_bf16();
+
+inline const Tiles* tiles_of(const PackedWeight& w) {
+  switch (w.type) {
+    case WeightType::kF32: return tiles_of_f32();
+    case WeightType::kF16: return tiles_of_f16();
+    case WeightType::kBF16: return tiles_of_bf16();
+    default: return w.tiles;
+  }
+}
 
 }  // namespace headrace

@@ -82,6 +82,8 @@ class LinearArgs(ctypes.Structure):
         ("fixed_rows", ctypes.c_int64),
         ("highest", ctypes.c_void_p),
         ("highest_rows", ctypes.c_int64),
+        ("add_to", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
     )
 
 

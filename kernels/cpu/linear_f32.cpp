@@ -1,10 +1,9 @@
 // Linear layers with fp32 weights: a unit of its own, so that the types compile side by side.
+#include "experts_driver.h"
 #include "linear_float.h"
 
 namespace headrace {
 
-void linear_f32(const LinearArgs& args, const Step& step, int thread, int num_threads) {
-  run_linear<FloatKernel<WeightType::kF32>>(args, step, thread, num_threads);
-}
+const Tiles* tiles_of_f32() { return &kTilesOf<FloatKernel<WeightType::kF32>>; }
 
 }  // namespace headrace

@@ -45,10 +45,34 @@ void write_whole_tile(const LinearArgs& args, const float* sums, int64_t sums_st
   write(args, sums, sums_stride, first_row, num_rows, first);
 }
 
+// Rows are added where add_to says, each times its scale. Every column is one lane of one multiply-add, so that what a
+// row gets does not depend on where its panel ends.
+void add_tile(const LinearArgs& args, const float* sums, int64_t sums_stride, int64_t first_row, int num_rows,
+              int64_t unit) {
+  const int64_t first = unit * kPanelRows;
+  const int64_t count = args.weight.n - first < kPanelRows ? args.weight.n - first : kPanelRows;
+  for (int row = 0; row < num_rows; ++row) {
+    const Floats scale = all_lanes(args.scales[first_row + row]);
+    float* to = static_cast<float*>(args.out) + args.add_to[first_row + row] * args.out_stride + first;
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const Floats value = load_floats(sums + row * sums_stride + i);
+      if (i + kLanes <= count) {
+        store_floats(to + i, fused(value, scale, load_floats(to + i)));
+        continue;
+      }
+      alignas(64) float line[kLanes] = {};
+      std::memcpy(line, to + i, static_cast<size_t>(count - i) * sizeof(float));
+      store_floats(line, fused(value, scale, load_floats(line)));
+      std::memcpy(to + i, line, static_cast<size_t>(count - i) * sizeof(float));
+    }
+  }
+}
+
 }  // namespace
 
 void write_tile(const LinearArgs& args, const float* sums, int64_t sums_stride, int64_t first_row, int num_rows,
                 int64_t unit) {
+  if (args.add_to) return add_tile(args, sums, sums_stride, first_row, num_rows, unit);
   const int64_t columns = args.weight.n / args.weight.fan, first = unit * kPanelRows;
   const int64_t count = columns - first < kPanelRows ? columns - first : kPanelRows;
   const bool gated = args.weight.fan == 2;

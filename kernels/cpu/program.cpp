@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "sampling.h"
 
 #if defined(__x86_64__)
@@ -120,6 +121,7 @@ HR_EXPORT int64_t hr_size_of(const char* name) {
       {"AttentionArgs", sizeof(AttentionArgs)}, {"NormArgs", sizeof(NormArgs)},
       {"ActivationArgs", sizeof(ActivationArgs)}, {"EmbeddingArgs", sizeof(EmbeddingArgs)},
       {"AddArgs", sizeof(AddArgs)},          {"GatherArgs", sizeof(GatherArgs)},
+      {"RouteArgs", sizeof(RouteArgs)},      {"ExpertsArgs", sizeof(ExpertsArgs)},
       {"SoftCapArgs", sizeof(SoftCapArgs)},  {"SampleArgs", sizeof(SampleArgs)},
       {"ProgramOp", sizeof(ProgramOp)},      {"ProgramC", sizeof(Program)},
       {"Step", sizeof(Step)},

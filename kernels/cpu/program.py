@@ -16,7 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from headrace.kernels.reference.moe import Scoring
+
 from .linear import ACTIVATIONS, ROWS_LOGITS, ROWS_TOKENS, EmbedArgs, LinearArgs, PackedLinear, Runtime
+from .moe import PackedExperts, route_args, route_scratch_bytes
 from .ops import MOST_ROW_VALUES, WORKSPACE_BYTES
 from .program_args import (
     ActivationArgs,
@@ -30,6 +33,8 @@ from .program_args import (
 )
 from .program_list import OpList, shared_spans
 from .program_parts import (
+    CORE_BYTES_PER_S,
+    CORE_MULTIPLY_ADDS_PER_S,
     FEW_ROWS,
     PANEL_ROWS,
     Attention,
@@ -67,6 +72,8 @@ class Builder:
         self._scratch = [0, 0]  # shared, per thread
         self._alone_s, self._weight_bytes, self._multiply_adds = alone_s, 0, 0
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8)
+        self._inner: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        """What experts keep between their products: layers follow one another, so those of a size share it."""
         self._logits_start: tuple[int, int] | None = None
         self._vocab_size = 0
         self._max_position: int | None = None
@@ -218,6 +225,69 @@ class Builder:
         reads = (x,) if residual is None else (x, residual)
         self._add("linear", "hr_op_linear", args, reads, (out,), few=with_own_copies(args, "x", x), keep=(weight, bias))
 
+    def route(
+        self,
+        logits: Buffer,
+        expert_ids: Buffer,
+        weights: Buffer,
+        *,
+        scoring: Scoring,
+        renormalise: bool,
+        scale: float = 1.0,
+        bias: Tensor | None = None,
+    ) -> None:
+        """expert_ids (int32), weights (float32) = the best experts of each row of logits [.., num_experts], as many as
+        these have columns: `reference.route_experts`."""
+        require_same(expert_ids.columns, weights.columns, "the columns of experts chosen", "those of their weights")
+        require_same({logits.rows}, {expert_ids.rows, weights.rows}, "the rows of logits", "those of what is chosen")
+        found = expert_ids.tensor.dtype, weights.tensor.dtype
+        require_same(found, (torch.int32, torch.float32), "the types of experts and weights", "what routing writes")
+        check_vector(bias, logits.columns, "a router's bias")
+        args = route_args(logits.columns, expert_ids.columns, scoring, renormalise, scale)
+        args.logits, args.logits_stride, args.logits_dtype = logits.address, logits.stride, logits.type
+        args.bias, args.rows = address_of(bias), ROW_COUNTS[logits.rows]
+        args.expert_ids, args.weights = expert_ids.address, weights.address
+        self._need(0, route_scratch_bytes(logits.columns))
+        self._add("route", "hr_op_route", args, (logits,), (expert_ids, weights), keep=(bias,))
+
+    def experts(
+        self,
+        packed: PackedExperts,
+        x: Buffer,
+        expert_ids: Buffer,
+        weights: Buffer,
+        out: Buffer,
+        *,
+        add: bool = False,
+    ) -> None:
+        """out = or (add) += the weighted sum of what the experts chosen make of x. `packed.experts_read` counts those
+        that are read. out is float32 and not x."""
+        require_same(x.columns, packed.hidden, "the input of experts", "their weights' columns")
+        require_same(out.columns, packed.hidden, "the output of experts", "their weights' rows")
+        require_same(expert_ids.columns, weights.columns, "the columns of experts chosen", "those of their weights")
+        require_same(
+            {out.rows}, {x.rows, expert_ids.rows, weights.rows}, "the rows of experts' output", "their input's"
+        )
+        if out.tensor.dtype != torch.float32 or out.span[0] == x.span[0]:
+            raise ValueError(f"experts add up in float32 and elsewhere than in their input, not in {out.tensor.dtype}.")
+        max_rows, top_k = self._max_rows[out.rows], expert_ids.columns
+        args, kept = packed.describe(top_k, max_rows)
+        key = args.pass_rows, packed.inner, packed.inner_dtype
+        if key not in self._inner:
+            self._inner[key] = torch.empty(args.pass_rows, packed.inner, dtype=packed.inner_dtype)
+        inner = self._inner[key].data_ptr()
+        args.x, args.x_stride, args.x_dtype = x.address, x.stride, x.type
+        args.expert_ids, args.weights, args.inner = expert_ids.address, weights.address, inner
+        args.out, args.out_stride, args.add_to_out = out.address, out.stride, add
+        args.rows = ROW_COUNTS[out.rows]
+        self._need(*packed.scratch(args, max_rows))
+        # Each row may read experts of its own.
+        read = int(packed.expert_bytes * CORE_MULTIPLY_ADDS_PER_S / CORE_BYTES_PER_S)
+        self._multiply_adds += top_k * (3 * packed.inner * packed.hidden + read)
+        reads = (x, expert_ids, weights, inner, *((out,) if add else ()))
+        few = with_own_copies(args, "x", x)
+        self._add("experts", "hr_op_experts", args, reads, (out, inner), few=few, keep=(kept, self._inner[key]))
+
     def write_cache(self, qkv: Buffer, layer: Attention) -> None:
         """q/k norm, rotation and the cache write. In steps where every sequence computes one token it is left to
         `attend`.
@@ -268,9 +338,11 @@ class Builder:
         )
         self._add("activation", "hr_op_activation_multiply", args, (gate_up,), (out,))
 
-    def add(self, source: Buffer, out: Buffer, scale: float = 1.0) -> None:
-        """out += source * scale. Linear layers can add their own output to a residual."""
+    def add(self, source: Buffer, out: Buffer, scale: float = 1.0, gate: Buffer | None = None) -> None:
+        """out += source * scale, or with a gate of one column out += source * scale * sigmoid(gate). Linear layers can
+        add their own output to a residual."""
         require_same(source.columns, out.columns, "an addition's input", "its output")
+        require_same(1 if gate is None else gate.columns, 1, "the columns of an addition's gate", "one")
         args = AddArgs(
             input=source.address,
             output=out.address,
@@ -282,7 +354,9 @@ class Builder:
             output_type=out.type,
             scale=scale,
         )
-        self._add("add", "hr_op_add", args, (source, out), (out,))
+        if gate is not None:
+            args.gate, args.gate_stride, args.gate_type = gate.address, gate.stride, gate.type
+        self._add("add", "hr_op_add", args, (source, out, *(() if gate is None else (gate,))), (out,))
 
     def op(
         self,

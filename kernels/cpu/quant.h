@@ -83,8 +83,8 @@ inline int64_t bytes_of_blocks(int64_t k) {
   return (k / kBlock * static_cast<int64_t>(sizeof(QuantBlock)) + 63) / 64 * 64;
 }
 
-LinearFn linear_of_4_bits(WeightType type);
-LinearFn linear_of_5_bits(WeightType type);
-LinearFn linear_of_6_and_8_bits(WeightType type);
+const Tiles* tiles_of_4_bits(WeightType type);
+const Tiles* tiles_of_5_bits(WeightType type);
+const Tiles* tiles_of_6_and_8_bits(WeightType type);
 
 }  // namespace headrace

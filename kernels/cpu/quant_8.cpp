@@ -1,12 +1,13 @@
 // Linear layers over 6-bit and 8-bit weights: a unit of its own, so that the types compile side by side.
+#include "experts_driver.h"
 #include "quant_tile.h"
 
 namespace headrace {
 
-LinearFn linear_of_6_and_8_bits(WeightType type) {
+const Tiles* tiles_of_6_and_8_bits(WeightType type) {
   switch (type) {
-    case WeightType::kQ8_0: return run_linear<QuantKernel<WeightType::kQ8_0>>;
-    default: return run_linear<QuantKernel<WeightType::kQ6_K>>;
+    case WeightType::kQ8_0: return &kTilesOf<QuantKernel<WeightType::kQ8_0>>;
+    default: return &kTilesOf<QuantKernel<WeightType::kQ6_K>>;
   }
 }
 

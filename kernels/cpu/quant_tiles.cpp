@@ -4,11 +4,11 @@
 using namespace headrace;
 
 // What multiplies by weights of a quantised type: PackedWeight.tiles.
-HR_EXPORT LinearFn hr_packed_tiles(int32_t number) {
+HR_EXPORT const Tiles* hr_packed_tiles(int32_t number) {
   const auto type = static_cast<WeightType>(number);
   switch (layout_of(type).bits) {
-    case 4: return linear_of_4_bits(type);
-    case 5: return linear_of_5_bits(type);
-    default: return linear_of_6_and_8_bits(type);
+    case 4: return tiles_of_4_bits(type);
+    case 5: return tiles_of_5_bits(type);
+    default: return tiles_of_6_and_8_bits(type);
   }
 }

@@ -114,7 +114,7 @@ def experts(gate_up: ExpertStack, down: ExpertStack, activation: str) -> ExpertW
     """Packs the experts' matrices for `apply`.
 
     gate_up: of each expert [2 * inner, hidden], the gate's rows first; down: [hidden, inner]; `activation` is a key of
-    ACTIVATIONS. Facts: `num_experts`, `hidden` and `inner`.
+    ACTIVATIONS. Facts: `hidden`, `inner`, `activation`, and `stored`: floats, int8, int4 or (packed) blocks.
     """
     return TorchExperts(gate_up, down, activation)
 

@@ -1,0 +1,227 @@
+"""Mixtures of experts on the CPU kernels: routing, and experts whose matrices are packed as linear layers' are.
+
+A matrix of every expert is packed by itself, in any type that linear layers have (see linear.py, whose error bounds
+hold for each product). An expert that no row chose is not read. A row's result does not depend on the other rows or on
+the number of threads, to the bit: experts are added in float32 in rising order of their numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.reference.moe import ExpertStack, ExpertWeights, Scoring
+from headrace.kernels.registry import Version
+
+from .linear import ACTIVATIONS, DTYPES, FLOAT_TYPES, ROWS_FIXED, PackedLinear, Runtime, pack, runtime, why_not
+from .linear_args import PackedWeightC, ScratchNeed
+from .ops import why_no_op
+from .program_args import ExpertsArgs, RouteArgs
+
+SCORINGS: Mapping[Scoring, int] = MappingProxyType({"softmax": 0, "sigmoid": 1})
+"""`Scoring` in experts.h."""
+PASS_BYTES, LEAST_PASS_ROWS = 16 << 20, 256
+"""Of activations between an expert's products: enough rows to make good use of weights that are read."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedExperts:
+    """The experts of one layer: of each a gated pair [2 * inner, hidden] and a matrix [hidden, inner]."""
+
+    gate_up: tuple[PackedLinear, ...]
+    down: tuple[PackedLinear, ...]
+    activation: str
+    experts_read: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
+    """Counts the experts that steps have read."""
+
+    def __post_init__(self) -> None:
+        if not self.gate_up or len(self.gate_up) != len(self.down):
+            raise ValueError(f"{len(self.gate_up)} gated pairs and {len(self.down)} matrices are no set of experts.")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation {self.activation!r} is unknown; there are {', '.join(ACTIVATIONS)}.")
+        for stack, what in ((self.gate_up, "gated pairs"), (self.down, "down projections")):
+            kinds = sorted({(weight.type_name, weight.n, weight.k, weight.gated) for weight in stack})
+            if len(kinds) > 1 or kinds[0][3] != (stack is self.gate_up):
+                raise ValueError(f"a layer's {what} must be of one type and shape, packed as such, not {kinds}.")
+        if self.down[0].k != self.inner or self.down[0].n != self.hidden:
+            raise ValueError(
+                f"experts between {self.hidden} and {self.inner} values need [{self.hidden}, {self.inner}] to come "
+                f"back, not {[self.down[0].n, self.down[0].k]}."
+            )
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.gate_up)
+
+    @property
+    def hidden(self) -> int:
+        return self.gate_up[0].k
+
+    @property
+    def inner(self) -> int:
+        return self.gate_up[0].columns
+
+    @property
+    def inner_dtype(self) -> torch.dtype:
+        """Of what is between the products: what the second rounds it to by itself, else float32."""
+        return torch.bfloat16 if self.down[0].type_name == "BF16" else torch.float32
+
+    @property
+    def runtime(self) -> Runtime:
+        return self.gate_up[0].runtime
+
+    @property
+    def nbytes(self) -> int:
+        return sum(weight.nbytes for weight in (*self.gate_up, *self.down))
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert: what a step reads for each that its rows chose."""
+        return self.gate_up[0].nbytes + self.down[0].nbytes
+
+    def pass_rows(self, max_rows: int, top_k: int) -> int:
+        """How many pairs of a row and an expert are computed at a time: see experts.h."""
+        return min(max_rows * top_k, max(LEAST_PASS_ROWS, PASS_BYTES // (4 * self.inner)))
+
+    def describe(self, top_k: int, max_rows: int) -> tuple[ExpertsArgs, tuple[object, ...]]:
+        """The op's arguments but for what depends on the rows; and what they point to, `inner` not included."""
+        both = (self.gate_up, self.down)
+        stacks = tuple((PackedWeightC * len(stack))(*(weight.descriptor for weight in stack)) for stack in both)
+        args = ExpertsArgs(
+            gate_up=ctypes.addressof(stacks[0]),
+            down=ctypes.addressof(stacks[1]),
+            experts_read=self.experts_read.data_ptr(),
+            num_experts=self.num_experts,
+            top_k=top_k,
+            pass_rows=self.pass_rows(max_rows, top_k),
+            inner_dtype=DTYPES[self.inner_dtype],
+            activation=ACTIVATIONS[self.activation],
+        )
+        return args, (*stacks, self)
+
+    def scratch(self, args: ExpertsArgs, max_rows: int) -> tuple[int, int]:
+        """(shared bytes, bytes per thread) that the pool must have reserved to run `max_rows` rows."""
+        need = ScratchNeed()
+        self.runtime.library.dll.hr_experts_scratch(ctypes.byref(args), ctypes.c_int64(max_rows), ctypes.byref(need))
+        return need.shared_bytes, need.per_thread_bytes
+
+    def apply(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """As `ExpertWeights.apply`."""
+        x, (num_rows, top_k) = x.contiguous(), expert_ids.shape
+        if x.shape != (num_rows, self.hidden) or x.dtype not in DTYPES or weights.shape != expert_ids.shape:
+            raise ValueError(
+                f"{num_rows} rows of {self.hidden} values in fp32, bf16 or fp16 and {list(expert_ids.shape)} weights "
+                f"are needed; here: {x.dtype} {list(x.shape)} and {list(weights.shape)}."
+            )
+        if not num_rows:
+            return torch.empty_like(x)
+        ids, wide = expert_ids.to(torch.int32).contiguous(), weights.float().contiguous()
+        args, kept = self.describe(top_k, num_rows)
+        inner = torch.empty(args.pass_rows, self.inner, dtype=self.inner_dtype)
+        out = torch.empty(num_rows, self.hidden)
+        args.x, args.x_stride, args.x_dtype = x.data_ptr(), self.hidden, DTYPES[x.dtype]
+        args.expert_ids, args.weights, args.inner = ids.data_ptr(), wide.data_ptr(), inner.data_ptr()
+        args.out, args.out_stride = out.data_ptr(), self.hidden
+        args.rows, args.fixed_rows = ROWS_FIXED, num_rows
+        self.runtime.pool.reserve(*self.scratch(args, num_rows))
+        self.runtime.pool.run_op("hr_op_experts", args)
+        del kept
+        return out.to(x.dtype)
+
+
+def route_args(num_experts: int, top_k: int, scoring: Scoring, renormalise: bool, scale: float) -> RouteArgs:
+    """The arguments of routing but for what depends on the rows. Raises ValueError for what there is not."""
+    if not 0 < top_k <= num_experts:
+        raise ValueError(f"{top_k} of {num_experts} experts cannot be chosen.")
+    if scoring not in SCORINGS:
+        raise ValueError(f"experts are scored by {' or '.join(SCORINGS)}, not by {scoring!r}.")
+    return RouteArgs(
+        num_experts=num_experts, top_k=top_k, scoring=SCORINGS[scoring], renormalise=renormalise, scale=scale
+    )
+
+
+def route_scratch_bytes(num_experts: int) -> int:
+    """For each thread."""
+    return 12 * (num_experts + 16)
+
+
+def route_experts(
+    logits: Tensor,
+    *,
+    top_k: int,
+    scoring: Scoring,
+    renormalise: bool,
+    scale: float = 1.0,
+    bias: Tensor | None = None,
+    used: Runtime | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `reference.route_experts`, in this process's shared runtime or the one given."""
+    logits, runtime_ = logits.contiguous(), used or runtime()
+    num_rows, num_experts = logits.shape
+    args = route_args(num_experts, top_k, scoring, renormalise, scale)
+    expert_ids = torch.empty(num_rows, top_k, dtype=torch.int32)
+    weights = torch.empty(num_rows, top_k)
+    wide_bias = None if bias is None else bias.float().contiguous()
+    args.logits, args.logits_stride, args.logits_dtype = logits.data_ptr(), num_experts, DTYPES[logits.dtype]
+    args.bias = None if wide_bias is None else wide_bias.data_ptr()
+    args.expert_ids, args.weights = expert_ids.data_ptr(), weights.data_ptr()
+    args.rows, args.fixed_rows = ROWS_FIXED, num_rows
+    runtime_.pool.reserve(0, route_scratch_bytes(num_experts))
+    runtime_.pool.run_op("hr_op_route", args)
+    return expert_ids, weights
+
+
+def pack_experts(
+    gate_up: ExpertStack, down: ExpertStack, activation: str, *, used: Runtime | None = None
+) -> ExpertWeights:
+    """As `reference.experts`, of stacks [num_experts, rows, columns] in fp32, bf16 or fp16."""
+    if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
+        raise ValueError("experts are packed from stacks of floats; what is packed already makes a PackedExperts.")
+    return PackedExperts(
+        tuple(pack(weight, gated=True, runtime_=used) for weight in gate_up),
+        tuple(pack(weight, runtime_=used) for weight in down),
+        activation,
+    )
+
+
+def why_no_experts(
+    type_names: Sequence[str], hidden: int, inner: int, activation: str, *, level: str = "native"
+) -> str:
+    """Why experts of these sizes cannot be packed, in a sentence; "" when they can.
+
+    type_names: of the gates, of the up projections and of the down projections.
+    """
+    gate, up, down = type_names
+    if gate != up:
+        return f"an expert's gate and up projection are computed together, and their types differ: {gate} and {up}."
+    if activation not in ACTIVATIONS:
+        return f"the activation {activation} is unknown to the kernels; there are {', '.join(ACTIVATIONS)}."
+    return why_not(gate, 2 * inner, hidden, gated=True, level=level) or why_not(down, hidden, inner, level=level) or ""
+
+
+def _why_no_stacks(
+    dtype: torch.dtype | None = None,
+    hidden: int = 1,
+    inner: int = 1,
+    activation: str = "silu",
+    stored: str = "floats",
+    **facts: Any,
+) -> str:
+    if reason := why_no_op(dtype=dtype, **facts):
+        return reason
+    if stored != "floats":
+        return f"it packs experts in floats, and these are stored in {stored}."
+    assert dtype is not None, "why_no_op takes none"
+    return why_no_experts([FLOAT_TYPES[dtype]] * 3, hidden, inner, activation)
+
+
+VERSIONS = (
+    Version("route_experts", "cpu_native", route_experts, why_no_op),
+    Version("experts", "cpu_packed", pack_experts, _why_no_stacks),
+)
