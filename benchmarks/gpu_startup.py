@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 
 from headrace import LLM, SamplingParams
 from headrace.executor.checkpoints.weights import DummyWeights
-from headrace.executor.models.dummy_shapes import weight_shapes
 from headrace.executor.models.families import spec_from_config
+from headrace.executor.models.sizes import weight_shapes
 
 NUM_FILES = 8
 READ_BYTES = 16 << 20

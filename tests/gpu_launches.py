@@ -30,8 +30,8 @@ from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
 from headrace.executor.gpu.sampler import Choice
 from headrace.executor.models import kv_cache
 from headrace.executor.models.decoder import Decoder
-from headrace.executor.models.dummy_shapes import weight_shapes
 from headrace.executor.models.families import spec_from_config
+from headrace.executor.models.sizes import weight_shapes
 from headrace.kernels import registry
 from headrace.kernels.triton import versions
 
@@ -143,7 +143,7 @@ class LaunchNotes:
         self._spec, self._cached, self._is_invariant = spec_from_config(config), cached, is_invariant
         self.num_cascaded = 0
         choose = batch_invariant(kernels.choose) if is_invariant else kernels.choose
-        self._choose = choose if rounding is None else quantising(choose, self._spec.vocab_size, rounding)
+        self._choose = choose if rounding is None else quantising(choose, rounding)
 
     def run(self) -> None:
         with self._noting():

@@ -51,11 +51,11 @@ def dtype_of(kind: str) -> Any:
     return CACHE_DTYPES[kind.removeprefix("cache_") if kind.startswith("cache_") else "float32"]
 
 
-def quantised(choose: Callable[..., Any], kind: str, vocab_size: int) -> Callable[..., Any]:
+def quantised(choose: Callable[..., Any], kind: str) -> Callable[..., Any]:
     """`choose` for a case's weights."""
     from headrace.executor.gpu.kernels import Rounding, quantising
 
-    return quantising(choose, vocab_size, Rounding(kind, 32)) if kind in ("int8", "int4") else choose
+    return quantising(choose, Rounding(kind, 32)) if kind in ("int8", "int4") else choose
 
 
 def main() -> None:
@@ -87,7 +87,7 @@ def main() -> None:
             return kernels.choose_reference(op)
 
         model, spec = model_and_spec(name)
-        chosen = quantised(choose, kind, spec.vocab_size)
+        chosen = quantised(choose, kind)
         decoder = Decoder(spec, DictSource(model.state_dict()), torch.float32, choose=chosen)
         cache = kv_cache.allocate(spec, 32, 16, dtype_of(kind))
         runner = GpuRunner(decoder, cache, HostDevice(), RunnerLimits(2, 32, 16, spec.vocab_size))

@@ -249,9 +249,9 @@ def test_types_may_differ_within_one_layer(name: str) -> None:
     source = mixed_source(name, MIXED)
     decoder = program_of(spec_from_config(config_of(name)), source, keep_packed=True)
     layer = decoder._model.layers[0]
-    assert [weight.type_name for weight in layer.qkv.weights] == ["Q4_1", "Q8_0"]
-    assert [weight.type_name for weight in layer.up.weights] == ["Q4_0", "Q5_1"]
-    assert layer.output.weights[0].type_name == "F16"
+    assert [weight.type_name for weight in layer.mixer["qkv"].weights] == ["Q4_1", "Q8_0"]
+    assert [weight.type_name for weight in layer.ffn["up"].weights] == ["Q4_0", "Q5_1"]
+    assert layer.mixer["output"].weights[0].type_name == "F16"
     assert 0 < relative_error(decoder, exact_model(name, source)) < BF16_ERROR
 
 

@@ -61,7 +61,11 @@ def test_quantised_as_read_computes_the_dequantised_weights(bits: int) -> None:
         error += (ours[0] - theirs[0]).square().mean().item()  # later rows may follow another token
         spread += theirs[0].var().item()
     assert 0 < (error / spread) ** 0.5 < SAME_WEIGHTS_ERROR
-    types = {weight.type_name for layer in small._model.layers for weight in (*layer.qkv.weights, *layer.down.weights)}
+    types = {
+        weight.type_name
+        for layer in small._model.layers
+        for weight in (*layer.mixer["qkv"].weights, *layer.ffn["down"].weights)
+    }
     assert types == {"Q8_0" if bits == 8 else "Q4_1"}
 
 

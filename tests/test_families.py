@@ -121,7 +121,7 @@ def test_frequencies_equal_transformers(parameters: dict[str, Any], head_dim: in
     parameters = {"rope_theta": 500000.0} | parameters
     config = LlamaConfig(**LLAMA, head_dim=head_dim, rope_parameters=dict(parameters))
     expected, attention_factor = ROPE_INIT_FUNCTIONS[str(parameters["rope_type"])](config, None)
-    rope = spec_from_config(LLAMA | {"head_dim": head_dim, "rope_parameters": parameters}).layers[0].rope
+    rope = spec_from_config(LLAMA | {"head_dim": head_dim, "rope_parameters": parameters}).layers[0].mixer.rope
     assert rope is not None
     torch.testing.assert_close(inverse_frequencies(rope), expected, atol=0, rtol=1e-5)
     assert rope.attention_factor == pytest.approx(attention_factor)
@@ -155,8 +155,8 @@ def test_gemma3_reads_the_sparse_text_config_of_a_multimodal_checkpoint() -> Non
     assert [layer.sliding_window is not None for layer in spec.layers] == [
         kind == "sliding_attention" for kind in theirs.layer_types
     ]
-    assert spec.layers[0].rope == RopeSpec(10_000.0, 256)
-    assert spec.layers[5].rope == RopeSpec(1_000_000.0, 256, "linear", factor=8.0)
+    assert spec.layers[0].mixer.rope == RopeSpec(10_000.0, 256)
+    assert spec.layers[5].mixer.rope == RopeSpec(1_000_000.0, 256, "linear", factor=8.0)
     assert (spec.vocab_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (262_208, 8, 4, 256)
     assert (spec.max_positions, spec.tied_head, spec.num_layers) == (131_072, True, 34)
     assert spec.kv_elements_per_token == 2 * 34 * 4 * 256
@@ -164,7 +164,7 @@ def test_gemma3_reads_the_sparse_text_config_of_a_multimodal_checkpoint() -> Non
 
 def test_smollm3_leaves_every_fourth_layer_without_rotary_positions() -> None:
     config = LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 8}
-    assert [layer.rope is None for layer in spec_from_config(config).layers] == [False, False, False, True] * 2
+    assert [layer.mixer.rope is None for layer in spec_from_config(config).layers] == [False, False, False, True] * 2
 
 
 def test_qwen2_slides_only_where_the_config_turns_it_on() -> None:

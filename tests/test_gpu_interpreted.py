@@ -49,7 +49,7 @@ def outcomes() -> dict[str, dict[str, list[list[int]]]]:
 def test_tokens_through_interpreted_kernels_are_the_cpu_paths(name: str, outcomes: dict[str, dict[str, list]]) -> None:
     model, _, kind = name.partition("+")
     built, spec = model_and_spec(model)
-    chosen = quantised(choose_reference, kind, spec.vocab_size)
+    chosen = quantised(choose_reference, kind)
     decoder = Decoder(spec, DictSource(built.state_dict()), torch.float32, choose=chosen)
     cache = kv_cache.allocate(spec, 32, 16, dtype_of(kind))
     reference = ModelRunner(decoder, cache, BatchState(2, 32, 16), vocab_size=spec.vocab_size)

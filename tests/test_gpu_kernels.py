@@ -53,10 +53,10 @@ def test_fp8_is_multiplied_as_it_is_where_the_device_can(name: str) -> None:
         return partial(reference) if op == name else reference
 
     weight = torch.randn(32, 16)
-    packed = quantising(choose, 99, FP8)("linear", shape=(32, 16))(weight, None)
+    packed = quantising(choose, FP8)("linear", shape=(32, 16), role="matrix")(weight, None)
     assert isinstance(packed, QuantisedBothLinear if name == "linear_fp8_dynamic" else QuantisedLinear)
     assert packed.nbytes == 32 * 16 + 32 * 4
-    dense = quantising(choose, 32, FP8)("linear", shape=(32, 16))(weight, None)
+    dense = quantising(choose, FP8)("linear", shape=(32, 16), role="head")(weight, None)
     assert dense.weight is weight, "the head stays as it is"
     assert asked[-1] == "linear"
 
@@ -139,14 +139,15 @@ def test_int8_and_int4_are_the_weights_that_the_cpu_computes(group: int) -> None
 def test_rows_that_groups_do_not_divide_stay_as_they_are_which_is_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    chosen = quantising(choose_reference, 99, Rounding("int4", 32))
+    chosen = quantising(choose_reference, Rounding("int4", 32))
     weight = torch.randn(32, 48)
     for _ in range(2):
-        assert chosen("linear", shape=(32, 48))(weight, None).weight is weight
+        assert chosen("linear", shape=(32, 48), role="matrix")(weight, None).weight is weight
     assert [record.getMessage() for record in caplog.records] == [
         "matrices with rows of 48 weights are not quantised, as groups of 32 do not divide them"
     ]
-    assert chosen("linear", shape=(32, 64))(torch.randn(32, 64), None).nbytes == 32 * 32 + 32 * 2 * (2 + 4)
+    packed = chosen("linear", shape=(32, 64), role="matrix")(torch.randn(32, 64), None)
+    assert packed.nbytes == 32 * 32 + 32 * 2 * (2 + 4)
 
 
 # --- quantised caches -------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from headrace.executor.gpu import weight_residency
 from headrace.executor.gpu.offload import ALIGNMENT, Offload, OffloadedLayer, layers_to_offload
 from headrace.executor.gpu.weight_residency import tensors_of
 from headrace.executor.models.families import spec_from_config
-from headrace.executor.models.memory_estimate import layer_elements
+from headrace.executor.models.sizes import layer_elements
 from headrace.executor.parallel.rank_place import SINGLE
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.kernels.reference.rows import DenseLinear
@@ -58,7 +58,8 @@ def expected(model: Path) -> tuple[list[list[int]], int]:
 def test_offloaded_layers_give_the_same_tokens_eagerly_through_graphs_and_after_sleep(
     num_offloaded: int, quantization: str | None, model: Path, expected: tuple[list[list[int]], int]
 ) -> None:
-    layer_bytes = 4 * layer_elements(spec_from_config(tiny_models.build("llama").config.to_dict() | LLAMA))
+    spec = spec_from_config(tiny_models.build("llama").config.to_dict() | LLAMA)
+    layer_bytes = 4 * layer_elements(spec, spec.layers[0])
     if quantization:
         layer_bytes = layer_bytes * 5 // 32
     with engine(model, cpu_offload_gb=(num_offloaded - 0.5) * layer_bytes / 2**30, quantization=quantization) as llm:

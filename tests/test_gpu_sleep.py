@@ -160,7 +160,7 @@ def test_what_has_no_room_is_refused_with_numbers_and_can_be_tried_again(
 def test_all_of_a_models_memory_is_found(name: str, kind: str) -> None:
     model = tiny_models.build(name)
     spec = spec_from_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
-    choose = quantising(choose_reference, spec.vocab_size, Rounding(kind, 32)) if kind else choose_reference
+    choose = quantising(choose_reference, Rounding(kind, 32)) if kind else choose_reference
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     decoder = Decoder(spec, DictSource(weights), torch.bfloat16, choose=choose)
     storages = storages_of(decoder, CPU)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from headrace import kernels
 from headrace.executor.models.decoder import Decoder
+from headrace.executor.models.eager import ChooseKernel
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.kv_cache import allocate, block_bytes
-from headrace.executor.models.layers import ChooseKernel
 from headrace.ipc.failure import ModelError
 
 PROMPT_LENGTHS = (300, 1, 17, 64, 2, 33, 129)

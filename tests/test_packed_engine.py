@@ -60,9 +60,8 @@ def decided(plan: Plan) -> tuple[str, str]:
 def types_of(executor: UniprocExecutor) -> set[str]:
     assert isinstance(executor._model, CpuDecoder)
     layers = executor._model._model.layers
-    return {
-        weight.type_name for layer in layers for part in (layer.qkv, layer.up, layer.down) for weight in part.weights
-    }
+    parts = [part for layer in layers for part in (layer.mixer["qkv"], layer.ffn["up"], layer.ffn["down"])]
+    return {weight.type_name for part in parts for weight in part.weights}
 
 
 def test_by_default_a_quantised_file_stays_packed(q4_1_file: Path) -> None:

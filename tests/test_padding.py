@@ -14,6 +14,8 @@ from model_driver import DictSource
 from torch import Tensor
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec
+from headrace.executor.models.blocks.attention import Attention
+from headrace.executor.models.blocks.dense import Dense
 from headrace.executor.parallel.padding import PaddedWeights, packed_part, padded_for
 from headrace.executor.parallel.rank_place import RankPlace
 from headrace.ipc.failure import ModelError
@@ -22,19 +24,14 @@ HEAD_DIM, HIDDEN = 4, 6
 
 
 def spec_of(num_heads: int, num_kv_heads: int, inner: int = 8) -> ArchSpec:
+    mixer = Attention(num_heads, num_kv_heads, HEAD_DIM, scale=1.0, rope=None, bias=True, output_bias=True)
     return ArchSpec(
         architecture="Tiny",
         hidden_size=HIDDEN,
-        intermediate_size=inner,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=HEAD_DIM,
         vocab_size=16,
         max_positions=8,
-        layers=(LayerSpec(None),),
+        layers=(LayerSpec(mixer, Dense(inner, "silu")),),
         norm=NormSpec("rms", 1e-6),
-        activation="silu",
-        attention_scale=1.0,
     )
 
 

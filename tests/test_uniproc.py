@@ -18,7 +18,7 @@ from headrace.core.options.plan import MemoryReading, Plan
 from headrace.core.options.resolve import resolve
 from headrace.executor.cpu.host import HostMemory, host_memory, usable_cores
 from headrace.executor.models.families import spec_from_config
-from headrace.executor.models.memory_estimate import weight_elements
+from headrace.executor.models.sizes import weight_elements
 from headrace.executor.placement.uniproc import UniprocExecutor, check_weights_fit, use_all_cores
 from headrace.ipc.failure import ModelError
 

@@ -18,8 +18,8 @@ from headrace.executor.gpu.device_state import HostDevice
 from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
 from headrace.executor.models import kv_cache
 from headrace.executor.models.decoder import Decoder
-from headrace.executor.models.dummy_shapes import weight_shapes
 from headrace.executor.models.families import spec_from_config
+from headrace.executor.models.sizes import weight_shapes
 from headrace.kernels.registry import choose_reference
 
 CONFIG = {

@@ -336,7 +336,7 @@ def _folder_weights(folder: Path, found: Format, strategy: Strategy = "lazy", pl
 
 def _dummy(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]] | None) -> WeightSource:
     from headrace.executor.checkpoints.weights import DummyWeights
-    from headrace.executor.models.dummy_shapes import weight_shapes
     from headrace.executor.models.families import spec_from_config
+    from headrace.executor.models.sizes import weight_shapes
 
     return DummyWeights(weight_shapes(spec_from_config(config)) if shapes is None else shapes)

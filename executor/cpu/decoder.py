@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.cpu.batch import Draws, StepArrays
-from headrace.executor.cpu.layers import CpuModel, read_model
+from headrace.executor.cpu.model import CpuModel, read_model
 from headrace.executor.cpu.program import ProgramWriter, StepLimits, WrittenProgram
 from headrace.executor.cpu.weights import Blocks, CpuWeights, inner_block
 from headrace.executor.models.arch import ArchSpec
@@ -18,7 +18,7 @@ from headrace.executor.parallel.collectives import SharedCollectives
 from headrace.executor.parallel.padding import padded_for
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.kernels.cpu import build
-from headrace.kernels.cpu.linear import ACTIVATIONS, FLOAT_TYPES, Runtime, runtime
+from headrace.kernels.cpu.linear import FLOAT_TYPES, Runtime, runtime
 from headrace.kernels.cpu.ops import CACHE_TYPES, MOST_ROW_VALUES, why_no_attention
 from headrace.kernels.cpu.program_parts import SamplingColumns, sample
 from headrace.kernels.cpu.program_run import StepBuffers
@@ -34,10 +34,9 @@ def why_not(spec: ArchSpec, dtype: torch.dtype, place: RankPlace = SINGLE) -> st
         return f"the program computes in float32, float16 and bfloat16, not in {dtype}."
     if spec.uses_prompt_lens:
         return "dynamic rotary scaling depends on the length of a prompt, and the program's tables on positions alone."
-    if spec.activation not in ACTIVATIONS:
-        return f"the activation {spec.activation} is unknown to the kernels; there are {', '.join(ACTIVATIONS)}."
-    if spec.qk_norm and not (spec.norm.kind == "rms" and spec.norm.affine):
-        return "the program norms queries and keys by RMS norms with weights alone."
+    for block in dict.fromkeys(block for layer in spec.layers for block in (layer.mixer, layer.ffn)):
+        if reason := block.why_no_program(spec, place.tp_size):
+            return reason
     if spec.hidden_size > MOST_ROW_VALUES:
         return f"the program norms rows of at most {MOST_ROW_VALUES} values, not {spec.hidden_size}."
     return why_no_attention(head_dim=spec.head_dim) or build.why_not() or ""
@@ -69,8 +68,8 @@ class CpuDecoder:
         spec, weights = padded_for(spec, weights, place, block)
         self.spec, self.dtype, self._limits, self._place = spec, dtype, limits, place
         self.runtime = used or runtime()
-        reader = CpuWeights(weights, dtype, self.runtime, keep_packed=keep_packed, blocks=blocks)
-        self._model: CpuModel = read_model(spec, reader, place)
+        reader = CpuWeights(weights, dtype, self.runtime, place=place, keep_packed=keep_packed, blocks=blocks)
+        self._model: CpuModel = read_model(spec, reader)
         self.weight_bytes = self._model.nbytes
         """Memory that the weights take."""
         self._written: WrittenProgram | None = None

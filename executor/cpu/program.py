@@ -6,14 +6,17 @@ weights are bf16 (they would round it themselves), and stays float32 everywhere 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headrace.executor.cpu.layers import CpuLayer, CpuModel, rotary_tables
-from headrace.executor.cpu.weights import CpuLinear
-from headrace.executor.models.arch import LayerSpec, RopeSpec
+from headrace.executor.cpu.model import CpuModel, rotary_tables
+from headrace.executor.cpu.weights import CpuAttend, CpuLinear, CpuNorm
+from headrace.executor.models.arch import RopeSpec
+from headrace.executor.models.blocks import Routing, emit_layer
 from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.parallel.collectives import SharedCollectives
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
@@ -21,7 +24,7 @@ from headrace.kernels.cpu.collectives import GroupC
 from headrace.kernels.cpu.linear import Runtime
 from headrace.kernels.cpu.ops import CacheScales
 from headrace.kernels.cpu.program import Builder
-from headrace.kernels.cpu.program_parts import Attention, Buffer, LayerCache, Norm, Rotary, SamplingColumns
+from headrace.kernels.cpu.program_parts import Attention, Buffer, LayerCache, Rotary, SamplingColumns
 from headrace.kernels.cpu.program_ranks import rank_gather, rank_meet, rank_sum
 from headrace.kernels.cpu.program_run import Program, StepBuffers
 
@@ -56,13 +59,164 @@ class WrittenProgram:
 
 @dataclass(frozen=True)
 class Stream:
-    """What a layer works on after its attention: of all tokens, or of those that logits are wanted of."""
+    """Where a layer reads and writes: the rows of all tokens, or of those that logits are wanted of."""
 
     hidden: Buffer
+    """The residual stream."""
     normed: Buffer
-    attended: Buffer
-    activated: Buffer
     delta: Buffer
+    """A contribution that is normed before it is added."""
+
+
+class Product(NamedTuple):
+    """A contribution: computed into wherever it is added."""
+
+    weight: CpuLinear
+    x: Buffer
+
+
+class ProgramOps:
+    """`blocks.LayerOps` that write a layer down. In the last layer what follows the attention is of those tokens alone
+    that logits are wanted of."""
+
+    def __init__(
+        self, builder: Builder, model: CpuModel, place: RankPlace, limits: StepLimits, num_positions: int
+    ) -> None:
+        """num_positions: for which there are cos and sin."""
+        spec = model.spec
+        self.builder, self.max_logits = builder, min(limits.max_seqs, limits.max_tokens)
+        self.ranks = RankBuffers(place, limits.max_tokens) if place.tp_size > 1 else None
+        self.inner = inner_dtype(model)
+        self._spec, self._place, self._num_positions = spec, place, num_positions
+        self._rotaries: dict[RopeSpec, Rotary] = {}
+        self._rooms: dict[tuple[int, torch.dtype, int], Buffer] = {}
+        self._taken: dict[tuple[int, torch.dtype], int] = {}
+        self.tokens = self.at = Stream(
+            hidden=builder.buffer(spec.hidden_size, torch.float32),
+            normed=builder.buffer(spec.hidden_size, self.inner, own=True),
+            delta=builder.buffer(spec.hidden_size, torch.float32),
+        )
+        self._cache: LayerCache
+        self._is_last = False
+
+    def begin_layer(self, cache: LayerCache, *, is_last: bool) -> None:
+        """is_last: logits are computed of what it leaves."""
+        self._cache, self._is_last = cache, is_last
+        self._taken.clear()
+
+    def linear(self, weight: CpuLinear, x: Buffer) -> Buffer:
+        if weight.activation == "none":
+            out = self._room(weight.columns, torch.float32)
+            self.multiply(weight, x, out)
+        elif not weight.gated or weight.gates_itself:
+            out = self._room(weight.columns, self.inner)
+            self.multiply(weight, x, out, activation=weight.activation)
+        else:  # gate and up are stored in different types
+            gate_up, out = self._room(weight.columns, torch.float32), self._room(weight.columns // 2, self.inner)
+            self.multiply(weight, x, gate_up)
+            self.builder.activation_multiply(gate_up, out, weight.activation)
+        return out
+
+    def norm(self, norm: CpuNorm, x: Buffer, first: int = 0, last: int | None = None) -> Buffer:
+        last = x.columns if last is None else last
+        part = x.part(first, last - first)
+        self.builder.norm(part, part, norm.constants)
+        return x
+
+    def attend(self, attend: CpuAttend, qkv: Buffer) -> Buffer:
+        declared, builder, tokens = attend.declared, self.builder, self.tokens
+        num_heads = declared.num_heads // self._place.tp_size
+        attention = Attention(
+            num_heads=num_heads,
+            cache=self._cache,
+            scale=declared.scale,
+            rotary=self._rotary(declared.rope),
+            query_norm=attend.query_norm,
+            key_norm=attend.key_norm,
+            window=declared.sliding_window,
+            soft_cap=declared.soft_cap,
+        )
+        attended = self._room(num_heads * declared.head_dim, self.inner)
+        builder.write_cache(qkv, attention)
+        if not self._is_last:
+            builder.attend(qkv, attended, attention)
+            return attended
+        # All that `Program.run_logits` starts from, queries and hidden states of all tokens, stays as it is.
+        self.at = Stream(
+            hidden=builder.buffer(self._spec.hidden_size, torch.float32, rows="logits"),
+            normed=tokens.normed.of_logits(self.max_logits),
+            delta=tokens.delta.of_logits(self.max_logits),
+        )
+        wanted = builder.buffer(attended.columns, self.inner, rows="logits", own=True)
+        builder.start_of_logits()
+        builder.gather(tokens.hidden, self.at.hidden)
+        builder.attend(qkv, attended, attention, only_logits=True)
+        builder.gather(attended, wanted)
+        return wanted
+
+    def product(self, weight: CpuLinear, x: Buffer) -> Product:
+        return Product(weight, x)
+
+    def experts(self, stack: Any, x: Buffer, logits: Buffer, routing: Routing) -> Any:
+        raise NotImplementedError("the CPU program has no op for experts")
+
+    def call(self, function: Callable[..., Any], *values: Any) -> Any:
+        raise NotImplementedError(f"a program cannot call {function}: the block's why_no_program should say so")
+
+    def stream(self) -> Buffer:
+        return self.at.hidden
+
+    def normed(self, norm: CpuNorm) -> Buffer:
+        self.builder.norm(self.at.hidden, self.at.normed, norm.constants)
+        return self.at.normed
+
+    def add(self, contributions: Sequence[Product], post_norm: CpuNorm | None = None) -> None:
+        builder, at = self.builder, self.at
+        if self.ranks is not None:
+            parts = self.ranks.next_parts(self._spec.hidden_size)[:, : len(at.hidden.tensor)]
+            own = Buffer(parts[self._place.tp_rank], at.hidden.rows)
+            self._write(contributions, own)
+            out = at.hidden if post_norm is None else at.delta
+            rank_sum(builder, self.ranks.group, parts, out, add=post_norm is None)
+        elif post_norm is None:
+            self._write(contributions, at.hidden, residual=at.hidden)
+        else:
+            self._write(contributions, at.delta)
+        if post_norm is not None:
+            builder.norm(at.delta, at.hidden, post_norm.constants, add=True)
+
+    def norm_stream(self, norm: CpuNorm) -> None:
+        self.builder.norm(self.at.hidden, self.at.hidden, norm.constants)
+
+    def multiply(
+        self, linear: CpuLinear, x: Buffer, out: Buffer, *, residual: Buffer | None = None, activation: str = "none"
+    ) -> None:
+        """out = activation(x W^T + b) [+ residual]"""
+        first = 0
+        for weight, bias in zip(linear.weights, linear.biases, strict=True):
+            part = out if len(linear.weights) == 1 else out.part(first, weight.columns)
+            self.builder.linear(weight, x, part, bias=bias, residual=residual, activation=activation)
+            first += weight.columns
+
+    def _write(self, contributions: Sequence[Product], out: Buffer, residual: Buffer | None = None) -> None:
+        """out = their sum [+ residual]"""
+        for each in contributions:
+            self.multiply(each.weight, each.x, out, residual=residual)
+            residual = out
+
+    def _room(self, columns: int, dtype: torch.dtype) -> Buffer:
+        """Room that no other value of this layer has; the same in the same place of every layer."""
+        key = columns, dtype
+        order = self._taken[key] = self._taken.get(key, -1) + 1
+        if (*key, order) not in self._rooms:
+            self._rooms[*key, order] = self.builder.buffer(columns, dtype)
+        room = self._rooms[*key, order]
+        return room if self.at is self.tokens else room.of_logits(self.max_logits)
+
+    def _rotary(self, rope: RopeSpec | None) -> Rotary | None:
+        if rope is not None and rope not in self._rotaries:
+            self._rotaries[rope] = rotary_tables(rope, self._num_positions)
+        return None if rope is None else self._rotaries[rope]
 
 
 class ProgramWriter:
@@ -71,42 +225,26 @@ class ProgramWriter:
     def __init__(
         self, model: CpuModel, kv_cache: KVCache, limits: StepLimits, runtime: Runtime, place: RankPlace = SINGLE
     ) -> None:
-        spec = model.spec
-        self._model, self._spec, self._kv_cache, self._limits = model, spec, kv_cache, limits
+        self._model, self._spec, self._kv_cache, self._limits = model, model.spec, kv_cache, limits
         self._place, self._runtime = place, runtime
-        self._ranks = RankBuffers(place, limits.max_tokens) if place.tp_size > 1 else None
-        self._positions = min(limits.max_positions, kv_cache.num_blocks * kv_cache.block_size)
-        self._rotaries: dict[RopeSpec, Rotary] = {}
-        self._max_logits = min(limits.max_seqs, limits.max_tokens)
-        builder = self._builder = Builder(
-            runtime, max_tokens=limits.max_tokens, max_logits=self._max_logits, alone_s=ALONE_S
-        )
-        inner = inner_dtype(model)
-        self._num_heads = spec.num_heads // place.tp_size
-        self._inner_size = spec.intermediate_size // place.tp_size
-        heads = self._num_heads + 2 * spec.local_kv_heads(place.tp_size)
-        self._hidden = builder.buffer(spec.hidden_size, torch.float32)
-        self._qkv = builder.buffer(heads * spec.head_dim, torch.float32)
-        self._tokens = Stream(
-            hidden=self._hidden,
-            normed=builder.buffer(spec.hidden_size, inner, own=True),
-            attended=builder.buffer(self._num_heads * spec.head_dim, inner),
-            activated=builder.buffer(self._inner_size, inner),
-            delta=builder.buffer(spec.hidden_size, torch.float32),
-        )
+        max_logits = min(limits.max_seqs, limits.max_tokens)
+        self._builder = Builder(runtime, max_tokens=limits.max_tokens, max_logits=max_logits, alone_s=ALONE_S)
+        num_positions = min(limits.max_positions, kv_cache.num_blocks * kv_cache.block_size)
+        self._ops = ProgramOps(self._builder, model, place, limits, num_positions)
+        self._ranks = self._ops.ranks
+        self._hidden = self._ops.tokens.hidden
 
     def write(self) -> WrittenProgram:
         place, spec = self._place, self._spec
         if place.is_first_stage:
             self._embed()
-        own, stream = place.layers(spec.num_layers), self._tokens
-        for index, layer in enumerate(self._model.layers):
-            if place.is_last_stage and index == len(own) - 1:
-                stream = self._wanted_stream()
-            write = self._post_norm_layer if spec.norm_placement == "post" else self._layer
-            write(layer, spec.layers[own[index]], self._layer_cache(index), stream)
+        own = place.layers(spec.num_layers)
+        for index, held in enumerate(self._model.layers):
+            is_last = place.is_last_stage and index == len(own) - 1
+            self._ops.begin_layer(self._layer_cache(index), is_last=is_last)
+            emit_layer(spec, spec.layers[own[index]], held, self._ops)
         if place.is_last_stage:
-            output = self._logits(stream.hidden)
+            output = self._logits(self._ops.at.hidden)
             logits, columns = output.tensor, self._builder.sample(output)
         else:
             output = self._hidden
@@ -135,7 +273,7 @@ class ProgramWriter:
         assert model.table is not None, "the first stage has the table"
         embedded = self._hidden
         if model.project_in is not None:
-            embedded = builder.buffer(spec.embedding_width, inner_dtype(model))
+            embedded = builder.buffer(spec.embedding_width, self._ops.inner)
         if self._ranks is None:
             builder.embedding(model.table, embedded, scale)
         else:
@@ -145,123 +283,34 @@ class ProgramWriter:
             builder.embedding(model.table, own, scale, first_id=first_id, vocab_size=spec.vocab_size)
             rank_sum(builder, self._ranks.group, parts, embedded, add=False)
         if model.project_in is not None:
-            self._linear(model.project_in, embedded, self._hidden)
+            self._ops.multiply(model.project_in, embedded, self._hidden)
         if model.positions is not None:
             builder.add_positions(model.positions, self._hidden, spec.learned_position_offset or 0)
-
-    def _layer(self, layer: CpuLayer, spec: LayerSpec, cache: LayerCache, to: Stream) -> None:
-        """Norms before attention and MLP, and (sandwich) after them too."""
-        self._builder.norm(self._hidden, self._tokens.normed, layer.attention_norm)
-        self._attention(layer, spec, cache, self._tokens.normed, to)
-        self._add_to_stream(layer.output, to.attended, layer.attention_post_norm, to)
-        self._builder.norm(to.hidden, to.normed, layer.mlp_norm)
-        self._mlp(layer, to.normed, to)
-        self._add_to_stream(layer.down, to.activated, layer.mlp_post_norm, to)
-
-    def _post_norm_layer(self, layer: CpuLayer, spec: LayerSpec, cache: LayerCache, to: Stream) -> None:
-        """The original transformer's order: each norm follows the addition, and its result is the stream."""
-        self._attention(layer, spec, cache, self._hidden, to)
-        self._add_to_stream(layer.output, to.attended, None, to)
-        self._builder.norm(to.hidden, to.hidden, layer.attention_norm)
-        self._mlp(layer, to.hidden, to)
-        self._add_to_stream(layer.down, to.activated, None, to)
-        self._builder.norm(to.hidden, to.hidden, layer.mlp_norm)
-
-    def _wanted_stream(self) -> Stream:
-        """Where the last layer goes on with the tokens that logits are wanted of. All that `Program.run_logits` starts
-        from, queries and hidden states of all tokens, stays as it is."""
-        tokens, spec, builder = self._tokens, self._spec, self._builder
-        return Stream(
-            hidden=builder.buffer(spec.hidden_size, torch.float32, rows="logits"),
-            normed=tokens.normed.of_logits(self._max_logits),
-            attended=builder.buffer(tokens.attended.columns, tokens.attended.tensor.dtype, rows="logits", own=True),
-            activated=tokens.activated.of_logits(self._max_logits),
-            delta=tokens.delta.of_logits(self._max_logits),
-        )
-
-    def _attention(self, layer: CpuLayer, spec: LayerSpec, cache: LayerCache, x: Buffer, to: Stream) -> None:
-        self._linear(layer.qkv, x, self._qkv)
-        attention = Attention(
-            num_heads=self._num_heads,
-            cache=cache,
-            scale=self._spec.attention_scale,
-            rotary=self._rotary(spec.rope),
-            query_norm=layer.query_norm,
-            key_norm=layer.key_norm,
-            window=spec.sliding_window,
-            soft_cap=self._spec.attention_soft_cap,
-        )
-        builder, tokens = self._builder, self._tokens
-        builder.write_cache(self._qkv, attention)
-        if to is tokens:
-            builder.attend(self._qkv, tokens.attended, attention)
-            return
-        builder.start_of_logits()
-        builder.gather(self._hidden, to.hidden)
-        builder.attend(self._qkv, tokens.attended, attention, only_logits=True)
-        builder.gather(tokens.attended, to.attended)
-
-    def _rotary(self, rope: RopeSpec | None) -> Rotary | None:
-        if rope is not None and rope not in self._rotaries:
-            self._rotaries[rope] = rotary_tables(rope, self._positions)
-        return None if rope is None else self._rotaries[rope]
-
-    def _mlp(self, layer: CpuLayer, x: Buffer, to: Stream) -> None:
-        spec = self._spec
-        if not spec.gated_mlp or layer.up.is_gated:
-            self._linear(layer.up, x, to.activated, activation=spec.activation)
-            return
-        # Gate and up are stored in different types.
-        gate_up = self._builder.buffer(2 * self._inner_size, torch.float32, rows=x.rows)
-        self._linear(layer.up, x, gate_up)
-        self._builder.activation_multiply(gate_up, to.activated, spec.activation)
-
-    def _add_to_stream(self, weight: CpuLinear, x: Buffer, post_norm: Norm | None, to: Stream) -> None:
-        if self._ranks is not None:
-            parts = self._ranks.next_parts(self._spec.hidden_size)[:, : len(to.hidden.tensor)]
-            self._linear(weight, x, Buffer(parts[self._place.tp_rank], x.rows))
-            out = to.hidden if post_norm is None else to.delta
-            rank_sum(self._builder, self._ranks.group, parts, out, add=post_norm is None)
-        elif post_norm is None:
-            self._linear(weight, x, to.hidden, residual=to.hidden)
-        else:
-            self._linear(weight, x, to.delta)
-        if post_norm is not None:
-            self._builder.norm(to.delta, to.hidden, post_norm, add=True)
 
     def _logits(self, hidden: Buffer) -> Buffer:
         model, spec, builder = self._model, self._spec, self._builder
         x = hidden
         if model.final_norm is not None:
-            x = self._tokens.normed.of_logits(self._max_logits)
-            builder.norm(hidden, x, model.final_norm)
+            x = self._ops.tokens.normed.of_logits(self._ops.max_logits)
+            builder.norm(hidden, x, model.final_norm.constants)
         if model.project_out is not None:
-            projected = builder.buffer(spec.embedding_width, inner_dtype(model), rows="logits")
-            self._linear(model.project_out, x, projected)
+            projected = builder.buffer(spec.embedding_width, self._ops.inner, rows="logits")
+            self._ops.multiply(model.project_out, x, projected)
             x = projected
         assert model.head is not None, "the last stage has the head"
         # What comes after a plain projection may be nothing but a choice.
         is_plain = self._ranks is None and model.head.biases == (None,) and spec.final_soft_cap is None
         logits = builder.buffer(spec.vocab_size, torch.float32, rows="logits", highest=is_plain)
         if self._ranks is None:
-            self._linear(model.head, x, logits)
+            self._ops.multiply(model.head, x, logits)
         else:
             own = self._place.vocabulary(spec.vocab_size)
-            shared = Buffer(self._ranks.logits(self._max_logits, spec.vocab_size), "logits")
-            self._linear(model.head, x, shared.part(own.start, own.stop - own.start))
+            shared = Buffer(self._ranks.logits(self._ops.max_logits, spec.vocab_size), "logits")
+            self._ops.multiply(model.head, x, shared.part(own.start, own.stop - own.start))
             rank_gather(builder, self._ranks.group, shared, logits)
         if spec.final_soft_cap is not None:
             builder.soft_cap(logits, spec.final_soft_cap)
         return logits
-
-    def _linear(
-        self, linear: CpuLinear, x: Buffer, out: Buffer, *, residual: Buffer | None = None, activation: str = "none"
-    ) -> None:
-        first = 0
-        for weight, bias in zip(linear.weights, linear.biases, strict=True):
-            part = out if len(linear.weights) == 1 else out.part(first, weight.columns)
-            self._builder.linear(weight, x, part, bias=bias, residual=residual, activation=activation)
-            first += weight.columns
 
 
 class RankBuffers:
@@ -283,5 +332,6 @@ class RankBuffers:
 
 
 def inner_dtype(model: CpuModel) -> torch.dtype:
-    """Of what linear layers read."""
-    return torch.bfloat16 if model.layers[0].output.weights[0].dtype == torch.bfloat16 else torch.float32
+    """Of what linear layers read: what the first mixer's last is stored in."""
+    output = [held for held in model.layers[0].mixer.values() if isinstance(held, CpuLinear)][-1]
+    return torch.bfloat16 if output.weights[0].dtype == torch.bfloat16 else torch.float32

@@ -6,15 +6,20 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.executor.checkpoints.weights import WeightSource
+from headrace.executor.models import blocks
 from headrace.executor.models.arch import ArchSpec
-from headrace.executor.models.layers import CheckedWeights, Part
+from headrace.executor.models.blocks import Attend, Axis, Declared, Linear, Role, size_of
+from headrace.executor.models.reading import CheckedWeights, Part, own_part
+from headrace.executor.models.sizes import model_weights
 from headrace.executor.parallel.padding import PaddedWeights, packed_part
+from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.kernels.cpu.linear import (
     FLOAT_TYPES,
     WEIGHT_TYPES,
@@ -24,6 +29,7 @@ from headrace.kernels.cpu.linear import (
     pack,
     quantise,
 )
+from headrace.kernels.cpu.program_parts import Norm
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +48,12 @@ class Blocks:
     """8 or 4, of a layer's matrices."""
     group_size: int
 
+    def bits_of(self, role: Role) -> int | None:
+        """None for what stays in floats."""
+        if role in ("embedding", "head"):
+            return OUTER_BITS
+        return self.bits if role in ("matrix", "expert") else None
+
 
 @dataclass(frozen=True)
 class CpuLinear:
@@ -49,6 +61,9 @@ class CpuLinear:
 
     weights: tuple[PackedLinear, ...]
     biases: tuple[Tensor | None, ...]  # each [rows of the weight] float32
+    activation: str = "none"
+    gated: bool = False
+    """The activated first half of the results is multiplied by the second."""
 
     @property
     def columns(self) -> int:
@@ -56,9 +71,26 @@ class CpuLinear:
         return sum(weight.columns for weight in self.weights)
 
     @property
-    def is_gated(self) -> bool:
-        """It is one weight that multiplies the activated first half of its rows' results by the second."""
+    def gates_itself(self) -> bool:
+        """It is one weight, whose kernel multiplies the halves."""
         return self.weights[0].gated
+
+
+@dataclass(frozen=True)
+class CpuAttend:
+    """An `Attend` with the constants of its norms."""
+
+    declared: Attend
+    query_norm: Norm | None
+    key_norm: Norm | None
+
+
+@dataclass(frozen=True)
+class CpuNorm:
+    """A `Norm`'s constants, and how many columns of a row it takes."""
+
+    constants: Norm
+    columns: int
 
 
 class CpuWeights(CheckedWeights):
@@ -74,10 +106,11 @@ class CpuWeights(CheckedWeights):
         dtype: torch.dtype,
         runtime: Runtime,
         *,
+        place: RankPlace = SINGLE,
         keep_packed: bool = False,
         blocks: Blocks | None = None,
     ) -> None:
-        super().__init__(source, dtype, torch.device("cpu"))
+        super().__init__(source, dtype, torch.device("cpu"), place)
         self._runtime = runtime
         self._arena = Arena()  # of its own, so that its memory goes with the model
         self._packed = _packed_reader(source) if keep_packed else None
@@ -86,23 +119,34 @@ class CpuWeights(CheckedWeights):
         self._undivided: set[str] = set()
         self._unquantised: set[str] = set()
 
-    def linear_of(
-        self,
-        parts: Sequence[Part],
-        in_features: int,
-        columns: slice | None = None,
-        *,
-        bias: bool = False,
-        gated: bool = False,
-    ) -> CpuLinear:
-        """The parts' rows (and their `columns`) one below the other.
+    def read(self, declared: Declared, prefix: str) -> Any:
+        match declared:
+            case Linear():
+                return self.linear(declared, prefix)
+            case blocks.Norm():
+                return self.norm(declared, prefix)
+            case Attend():
+                norms = (declared.query_norm, declared.key_norm)
+                query_norm, key_norm = (None if each is None else self.norm(each, prefix).constants for each in norms)
+                return CpuAttend(declared, query_norm, key_norm)
+            case _:
+                raise NotImplementedError(f"the CPU program has no ops for {type(declared).__name__}")
 
-        gated: two parts, the gate's first. They become a gated weight where their types are the same.
-        """
-        bits = self._blocks.bits if self._blocks else None
-        stored = [self._stored(part, in_features, columns, bits) for part in parts]
+    def norm(self, declared: blocks.Norm, prefix: str) -> CpuNorm:
+        name, size, own = prefix + declared.name, size_of(declared.size), own_part(declared.size, self.place)
+        columns = size if own is None else own.stop - own.start
+        weight = bias = None
+        if declared.affine:
+            weight = self.vector(f"{name}.weight", size, declared.weight_offset, own)
+            bias = self.vector(f"{name}.bias", size, 0.0, own) if declared.kind == "layer" else None
+        return CpuNorm(Norm(declared.kind, declared.eps, weight, bias), columns)
+
+    def linear(self, declared: Linear, prefix: str) -> CpuLinear:
+        """Its matrices one below the other; those of a gated pair become one weight where their types are the same."""
+        parts, columns, adds_bias = self.parts_of(declared, prefix)
+        stored = [self._stored(part, size_of(declared.columns), columns, declared.role) for part in parts]
         biases = None
-        if bias:
+        if adds_bias:
             biases = [self.vector(f"{part.name}.bias", part.num_rows, take=part.rows) for part in parts]
         weights: list[PackedLinear] = []
         joined_biases: list[Tensor | None] = []
@@ -111,20 +155,19 @@ class CpuWeights(CheckedWeights):
             last = first + 1
             while last < len(stored) and _type_name(stored[last]) == _type_name(stored[first]):
                 last += 1
-            is_pair = gated and last - first == 2
+            is_pair = declared.gated and last - first == 2
             weights.append(self._pack(_joined(stored[first:last]), gated=is_pair))
             joined_biases.append(torch.cat(biases[first:last]) if biases else None)
             first = last
-        return CpuLinear(tuple(weights), tuple(joined_biases))
+        return CpuLinear(tuple(weights), tuple(joined_biases), declared.activation or "none", declared.gated)
 
-    def table(self, part: Part, columns: int) -> PackedLinear:
+    def table(self, part: Part, columns: int, role: Role = "embedding") -> PackedLinear:
         """A matrix of `columns` for looking rows up, and multiplying too where the head is tied to it."""
-        bits = OUTER_BITS if self._blocks else None
-        return self._pack(self._stored(part, columns, None, bits), gated=False)
+        return self._pack(self._stored(part, columns, None, role), gated=False)
 
     def head(self, part: Part, in_features: int) -> CpuLinear:
         """The matrix that logits come of."""
-        return CpuLinear((self.table(part, in_features),), (None,))
+        return CpuLinear((self.table(part, in_features, "head"),), (None,))
 
     def report_unpacked(self) -> None:
         """Says once which weights are floats as the kernels do not compute them as they are stored, or as asked."""
@@ -145,8 +188,9 @@ class CpuWeights(CheckedWeights):
                 "weights of type %s cannot be computed as they are stored; they are kept in %s", types, dtype
             )
 
-    def _stored(self, part: Part, in_features: int, columns: slice | None, bits: int | None) -> Stored:
+    def _stored(self, part: Part, in_features: int, columns: slice | None, role: Role) -> Stored:
         name = f"{part.name}.weight"
+        bits = None if self._blocks is None else self._blocks.bits_of(role)
         self._check(name, (part.num_rows, in_features))
         if bits is not None:
             return self._quantised(name, self._source.get(name, rows=part.rows, columns=columns), bits)
@@ -179,15 +223,19 @@ class CpuWeights(CheckedWeights):
 
 
 def inner_block(spec: ArchSpec, source: WeightSource, *, keep_packed: bool, blocks: Blocks | None) -> int:
-    """What a rank's share of an MLP's inner size must be a multiple of to be whole blocks; 1 where there are none."""
+    """What a rank's share of an FFN's inner size must be a multiple of to be whole blocks; 1 where there are none."""
     if blocks is not None:
         return 1 if spec.intermediate_size % blocks.group_size else blocks.group_size
-    packed = _packed_reader(source) if keep_packed else None
+    packed, names = _packed_reader(source) if keep_packed else None, source.names()
     if packed is None:
         return 1
-    start, names = spec.names.prefix_in(source.names()), source.names()
-    down = [f"{start}layers.{index}.{spec.names.down}.weight" for index in range(spec.num_layers)]
-    kept = [packed(name) for name in down if name in names]
+    # Blocks lie along rows: those of the matrices whose columns are an inner size, and not heads.
+    divided = [
+        weight.name
+        for weight in model_weights(spec, spec.names.prefix_in(names))
+        if len(weight.dimensions) > 1 and isinstance(weight.dimensions[1], Axis) and weight.dimensions[1].unit == 1
+    ]
+    kept = [packed(name) for name in divided if name in names]
     return math.lcm(*(WEIGHT_TYPES[each[0]].block_size for each in kept if each and each[0] in WEIGHT_TYPES))
 
 

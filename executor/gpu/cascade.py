@@ -17,7 +17,7 @@ from headrace.core.options.plan import Plan
 from headrace.executor.cpu.batch import BatchState
 from headrace.executor.gpu.device_state import Deltas
 from headrace.executor.models.arch import ArchSpec
-from headrace.executor.models.layers import ChooseKernel
+from headrace.executor.models.eager import ChooseKernel
 from headrace.ipc.failure import OptionError
 from headrace.ipc.step import StepPlan
 from headrace.kernels.registry import choose_reference

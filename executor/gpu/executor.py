@@ -33,9 +33,8 @@ from headrace.executor.gpu.weights import StagedWeights
 from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder
-from headrace.executor.models.dummy_shapes import weight_shapes
-from headrace.executor.models.layers import ChooseKernel
-from headrace.executor.models.memory_estimate import layer_elements, weight_elements
+from headrace.executor.models.eager import ChooseKernel
+from headrace.executor.models.sizes import layer_elements, weight_elements, weight_shapes
 from headrace.executor.parallel.rank_place import RankPlace
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.placement.base import Report
@@ -118,7 +117,7 @@ class GpuExecutor(UniprocExecutor):
         with self._backend.here():
             report("load weights")
             self._decoder = self._new_decoder(self._checkpoint)
-            choose, itemsize = chooser_for(self.choose, plan, self._place), cache_dtype(plan, is_program=False).itemsize
+            choose, itemsize = chooser_for(self.choose, plan), cache_dtype(plan, is_program=False).itemsize
             spec, tp_size = self._decoder.spec, self._place.tp_size
             self._cascade = rule_for(plan, spec, tp_size, itemsize, choose, device=self._device)
         if self._place.world_size > 1:
@@ -220,7 +219,7 @@ class GpuExecutor(UniprocExecutor):
         else:
             source = StagedWeights(checkpoint.weights(place=place), self._backend.host_side())
         offload = offload_of(plan, self._spec, place, self._backend)
-        choose, keep = chooser_for(self.choose, plan, place), None if offload is None else offload.keep
+        choose, keep = chooser_for(self.choose, plan), None if offload is None else offload.keep
         decoder = Decoder(self._spec, source, dtype, self._device, place, choose, keep)
         if offload is not None:
             decoder.weight_bytes -= offload.saved_bytes
@@ -272,8 +271,9 @@ def offload_of(plan: Plan, spec: ArchSpec, place: RankPlace, backend: Backend) -
     if not offload_bytes:
         return None
     bits = Rounding.bits_of(plan, DTYPES[plan.dtype].itemsize)
-    layer_bytes = int(layer_elements(spec) / place.tp_size * bits / 8)
-    which = layers_to_offload(place.layers(spec.num_layers), layer_bytes, offload_bytes)
+    own = place.layers(spec.num_layers)
+    elements = sum(layer_elements(spec, spec.layers[index]) for index in own) / len(own)
+    which = layers_to_offload(own, int(elements / place.tp_size * bits / 8), offload_bytes)
     return Offload(which, backend.host_side(), backend.side_stream())
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from headrace.core.options.plan import Plan
-from headrace.executor.models.layers import ChooseKernel
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.models.blocks import Role
+from headrace.executor.models.eager import ChooseKernel
 from headrace.kernels.reference.attention import AttentionParams
 from headrace.kernels.reference.rows import LARGEST_STORED, LinearWeight, narrow
 from headrace.kernels.registry import choose_reference
@@ -27,6 +27,8 @@ FP8 = torch.float8_e4m3fn
 ROWS_AT_ONCE = 4096
 """Rows of a weight that are rounded at a time: their float32 copies are what it takes."""
 FP16_MAX = torch.finfo(torch.float16).max
+ROUNDED: tuple[Role, ...] = ("matrix", "expert")
+"""What is quantised of a model."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Rounding:
         return 8.0 if self.kind == "fp8" else 8 + 16 / self.group if self.kind == "int8" else 4 + 32 / self.group
 
 
-def quantising(choose: ChooseKernel, vocab_size: int, rounding: Rounding) -> ChooseKernel:
+def quantising(choose: ChooseKernel, rounding: Rounding) -> ChooseKernel:
     """`choose`, with the layers' matrices rounded as they are packed; embedding and head stay as they are.
 
     fp8: where the device multiplies fp8 by itself, inputs are rounded too, each token with a scale of its own, as
@@ -66,7 +68,7 @@ def quantising(choose: ChooseKernel, vocab_size: int, rounding: Rounding) -> Cho
     whole = set[int]()
 
     def chosen(op: str, **facts: Any) -> Callable[..., Any]:
-        if op != "linear" or facts["shape"][0] == vocab_size:
+        if op != "linear" or facts["role"] not in ROUNDED:
             return choose(op, **facts)
         in_features = facts["shape"][1]
         if rounding.kind != "fp8" and in_features % rounding.group:
@@ -94,12 +96,12 @@ def quantising(choose: ChooseKernel, vocab_size: int, rounding: Rounding) -> Cho
     return chosen
 
 
-def chooser_for(choose: ChooseKernel, plan: Plan, place: RankPlace) -> ChooseKernel:
-    """`choose` as the plan asks for, on one rank."""
+def chooser_for(choose: ChooseKernel, plan: Plan) -> ChooseKernel:
+    """`choose` as the plan asks for."""
     if plan.options.batch_invariant:
         choose = batch_invariant(choose)
-    rounding, head = Rounding.of(plan), place.vocabulary(plan.model.vocab_size)
-    return choose if rounding is None else quantising(choose, head.stop - head.start, rounding)
+    rounding = Rounding.of(plan)
+    return choose if rounding is None else quantising(choose, rounding)
 
 
 def _rounded(weight: Tensor, rounding: Rounding) -> tuple[Tensor, ...]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Container
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from headrace.ipc.failure import ModelError
+
+if TYPE_CHECKING:
+    from headrace.executor.models.blocks import Ffn, Mixer
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 Placement = Literal["pre", "sandwich", "post"]
@@ -36,12 +39,15 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What may differ from layer to layer."""
+    """What reads other tokens, and what works on each token alone: two blocks around the residual stream."""
 
-    rope: RopeSpec | None
-    """None for a layer without rotary positions."""
-    sliding_window: int | None = None
-    """A token sees itself and the sliding_window - 1 before it; None sees all."""
+    mixer: Mixer
+    ffn: Ffn
+
+    @property
+    def sliding_window(self) -> int | None:
+        """A token sees itself and the sliding_window - 1 before it; None sees all."""
+        return self.mixer.sliding_window
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,14 @@ class WeightNames:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    """Each expert's matrices are below `{experts}.{number}.`."""
+    expert_gate: str = "gate_proj"
+    expert_up: str = "up_proj"
+    expert_down: str = "down_proj"
+    shared_expert: str = "mlp.shared_expert"
+    shared_router: str = "mlp.shared_expert_gate"
     attention_norm: str = "input_layernorm"
     attention_post_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
@@ -93,27 +107,13 @@ class ArchSpec:
 
     architecture: str
     hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     vocab_size: int
     max_positions: int
     """The longest context the model was made for, rope scaling included."""
     layers: tuple[LayerSpec, ...]
     norm: NormSpec
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"]
-    attention_scale: float
     norm_placement: Placement = "pre"
-    """pre: before attention and MLP; sandwich: before and after, inside the residual; post: after the residual."""
-    gated_mlp: bool = True
-    attention_bias: bool = False
-    """On the query, key and value projections."""
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    """Normalise each head's query and key before rotation."""
-    attention_soft_cap: float | None = None
+    """pre: before mixer and FFN; sandwich: before and after, inside the residual; post: after the residual."""
     final_soft_cap: float | None = None
     tied_head: bool = False
     embedding_scale: float = 1.0
@@ -125,23 +125,17 @@ class ArchSpec:
     names: WeightNames = WeightNames()
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
+        for name in ("hidden_size", "vocab_size", "max_positions"):
             self._require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        self._require(self.max_positions >= 1, f"max_positions must be at least 1, got {self.max_positions}")
         self._require(bool(self.layers), "there must be at least one layer")
-        self._require(
-            self.num_heads % self.num_kv_heads == 0,
-            f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads evenly",
-        )
-        for name in ("attention_scale", "attention_soft_cap", "final_soft_cap", "embedding_scale"):
+        for name in ("final_soft_cap", "embedding_scale"):
             value = getattr(self, name)
             self._require(value is None or 0 < value < math.inf, f"{name} must be positive, got {value}")
         self._require(0 < self.norm.eps < 1, f"the norm's eps must be between 0 and 1, got {self.norm.eps}")
-        for index, layer in enumerate(self.layers):
-            self._require(
-                layer.sliding_window is None or layer.sliding_window >= 1,
-                f"layer {index} has a sliding window of {layer.sliding_window}; it must be at least 1",
-            )
+        for block in {block for layer in self.layers for block in (layer.mixer, layer.ffn)}:
+            self._require(not block.problem(), block.problem())
+        heads = {(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) for mixer in self.mixers}
+        self._require(len(heads) == 1, f"layers differ in their heads (number, key/value heads, size): {sorted(heads)}")
         for rope in self.ropes:
             self._check_rope(rope)
 
@@ -169,8 +163,31 @@ class ArchSpec:
             raise ModelError(f"the config of this {self.architecture} is inconsistent: {message}")
 
     @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The distinct ones, in order of first use."""
+        return tuple(dict.fromkeys(layer.mixer for layer in self.layers))
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of every layer."""
+        return self.layers[0].mixer.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.layers[0].mixer.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.layers[0].mixer.head_dim
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def intermediate_size(self) -> int:
+        """Of the FFNs' inner sizes the largest."""
+        return max(ffn.inner for ffn in {layer.ffn for layer in self.layers})
 
     @property
     def embedding_width(self) -> int:
@@ -189,7 +206,7 @@ class ArchSpec:
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The distinct ones, in order of first use."""
-        return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
+        return tuple(dict.fromkeys(mixer.rope for mixer in self.mixers if mixer.rope is not None))
 
     @property
     def uses_prompt_lens(self) -> bool:
@@ -199,28 +216,15 @@ class ArchSpec:
     def for_ranks(self, tp_size: int, inner_block: int = 1) -> ArchSpec:
         """Itself with as many heads and inner columns as `tp_size` ranks can share evenly; those added weigh nothing.
 
-        Key/value heads become a multiple of tp_size, or one of its divisors where they are fewer than ranks: then
-        each is repeated on several ranks, which divide its query heads. Inner columns become a multiple of
-        tp_size * inner_block. Raises ModelError for more ranks than query heads.
+        inner_block: what each rank's share of an FFN's inner size is a multiple of. Raises ModelError for more ranks
+        than query heads.
         """
-        if self.num_heads < tp_size:
-            raise ModelError(
-                f"{self.num_heads} attention heads cannot be divided among {tp_size} ranks: each needs at least one"
-            )
-        group = self.num_heads // self.num_kv_heads
-        if self.num_kv_heads >= tp_size:
-            kv_heads = _rounded_up(self.num_kv_heads, tp_size)
-        else:
-            kv_heads = next(n for n in range(self.num_kv_heads, tp_size + 1) if tp_size % n == 0)
-            group = _rounded_up(group, tp_size // kv_heads)
-        inner = _rounded_up(self.intermediate_size, tp_size * inner_block) if tp_size > 1 else self.intermediate_size
-        return replace(self, num_heads=kv_heads * group, num_kv_heads=kv_heads, intermediate_size=inner)
+        padded = {
+            layer: LayerSpec(layer.mixer.for_ranks(tp_size, inner_block), layer.ffn.for_ranks(tp_size, inner_block))
+            for layer in dict.fromkeys(self.layers)
+        }
+        return replace(self, layers=tuple(padded[layer] for layer in self.layers))
 
     def local_kv_heads(self, tp_size: int) -> int:
         """Key/value heads of one of `tp_size` ranks; fewer heads than ranks are repeated. Raises ModelError."""
         return max(1, self.for_ranks(tp_size).num_kv_heads // tp_size)
-
-
-def _rounded_up(size: int, step: int) -> int:
-    """The next multiple of `step`."""
-    return -(-size // step) * step

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from headrace.executor.checkpoints.weights import WeightSource, bounds
 from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.blocks import Axis
+from headrace.executor.models.sizes import model_weights
 from headrace.executor.parallel.rank_place import RankPlace
 from headrace.ipc.failure import ModelError
 
@@ -37,7 +39,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Axis:
+class GrownAxis:
     """A dimension that grew."""
 
     size: int
@@ -206,30 +208,21 @@ def part_size(shape: tuple[int, ...], rows: slice | None, columns: slice | None)
     return last - first, end - begin
 
 
-def _axes_by_name(spec: ArchSpec, padded: ArchSpec, prefix: str) -> dict[str, dict[int, Axis]]:
+def _axes_by_name(spec: ArchSpec, padded: ArchSpec, prefix: str) -> dict[str, dict[int, GrownAxis]]:
     """For each tensor that grew, its dimensions that did."""
-    names, head_dim = spec.names, spec.head_dim
-    inner = Axis(spec.intermediate_size, padded.intermediate_size, (Span(0, 0, spec.intermediate_size),))
-    key = spec.num_kv_heads * head_dim
-    keys = Axis(key, padded.num_kv_heads * head_dim, (Span(0, 0, key),))
-    group, padded_group = (each.num_heads // each.num_kv_heads * head_dim for each in (spec, padded))
-    queries = Axis(
-        spec.num_heads * head_dim,
-        padded.num_heads * head_dim,
-        tuple(Span(index * padded_group, index * group, group) for index in range(spec.num_kv_heads)),
-    )
-    grown_rows = [
-        (names.query, queries),
-        (names.key, keys),
-        (names.value, keys),
-        (names.gate, inner),
-        (names.up, inner),
-    ]
-    found: dict[str, dict[int, Axis]] = {}
-    for index in range(spec.num_layers):
-        start = f"{prefix}layers.{index}."
-        for name, axis in grown_rows:
-            found[f"{start}{name}.weight"] = found[f"{start}{name}.bias"] = {0: axis}
-        found[f"{start}{names.output}.weight"] = {1: queries}
-        found[f"{start}{names.down}.weight"] = {1: inner}
-    return {name: axes for name, axes in found.items() if any(axis.size != axis.padded for axis in axes.values())}
+    found: dict[str, dict[int, GrownAxis]] = {}
+    for weight, grown in zip(model_weights(spec, prefix), model_weights(padded, prefix), strict=True):
+        axes = {
+            index: _grown(old, new)
+            for index, (old, new) in enumerate(zip(weight.dimensions, grown.dimensions, strict=True))
+            if isinstance(old, Axis) and isinstance(new, Axis) and old.size != new.size
+        }
+        if axes:
+            found[weight.name] = axes
+    return found
+
+
+def _grown(old: Axis, new: Axis) -> GrownAxis:
+    each, padded_each = old.size // old.groups, new.size // new.groups
+    spans = tuple(Span(index * padded_each, index * each, each) for index in range(old.groups))
+    return GrownAxis(old.size, new.size, spans)

@@ -27,7 +27,7 @@ from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
-from headrace.executor.models.memory_estimate import activation_bytes, weight_elements
+from headrace.executor.models.sizes import activation_bytes, weight_elements
 from headrace.executor.models.sleeping import SleepingModel
 from headrace.executor.parallel.divisibility import check_shares
 from headrace.executor.parallel.rank_place import SINGLE, Collectives, RankPlace

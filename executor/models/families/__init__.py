@@ -20,8 +20,9 @@ Config = Mapping[str, Any]
 class Family:
     architectures: tuple[str, ...]
     """As in the config's `architectures`."""
-    to_spec: Callable[[Config], ArchSpec]
-    """Takes the config with `architectures` set. Raises ModelError naming the field that is missing or wrong."""
+    build: Callable[[Config], ArchSpec]
+    """Takes the config with `architectures` set. What it returns may hold blocks of the family's own. Raises
+    ModelError naming the field that is missing or wrong."""
 
 
 @functools.cache
@@ -53,4 +54,4 @@ def spec_from_config(config: Config) -> ArchSpec:
             f"this checkpoint's weights are quantised ({method}), which is not supported; "
             "use the unquantised checkpoint or a GGUF file of it"
         )
-    return family.to_spec(config)
+    return family.build(config)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec, RopeKind, RopeSpec, WeightNames
+from headrace.executor.models.blocks import Ffn
+from headrace.executor.models.blocks.attention import Attention
+from headrace.executor.models.blocks.dense import Activation, Dense
 from headrace.executor.models.families import Config
 from headrace.ipc.failure import ModelError
-
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -166,49 +167,80 @@ def layer_types(config: Config, num_layers: int, default: Sequence[str]) -> list
     return types[:num_layers]
 
 
-def qwen_layers(config: Config, rotary: RopeSpec) -> tuple[LayerSpec, ...]:
+class Positions(NamedTuple):
+    """How a layer's attention sees positions."""
+
+    rope: RopeSpec | None
+    sliding_window: int | None = None
+
+
+def by_type(types: Sequence[str], rotary: RopeSpec, window: int | None) -> list[Positions]:
+    """Layers of one rope, of which those of type sliding_attention have the window."""
+    return [Positions(rotary, window if kind == "sliding_attention" else None) for kind in types]
+
+
+def head_dim_of(config: Config, default: int | None = None) -> int:
+    """The config's; where it has none, the default, or what the heads of the hidden size have each."""
+    if default is None:
+        num_heads = integer(config, "num_attention_heads")
+        if num_heads < 1:
+            raise ModelError(f"the config's num_attention_heads must be at least 1, got {num_heads}")
+        default = integer(config, "hidden_size") // num_heads
+    return integer(config, "head_dim", default)
+
+
+def qwen_positions(config: Config, rotary: RopeSpec) -> list[Positions]:
     """Qwen 2 and 3: the layers from `max_window_layers` on slide, when the config turns windows on."""
     num_layers = integer(config, "num_hidden_layers")
     window = integer(config, "sliding_window", 4096) if flag(config, "use_sliding_window", False) else None
     first = integer(config, "max_window_layers", 28)
     default = ["sliding_attention" if window and i >= first else "full_attention" for i in range(num_layers)]
-    types = layer_types(config, num_layers, default)
-    return tuple(LayerSpec(rotary, window if kind == "sliding_attention" else None) for kind in types)
+    return by_type(layer_types(config, num_layers, default), rotary, window)
+
+
+def dense(config: Config, key: str = "hidden_act", default: str = "silu", *, bias: bool = False) -> Dense:
+    """A gated FFN of the config's size; `key` names its activation."""
+    return Dense(integer(config, "intermediate_size"), activation(config, key, default), bias=bias)
 
 
 def llama_like(
     config: Config,
     *,
-    layers: Sequence[LayerSpec] | None = None,
-    default_theta: float = 10000.0,
+    positions: Sequence[Positions] | None = None,
+    head_dim: int | None = None,
+    attention: Mapping[str, Any] | None = None,
+    ffn: Ffn | Callable[[int], Ffn] | None = None,
     default_context: int = 2048,
     tied_head: bool = False,
     **overrides: Any,
 ) -> ArchSpec:
-    """The shape most families share: RMS norms before, a gated MLP, rotary positions, grouped-query attention.
+    """The shape most families share: RMS norms before, a gated FFN, rotary positions, grouped-query attention.
 
-    `tied_head` is the family's default where the config does not say; `overrides` are fields of ArchSpec.
+    positions: of each layer; by default all rotate with the config's rope. attention: fields of `Attention`. ffn: of
+    every layer, or of the layer of that number. tied_head: where the config does not say; `overrides` are fields of
+    ArchSpec.
     """
-    hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
-    if num_heads < 1:
-        raise ModelError(f"the config's num_attention_heads must be at least 1, got {num_heads}")
-    head_dim = overrides.pop("head_dim", None) or integer(config, "head_dim", hidden_size // num_heads)
-    rotary = rope(config, head_dim, default_theta)
-    if layers is None:
-        layers = [LayerSpec(rotary)] * integer(config, "num_hidden_layers")
+    head_dim = head_dim or head_dim_of(config)
+    rotary = rope(config, head_dim, 10000.0)
+    if positions is None:
+        positions = [Positions(rotary)] * integer(config, "num_hidden_layers")
+    ffn = dense(config) if ffn is None else ffn
+    heads: dict[str, Any] = {
+        "num_heads": integer(config, "num_attention_heads"),
+        "num_kv_heads": integer(config, "num_key_value_heads", integer(config, "num_attention_heads")),
+        "head_dim": head_dim,
+        "scale": head_dim**-0.5,
+    }
+    mixers = {each: Attention(**(heads | each._asdict() | dict(attention or {}))) for each in dict.fromkeys(positions)}
     fields: dict[str, Any] = {
         "architecture": config["architectures"][0],
-        "hidden_size": hidden_size,
-        "intermediate_size": integer(config, "intermediate_size"),
-        "num_heads": num_heads,
-        "num_kv_heads": integer(config, "num_key_value_heads", num_heads),
-        "head_dim": head_dim,
+        "hidden_size": integer(config, "hidden_size"),
         "vocab_size": integer(config, "vocab_size"),
         "max_positions": scaled_context(config, rotary, default_context),
-        "layers": tuple(layers),
+        "layers": tuple(
+            LayerSpec(mixers[each], ffn if isinstance(ffn, Ffn) else ffn(index)) for index, each in enumerate(positions)
+        ),
         "norm": NormSpec("rms", number(config, "rms_norm_eps", 1e-6)),
-        "activation": activation(config, "hidden_act", "silu"),
-        "attention_scale": head_dim**-0.5,
         "tied_head": flag(config, "tie_word_embeddings", tied_head),
         "names": WeightNames(),
     }

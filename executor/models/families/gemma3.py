@@ -3,10 +3,11 @@
 A multimodal checkpoint (Gemma3ForConditionalGeneration) serves its language model; the vision tower is not read.
 """
 
-from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec, WeightNames
+from headrace.executor.models.arch import ArchSpec, NormSpec, WeightNames
 from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import (
-    activation,
+    Positions,
+    dense,
     flag,
     integer,
     layer_types,
@@ -37,7 +38,7 @@ NAMES = WeightNames(
 )
 
 
-def to_spec(config: Config) -> ArchSpec:
+def build(config: Config) -> ArchSpec:
     text = config.get("text_config") or config
     text = {"architectures": config["architectures"]} | DEFAULTS | {k: v for k, v in text.items() if v is not None}
     if flag(text, "use_bidirectional_attention", False):
@@ -45,31 +46,33 @@ def to_spec(config: Config) -> ArchSpec:
     num_layers, head_dim = integer(text, "num_hidden_layers"), integer(text, "head_dim")
     pattern = integer(text, "sliding_window_pattern", 6)
     default = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(num_layers)]
-    full = LayerSpec(rope(text, head_dim, GLOBAL_THETA, "full_attention"))
+    full = Positions(rope(text, head_dim, GLOBAL_THETA, "full_attention"))
     # The older fields scale the full layers only, and name the local base apart.
     local = text if "sliding_attention" in (text.get("rope_parameters") or {}) else {}
     theta = number(text, "rope_local_base_freq", LOCAL_THETA)
-    sliding = LayerSpec(rope(local, head_dim, theta, "sliding_attention"), integer(text, "sliding_window", 4096))
+    sliding = Positions(rope(local, head_dim, theta, "sliding_attention"), integer(text, "sliding_window", 4096))
     types = layer_types(text, num_layers, default)
     bias = flag(text, "attention_bias", False)
     return llama_like(
         text,
-        layers=[sliding if kind == "sliding_attention" else full for kind in types],
+        positions=[sliding if kind == "sliding_attention" else full for kind in types],
         head_dim=head_dim,
         tied_head=True,
         max_positions=integer(text, "max_position_embeddings"),
         norm=NormSpec("rms", number(text, "rms_norm_eps", 1e-6), weight_offset=1.0),
         norm_placement="sandwich",
-        activation=activation(text, "hidden_activation", "gelu_pytorch_tanh"),
-        attention_scale=number(text, "query_pre_attn_scalar", 256) ** -0.5,
-        attention_bias=bias,
-        output_bias=bias,
-        qk_norm=True,
+        attention={
+            "scale": number(text, "query_pre_attn_scalar", 256) ** -0.5,
+            "bias": bias,
+            "output_bias": bias,
+            "qk_norm": "head",
+            "soft_cap": optional_number(text, "attn_logit_softcapping"),
+        },
+        ffn=dense(text, "hidden_activation", "gelu_pytorch_tanh"),
         final_soft_cap=optional_number(text, "final_logit_softcapping"),
-        attention_soft_cap=optional_number(text, "attn_logit_softcapping"),
         embedding_scale=integer(text, "hidden_size") ** 0.5,
         names=NAMES,
     )
 
 
-FAMILY = Family(("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), to_spec)
+FAMILY = Family(("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), build)

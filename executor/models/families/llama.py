@@ -2,12 +2,13 @@
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family
-from headrace.executor.models.families._config import flag, llama_like
+from headrace.executor.models.families._config import dense, flag, llama_like
 
 
-def to_spec(config: Config) -> ArchSpec:
+def build(config: Config) -> ArchSpec:
     bias = flag(config, "attention_bias", False)
-    return llama_like(config, attention_bias=bias, output_bias=bias, mlp_bias=flag(config, "mlp_bias", False))
+    ffn = dense(config, bias=flag(config, "mlp_bias", False))
+    return llama_like(config, attention={"bias": bias, "output_bias": bias}, ffn=ffn)
 
 
-FAMILY = Family(("LlamaForCausalLM",), to_spec)
+FAMILY = Family(("LlamaForCausalLM",), build)

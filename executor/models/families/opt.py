@@ -1,6 +1,8 @@
 """OPT: layer norms, learned positions, biases everywhere, and in its 350m size norms after and a narrow embedding."""
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec, WeightNames
+from headrace.executor.models.blocks.attention import Attention
+from headrace.executor.models.blocks.dense import Dense
 from headrace.executor.models.families import Config, Family
 from headrace.executor.models.families._config import activation, flag, integer
 from headrace.ipc.failure import ModelError
@@ -18,31 +20,33 @@ NAMES = WeightNames(
 )
 
 
-def to_spec(config: Config) -> ArchSpec:
+def build(config: Config) -> ArchSpec:
     hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
     if num_heads < 1 or hidden_size % num_heads:
         raise ModelError(f"the config's hidden_size {hidden_size} is not a multiple of its {num_heads} heads")
     head_dim = hidden_size // num_heads
     bias = flag(config, "enable_bias", True)
     before = flag(config, "do_layer_norm_before", True)
-    return ArchSpec(
-        architecture=config["architectures"][0],
-        hidden_size=hidden_size,
-        intermediate_size=integer(config, "ffn_dim", 3072),
+    mixer = Attention(
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=head_dim,
+        scale=head_dim**-0.5,
+        rope=None,
+        bias=bias,
+        output_bias=bias,
+    )
+    ffn = Dense(
+        integer(config, "ffn_dim", 3072), activation(config, "activation_function", "relu"), gated=False, bias=bias
+    )
+    return ArchSpec(
+        architecture=config["architectures"][0],
+        hidden_size=hidden_size,
         vocab_size=integer(config, "vocab_size"),
         max_positions=integer(config, "max_position_embeddings", 2048),
-        layers=(LayerSpec(rope=None),) * integer(config, "num_hidden_layers"),
+        layers=(LayerSpec(mixer, ffn),) * integer(config, "num_hidden_layers"),
         norm=NormSpec("layer", 1e-5, affine=flag(config, "layer_norm_elementwise_affine", True)),
-        activation=activation(config, "activation_function", "relu"),
-        attention_scale=head_dim**-0.5,
         norm_placement="pre" if before else "post",
-        gated_mlp=False,
-        attention_bias=bias,
-        output_bias=bias,
-        mlp_bias=bias,
         tied_head=flag(config, "tie_word_embeddings", True),
         embedding_size=integer(config, "word_embed_proj_dim", hidden_size),
         learned_position_offset=POSITION_OFFSET,
@@ -51,4 +55,4 @@ def to_spec(config: Config) -> ArchSpec:
     )
 
 
-FAMILY = Family(("OPTForCausalLM",), to_spec)
+FAMILY = Family(("OPTForCausalLM",), build)

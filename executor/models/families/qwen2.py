@@ -2,13 +2,13 @@
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family
-from headrace.executor.models.families._config import integer, llama_like, qwen_layers, rope
+from headrace.executor.models.families._config import head_dim_of, llama_like, qwen_positions, rope
 
 
-def to_spec(config: Config) -> ArchSpec:
-    head_dim = integer(config, "head_dim", integer(config, "hidden_size") // integer(config, "num_attention_heads"))
-    layers = qwen_layers(config, rope(config, head_dim, 10000.0))
-    return llama_like(config, layers=layers, head_dim=head_dim, default_context=32768, attention_bias=True)
+def build(config: Config) -> ArchSpec:
+    head_dim = head_dim_of(config)
+    positions = qwen_positions(config, rope(config, head_dim, 10000.0))
+    return llama_like(config, positions=positions, head_dim=head_dim, attention={"bias": True}, default_context=32768)
 
 
-FAMILY = Family(("Qwen2ForCausalLM",), to_spec)
+FAMILY = Family(("Qwen2ForCausalLM",), build)

@@ -2,21 +2,19 @@
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family
-from headrace.executor.models.families._config import flag, integer, llama_like, qwen_layers, rope
+from headrace.executor.models.families._config import flag, head_dim_of, llama_like, qwen_positions, rope
 
 
-def to_spec(config: Config) -> ArchSpec:
-    head_dim = integer(config, "head_dim", 128)
+def build(config: Config) -> ArchSpec:
+    head_dim = head_dim_of(config, 128)
     bias = flag(config, "attention_bias", False)
     return llama_like(
         config,
-        layers=qwen_layers(config, rope(config, head_dim, 10000.0)),
+        positions=qwen_positions(config, rope(config, head_dim, 10000.0)),
         head_dim=head_dim,
+        attention={"bias": bias, "output_bias": bias, "qk_norm": "head"},
         default_context=32768,
-        attention_bias=bias,
-        output_bias=bias,
-        qk_norm=True,
     )
 
 
-FAMILY = Family(("Qwen3ForCausalLM",), to_spec)
+FAMILY = Family(("Qwen3ForCausalLM",), build)

@@ -1,14 +1,23 @@
 """SmolLM 3: Llama's shape with layers that have no rotary positions, by default every fourth."""
 
-from headrace.executor.models.arch import ArchSpec, LayerSpec
+from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.families import Config, Family
-from headrace.executor.models.families._config import flag, integer, layer_types, llama_like, rope
+from headrace.executor.models.families._config import (
+    Positions,
+    dense,
+    flag,
+    head_dim_of,
+    integer,
+    layer_types,
+    llama_like,
+    rope,
+)
 from headrace.ipc.failure import ModelError
 
 
-def to_spec(config: Config) -> ArchSpec:
+def build(config: Config) -> ArchSpec:
     num_layers = integer(config, "num_hidden_layers")
-    head_dim = integer(config, "head_dim", integer(config, "hidden_size") // integer(config, "num_attention_heads"))
+    head_dim = head_dim_of(config)
     rotary = rope(config, head_dim, 2_000_000.0)
     interval = integer(config, "no_rope_layer_interval", 4)
     has_rope = config.get("no_rope_layers")
@@ -18,22 +27,20 @@ def to_spec(config: Config) -> ArchSpec:
         raise ModelError(f"the config's no_rope_layers must list all {num_layers} layers, got {has_rope!r}")
     window = integer(config, "sliding_window", 0) if flag(config, "use_sliding_window", False) else 0
     default = ["sliding_attention" if window and not rotates else "full_attention" for rotates in has_rope]
-    layers = [
-        LayerSpec(rotary if rotates else None, window if window and kind == "sliding_attention" else None)
+    positions = [
+        Positions(rotary if rotates else None, window if window and kind == "sliding_attention" else None)
         for rotates, kind in zip(has_rope, layer_types(config, num_layers, default), strict=False)
     ]
     bias = flag(config, "attention_bias", False)
     return llama_like(
         config,
-        layers=layers,
+        positions=positions,
         head_dim=head_dim,
-        default_theta=2_000_000.0,
         default_context=32768,
         tied_head=True,
-        attention_bias=bias,
-        output_bias=bias,
-        mlp_bias=flag(config, "mlp_bias", False),
+        attention={"bias": bias, "output_bias": bias},
+        ffn=dense(config, bias=flag(config, "mlp_bias", False)),
     )
 
 
-FAMILY = Family(("SmolLM3ForCausalLM",), to_spec)
+FAMILY = Family(("SmolLM3ForCausalLM",), build)

@@ -1,0 +1,83 @@
+"""An `ArchSpec`'s weights, read and packed for the CPU program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.executor.cpu.weights import CpuLinear, CpuNorm, CpuWeights
+from headrace.executor.models.arch import ArchSpec, RopeSpec
+from headrace.executor.models.blocks import LayerHeld, Linear, Norm
+from headrace.executor.models.reading import Part, not_read
+from headrace.executor.models.rotary import inverse_frequencies
+from headrace.kernels.cpu.linear import PackedLinear
+from headrace.kernels.cpu.program_parts import Rotary
+
+
+@dataclass(frozen=True)
+class CpuModel:
+    """One rank's weights. `table` is the head too where that is tied; only the first stage has a table to look rows
+    up in, only the last one a head."""
+
+    spec: ArchSpec
+    dtype: torch.dtype
+    table: PackedLinear | None  # of this rank's tokens
+    positions: Tensor | None  # [rows, hidden]
+    project_in: CpuLinear | None
+    layers: tuple[LayerHeld, ...]  # of this stage
+    final_norm: CpuNorm | None
+    project_out: CpuLinear | None
+    head: CpuLinear | None
+    nbytes: int
+
+
+def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
+    """Reads the part of the weights' place. Raises ModelError, naming the tensor, when weights and spec disagree."""
+    names, hidden, width, place = spec.names, spec.hidden_size, spec.embedding_width, weights.place
+    prefix = names.prefix_in(weights)
+    table = positions = project_in = project_out = final_norm = head = None
+    own_tokens = place.vocabulary(spec.vocab_size) if place.tp_size > 1 else None
+    if place.is_first_stage or (place.is_last_stage and spec.tied_head):
+        table = weights.table(Part(prefix + names.embedding, spec.vocab_size, own_tokens), width)
+    if place.is_first_stage and spec.learned_position_offset is not None:
+        rows = spec.max_positions + spec.learned_position_offset
+        positions = weights.matrix(f"{prefix}{names.positions}.weight", rows, hidden)
+    if place.is_first_stage and width != hidden:
+        project_in = weights.linear(Linear(((names.project_in, hidden),), width), prefix)
+    layers = tuple(
+        weights.read_layer(spec, spec.layers[index], f"{prefix}layers.{index}.")
+        for index in place.layers(spec.num_layers)
+    )
+    if place.is_last_stage:
+        if spec.final_norm:
+            final_norm = weights.norm(Norm.of(spec, names.final_norm, hidden), prefix)
+        if width != hidden:
+            project_out = weights.linear(Linear(((names.project_out, width),), hidden), prefix)
+        if spec.tied_head:
+            assert table is not None
+            head = CpuLinear((table,), (None,))
+        else:
+            head_name = next((n for n in names.lm_heads if f"{n}.weight" in weights), names.lm_heads[0])
+            head = weights.head(Part(head_name, spec.vocab_size, own_tokens), width)
+    weights.check_all_used(not_read(spec, place, prefix))
+    weights.report_unpacked()
+    return CpuModel(
+        spec=spec,
+        dtype=weights.dtype,
+        table=table,
+        positions=positions,
+        project_in=project_in,
+        layers=layers,
+        final_norm=final_norm,
+        project_out=project_out,
+        head=head,
+        nbytes=weights.nbytes,
+    )
+
+
+def rotary_tables(rope: RopeSpec, num_positions: int) -> Rotary:
+    """cos and sin of every position below `num_positions`. Not for `dynamic`, whose base is no constant."""
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_frequencies(rope)
+    return Rotary(angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor)

@@ -1,0 +1,304 @@
+"""A layer's blocks. A block declares its weights once and emits its ops once.
+
+    Attention, Dense, Experts          a block: numbers, `declare`, `emit`; one file each
+      declare(spec) -> Linear, Norm, ...   what it reads: names, shapes, how ranks divide them, what they are for
+      emit(ops, held, x) -> Contribution   what it computes, of the declared things as a reader of `Ops` holds them
+
+`Ops` has two implementations: `models.eager` computes on tensors, `cpu.program` writes a CPU program. Shapes, memory
+estimates, dummy weights, padding and the ranks' parts derive from the declarations (`models.sizes`). A family of
+another package brings a block of its own by subclassing `Block`. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+
+from headrace.executor.models.arch import ArchSpec, LayerSpec
+
+if TYPE_CHECKING:
+    from headrace.executor.models.arch import RopeSpec
+    from headrace.executor.parallel.rank_place import RankPlace
+
+Role = Literal["matrix", "bias", "norm", "embedding", "head", "router", "expert"]
+"""What a weight is for, which is what a quantised format goes by: matrices and experts are quantised as asked, the
+embedding and the head more finely, and the rest not at all."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A dimension that the tensor-parallel ranks divide."""
+
+    size: int
+    unit: int = 1
+    """What stays together: a head."""
+    groups: int = 1
+    """Runs of equal size that each keep their place when the dimension is padded: query heads by key/value head."""
+
+    def own(self, place: RankPlace) -> slice | None:
+        """A rank's part; None where it is all there is. Fewer units than ranks are repeated."""
+        if place.tp_size == 1:
+            return None
+        units = self.size // self.unit
+        first = place.tp_rank * units // place.tp_size
+        return slice(first * self.unit, (first + max(1, units // place.tp_size)) * self.unit)
+
+
+Dimension = int | Axis
+
+
+def size_of(dimension: Dimension) -> int:
+    return dimension.size if isinstance(dimension, Axis) else dimension
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor of the checkpoint."""
+
+    name: str
+    dimensions: tuple[Dimension, ...]
+    role: Role
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(size_of(each) for each in self.dimensions)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """y = x W^T + b of matrices whose rows stand one below the other, and what is applied to y.
+
+    Ranks divide the rows (each computes its columns of y), or the columns (each computes a part of the sum, to which
+    the first rank alone adds the bias).
+    """
+
+    matrices: tuple[tuple[str, Dimension], ...]
+    """(name without `.weight`, rows) of each."""
+    columns: Dimension
+    bias: bool = False
+    role: Role = "matrix"
+    activation: str | None = None
+    gated: bool = False
+    """Two matrices: the activated result of the first is multiplied by that of the second."""
+
+    def weights(self) -> Iterator[Weight]:
+        for name, rows in self.matrices:
+            yield Weight(f"{name}.weight", (rows, self.columns), self.role)
+            if self.bias:
+                yield Weight(f"{name}.bias", (rows,), "bias")
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The spec's norm over rows of `size` values."""
+
+    name: str
+    size: Dimension
+    kind: Literal["rms", "layer"]
+    eps: float
+    weight_offset: float
+    affine: bool
+
+    @classmethod
+    def of(cls, spec: ArchSpec, name: str, size: Dimension) -> Norm:
+        return cls(name, size, spec.norm.kind, spec.norm.eps, spec.norm.weight_offset, spec.norm.affine)
+
+    def weights(self) -> Iterator[Weight]:
+        if self.affine:
+            yield Weight(f"{self.name}.weight", (self.size,), "norm")
+            if self.kind == "layer":
+                yield Weight(f"{self.name}.bias", (self.size,), "norm")
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Attention over the paged cache, with what is done to queries and keys before."""
+
+    num_heads: int
+    """Of all ranks."""
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeSpec | None = None
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    query_norm: Norm | None = None
+    """Of each head."""
+    key_norm: Norm | None = None
+
+    def weights(self) -> Iterator[Weight]:
+        for norm in (self.query_norm, self.key_norm):
+            if norm is not None:
+                yield from norm.weights()
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """The gated MLPs of experts, all of one shape. Each is down(activation(gate(x)) * up(x))."""
+
+    gates: tuple[str, ...]
+    """Of each expert, without `.weight`."""
+    ups: tuple[str, ...]
+    downs: tuple[str, ...]
+    hidden: int
+    inner: Axis
+    activation: str
+
+    def weights(self) -> Iterator[Weight]:
+        for gate, up, down in zip(self.gates, self.ups, self.downs, strict=True):
+            yield Weight(f"{gate}.weight", (self.inner, self.hidden), "expert")
+            yield Weight(f"{up}.weight", (self.inner, self.hidden), "expert")
+            yield Weight(f"{down}.weight", (self.hidden, self.inner), "expert")
+
+
+Declared = Linear | Norm | Attend | ExpertStack
+Held = Mapping[str, Any]
+"""What `declare` named, as a reader holds it for its `Ops`."""
+Value = Any
+"""What flows between ops: a tensor, or a buffer of a program. [num_tokens, ...]."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a router's logits become experts and their weights: see `kernels.reference.moe.route_experts`."""
+
+    num_chosen: int
+    scoring: Literal["softmax", "sigmoid"]
+    renormalise: bool
+    scale: float = 1.0
+
+
+class Ops(Protocol):
+    """What a block emits its ops to. Values hold this rank's part of what ranks divide."""
+
+    def linear(self, weight: Any, x: Value) -> Value:
+        """Of a `Linear`, its activation applied."""
+
+    def norm(self, norm: Any, x: Value, first: int = 0, last: int | None = None) -> Value:
+        """x with its columns first .. last - 1 normed; x itself may be overwritten."""
+
+    def attend(self, attend: Any, qkv: Value) -> Value:
+        """qkv: query, key and value heads side by side -> [num_tokens, heads * head_dim]; writes the cache."""
+
+    def product(self, weight: Any, x: Value) -> Value:
+        """A contribution: a `Linear` without an activation, computed as it is added."""
+
+    def experts(self, stack: Any, x: Value, logits: Value, routing: Routing) -> Value:
+        """A contribution: the weighted sum of what the chosen experts of an `ExpertStack` make of x."""
+
+    def call(self, function: Callable[..., Value], *values: Value) -> Value:
+        """Any torch function of tensors. Only where ops run eagerly: a block that needs it says so in
+        `why_no_program`."""
+
+
+class Block:
+    """A part of a layer. Subclasses are frozen dataclasses of numbers, so that equal layers are equal."""
+
+    def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
+        """What it reads, under names of its own. Weights' names are those below a layer's prefix."""
+        raise NotImplementedError
+
+    def emit(self, ops: Ops, held: Held, x: Value) -> Sequence[Value]:
+        """x [num_tokens, hidden] -> contributions, which are added over ranks and to the residual stream."""
+        raise NotImplementedError
+
+    def for_ranks(self, tp_size: int, inner_block: int) -> Self:
+        """Itself padded to what the ranks can divide evenly: see `ArchSpec.for_ranks`."""
+        return self
+
+    def values_per_token(self, tp_size: int) -> int:
+        """About how many values of a token live at once on one rank while this computes."""
+        raise NotImplementedError
+
+    def problem(self) -> str:
+        """What is inconsistent in its numbers, as a sentence's end; "" when nothing is."""
+        return ""
+
+    def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
+        """Why it cannot be written into a CPU program, in a sentence; "" when it can."""
+        return ""
+
+
+class Ffn(Block):
+    """A block that works on each token alone."""
+
+    inner: int
+    """Its widest row of values, over all ranks."""
+
+
+class Mixer(Block):
+    """A block that reads other tokens, by way of a cache of key and value heads."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeSpec | None
+    sliding_window: int | None
+
+
+def rounded_up(size: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return -(-size // step) * step
+
+
+@dataclass(frozen=True)
+class LayerDeclaration:
+    """All that a layer reads, with names below its prefix."""
+
+    mixer: Mapping[str, Declared]
+    ffn: Mapping[str, Declared]
+    norms: Mapping[str, Norm]
+    """mixer and ffn, and in a sandwich mixer_post and ffn_post."""
+
+    @classmethod
+    def of(cls, spec: ArchSpec, layer: LayerSpec) -> LayerDeclaration:
+        names = spec.names
+        norms = {"mixer": names.attention_norm, "ffn": names.mlp_norm}
+        if spec.norm_placement == "sandwich":
+            norms |= {"mixer_post": names.attention_post_norm, "ffn_post": names.mlp_post_norm}
+        declared_norms = {key: Norm.of(spec, name, spec.hidden_size) for key, name in norms.items()}
+        return cls(layer.mixer.declare(spec), layer.ffn.declare(spec), declared_norms)
+
+    def weights(self) -> Iterator[Weight]:
+        for part in (self.mixer, self.ffn, self.norms):
+            for declared in part.values():
+                yield from declared.weights()
+
+
+@dataclass(frozen=True)
+class LayerHeld:
+    """A `LayerDeclaration`'s things as a reader holds them."""
+
+    mixer: Held
+    ffn: Held
+    norms: Held
+
+
+class LayerOps(Ops, Protocol):
+    """`Ops` with the residual stream that a layer's blocks stand around."""
+
+    def stream(self) -> Value:
+        """The residual stream as it is."""
+
+    def normed(self, norm: Any) -> Value:
+        """The norm of the stream, which stays as it is."""
+
+    def add(self, contributions: Sequence[Value], post_norm: Any = None) -> None:
+        """stream += [post_norm of] the contributions' sum over the ranks."""
+
+    def norm_stream(self, norm: Any) -> None:
+        """stream = norm(stream)"""
+
+
+def emit_layer(spec: ArchSpec, layer: LayerSpec, held: LayerHeld, ops: LayerOps) -> None:
+    """A layer's ops, in order."""
+    norms = held.norms
+    if spec.norm_placement == "post":  # the original transformer's order
+        ops.add(layer.mixer.emit(ops, held.mixer, ops.stream()))
+        ops.norm_stream(norms["mixer"])
+        ops.add(layer.ffn.emit(ops, held.ffn, ops.stream()))
+        ops.norm_stream(norms["ffn"])
+        return
+    ops.add(layer.mixer.emit(ops, held.mixer, ops.normed(norms["mixer"])), norms.get("mixer_post"))
+    ops.add(layer.ffn.emit(ops, held.ffn, ops.normed(norms["ffn"])), norms.get("ffn_post"))

@@ -1,0 +1,109 @@
+"""Attention with grouped queries (Ainslie et al. 2023), whose keys and values stay in the paged cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from headrace.executor.models.arch import ArchSpec, RopeSpec
+from headrace.executor.models.blocks import Attend, Axis, Declared, Held, Linear, Mixer, Norm, Ops, rounded_up
+from headrace.ipc.failure import ModelError
+
+
+@dataclass(frozen=True)
+class Attention(Mixer):
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """Multiplies the products of queries and keys."""
+    rope: RopeSpec | None
+    """None for a layer without rotary positions."""
+    sliding_window: int | None = None
+    """A token sees itself and the sliding_window - 1 before it; None sees all."""
+    bias: bool = False
+    """On the query, key and value projections."""
+    output_bias: bool = False
+    qk_norm: Literal["no", "head", "whole"] = "no"
+    """What is normed before rotation: each head's query and key, or those of all heads as one row."""
+    soft_cap: float | None = None
+
+    def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
+        names, hidden = spec.names, spec.hidden_size
+        queries = Axis(self.num_heads * self.head_dim, unit=self.head_dim, groups=self.num_kv_heads)
+        keys = Axis(self.num_kv_heads * self.head_dim, unit=self.head_dim)
+        matrices = ((names.query, queries), (names.key, keys), (names.value, keys))
+        head_norms = dict[str, Norm]()
+        found: dict[str, Declared] = {"qkv": Linear(matrices, hidden, self.bias)}
+        if self.qk_norm == "head":
+            head_norms["query_norm"] = Norm.of(spec, names.query_norm, self.head_dim)
+            head_norms["key_norm"] = Norm.of(spec, names.key_norm, self.head_dim)
+        elif self.qk_norm == "whole":
+            found["query_norm"] = Norm.of(spec, names.query_norm, queries)
+            found["key_norm"] = Norm.of(spec, names.key_norm, keys)
+        found["attend"] = Attend(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.scale,
+            rope=self.rope,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+            **head_norms,
+        )
+        found["output"] = Linear(((names.output, hidden),), queries, self.output_bias)
+        return found
+
+    def emit(self, ops: Ops, held: Held, x: Any) -> Sequence[Any]:
+        qkv = ops.linear(held["qkv"], x)
+        if self.qk_norm == "whole":
+            queries, keys = (held[name].columns for name in ("query_norm", "key_norm"))
+            qkv = ops.norm(held["query_norm"], qkv, 0, queries)
+            qkv = ops.norm(held["key_norm"], qkv, queries, queries + keys)
+        return [ops.product(held["output"], ops.attend(held["attend"], qkv))]
+
+    def for_ranks(self, tp_size: int, inner_block: int) -> Attention:
+        """Key/value heads become a multiple of tp_size, or one of its divisors where they are fewer than ranks: then
+        each is repeated on several ranks, which divide its query heads."""
+        if self.num_heads < tp_size:
+            raise ModelError(
+                f"{self.num_heads} attention heads cannot be divided among {tp_size} ranks: each needs at least one"
+            )
+        if self.qk_norm == "whole" and (self.num_heads % tp_size or self.num_kv_heads % tp_size):
+            raise ModelError(
+                f"{tp_size} ranks cannot share {self.num_heads} attention and {self.num_kv_heads} key/value heads "
+                "evenly, and as all are normed as one row there can be no padding; choose a divisor of both"
+            )
+        group = self.num_heads // self.num_kv_heads
+        if self.num_kv_heads >= tp_size:
+            kv_heads = rounded_up(self.num_kv_heads, tp_size)
+        else:
+            kv_heads = next(n for n in range(self.num_kv_heads, tp_size + 1) if tp_size % n == 0)
+            group = rounded_up(group, tp_size // kv_heads)
+        return replace(self, num_heads=kv_heads * group, num_kv_heads=kv_heads)
+
+    def values_per_token(self, tp_size: int) -> int:
+        """Queries, keys and values, and the attended."""
+        return 2 * (self.num_heads // tp_size + max(1, self.num_kv_heads // tp_size)) * self.head_dim
+
+    def problem(self) -> str:
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                return f"{name} must be at least 1, got {getattr(self, name)}"
+        if self.num_heads % self.num_kv_heads:
+            return f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads evenly"
+        for name, value in (("attention_scale", self.scale), ("attention_soft_cap", self.soft_cap)):
+            if value is not None and not 0 < value < math.inf:
+                return f"{name} must be positive, got {value}"
+        if self.sliding_window is not None and self.sliding_window < 1:
+            return f"a sliding window of {self.sliding_window}; it must be at least 1"
+        return ""
+
+    def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
+        if self.qk_norm == "head" and not (spec.norm.kind == "rms" and spec.norm.affine):
+            return "the program norms queries and keys by RMS norms with weights alone."
+        if self.qk_norm == "whole" and tp_size > 1:
+            return "the program norms the queries of all heads as one row, and ranks have a part of it each."
+        return ""

@@ -1,0 +1,458 @@
+"""Ops run at once on tensors, and the weights that they take: one implementation of `blocks.Ops`.
+
+What a weight looks like in memory is known only to the `LinearWeight` that the `linear` op packs; a layer calls
+`apply`. Nothing here keeps state between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from headrace import kernels
+from headrace.executor.checkpoints.weights import WeightSource
+from headrace.executor.models import blocks
+from headrace.executor.models.arch import ArchSpec, LayerSpec, RopeSpec
+from headrace.executor.models.blocks import Attend, Declared, Linear, Role, Routing, emit_layer, size_of
+from headrace.executor.models.reading import CheckedWeights, Part, own_part
+from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.kernels.reference.attention import AttentionParams, PagedBatch
+from headrace.kernels.reference.moe import ExpertWeights
+from headrace.kernels.reference.rotary_cache import LayerCache, Rotation
+from headrace.kernels.reference.rows import DenseLinear, LinearWeight
+
+ChooseKernel = Callable[..., Callable[..., Any]]
+"""(op's name, **facts) -> the function that serves; `kernels.choose` is one."""
+
+
+@runtime_checkable
+class FusableLinear(Protocol):
+    """A `LinearWeight` whose kernel takes in what stands around it, up to some number of rows of x."""
+
+    most_fused_rows: int
+
+    def apply_fused(
+        self,
+        x: Tensor,
+        norm: tuple[Tensor, float] | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """x [num_rows, in_features] -> RMS norm (weight [in_features] float32, eps), product and bias, the ops
+        `activate_and_multiply` and addition, in this order and without what is None."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What every layer of one forward pass shares."""
+
+    batch: PagedBatch
+    cos_sin: tuple[tuple[Tensor, Tensor], ...]
+    """One pair per distinct rotary spec, each [num_tokens, rotary_dim / 2] float32"""
+
+
+class EagerNorm:
+    """RMS or layer norm, with the residual's addition before it."""
+
+    def __init__(self, weights: EagerWeights, declared: blocks.Norm, prefix: str) -> None:
+        name, self.place = prefix + declared.name, weights.place
+        own, self._whole_size = own_part(declared.size, weights.place), size_of(declared.size)
+        self.columns = self._whole_size if own is None else own.stop - own.start
+        """Of this rank."""
+        weight = bias = None
+        if declared.affine:
+            weight = weights.vector(f"{name}.weight", self._whole_size, declared.weight_offset, own)
+            bias = weights.vector(f"{name}.bias", self._whole_size, 0.0, own) if declared.kind == "layer" else None
+        self.eps = declared.eps
+        self._weights: tuple[Tensor | None, ...] = (weight, bias)
+        if declared.kind == "rms":
+            self._weights = (weight if weight is not None else torch.ones(self.columns, device=weights.device),)
+        self._op = weights.kernel(f"{declared.kind}_norm", size=self.columns)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x and residual [..., size] -> (norm of their sum, their sum)"""
+        normed, total = self._op(x, residual, *self._weights, self.eps)
+        return normed, total
+
+    def of_part(self, x: Tensor) -> Tensor:
+        """x [num_tokens, columns], of which each rank has its own: RMS-normed as one row of all ranks' columns."""
+        if self.columns == self._whole_size:
+            return self(x.contiguous())[0]
+        assert self.weight is not None, "whole norms have weights"
+        wide = x.float()
+        mean = self.place.all_reduce(wide.square().sum(-1, keepdim=True)) / self._whole_size
+        return (wide * torch.rsqrt(mean + self.eps) * self.weight).to(x.dtype)
+
+    @property
+    def weight(self) -> Tensor | None:
+        """[columns] float32, the offset added."""
+        return self._weights[0]
+
+    @property
+    def parameters(self) -> tuple[Tensor, float]:
+        """Of an RMS norm: weight and eps."""
+        assert self.weight is not None, "an RMS norm without one has ones"
+        return self.weight, self.eps
+
+
+class EagerWeights(CheckedWeights):
+    """Reads a source into tensors of the final dtype, packed for the kernels that serve on the device."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        place: RankPlace = SINGLE,
+        choose: ChooseKernel = kernels.choose,
+        ropes: Sequence[RopeSpec] = (),
+    ) -> None:
+        """ropes: the model's, in the order of `Step.cos_sin`."""
+        super().__init__(source, dtype, device, place)
+        self._choose, self.ropes = choose, tuple(ropes)
+
+    def read(self, declared: Declared, prefix: str) -> Any:
+        match declared:
+            case Linear():
+                return EagerLinear.read(self, declared, prefix)
+            case blocks.Norm():
+                return EagerNorm(self, declared, prefix)
+            case Attend():
+                return EagerAttend(self, declared, prefix)
+            case blocks.ExpertStack():
+                return EagerExperts(self, declared, prefix)
+
+    def linear(
+        self, parts: Sequence[Part], in_features: int, columns: slice | None, bias: bool, role: Role
+    ) -> LinearWeight:
+        """The parts' rows (and their `columns`) one below the other, packed for the kernel that serves here."""
+        weight = self.stack([(f"{part.name}.weight", part) for part in parts], in_features, columns)
+        biases = self.stack([(f"{part.name}.bias", part) for part in parts], None, None) if bias else None
+        return self.pack(role, weight, biases)
+
+    def pack(self, role: Role, weight: Tensor, bias: Tensor | None) -> LinearWeight:
+        """weight [out, in] and bias [out] in the layout of the kernel that serves them."""
+        packed: LinearWeight = self.kernel("linear", shape=tuple(weight.shape), role=role)(weight, bias)
+        self.nbytes += packed.nbytes
+        return packed
+
+    def kernel(self, op: str, **facts: Any) -> Callable[..., Any]:
+        """The version of `op` that serves this model's device and dtype, and these facts."""
+        return self._choose(op, device=self.device, dtype=self.dtype, **facts)
+
+    def fused_kernel(self, op: str, **facts: Any) -> Callable[..., Any] | None:
+        """As `kernel`; None where only the reference serves, which gains nothing over the ops that it is made of."""
+        found = self.kernel(op, **facts)
+        return None if found is kernels.choose_reference(op) else found
+
+    def stack(self, named: Sequence[tuple[str, Part]], in_features: int | None, columns: slice | None) -> Tensor:
+        """[rows of all parts, columns], or [rows] where in_features is None."""
+        tail = () if in_features is None else (in_features,)
+        for name, part in named:
+            self._check(name, (part.num_rows, *tail))
+        if len(named) == 1:
+            name, part = named[0]
+            return self._source.get(name, rows=part.rows, columns=columns).to(self.device, self.dtype).contiguous()
+        width = tail if columns is None else (columns.stop - columns.start,)
+        stacked = torch.empty((sum(p.taken for _, p in named), *width), dtype=self.dtype, device=self.device)
+        start = 0
+        for name, part in named:
+            stacked[start : start + part.taken].copy_(self._source.get(name, rows=part.rows, columns=columns))
+            start += part.taken
+        return stacked
+
+
+@dataclass(frozen=True, eq=False)
+class EagerLinear:
+    """A `Linear`'s packed weight, and what is applied to its product."""
+
+    weight: LinearWeight
+    activate: Callable[[Tensor, str], Tensor] | None = None
+    activation: str | None = None
+    gated: bool = False
+
+    @classmethod
+    def read(cls, weights: EagerWeights, declared: Linear, prefix: str) -> EagerLinear:
+        parts, columns, bias = weights.parts_of(declared, prefix)
+        weight = weights.linear(parts, size_of(declared.columns), columns, bias, declared.role)
+        if declared.activation is None:
+            return cls(weight)
+        op = "activate_and_multiply" if declared.gated else "activate"
+        return cls(weight, weights.kernel(op, kind=declared.activation), declared.activation, declared.gated)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [num_tokens, in_features] -> [num_tokens, this rank's out_features]"""
+        product = self.weight.apply(x)
+        if self.activate is None or self.activation is None:
+            return product
+        return self.activate(product, self.activation)
+
+
+class EagerAttend:
+    """An `Attend` with the kernels that serve it."""
+
+    def __init__(self, weights: EagerWeights, declared: Attend, prefix: str) -> None:
+        size = weights.place.tp_size
+        head_dim, self.num_heads = declared.head_dim, declared.num_heads // size
+        self.head_dim, self.num_kv_heads = head_dim, max(1, declared.num_kv_heads // size)
+        query_norm, key_norm = declared.query_norm, declared.key_norm
+        self.query_norm = None if query_norm is None else EagerNorm(weights, query_norm, prefix)
+        self.key_norm = None if key_norm is None else EagerNorm(weights, key_norm, prefix)
+        self._rope_index = None if declared.rope is None else weights.ropes.index(declared.rope)
+        self._params = AttentionParams(declared.scale, declared.sliding_window, declared.soft_cap)
+        self._rotate = weights.kernel("rotary", head_dim=head_dim)
+        self._write = weights.kernel("write_cache", head_dim=head_dim)
+        # The three before attention as one kernel, where the device has it: they are small, and each costs a launch.
+        is_fusable = query_norm is None or query_norm.kind == "rms"
+        self._prepare = weights.fused_kernel("rotary_and_write", head_dim=head_dim) if is_fusable else None
+        facts = {"head_dim": head_dim, "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
+        self._attend = weights.kernel("paged_attention", **facts)
+        self._cascade = weights.fused_kernel("cascade_attention", sliding_window=declared.sliding_window, **facts)
+
+    def __call__(self, qkv: Tensor, step: Step, cache: LayerCache) -> Tensor:
+        """qkv [num_tokens, (num_heads + 2 num_kv_heads) head_dim] -> [num_tokens, num_heads * head_dim]"""
+        heads = qkv.view(len(qkv), self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        if self._prepare is not None:
+            query = self._prepare(query, key, value, self._rotation(step), cache, step.batch)
+        else:
+            if self.query_norm is not None and self.key_norm is not None:
+                query, key = self.query_norm(query)[0], self.key_norm(key)[0]
+            if self._rope_index is not None:
+                query, key = self._rotate(query, key, *step.cos_sin[self._rope_index])
+            self._write(key, value, cache.keys, cache.values, step.batch, cache.scales)
+        attend = self._attend if self._cascade is None or step.batch.shared_tokens is None else self._cascade
+        attended = attend(query, cache.keys, cache.values, step.batch, self._params, cache.scales)
+        return attended.view(len(query), -1)
+
+    def _rotation(self, step: Step) -> Rotation:
+        cos, sin = (None, None) if self._rope_index is None else step.cos_sin[self._rope_index]
+        if self.query_norm is None or self.key_norm is None:
+            return Rotation(cos, sin)
+        query_norm, key_norm = self.query_norm, self.key_norm
+        return Rotation(cos, sin, query_norm=query_norm.weight, key_norm=key_norm.weight, eps=query_norm.eps)
+
+
+class EagerExperts:
+    """An `ExpertStack`'s weights with the kernels that serve them."""
+
+    def __init__(self, weights: EagerWeights, declared: blocks.ExpertStack, prefix: str) -> None:
+        inner, hidden = declared.inner.size, declared.hidden
+        own = own_part(declared.inner, weights.place)
+        count, own_inner = len(declared.gates), inner if own is None else own.stop - own.start
+        gate_up = torch.empty(count, 2 * own_inner, hidden, dtype=weights.dtype, device=weights.device)
+        down = torch.empty(count, hidden, own_inner, dtype=weights.dtype, device=weights.device)
+        for index, names in enumerate(zip(declared.gates, declared.ups, declared.downs, strict=True)):
+            gate, up, last = (f"{prefix}{name}.weight" for name in names)
+            gate_up[index] = weights.stack([(name, Part(name, inner, own)) for name in (gate, up)], hidden, None)
+            down[index] = weights.stack([(last, Part(last, hidden))], inner, own)
+        self._route = weights.kernel("route_experts", num_experts=count)
+        pack = weights.kernel("experts", hidden=hidden, inner=own_inner, num_experts=count)
+        self._experts: ExpertWeights = pack(gate_up, down, declared.activation)
+        weights.nbytes += self._experts.nbytes
+
+    def __call__(self, x: Tensor, logits: Tensor, routing: Routing) -> Tensor:
+        """x [num_tokens, hidden], logits [num_tokens, num_experts] -> [num_tokens, hidden]"""
+        expert_ids, shares = self._route(
+            logits,
+            top_k=routing.num_chosen,
+            scoring=routing.scoring,
+            renormalise=routing.renormalise,
+            scale=routing.scale,
+        )
+        return self._experts.apply(x, expert_ids, shares)
+
+
+class EagerOps:
+    """`blocks.LayerOps` of one layer in one step. `delta` is the part of the stream that is not yet added to `hidden`:
+    the addition waits for the next norm, so that one kernel does both."""
+
+    def __init__(self, place: RankPlace, hidden: Tensor, delta: Tensor | None, step: Step, cache: LayerCache) -> None:
+        """hidden, delta: [num_tokens, hidden]"""
+        self.hidden, self.delta = hidden, delta
+        self._place, self._step, self._cache = place, step, cache
+
+    def linear(self, weight: EagerLinear, x: Tensor) -> Tensor:
+        return weight(x)
+
+    def norm(self, norm: EagerNorm, x: Tensor, first: int = 0, last: int | None = None) -> Tensor:
+        part = x[:, first:last]
+        part.copy_(norm.of_part(part))
+        return x
+
+    def attend(self, attend: EagerAttend, qkv: Tensor) -> Tensor:
+        return attend(qkv, self._step, self._cache)
+
+    def product(self, weight: EagerLinear, x: Tensor) -> Any:
+        return weight(x)
+
+    def experts(self, stack: EagerExperts, x: Tensor, logits: Tensor, routing: Routing) -> Tensor:
+        return stack(x, logits, routing)
+
+    def call(self, function: Callable[..., Tensor], *values: Tensor) -> Tensor:
+        return function(*values)
+
+    def stream(self) -> Tensor:
+        if self.delta is not None:
+            self.hidden, self.delta = self.hidden + self.delta, None
+        return self.hidden
+
+    def normed(self, norm: EagerNorm) -> Any:
+        normed, self.hidden = norm(self.hidden, self.delta)
+        self.delta = None
+        return normed
+
+    def add(self, contributions: Sequence[Any], post_norm: EagerNorm | None = None) -> None:
+        total = contributions[0]
+        for each in contributions[1:]:
+            total = total + each
+        total = self._place.all_reduce(total)
+        if post_norm is not None:
+            total, _ = post_norm(total)
+        self.stream()
+        self.delta = total
+
+    def norm_stream(self, norm: EagerNorm) -> None:
+        self.hidden, _ = norm(self.hidden if self.delta is None else self.delta, self.hidden)
+        self.delta = None
+
+
+class Normed(NamedTuple):
+    """The norm of the stream, left to the matrix that reads it."""
+
+    norm: EagerNorm
+
+
+class FusedProduct(NamedTuple):
+    """A contribution, left to the matrix to add."""
+
+    weight: FusableLinear
+    x: Tensor
+
+
+class FusedOps(EagerOps):
+    """Of few tokens, whose matrices' kernels take in the norms before them, their activations, and the additions after
+    them. For layers of which `why_not_fused` has nothing to say."""
+
+    def linear(self, weight: EagerLinear, x: Tensor | Normed) -> Tensor:
+        fusable: Any = weight.weight
+        if isinstance(x, Normed):
+            result: Tensor = fusable.apply_fused(self.hidden, norm=x.norm.parameters, activation=weight.activation)
+        else:
+            result = fusable.apply_fused(x, activation=weight.activation)
+        return result
+
+    def product(self, weight: EagerLinear, x: Tensor) -> Any:
+        return FusedProduct(weight.weight, x)  # type: ignore[arg-type]
+
+    def call(self, function: Callable[..., Tensor], *values: Any) -> Tensor:
+        return function(*(each.norm(self.hidden)[0] if isinstance(each, Normed) else each for each in values))
+
+    def normed(self, norm: EagerNorm) -> Normed:
+        self.stream()
+        return Normed(norm)
+
+    def add(self, contributions: Sequence[Any], post_norm: EagerNorm | None = None) -> None:
+        self.stream()
+        for each in contributions:
+            if isinstance(each, FusedProduct):
+                self.hidden = each.weight.apply_fused(each.x, residual=self.hidden)
+            else:
+                self.hidden = self.hidden + each
+
+
+class Layer:
+    """A layer's blocks with their weights."""
+
+    def __init__(self, weights: EagerWeights, prefix: str, spec: ArchSpec, layer: LayerSpec) -> None:
+        self._spec, self._layer, self._place = spec, layer, weights.place
+        self._held = weights.read_layer(spec, layer, prefix)
+        self._most_fused_rows = self._rows_to_fuse()
+
+    def __call__(
+        self, hidden: Tensor, delta: Tensor | None, step: Step, cache: LayerCache
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden, delta: [num_tokens, hidden] -> the same after this layer"""
+        kind = FusedOps if len(hidden) <= self._most_fused_rows else EagerOps
+        ops = kind(self._place, hidden, delta, step, cache)
+        emit_layer(self._spec, self._layer, self._held, ops)
+        return ops.hidden, ops.delta
+
+    def _rows_to_fuse(self) -> int:
+        """Up to how many tokens `FusedOps` compute this layer; 0 for none."""
+        spec = self._spec
+        # Ranks add their parts after each matrix, and other norms do not begin one.
+        if spec.norm.kind != "rms" or spec.norm_placement != "pre" or self._place.world_size > 1:
+            return 0
+        rows = []
+        for held in (*self._held.mixer.values(), *self._held.ffn.values()):
+            if isinstance(held, EagerAttend):
+                continue
+            is_plain = isinstance(held, EagerLinear) and (held.activation is None or held.gated)
+            rows.append(held.weight.most_fused_rows if is_plain and isinstance(held.weight, FusableLinear) else 0)
+        return min(rows, default=0)
+
+
+class VocabParallelEmbedding:
+    """Token embeddings with the vocabulary divided among the ranks."""
+
+    def __init__(
+        self, weights: EagerWeights, name: str, vocab_size: int, width: int, scale: float, place: RankPlace
+    ) -> None:
+        self._place = place
+        self._rows = place.vocabulary(vocab_size)
+        table = weights.matrix(f"{name}.weight", vocab_size, width, self._rows if place.tp_size > 1 else None)
+        self.table: LinearWeight = DenseLinear(table, None)
+        """A tied head puts its packed weight here, so that the table is in memory once."""
+        self._num_rows = len(table)
+        self._embed, self._scale_by = weights.fused_kernel("embed"), scale
+        # Rounded to the model's dtype before it multiplies, as the models that have a scale were trained.
+        self._scale = torch.tensor(scale, dtype=weights.dtype, device=weights.device) if scale != 1.0 else None
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """token_ids [num_tokens] int64 -> [num_tokens, width]"""
+        if self._embed is not None and isinstance(self.table, DenseLinear):
+            rows = self._embed(token_ids, self.table.weight, self._rows.start, self._scale_by)
+            return rows if self._place.tp_size == 1 else self._place.all_reduce(rows)
+        if self._place.tp_size == 1:
+            rows = self.table.look_up(token_ids)
+        else:
+            local = token_ids - self._rows.start
+            mine = (local >= 0) & (local < self._num_rows)
+            rows = self.table.look_up(local * mine).masked_fill(~mine[:, None], 0)
+            rows = self._place.all_reduce(rows)
+        return rows if self._scale is None else rows * self._scale
+
+
+class VocabParallelHead:
+    """Logits over the whole vocabulary, each rank computing its own rows; tied heads share the embedding's table."""
+
+    def __init__(
+        self, weights: EagerWeights, name: str, embedding: VocabParallelEmbedding | None, shape: tuple[int, int],
+        place: RankPlace,
+    ) -> None:  # fmt: skip
+        self._place = place
+        if embedding is not None:
+            dense = embedding.table
+            assert isinstance(dense, DenseLinear)  # it has just been read
+            weights.nbytes -= dense.nbytes
+            self.weight = embedding.table = weights.pack("head", dense.weight, None)
+        else:
+            rows = place.vocabulary(shape[0]) if place.tp_size > 1 else None
+            self.weight = weights.linear([Part(name, shape[0], rows)], shape[1], None, bias=False, role="head")
+        self._vocab_size = shape[0]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [n, width] -> logits [n, vocab_size] in hidden's dtype"""
+        logits = self.weight.apply(hidden)
+        size = self._place.tp_size
+        if size == 1:
+            return logits
+        missing = -(-self._vocab_size // size) - logits.shape[1]  # of a last rank's columns
+        whole = self._place.all_gather(torch.nn.functional.pad(logits, (0, missing)))
+        return whole if whole.shape[1] == self._vocab_size else whole[:, : self._vocab_size].contiguous()

@@ -1,0 +1,124 @@
+"""Reading a checkpoint's weights as they are declared: checked, and this rank's part alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.executor.checkpoints.weights import WeightSource
+from headrace.executor.models.arch import ArchSpec, LayerSpec
+from headrace.executor.models.blocks import Axis, Declared, Dimension, LayerDeclaration, LayerHeld, Linear, size_of
+from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.ipc.failure import ModelError
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a checkpoint's matrix that become rows of ours."""
+
+    name: str
+    """Without `.weight` or `.bias`."""
+    num_rows: int
+    """Of the whole matrix in the checkpoint."""
+    rows: slice | None = None
+    """None takes them all."""
+
+    @property
+    def taken(self) -> int:
+        return self.num_rows if self.rows is None else self.rows.stop - self.rows.start
+
+
+def own_part(dimension: Dimension, place: RankPlace) -> slice | None:
+    """A rank's part of a dimension; None is all of it."""
+    return dimension.own(place) if isinstance(dimension, Axis) else None
+
+
+class CheckedWeights:
+    """Reads a source into what one rank computes with, checking each shape first and noting what was used.
+
+    A subclass reads declared things for its ops: `models.eager`, `cpu.weights`. Raises ModelError, naming the weight,
+    where source and config disagree.
+    """
+
+    def __init__(
+        self, source: WeightSource, dtype: torch.dtype, device: torch.device, place: RankPlace = SINGLE
+    ) -> None:
+        self.dtype, self.device, self.place = dtype, device, place
+        self.nbytes = 0
+        """Memory of what was read so far, in its final layout."""
+        self._source = source
+        self._names = source.names()
+        self._used: set[str] = set()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def read(self, declared: Declared, prefix: str) -> Any:
+        """What the subclass's ops take for it. Its names are below `prefix`."""
+        raise NotImplementedError
+
+    def read_layer(self, spec: ArchSpec, layer: LayerSpec, prefix: str) -> LayerHeld:
+        declaration = LayerDeclaration.of(spec, layer)
+        mixer, ffn, norms = (
+            {key: self.read(declared, prefix) for key, declared in parts.items()}
+            for parts in (declaration.mixer, declaration.ffn, declaration.norms)
+        )
+        return LayerHeld(mixer, ffn, norms)
+
+    def vector(self, name: str, size: int, offset: float = 0.0, take: slice | None = None) -> Tensor:
+        """Elements `take` of [size], float32, plus `offset`: norm weights stay wide, they cost nothing."""
+        self._check(name, (size,))
+        tensor = self._source.get(name, rows=take).to(self.device, torch.float32) + offset
+        self.nbytes += tensor.nbytes
+        return tensor
+
+    def matrix(self, name: str, rows: int, columns: int, take: slice | None = None) -> Tensor:
+        """Rows `take` of a [rows, columns] matrix as it is, in the model's dtype."""
+        self._check(name, (rows, columns))
+        tensor = self._source.get(name, rows=take).to(self.device, self.dtype)
+        self.nbytes += tensor.nbytes
+        return tensor
+
+    def parts_of(self, linear: Linear, prefix: str) -> tuple[list[Part], slice | None, bool]:
+        """What this rank reads of a `Linear`: rows of each matrix, columns of all, and whether it adds the bias."""
+        parts = [Part(prefix + name, size_of(rows), own_part(rows, self.place)) for name, rows in linear.matrices]
+        adds_bias = linear.bias
+        if linear.bias and isinstance(linear.columns, Axis) and self.place.tp_rank > 0:
+            for part in parts:
+                self._check(f"{part.name}.bias", (part.num_rows,))
+            adds_bias = False
+        return parts, own_part(linear.columns, self.place), adds_bias
+
+    def check_all_used(self, ignorable: Sequence[str]) -> None:
+        """Raises ModelError when the source holds a tensor that nothing read and no pattern excuses."""
+        rest = [n for n in sorted(self._names - self._used) if not any(re.search(p, n) for p in ignorable)]
+        if rest:
+            shown = ", ".join(rest[:5]) + (f" and {len(rest) - 5} more" if len(rest) > 5 else "")
+            raise ModelError(f"the checkpoint holds weights that this architecture has no place for: {shown}")
+
+    def _check(self, name: str, expected: tuple[int, ...]) -> None:
+        if name not in self._names:
+            raise ModelError(f"the checkpoint has no weight {name}; expected one of shape {list(expected)}")
+        found = tuple(self._source.shape(name))
+        if found != expected:
+            raise ModelError(f"weight {name} has shape {list(found)}, but the config needs {list(expected)}")
+        self._used.add(name)
+
+
+def not_read(spec: ArchSpec, place: RankPlace, prefix: str) -> list[str]:
+    """Patterns of tensors that a checkpoint may hold and this rank does not read."""
+    names, own = spec.names, place.layers(spec.num_layers)
+    # A tied checkpoint may carry a copy of the embedding as its head.
+    excused = names.lm_heads if spec.tied_head or not place.is_last_stage else ()
+    if not place.is_first_stage:
+        excused += tuple(prefix + name for name in (names.embedding, names.positions, names.project_in))
+    if not place.is_last_stage:
+        excused += tuple(prefix + name for name in (names.final_norm, names.project_out))
+    others = [f"{prefix}layers.{i}." for i in range(spec.num_layers) if i not in own]
+    patterns = [rf"^{re.escape(name)}\.(weight|bias)$" for name in excused]
+    return [*names.ignorable, *patterns, *(f"^{re.escape(start)}" for start in others)]

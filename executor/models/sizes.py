@@ -1,0 +1,79 @@
+"""What a model reads and how much memory it takes, from its `ArchSpec` alone: all of it follows from what the blocks
+declare."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from headrace.core.options.plan import Plan
+from headrace.executor.models.arch import ArchSpec, LayerSpec
+from headrace.executor.models.blocks import LayerDeclaration, Linear, Norm, Weight
+from headrace.executor.parallel.rank_place import SINGLE, RankPlace, World, collectives_bytes
+from headrace.kernels.reference.attention import MAX_GATHER_ROWS
+
+LOGITS_COPIES = 4
+"""float32 logits, what the sampler derives from them (tempered, int64 keys: twice the size), with nothing freed."""
+
+
+def model_weights(spec: ArchSpec, prefix: str | None = None) -> Iterator[Weight]:
+    """Every weight of the model under its name in the checkpoint; `prefix` is by default the first of the names'."""
+    prefix = spec.names.prefixes[0] if prefix is None else prefix
+    yield from outer_weights(spec, prefix)
+    declared = {layer: LayerDeclaration.of(spec, layer) for layer in set(spec.layers)}
+    for index, layer in enumerate(spec.layers):
+        for weight in declared[layer].weights():
+            yield Weight(f"{prefix}layers.{index}.{weight.name}", weight.dimensions, weight.role)
+
+
+def outer_weights(spec: ArchSpec, prefix: str) -> Iterator[Weight]:
+    """Those that are of no layer."""
+    names, hidden, width = spec.names, spec.hidden_size, spec.embedding_width
+    yield Weight(f"{prefix}{names.embedding}.weight", (spec.vocab_size, width), "embedding")
+    if spec.learned_position_offset is not None:
+        rows = spec.max_positions + spec.learned_position_offset
+        yield Weight(f"{prefix}{names.positions}.weight", (rows, hidden), "embedding")
+    if width != hidden:
+        yield from Linear(((prefix + names.project_in, hidden),), width).weights()
+        yield from Linear(((prefix + names.project_out, width),), hidden).weights()
+    if spec.final_norm:
+        yield from Norm.of(spec, prefix + names.final_norm, hidden).weights()
+    if not spec.tied_head:
+        yield Weight(f"{names.lm_heads[0]}.weight", (spec.vocab_size, width), "head")
+
+
+def weight_shapes(spec: ArchSpec) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every weight, so that random ones can stand in."""
+    return {weight.name: weight.shape for weight in model_weights(spec)}
+
+
+def weight_elements(spec: ArchSpec) -> int:
+    """The model's parameters."""
+    outer = sum(math.prod(weight.shape) for weight in outer_weights(spec, ""))
+    elements = {layer: layer_elements(spec, layer) for layer in set(spec.layers)}
+    return outer + sum(elements[layer] for layer in spec.layers)
+
+
+def layer_elements(spec: ArchSpec, layer: LayerSpec) -> int:
+    """The parameters of one layer."""
+    return sum(math.prod(weight.shape) for weight in LayerDeclaration.of(spec, layer).weights())
+
+
+def activation_bytes(spec: ArchSpec, plan: Plan, itemsize: int, place: RankPlace = SINGLE) -> int:
+    """Upper bound of what a step of max_num_batched_tokens needs on one rank at once besides weights and cache.
+
+    One layer's tensors live together (residual, normalised input, contribution, and what its blocks work on), the keys
+    and values that attention gathers, the logits of every row, and this rank's part of what the ranks share.
+    """
+    spec = spec.for_ranks(place.tp_size)
+    kv_heads = spec.local_kv_heads(place.tp_size)
+    mixers = max(mixer.values_per_token(place.tp_size) for mixer in spec.mixers)
+    ffns = max(ffn.values_per_token(place.tp_size) for ffn in {layer.ffn for layer in spec.layers})
+    layer = plan.max_num_batched_tokens * (3 * spec.hidden_size + mixers + ffns) * itemsize
+    most_rows = plan.max_num_seqs * -(-plan.max_model_len // plan.block_size) * kv_heads
+    gathered = 2 * min(MAX_GATHER_ROWS, most_rows) * plan.block_size * spec.head_dim * itemsize
+    logits = LOGITS_COPIES * plan.max_num_seqs * spec.vocab_size * 4 if place.is_last_stage else 0
+    shared = 0
+    if place.world_size > 1:
+        shared = collectives_bytes(World.of(plan, place.tp_size, place.pp_size)) // place.world_size
+    return layer + gathered + logits + shared
