@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+from pathlib import Path
 
 import pytest
 from fake_core import Faults, MemoryCore, expected_text, memory_core
 from fake_llm import core, llm
 
 from headrace import LLM, EngineArgs, InvalidRequestError, LLMEngine, OptionError, RequestFailedError, SamplingParams
+from headrace.core.options.engine_options import Options
+from headrace.core.options.parsing import parse_options
 from headrace.ipc.messages import Abort
 
 __all__ = ["core", "llm"]  # fixtures
@@ -85,3 +89,31 @@ def test_engine_args_are_the_options_of_an_llm() -> None:
     parser.add_argument("--mine")
     found = parser.parse_args(["--model", "some/model", "--max-num-seqs", "4", "--mine", "x"])
     assert vars(EngineArgs.from_cli_args(found)) == vars(args)
+
+
+def test_what_a_parser_of_engine_args_found_is_the_keywords_of_an_llm(tmp_path: Path) -> None:
+    """vLLM's examples: `LLM(**vars(parser.parse_args()))`."""
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    assert vars(parser.parse_args([])) == {}
+    found = vars(parser.parse_args(["--model", "some/model", "--seed", "7", "--swap-space", "4", "-dp", "1"]))
+    assert parse_options(**found) == parse_options(model="some/model", seed=7)
+    file = tmp_path / "engine.yaml"
+    file.write_text("seed: 3\nblock-size: 32\n")
+    found = vars(parser.parse_args(["--config", str(file), "--seed", "7"]))
+    assert parse_options(**found) == parse_options(seed=7, block_size=32)
+    assert parse_options(config=file, block_size=64) == parse_options(seed=3, block_size=64)
+
+
+def test_engine_args_are_a_dataclass_to_those_who_ask() -> None:
+    args = EngineArgs(model="some/model", max_num_seqs=4)
+    found = dataclasses.asdict(args)  # type: ignore[call-overload]
+    assert found.keys() == {field.name for field in dataclasses.fields(args)} == set(Options.__struct_fields__)
+    assert (found["model"], found["max_num_seqs"], found["block_size"]) == ("some/model", 4, 16)
+    assert parse_options(**found) == parse_options(model="some/model", max_num_seqs=4)
+    assert dataclasses.asdict(EngineArgs())["model"] is None  # type: ignore[call-overload]
+    assert dataclasses.replace(args, seed=5).seed == 5  # type: ignore[type-var]
+
+
+def test_engine_args_name_what_they_lack() -> None:
+    with pytest.raises(AttributeError, match="EngineArgs has no 'create_engine_config': what the engine decided is in"):
+        EngineArgs().create_engine_config()

@@ -25,7 +25,7 @@ from headrace.core.options.parsing import (
     struct_from_arguments,
 )
 from headrace.core.options.values import option_specs, parse_size
-from headrace.core.options.vllm_options import FOREIGN, RENAMED
+from headrace.core.options.vllm_options import renamed_options, successor, unsupported_options
 from headrace.ipc.failure import OptionError
 
 ROOT = Path(__file__).parents[1]
@@ -150,14 +150,14 @@ def test_options_survive_the_channel_to_a_child() -> None:
     assert parse_options(**msgspec.to_builtins(options)) == options
 
 
-# --- foreign and retired names ------------------------------------------------------------------------------------
+# --- vLLM's other options ------------------------------------------------------------------------------------
 
 
-def test_foreign_names_pass_silently_at_neutral_values_only() -> None:
+def test_vllms_other_options_pass_silently_at_values_that_ask_for_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for name, foreign in FOREIGN.items():
-            for value in (None, *foreign.neutral):
+        for name, option in unsupported_options().items():
+            for value in (None, *option.passes):
                 assert parse_options(**{name: value}) == Options(), name
     with pytest.raises(OptionError, match="data_parallel_size=2 is refused: not supported yet"):
         parse_options(data_parallel_size=2)
@@ -165,11 +165,11 @@ def test_foreign_names_pass_silently_at_neutral_values_only() -> None:
         parse_options(swap_space=16)
 
 
-def test_a_foreign_name_at_another_value_is_refused_with_a_reason() -> None:
-    for name, foreign in FOREIGN.items():
+def test_vllms_other_options_are_refused_with_a_reason() -> None:
+    for name, option in unsupported_options().items():
         with pytest.raises(OptionError) as caught:
             parse_options(**{name: "something else"})
-        assert str(caught.value) == f"{name}=something else is refused: {foreign.reason}"
+        assert str(caught.value) == f"{name}=something else is refused: {option.reason}"
 
 
 def test_neutral_values_are_recognised_as_text() -> None:
@@ -180,11 +180,65 @@ def test_neutral_values_are_recognised_as_text() -> None:
     assert (options.tensor_parallel_size, options.pipeline_parallel_size) == (2, 3)
 
 
-def test_no_name_is_both_ours_and_foreign() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["-O3"], "--optimization-level=3 is refused: not supported: there is no compiler"),
+        (["-O", "0"], "--optimization-level=0 is refused"),
+        (["-dpn", "1"], "--data-parallel-rank=1 is refused"),
+        (["-dcp", "2"], "--decode-context-parallel-size=2 is refused"),
+        (["-cc", '{"level": 3}'], "--compilation-config={"),
+        (["--hf-token"], "--hf-token=True is refused: not supported: set HF_TOKEN"),
+        (["--headless"], "--headless=True is refused: not supported: start engine-core on the other hosts"),
+        (["--enable-lora", "True"], "--enable-lora=True is refused: LoRA"),
+        (["--max-log-len", "80"], "--max-log-len=80 is refused: not supported: a logged request shows no prompt"),
+        (["--kv-offloading-size", "4"], "kv_cache_dtype fp8 or int8"),
+        (["--logits-processors", "m:C"], "logit_bias, allowed_token_ids"),
+    ],
+)
+def test_vllms_flags_are_answered_by_name_with_what_works(arguments: list[str], sentence: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        from_command_line(*arguments)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-O2"],
+        ["-dp", "1", "-dcp=1", "-pcp", "1"],
+        ["--optimization-level", "2", "--all2all-backend", "allgather_reducescatter"],
+        ["--guided-decoding-backend", "outlines"],
+        ["--no-tokens-only", "--no-enable-lora", "--enable-lora=false", "--enable-lora", "False"],
+        ["--calculate-kv-scales"],
+        ["--no-worker-use-ray"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_vllms_own_defaults_pass_on_the_command_line(arguments: list[str]) -> None:
+    assert from_command_line(*arguments) == Options()
+
+
+def test_vllms_short_flags_reach_our_options() -> None:
+    options = from_command_line("-tp", "2", "-pp=3", "-n", "6", "-r", "1", "-q", "int8")
+    assert (options.tensor_parallel_size, options.pipeline_parallel_size, options.quantization) == (2, 3, "int8")
+    assert (options.nnodes, options.node_rank) == (6, 1)
+
+
+def test_worker_use_ray_is_the_ray_executor() -> None:
+    with pytest.warns(FutureWarning, match="worker_use_ray is retired; use distributed_executor_backend=ray"):
+        assert parse_options(worker_use_ray=True).distributed_executor_backend == "ray"
+    assert from_command_line("--worker-use-ray").distributed_executor_backend == "ray"
+    with pytest.raises(OptionError, match="given twice, as worker_use_ray and as distributed_executor_backend"):
+        parse_options(worker_use_ray=True, distributed_executor_backend="mp")
+
+
+def test_no_name_is_both_ours_and_unsupported() -> None:
     ours = set(option_specs())
-    assert not ours & set(FOREIGN)
-    assert not ours & set(RENAMED)
-    assert set(RENAMED.values()) <= ours
+    assert not ours & set(unsupported_options())
+    assert not ours & set(renamed_options())
+    assert not set(unsupported_options()) & set(renamed_options())
+    assert {successor(name) for name in renamed_options()} <= ours
 
 
 def test_retired_names_reach_their_successors_with_a_warning() -> None:
@@ -229,10 +283,31 @@ def test_dashes_underscores_and_dotted_keys_are_one() -> None:
         (["--no-enable-prefix-caching"], False),
         (["--enable-prefix-caching=False"], False),
         (["--enable_prefix_caching=true"], True),
+        (["--enable-prefix-caching", "False"], False),
+        (["--enable-prefix-caching", "True", "m"], True),
+        (["--no-enable-prefix-caching=false"], True),
     ],
 )
 def test_booleans_on_the_command_line(arguments: list[str], expected: bool) -> None:
     assert from_command_line(*arguments).enable_prefix_caching is expected
+
+
+def test_a_list_may_be_written_as_json() -> None:
+    assert from_command_line("--served-model-name", '["a", "b"]').served_model_name == ("a", "b")
+    assert from_command_line("--cudagraph-capture-sizes", "[1, 2]").cudagraph_capture_sizes == (1, 2)
+    assert parse_options(served_model_name='["a"]').served_model_name == ("a",)
+    with pytest.raises(OptionError, match="looks like a JSON list and is none"):
+        from_command_line("--served-model-name", "[a")
+
+
+def test_a_model_that_a_list_option_would_take_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        from_command_line("--served-model-name", "mine", "some/model", "--seed", "1")
+    said = capsys.readouterr().err
+    assert "--served-model-name took 2 values, and no model is named: give the model first, or with --model" in said
+    assert from_command_line("some/model", "--served-model-name", "a", "b").model == "some/model"
+    assert from_command_line("--served-model-name", "a", "b", "--model", "m").model == "m"
+    assert from_command_line("--served-model-name", "a").model == ""
 
 
 def test_errors_name_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,7 +321,7 @@ def test_errors_name_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
         from_command_line("a", "--model", "b")
 
 
-def test_help_tells_groups_units_and_defaults_but_no_foreign_names(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_tells_groups_units_and_defaults_but_not_what_is_unsupported(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         from_command_line("--help")
     text = " ".join(capsys.readouterr().out.split())
@@ -282,6 +357,9 @@ def test_the_command_line_wins_over_the_config_file(tmp_path: Path) -> None:
         ("data-parallel-size: 4", ["engine.yaml", "data_parallel_size=4 is refused"]),
         ("- a\n- b", ["engine.yaml", "must map option names"]),
         ("a: [", ["engine.yaml", "not YAML"]),
+        ("seed: 1\nblock-size: 32\nseed: 2", ["engine.yaml", "seed is given twice, on lines 1 and 3"]),
+        ("hf_overrides: {a: 1, b: 2, a: 3}", ["engine.yaml", "a is given twice, on lines 1 and 1"]),
+        ("seed: 1\nblock-size: 32\nblock_size: 2", ["engine.yaml", "block_size is given twice"]),
     ],
 )
 def test_a_bad_config_file_is_named(tmp_path: Path, content: str, words: list[str]) -> None:

@@ -33,7 +33,8 @@ def package_files() -> dict[str, str]:
         text=True,
         check=True,
     ).stdout.split()
-    kept = [name for name in tracked if name.endswith((".py", ".cpp", ".h", "py.typed")) and (ROOT / name).is_file()]
+    endings = (".py", ".cpp", ".h", ".toml", "py.typed")
+    kept = [name for name in tracked if name.endswith(endings) and (ROOT / name).is_file()]
     return {name: name if name.startswith("headrace/") else f"headrace/{name}" for name in kept}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headrace.core.options.parsing import default_text, flag, type_text
 from headrace.core.options.values import OptionSpec, option_specs, range_text
-from headrace.core.options.vllm_options import FOREIGN, RENAMED
+from headrace.core.options.vllm_options import renamed_options, unsupported_options
 
 DOCS_PAGE = "docs/options.md"
 _INTRO = """# Engine options
@@ -20,7 +20,7 @@ Dashes and underscores are equal. Numbers of tokens and bytes take a suffix: `8k
 is 4 x 2^30. A truth value is a pair of flags, `--enable-x` and `--no-enable-x`. JSON can be given whole or by
 dotted keys: `--hf-overrides.rope_theta 10000`.
 """
-_FOREIGN_INTRO = """## vLLM's options that are not here
+_UNSUPPORTED_INTRO = """## vLLM's options that are not here
 
 An option of vLLM that Headrace lacks passes silently at a value that asks for nothing: vLLM's own default, or what
 Headrace does anyway (`None` always is one). Every other value is refused with the reason. Retired names reach their
@@ -37,12 +37,12 @@ def options_page() -> str:
     for group, specs in groups.items():
         rows = [(f"`{flag(spec.name)}`", _type(spec), default_text(spec), spec.option.help) for spec in specs]
         parts.append(f"## {group}\n\n" + _table(("option", "takes", "default", "what it does"), rows))
-    retired = [(f"`{old}`", f"`{new}`") for old, new in RENAMED.items()]
-    parts.append(_FOREIGN_INTRO)
+    retired = [(f"`{old}`", f"`{new}`") for old, new in renamed_options().items()]
+    parts.append(_UNSUPPORTED_INTRO)
     parts.append(_table(("retired name", "successor"), retired))
     by_reason: dict[str, list[str]] = {}
-    for name, foreign in FOREIGN.items():
-        by_reason.setdefault(foreign.reason, []).append(f"`{name}`{_values(foreign.neutral)}")
+    for name, option in unsupported_options().items():
+        by_reason.setdefault(option.reason, []).append(f"`{name}`{_values(option.passes)}")
     refused = [(", ".join(names), reason) for reason, names in by_reason.items()]
     parts.append(_table(("options, and the values that pass", "why others are refused"), refused))
     return "\n".join(parts)

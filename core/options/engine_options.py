@@ -1,7 +1,7 @@
 """Every engine option, declared once: the command line, Python keywords, YAML file and docs table come from here.
 
 A field's annotation is its type, its default is its default, and `Option` carries its constraint and what a
-person needs to read. `option_parsing.parse_options` reads them from Python, `option_parsing.add_options` from a
+person needs to read. `parsing.parse_options` reads them from Python, `parsing.add_options` from a
 command line.
 """
 
@@ -27,6 +27,8 @@ class Option(msgspec.Struct, frozen=True):
     """Values with a name of their own, such as {"auto": None}."""
     default_text: str = ""
     """What the default means, where the value does not say it."""
+    short: str = ""
+    """A single-dash name besides."""
     repeated: bool = False
     """A list whose flag takes one value and is given once for each, so that a positional argument may follow."""
 
@@ -106,6 +108,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "to 8), on a GPU to groups of 8 or 4 bits, or to fp8 with a scale for each row (embedding and head stay "
             "as they are); gguf: insist on a GGUF file, which is computed as it is stored anyway",
             default_text="as the checkpoint stores them",
+            short="-q",
         ),
     ] = None
     quantization_group_size: Annotated[
@@ -290,10 +293,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = ""
 
     tensor_parallel_size: Annotated[
-        int, Option(PARALLEL, "Worker processes that share every layer's weights among them", "ranks", minimum=1)
+        int,
+        Option(
+            PARALLEL, "Worker processes that share every layer's weights among them", "ranks", minimum=1, short="-tp"
+        ),
     ] = 1
     pipeline_parallel_size: Annotated[
-        int, Option(PARALLEL, "Groups of workers, each with a run of the layers", "stages", minimum=1)
+        int, Option(PARALLEL, "Groups of workers, each with a run of the layers", "stages", minimum=1, short="-pp")
     ] = 1
     pipeline_layer_partition: Annotated[
         tuple[int, ...],
@@ -359,9 +365,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "options on the others, in any order",
             "nodes",
             minimum=1,
+            short="-n",
         ),
     ] = 1
-    node_rank: Annotated[int, Option(PARALLEL, "Which of the hosts this is", minimum=0)] = 0
+    node_rank: Annotated[int, Option(PARALLEL, "Which of the hosts this is", minimum=0, short="-r")] = 0
     master_addr: Annotated[str, Option(PARALLEL, "Address of the host with node_rank 0, as the others reach it")] = (
         "127.0.0.1"
     )

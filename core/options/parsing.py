@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -19,20 +20,24 @@ import msgspec
 from headrace.core.options.engine_options import Options
 from headrace.core.options.resolve import check_sampling_defaults
 from headrace.core.options.values import OptionSpec, nearest, option_specs, range_text, read_options
-from headrace.core.options.vllm_options import FOREIGN, RENAMED, SHORT_NAMES
+from headrace.core.options.vllm_options import is_vllm_option, renamed_options, successor, unsupported_options
 from headrace.ipc.failure import OptionError
 
 T = TypeVar("T", bound=msgspec.Struct)
+_STRUCTS, _VLLM_OPTIONS = "option_structs", "vllm_options"
+"""Attributes that add_options gives a parser, and a parser its namespace."""
 
 
 def parse_options(**values: Any) -> Options:
     """The options from Python keywords, as `LLM(...)` takes them.
 
     Values may be what a config file or a command line would give ("8k", "auto", a Path, torch.float16); None asks
-    for the default, save for seed. A retired name is taken with a FutureWarning. Raises OptionError, which tells of
-    every problem at once.
+    for the default, save for seed. `config` is a YAML file, which the other keywords win over; `vars()` of what a
+    parser with `add_options` found can be given whole. A retired name is taken with a FutureWarning. Raises
+    OptionError, which tells of every problem at once.
     """
-    options, notes = read_options(Options, values)
+    config = values.pop("config", None)
+    options, notes = _read(Options, values | values.pop(_VLLM_OPTIONS, {}), str, config)
     for note in notes:
         warnings.warn(note, FutureWarning, stacklevel=2)
     check_sampling_defaults(options.override_generation_config)
@@ -55,7 +60,14 @@ class OptionParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         arguments = list(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(self._normalise(arguments), namespace)
+        if getattr(self, _STRUCTS, None) and Options in getattr(self, _STRUCTS):
+            known = self._option_string_actions
+            names = [_base(argument) for argument in arguments if argument.startswith("-")]
+            if any(name not in known for name in names):
+                _add_vllm_options(self)
+        found, unknown = super().parse_known_args(self._normalise(arguments), namespace)
+        self._check_model_is_no_list_item(found)
+        return found, unknown
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -77,23 +89,29 @@ class OptionParser(argparse.ArgumentParser):
 
     def _normalise(self, arguments: list[str]) -> list[str]:
         result: list[str] = []
-        rest = iter(arguments)
-        for argument in rest:
+        rest = list(reversed(arguments))
+        while rest:
+            argument = rest.pop()
             if argument == "--":
-                return [*result, argument, *rest]
+                return [*result, argument, *reversed(rest)]
             if not argument.startswith("--"):
                 result.append(argument)
                 continue
             name, equals, value = argument.partition("=")
-            base, dot, path = name.partition(".")
-            base = base.replace("_", "-")
+            _, dot, path = name.partition(".")
+            base = _base(argument)
             action = self._option_string_actions.get(base)
+            is_flag = isinstance(action, argparse.BooleanOptionalAction) or (
+                isinstance(action, _StoreVllmOption) and action.nargs == 0
+            )
+            if is_flag and not equals and rest and rest[-1].lower() in ("true", "false"):  # vLLM's older form
+                equals, value = "=", rest.pop()
             if dot and isinstance(action, _MergeJson):
-                text = value if equals else next(rest, None)
-                if text is None:
+                if not equals and not rest:
                     self.error(f"{argument}: a value must follow")
+                text = value if equals else rest.pop()
                 result.append(f"{base}={json.dumps(_nest(path.split('.'), text))}")
-            elif equals and isinstance(action, argparse.BooleanOptionalAction):
+            elif equals and is_flag:
                 result.append(self._flag(base, value))
             else:
                 result.append(base + dot + path + equals + value)
@@ -103,7 +121,22 @@ class OptionParser(argparse.ArgumentParser):
         """`--flag=false`, which argparse does not know, as `--no-flag`."""
         if value.lower() not in ("true", "false"):
             self.error(f"{name}={value}: it must be true or false")
-        return name if value.lower() == "true" else "--no-" + name.removeprefix("--")
+        opposite = "--" + name.removeprefix("--no-") if name.startswith("--no-") else "--no-" + name.removeprefix("--")
+        return name if value.lower() == "true" else opposite
+
+    def _check_model_is_no_list_item(self, found: argparse.Namespace) -> None:
+        """`serve --api-key KEY MODEL` would take MODEL for a second key, and serve the default model."""
+        given = vars(found)
+        if given.get("model_argument", "") is not None or any(name in given for name in ("model", "engine", "config")):
+            return
+        for action in self._actions:
+            values = given.get(action.dest)
+            if action.nargs == "+" and isinstance(values, list) and len(values) > 1:
+                name = action.option_strings[-1]
+                self.error(
+                    f"{name} took {len(values)} values, and no model is named: give the model first, or with --model "
+                    f"(a list may also be written as JSON: {name} '{json.dumps(values[:-1])}')"
+                )
 
     def _explain(self, argument: str) -> str:
         if not argument.startswith("-"):
@@ -133,7 +166,9 @@ def add_options(
     With `positional_model` the model may also stand without `--model`, as in `vllm serve MODEL`. A parser may have
     several Structs; the config file may then hold options of all of them.
     """
-    parser.set_defaults(option_structs=(*(parser.get_default("option_structs") or ()), struct))
+    structs: list[type[msgspec.Struct]] = getattr(parser, _STRUCTS, [])
+    structs.append(struct)
+    setattr(parser, _STRUCTS, structs)
     if positional_model:
         parser.add_argument(
             "model_argument", nargs="?", metavar="MODEL", help=option_specs(struct)["model"].option.help
@@ -143,11 +178,18 @@ def add_options(
         group = groups.get(spec.option.group)
         if group is None:
             group = groups[spec.option.group] = parser.add_argument_group(spec.option.group)
-        short = [letters for letters, name in SHORT_NAMES.items() if name == spec.name and struct is Options]
-        group.add_argument(*short, flag(spec.name), dest=spec.name, **_argument(spec))
+        names = [*filter(None, [spec.option.short]), flag(spec.name)]
+        group.add_argument(*names, dest=spec.name, **_argument(spec))
     if struct is Options:
-        parser.add_argument("--config", metavar="FILE", help="A YAML file of options; the command line wins over it")
-        _add_foreign(parser)
+        parser.add_argument(
+            "--config",
+            metavar="FILE",
+            type=lambda path: ConfigFile(path, structs),
+            default=argparse.SUPPRESS,
+            help="A YAML file of options; the command line wins over it",
+        )
+        if not isinstance(parser, OptionParser):  # which adds them to a line that has one
+            _add_vllm_options(parser)
 
 
 def options_from_arguments(args: argparse.Namespace) -> Options:
@@ -160,24 +202,44 @@ def options_from_arguments(args: argparse.Namespace) -> Options:
     return options
 
 
+class ConfigFile(str):
+    """The path of a YAML file of options, and the Structs whose options it may hold."""
+
+    structs: Sequence[type[msgspec.Struct]]
+
+    def __new__(cls, path: str, structs: Sequence[type[msgspec.Struct]]) -> ConfigFile:
+        file = super().__new__(cls, path)
+        file.structs = structs
+        return file
+
+
 def struct_from_arguments(args: argparse.Namespace, struct: type[T]) -> T:
     """`options_from_arguments` for any Struct of options that was added to the parser."""
-    names = _names(struct)
+    names = option_specs(struct).keys()
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    if struct is Options:
+        given |= getattr(args, _VLLM_OPTIONS, {})
     model = getattr(args, "model_argument", None)
     if model is not None and struct is Options and given.setdefault("model", model) != model:
         raise OptionError(f"the model is given twice: {model} and --model {given['model']}")
-    options, notes = read_options(struct, given, flag)
-    config = getattr(args, "config", None)
-    if config is not None:
-        in_file, file_notes = read_config(Path(config), struct, args.option_structs)
-        notes += file_notes
-        set_here = {name for name in option_specs(struct) if name in given or _renamed_to(name, given)}
-        kept = {name: getattr(options, name) for name in set_here}
-        options = msgspec.structs.replace(in_file, **kept)
+    options, notes = _read(struct, given, flag, getattr(args, "config", None))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     return options
+
+
+def _read(
+    struct: type[T], given: dict[str, Any], spell: Callable[[str], str], config: str | os.PathLike[str] | None
+) -> tuple[T, tuple[str, ...]]:
+    """`read_options`, and what a config file says of options that are not given."""
+    options, notes = read_options(struct, given, spell)
+    if config is None:
+        return options, notes
+    in_file, file_notes = read_config(Path(config), struct, getattr(config, "structs", ()))
+    names = option_specs(struct).keys()
+    reached = {name.replace("-", "_") for name in given}
+    set_here = {name if name in names else successor(name) for name in reached if name in names or _is_retired(name)}
+    return msgspec.structs.replace(in_file, **{name: getattr(options, name) for name in set_here}), notes + file_notes
 
 
 def read_config(path: Path, struct: type[T], structs: Sequence[type[msgspec.Struct]] = ()) -> tuple[T, tuple[str, ...]]:
@@ -185,28 +247,55 @@ def read_config(path: Path, struct: type[T], structs: Sequence[type[msgspec.Stru
 
     Raises OptionError that names the file.
     """
-    import yaml
-
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = _read_yaml(path)
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"the config file {path} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise OptionError(f"the config file {path} is not YAML: {error}") from None
+    except ValueError as error:
+        raise OptionError(f"in the config file {path}: {error}") from None
     if not isinstance(content, dict | None) or not all(isinstance(key, str) for key in content or ()):
         raise OptionError(f"the config file {path} must map option names to values, such as 'max-model-len: 4096'")
-    # What one of them declares is not foreign to the others.
-    others = {name for other in structs if other is not struct for name in _names(other)} - option_specs(struct).keys()
-    own = {key: value for key, value in (content or {}).items() if key.replace("-", "_") not in others}
+    names = option_specs(struct).keys()
+    others = {name for other in structs if other is not struct for name in option_specs(other)} - names
+    own = {}
+    for key, value in (content or {}).items():
+        name = key.replace("-", "_")
+        is_of_engine = struct is not Options and Options in structs and name not in names and is_vllm_option(name)
+        if name not in others and not is_of_engine:
+            own[key] = value
     try:
-        return read_options(struct, own, also_known=others - FOREIGN.keys())
+        return read_options(struct, own, also_known=others)
     except OptionError as error:
         raise OptionError(f"in the config file {path}: {error}") from None
 
 
-def _names(struct: type[msgspec.Struct]) -> set[str]:
-    """All that it answers to."""
-    return {*option_specs(struct), *(FOREIGN if struct is Options else ()), *(RENAMED if struct is Options else ())}
+def _read_yaml(path: Path) -> Any:
+    """The document in a file. Raises OSError, UnicodeDecodeError, and ValueError for what is no YAML.
+
+    A key that stands twice in one mapping is refused: PyYAML would silently take the last one.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            lines: dict[str, int] = {}
+            for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    continue
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    raise ValueError(f"{key.value} is given twice, on lines {lines[key.value]} and {line}")
+                lines[key.value] = line
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"it is not YAML: {error}") from None
+
+
+def _is_retired(name: str) -> bool:
+    return name in renamed_options()
 
 
 def flag(name: str) -> str:
@@ -285,18 +374,48 @@ def _argument(spec: OptionSpec) -> dict[str, Any]:
     return argument
 
 
-def _add_foreign(parser: argparse.ArgumentParser) -> None:
-    """Hidden, so that they are answered by name when given."""
-    short = {name: letters for letters, name in SHORT_NAMES.items()}
-    for name in (*FOREIGN, *RENAMED):
-        keywords: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-        if name in FOREIGN and FOREIGN[name].is_flag:
-            keywords["action"] = argparse.BooleanOptionalAction
-        parser.add_argument(*([short[name]] if name in short else []), flag(name), **keywords)
+def _add_vllm_options(parser: argparse.ArgumentParser) -> None:
+    """Hidden, so that those of vLLM's names that Headrace lacks are answered by name when given."""
+    short = {name: option.short for name, option in unsupported_options().items() if option.short}
+    for name in (*unsupported_options(), *renamed_options()):
+        if flag(name) in parser._option_string_actions:
+            continue
+        option = unsupported_options().get(name)
+        is_flag = "=" in renamed_options()[name] if option is None else option.is_flag
+        names = [*filter(None, [short.get(name)]), flag(name)]
+        parser.add_argument(
+            *names,
+            *(["--no-" + flag(name).removeprefix("--")] if is_flag else []),
+            dest=name,
+            action=_StoreVllmOption,
+            nargs=0 if is_flag else "?",
+            help=argparse.SUPPRESS,
+        )
 
 
-def _renamed_to(name: str, given: dict[str, Any]) -> bool:
-    return any(successor == name and retired in given for retired, successor in RENAMED.items())
+class _StoreVllmOption(argparse.Action):
+    """Keeps these apart from ours, under one name of the namespace. Without a value an option is given as true."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **keywords: Any) -> None:
+        super().__init__(option_strings, dest, default=argparse.SUPPRESS, **keywords)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if self.nargs == 0:
+            negated = flag(self.dest) != option_string and (option_string or "").startswith("--no-")
+            values = not negated
+        given = {**getattr(namespace, _VLLM_OPTIONS, {}), self.dest: True if values is None else values}
+        setattr(namespace, _VLLM_OPTIONS, given)
+
+
+def _base(argument: str) -> str:
+    """The flag of `--some_flag.key=value` as it is declared."""
+    return argument.partition("=")[0].partition(".")[0].replace("_", "-")
 
 
 def _nest(path: list[str], text: str) -> dict[str, Any]:

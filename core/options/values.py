@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from headrace.core.options.engine_options import Option, Options
-from headrace.core.options.vllm_options import FOREIGN, RENAMED, check_foreign, rename
+from headrace.core.options.vllm_options import check_unsupported, rename, renamed_options, unsupported_options
 from headrace.ipc.failure import OptionError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -77,18 +77,21 @@ def read_options(
     problems: list[str] = []
     notes: list[str] = []
     taken: dict[str, Any] = {}
+    given_as: dict[str, str] = {}
     for given_name, given in values.items():
         name, value = given_name.replace("-", "_"), given
         if name not in specs and struct is Options:
-            if name in RENAMED:
+            if name in renamed_options():
                 try:
                     name, value, note = rename(name, value)
                 except ValueError as error:
                     problems.append(str(error))
                     continue
                 notes.append(note)
-            elif name in FOREIGN:
-                problems += check_foreign(name, value, spell(name))
+                if value is None:
+                    continue
+            elif name in unsupported_options():
+                problems += check_unsupported(name, value, spell(name))
                 continue
         if name not in specs:
             problems.append(_unknown(given_name, (*specs, *also_known), spell))
@@ -100,8 +103,9 @@ def read_options(
             problems.append(f"{spell(name)}={_show(value)}: {error}")
             continue
         if name in taken and spec.kind != "dict":
-            problems.append(f"{spell(name)} is given twice, also as {spell(given_name)}")
+            problems.append(f"{spell(name)} is given twice, as {spell(given_as[name])} and as {spell(given_name)}")
             continue
+        given_as[name] = given_name
         taken[name] = {**taken[name], **value} if name in taken else value
     if problems:
         raise OptionError(problems[0] if len(problems) == 1 else _list(problems))
@@ -246,14 +250,27 @@ def _to_choice(spec: OptionSpec, value: Any) -> str:
 
 
 def _to_list(spec: OptionSpec, value: Any) -> tuple[str, ...]:
-    items = [value] if isinstance(value, str) else value
+    items = _as_json_list(value)
+    items = [items] if isinstance(items, str) else items
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item for item in items):
         raise ValueError("it must be a name or a list of names")
     return tuple(items)
 
 
+def _as_json_list(value: Any) -> Any:
+    """A list that is written as one JSON text, as in '["*"]' or [1, 2]; any other value as it is."""
+    text = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+    if not isinstance(text, str) or not text.lstrip().startswith("["):
+        return value
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"it looks like a JSON list and is none ({error})") from None
+
+
 def _to_numbers(spec: OptionSpec, value: Any) -> tuple[int, ...]:
-    items = [value] if isinstance(value, str | int) else value
+    items = _as_json_list(value)
+    items = [items] if isinstance(items, str | int) else items
     if not isinstance(items, list | tuple):
         raise ValueError("it must be a list of whole numbers, such as 1,2")
     parts = [part for item in items for part in (item.split(",") if isinstance(item, str) else [item])]

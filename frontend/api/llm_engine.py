@@ -12,14 +12,18 @@ from __future__ import annotations
 import argparse
 import queue
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from copy import copy
+from dataclasses import Field, dataclass, field, make_dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from headrace.core.options.parsing import add_options, options_from_arguments, parse_options
+from headrace.core.options.values import option_specs
 from headrace.frontend.api.async_llm import AsyncLLM
 from headrace.frontend.api.llm import LLM
 from headrace.frontend.api.outputs import RequestOutput
 from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.frontend.api.unsupported import DECISIONS, no_attribute
 from headrace.ipc.failure import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -38,10 +42,17 @@ class EngineArgs:
         parse_options(**options)
         vars(self).update(options)
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]] = make_dataclass(
+        "_Fields",
+        [(spec.name, Any, field(default_factory=partial(copy, spec.default))) for spec in option_specs().values()],
+    ).__dataclass_fields__
+    """For dataclasses.asdict, fields and replace: every option."""
+
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(parse_options(**vars(self)), name)
+        if name not in option_specs():
+            raise no_attribute("EngineArgs", name, {"create_engine_config": DECISIONS})
+        value = getattr(parse_options(**vars(self)), name)
+        return None if name == "model" and value == "" else value  # as LLM is given none
 
     @staticmethod
     def add_cli_args(parser: P) -> P:

@@ -52,7 +52,7 @@ def engine_source(arguments: argparse.Namespace) -> Source:
         child = start_engine(options)
         return Owned(lambda: start_engine(options), child, restarts=0)
     given = [flag(name) for name in option_specs(Options) if name in vars(arguments)]
-    if given or arguments.config:
+    if given or getattr(arguments, "config", None):
         raise OptionError(
             f"--engine attaches to an engine that has its options; leave out {', '.join(given or ['--config'])}"
         )

@@ -17,8 +17,6 @@ _SHUTDOWN_TIMEOUT = "shutdown_timeout"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    # The engine's parser knows some of these as options that it lacks; here they are had.
-    parser.conflict_handler = "resolve"
     add_options(parser, positional_model=True)
     add_options(parser, ServeOptions)
 
@@ -26,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     serve_options = struct_from_arguments(arguments, ServeOptions)
     check_serve_options(serve_options)
-    engine_options = _engine_options(arguments)
+    engine_options = options_from_arguments(arguments)
     if serve_options.engine:
         given = [flag(name) for name in option_specs(Options) if name in vars(arguments) and name != _SHUTDOWN_TIMEOUT]
         if getattr(arguments, "model_argument", None) is not None:
@@ -40,10 +38,3 @@ def run(arguments: argparse.Namespace) -> int:
     from headrace.frontend.http.launch import launch
 
     return launch(engine_options, serve_options)
-
-
-def _engine_options(arguments: argparse.Namespace) -> Options:
-    """Without what the server takes itself, though the engine would refuse it."""
-    own = option_specs(ServeOptions)
-    kept = {name: value for name, value in vars(arguments).items() if name not in own}
-    return options_from_arguments(argparse.Namespace(**kept))

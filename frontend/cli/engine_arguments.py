@@ -101,7 +101,7 @@ def open_engine(arguments: argparse.Namespace) -> LLM:
         chosen = {name: getattr(options, name) for name in options.__struct_fields__}
         return LLM(chosen.pop("model") or None, **chosen)  # an option left out is the empty name here
     given = [flag(name) for name in option_specs(Options) if name in vars(arguments)]
-    if given or arguments.config:
+    if given or getattr(arguments, "config", None):
         raise OptionError(
             f"--engine attaches to an engine that has its options; leave out {', '.join(given or ['--config'])}"
         )
