@@ -16,11 +16,22 @@ from typing import NoReturn
 from headrace.ipc.log import drain_stderr
 
 _PR_SET_PDEATHSIG = 1
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Each of them asks for an orderly end."""
 
 
 def die_with_parent() -> None:
     """The kernel kills this process when the thread that started it ends, should the orderly ways fail."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def leave_signals_to_parent() -> None:
+    """A signal to all processes at once (systemd's, `docker stop`'s, a closed terminal's) is the parent's to obey.
+
+    It ends its children in order, once what they do for it is done.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def show_stacks_when_asked() -> None:

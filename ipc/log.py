@@ -1,6 +1,7 @@
 """What our programs write to stderr: one form of line, nothing forged, and never a wait or an error for who writes.
 
-    logging, print, progress bars --> sys.stderr = NeverBlocking --> queue --> thread --> descriptor 2
+    logging, print, progress bars --> sys.stderr = NeverBlocking --> descriptor 2
+                                                              `--> queue --> thread --> the same, where that is full
 
 A log that nobody reads (a full pipe), that is gone (a broken one) or that has no room (a full disk) costs lines, not
 service: the thread waits or fails, and what does not fit the queue is dropped and counted.
@@ -70,21 +71,37 @@ def write_beside_bars(text: str) -> None:
 
 
 class NeverBlocking:
-    """A text stream before another, which a thread of its own writes to."""
+    """A text stream before another. What that takes at once is written at once, so that it is there after a crash.
+
+    Everything else is left to a thread.
+    """
 
     encoding, errors = "utf-8", "backslashreplace"
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._queue: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()  # a signal's handler may write, too
+        self._stream, self._fd = stream, stream.fileno()
+        self._queue: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()  # a signal's handler may write
+        self._writing = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(self._fd, select.POLLOUT)
         self._num_dropped = 0
         threading.Thread(target=self._run, name="stderr", daemon=True).start()
 
     def write(self, text: str) -> int:
+        data = text.encode(self.encoding, self.errors)
+        # A pipe that can be written takes so much without waiting (pipe(7)).
+        if len(data) <= select.PIPE_BUF and self._queue.empty() and self._writing.acquire(blocking=False):
+            try:
+                if self._poll.poll(0):
+                    data = data[os.write(self._fd, data) :]
+            except OSError:  # nobody is there to read, or there is no room
+                data = b""
+            finally:
+                self._writing.release()
         if self._queue.qsize() >= MOST_QUEUED:
             self._num_dropped += 1
-        else:
-            self._queue.put(text)
+        elif data:
+            self._queue.put(data)
         return len(text)
 
     def flush(self) -> None:
@@ -106,18 +123,14 @@ class NeverBlocking:
                 item.set()
                 continue
             if self._num_dropped and self._queue.empty():
-                item += f"headrace: {self._num_dropped} pieces of log are missing, as nobody read them in time\n"
+                item += b"headrace: %d pieces of log are missing, as nobody read them in time\n" % self._num_dropped
                 self._num_dropped = 0
-            with contextlib.suppress(OSError, ValueError):  # nobody is there to read, or there is no room
-                self._write(memoryview(item.encode(self.encoding, self.errors)))
-
-    def _write(self, data: memoryview) -> None:
-        fd = self._stream.fileno()
-        while data:
-            try:
-                data = data[os.write(fd, data) :]
-            except BlockingIOError:
-                select.select([], [fd], [])
+            with self._writing, contextlib.suppress(OSError):
+                while item:
+                    try:
+                        item = item[os.write(self._fd, item) :]
+                    except BlockingIOError:
+                        select.select([], [self._fd], [])
 
 
 def protect_stderr() -> None:

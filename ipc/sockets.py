@@ -19,7 +19,11 @@ import zmq
 from headrace.ipc.failure import HeadraceError
 
 HEARTBEAT_INTERVAL_MS = 1_000
-HEARTBEAT_TIMEOUT_MS = 4_000
+PEER_TIMEOUT_S = 60.0
+"""How long a peer may be silent whose connection is open; HEADRACE_PEER_TIMEOUT is another time, in seconds.
+
+One that is stopped (by a signal, a debugger, its virtual machine) goes on later where it was.
+"""
 MAX_MESSAGE_BYTES = 1 << 30
 QUEUE_MESSAGES = 100_000
 """Bound of each direction's queue. A core must never block on one slow client, so past it messages are refused."""
@@ -96,13 +100,27 @@ def check_address(address: str) -> str:
     raise AddressError(f"{address!r} is no address: use ipc:///path/to/socket or tcp://127.0.0.1:PORT")
 
 
+def peer_timeout_s() -> float:
+    """Raises AddressError for a HEADRACE_PEER_TIMEOUT that is no time."""
+    named = os.environ.get("HEADRACE_PEER_TIMEOUT")
+    if not named:
+        return PEER_TIMEOUT_S
+    try:
+        seconds = float(named)
+    except ValueError:
+        seconds = 0.0
+    if not 1.0 <= seconds <= 86400.0:
+        raise AddressError(f"HEADRACE_PEER_TIMEOUT={named}: it must be seconds, 1 to 86400")
+    return seconds
+
+
 def configure(socket: zmq.Socket[bytes], address: str) -> None:
     """Bounded queues, heartbeats, no lingering; IPv6 for an address that is."""
     socket.set_hwm(QUEUE_MESSAGES)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(peer_timeout_s() * 1e3))
     socket.setsockopt(zmq.IPV6, "[" in address)
 
 

@@ -60,6 +60,7 @@ def misbehave(how: str, who: str, where: str) -> None:
         os._exit(3)
     if how != "hang":
         os.kill(os.getpid(), {"sigkill": signal.SIGKILL, "sigterm": signal.SIGTERM}[how])
+        return  # as a worker leaves SIGTERM to its parent
     threading.Event().wait()
 
 

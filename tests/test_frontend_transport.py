@@ -152,7 +152,10 @@ def test_a_killed_core_is_noticed_at_once_and_its_cause_told(tmp_path: Path) -> 
     assert elapsed_s < 2.0
 
 
-def test_a_core_that_stops_answering_without_closing_is_found_by_heartbeats(tmp_path: Path) -> None:
+def test_a_core_that_stops_answering_without_closing_is_found_by_heartbeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_PEER_TIMEOUT", "3")
     address = f"ipc://{tmp_path}/core.sock"
     script = SERVE.format(tests=str(Path(__file__).parent), address=address)
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)

@@ -99,7 +99,7 @@ def test_a_server_told_to_stop_before_it_runs_ends_at_once() -> None:
     with listen(options) as sock:
         server = HttpServer(options, sock, Pages(1))
         server.stop_threadsafe(30.0)
-        assert asyncio.run(asyncio.wait_for(server.run([ParentEngine()]), 10.0)) == 0
+        assert asyncio.run(asyncio.wait_for(server.run([ParentEngine(lambda lost: None)]), 10.0)) == 0
 
 
 def listening_ports(server: Server) -> list[int]:

@@ -6,11 +6,16 @@ What it had not begun to answer is then answered by the next.
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psutil
 import pytest
-from http_server import address_of_engine, engine_of, metric, serving, wait_until
+from http_server import Server, address_of_engine, engine_of, metric, serving, wait_until
 from test_http_lifecycle import COMPLETIONS, ENDLESS, SLOW, streaming
 
 
@@ -119,3 +124,172 @@ def test_an_engine_that_dies_too_often_ends_the_server_and_fails_what_waited_wit
         answer = client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 5}, timeout=30)
         assert "told to crash in step 1" in answer.json()["error"]["message"]
         assert server.wait_exit() == 70
+
+
+# --- signals to all processes at once ------------------------------------------------------------------------------
+
+
+def all_processes(server: Server) -> list[psutil.Process]:
+    process = psutil.Process(server.process.pid)
+    return [*process.children(recursive=True), process]
+
+
+def http_processes(server: Server) -> list[psutil.Process]:
+    return [each for each in all_processes(server) if "headrace.frontend.http.worker" in each.cmdline()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        ("one process", signal.SIGTERM),
+        ("two HTTP processes", signal.SIGTERM),
+        ("two ranks", signal.SIGTERM),
+        ("one process", signal.SIGHUP),
+        ("two HTTP processes", signal.SIGHUP),
+    ],
+)
+def test_a_signal_to_every_process_drains(kind, number):
+    """As systemd sends it to a control group, and a terminal that is closed to its session."""
+    if kind == "two ranks":
+        overrides = json.dumps({"step_delay_s": 0.01})
+        arguments = ["null", "-tp", "2", "--worker-cls", "null_rank:NullRank", "--skip-tokenizer-init"]
+        options = {"attached": True}  # the model is among the arguments
+        arguments += ["--distributed-executor-backend", "mp", "--hf-overrides", overrides]
+    else:
+        arguments = ["--api-server-count", "2" if kind == "two HTTP processes" else "1"]
+        options = {"null_model": SLOW}
+    with serving(*arguments, **options) as server, contextlib.ExitStack() as stack:
+        streams = [
+            stack.enter_context(streaming(stack.enter_context(server.client()), max_tokens=60)) for _ in range(16)
+        ]
+        for process in all_processes(server):
+            process.send_signal(number)
+        for lines in streams:
+            rest = [line for line in lines if line]
+            assert '"finish_reason":"length"' in rest[-2]
+            assert rest[-1] == "data: [DONE]"
+        assert server.wait_exit() == 0
+
+
+# --- HTTP processes that die or stop -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_an_http_process_that_is_killed_is_started_again_and_the_others_serve_on(number):
+    with serving("--api-server-count", "2", null_model=SLOW) as server:
+        before = {process.pid for process in http_processes(server)}
+        with server.client() as client, streaming(client, max_tokens=100) as lines:
+            idle, _ = sorted(http_processes(server), key=lambda process: len(process.net_connections("tcp")))
+            idle.send_signal(number)
+            if number is signal.SIGKILL:
+                server.wait_log("an HTTP process has ended and is started again")
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        if number is signal.SIGKILL:
+            wait_until(lambda: len({p.pid for p in http_processes(server)} - before) == 1, 20, "its successor")
+        answers = []
+
+        def both_serve() -> bool:
+            with server.client() as client:
+                answers.append(client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1}).status_code)
+            users = [process.cpu_times().user for process in http_processes(server)]
+            return len(answers) > 20 and len(users) == 2 and min(users) > 0
+
+        wait_until(both_serve, 20, "answers of both")
+        assert answers[-5:] == [200] * 5
+        with server.client() as client:
+            assert client.get("/load").json() == {"server_load": 0}
+        server.signal()
+        assert server.wait_exit() == 0
+
+
+def test_an_http_process_killed_while_it_drains_is_told_in_the_exit_status():
+    with serving("--api-server-count", "2", null_model=SLOW) as server, server.client() as client:
+        with contextlib.suppress(Exception), streaming(client, max_tokens=3000) as lines:
+            server.signal()
+            server.wait_log("stopping; ")
+            for process in http_processes(server):
+                process.kill()
+            list(lines)
+        assert server.wait_exit() == 1
+        assert "did not finish what it served" in server.log
+
+
+# --- who is stopped is not dead ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("who", "processes"), [("engine", "1"), ("server", "2")])
+def test_a_pause_of_seconds_loses_nothing_and_changes_nothing(who, processes):
+    options = ("--restart-engine", "2", "--api-server-count", processes)
+    with serving(*options, null_model=SLOW) as server, server.client() as client:
+        asked = {"prompt": [7, 8], "max_tokens": 200, "ignore_eos": True, "temperature": 1, "seed": 3}
+        with server.client() as other:
+            expected = other.post(COMPLETIONS, json=asked).json()["choices"][0]["text"]
+        engine = engine_of(server).pid
+        with streaming(client, **asked) as lines:
+            paused = [engine] if who == "engine" else [p.pid for p in all_processes(server) if p.pid != engine]
+            for pid in paused:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(6.0)  # longer than the heartbeats of before allowed
+            if who == "engine":
+                with server.client() as watcher:
+                    wait_until(lambda: silent(watcher), 5, "health to tell of it")
+                    assert watcher.get("/health/live").status_code == 200
+            for pid in paused:
+                os.kill(pid, signal.SIGCONT)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        with server.client() as other:
+            assert other.post(COMPLETIONS, json=asked).json()["choices"][0]["text"] == expected
+            wait_until(lambda: other.get("/health").status_code == 200, 5, "health")
+        assert engine_of(server).pid == engine
+
+
+def silent(client: Any) -> bool:
+    answers = [client.get("/health") for _ in range(4)]
+    return any(answer.status_code == 503 and answer.json()["error"]["code"] == "engine_silent" for answer in answers)
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_an_engine_that_stays_silent_is_ended_before_another_is_started(processes, monkeypatch):
+    monkeypatch.setenv("HEADRACE_PEER_TIMEOUT", "2")
+    options = ("--restart-engine", "5", "--api-server-count", processes)
+    with serving(*options, null_model=SLOW) as server:
+        for _ in range(2):
+            before = engine_of(server)
+            before.suspend()
+            wait_until(lambda before=before: not before.is_running(), 20, "the silent engine's end")
+            wait_until(lambda: served_by_one(server), 20, "the next engine")
+            engine_of(server)  # which finds one alone
+        server.signal()
+        assert server.wait_exit() == 0
+
+
+# --- logs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("log", ["broken", "unread"])
+def test_a_log_that_cannot_be_written_stops_nothing(log):
+    """What reads it has ended, or nobody reads: the engine's death is noticed all the same."""
+    server = Server("--restart-engine", "2", "--enable-log-requests", null_model={**SLOW})
+    try:
+        server.wait_ready()
+        assert server.process.stderr is not None
+        if log == "broken":
+            server.process.stderr.close()
+        with server.client() as client:
+            for _ in range(3000 if log == "unread" else 10):
+                assert client.get("/a" * 100).status_code == 404
+            engine = engine_of(server)
+            engine.kill()
+            wait_until(lambda: not engine.is_running() and served_by_one(server), 20, "the next engine")
+            assert client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 2}).status_code == 200
+        server.signal()
+        assert server.process.wait(20) == 0
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def served_by_one(server: Server) -> bool:
+    with server.client() as client:
+        return bool(client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 2}).status_code == 200)

@@ -47,7 +47,7 @@ def run_steps(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("rank", [1])
-@pytest.mark.parametrize("how", ["sigkill", "sigterm", "exception", "exit"])
+@pytest.mark.parametrize("how", ["sigkill", "exception", "exit"])
 @pytest.mark.parametrize(
     ("where", "phase"), [("describe", "read config"), ("load", "load weights"), ("allocate", "allocate")]
 )
@@ -70,7 +70,7 @@ def test_a_worker_that_is_killed_before_it_has_said_anything(how: str, rank: int
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("how", ["sigkill", "sigterm", "exception", "exit", "hang"])
+@pytest.mark.parametrize("how", ["sigkill", "exception", "exit", "hang"])
 def test_a_worker_that_ends_or_hangs_in_a_step(how: str, rank: int) -> None:
     with Ranks(options(rank=rank, phase="step", how=how, step_timeout=STEP_TIMEOUT_S)) as ranks:
         ranks.bring_up()
@@ -87,14 +87,25 @@ def test_a_worker_that_ends_or_hangs_in_a_step(how: str, rank: int) -> None:
             ranks.submit()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_all_processes_is_left_to_the_parent_by_workers(number: signal.Signals) -> None:
+    with Ranks(options(step_delay_s=0.01)) as ranks:
+        ranks.bring_up()
+        for rank in (0, 1):
+            os.kill(ranks.pid(rank), number)
+        for _ in range(3):
+            ranks.step()
+        assert not ranks.failures
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("how", ["sigkill", "sigterm"])
+@pytest.mark.parametrize("how", ["sigkill"])
 def test_a_worker_that_is_killed_while_nothing_runs(how: str, rank: int) -> None:
     with Ranks(options()) as ranks:
         ranks.bring_up()
         ranks.step()
         wait_until(lambda: not ranks.executor._unfinished(), 5, "the step's end on every rank")
-        os.kill(ranks.pid(rank), signal.SIGKILL if how == "sigkill" else signal.SIGTERM)
+        os.kill(ranks.pid(rank), signal.SIGKILL)
         wait_until(lambda: bool(ranks.failures), WITHIN_S, "the failure's report")
         with pytest.raises(EngineDeadError) as caught:
             ranks.submit()

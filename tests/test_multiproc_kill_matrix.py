@@ -13,7 +13,8 @@ run at once, before the first test: a cell mostly waits.
 
     a client's end     takes its engine along: nobody is left to be told. One that only hangs is given up by the core
                        within 5 s, and other clients are served meanwhile.
-    a core's SIGTERM   while it serves is an order to drain, not a failure: what runs is finished.
+    SIGTERM            is left to the parent by core and ranks, as all processes of a service get it at once: nothing
+                       ends, and what runs is finished.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ LONG = SamplingParams(max_tokens=20_000, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=40, ignore_eos=True)
 PROMPT = [5] * 3000
 """Computed in two steps."""
-ENDED = {"sigkill": r"killed by signal 9 \(SIGKILL\)", "sigterm": r"killed by signal 15 \(SIGTERM\)"}
+KILLED = r"killed by signal 9 \(SIGKILL\)"
 
 
 class Cell(NamedTuple):
@@ -91,6 +92,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(AT_ONCE) as pool:
         patch.setenv("PYTHONPATH", HERE)
         patch.setenv("TRIGGERS", str(folder))
+        patch.setenv("HEADRACE_PEER_TIMEOUT", "4")
         patch.setenv("HEADRACE_RUNTIME_DIR", str(folder / "r"))
         # Those that wait longest begin first.
         in_turn = sorted(asked, key=lambda cell: (not (cell.how == "hang" and cell.starts), cell.how != "hang"))
@@ -115,7 +117,7 @@ def asked_for(cell: Cell) -> Options:
         changes["scheduler_cls"] = "bad_core:BadScheduler"
         if cell.starts and cell.how == "exception" and cell.process == "core":
             changes["scheduler_cls"] = {"start": "bad_core:BadImport", "loading": "bad_core:BadLoad"}[cell.phase]
-        elif cell.phase == "loading":
+        elif cell.phase == "loading" and (cell.process, cell.how) != ("core", "sigterm"):
             told["load_delay_s"] = 30.0
     return msgspec.structs.replace(options(step_timeout=STEP_TIMEOUT_S, **told), **changes)
 
@@ -127,13 +129,15 @@ def run(cell: Cell, folder: Path) -> None:
     child = start_engine(asked_for(cell))
     seen: list[psutil.Process] = [psutil.Process(child.pid)]
     try:
-        if cell.starts:
+        if cell.starts and cell.how == "sigterm":
+            start_all_the_same(cell, child, seen)
+        elif cell.starts:
             fail_at_start(cell, child, seen)
         else:
             fail_serving(cell, child, seen, folder)
         if cell.how != "hang" or cell.is_rank:
             wait_until(lambda: not child.alive, WITHIN_S, "the core's end")
-            assert not cell.is_rank or child.status == (1 if cell.starts else 70)
+            assert not cell.is_rank or child.status == (0 if cell.how == "sigterm" else 1 if cell.starts else 70)
     finally:
         child.kill()
     check_nothing_is_left(seen)
@@ -182,7 +186,7 @@ def check_cause(cell: Cell, failure: Failure, text: str, core_pid: int) -> None:
     if cell.is_rank:
         assert (failure.process, failure.rank) == ("worker", cell.rank), text
         how = {
-            **ENDED,
+            "sigkill": KILLED,
             "exception": rf"rank {cell.rank} was told to fail in",
             "hang": rf"worker {cell.rank} \(pid \d+\) did not .* within "
             + (r"6 s \(startup_timeout\)" if cell.starts else r"1.5 s \(step_timeout\)"),
@@ -192,12 +196,23 @@ def check_cause(cell: Cell, failure: Failure, text: str, core_pid: int) -> None:
     else:
         assert failure.pid in (core_pid, 0), text
         how = {
-            **ENDED,
-            "sigterm": rf"engine-core \(pid {core_pid}\) was told to end, by a signal, while it started",
+            "sigkill": KILLED,
             "exception": "the core was told to fail in",
             "hang": r"not ready within 6 s \(startup_timeout\)[\s\S]*is stopped by a signal|is gone|did not answer",
         }[cell.how]
     assert re.search(how, text), text
+
+
+def start_all_the_same(cell: Cell, child: Child, seen: list[psutil.Process]) -> None:
+    reached = {"start": "import", "loading": "load weights"}[cell.phase]
+
+    def on_progress(progress: Progress) -> None:
+        seen.extend(process for process in workers_of(child.pid) if process not in seen)
+        if progress.phase == reached and cell.process == "core":  # a rank sends it to itself
+            os.kill(child.pid, signal.SIGTERM)
+
+    child.wait_ready(on_progress=on_progress)
+    child.stop(WITHIN_S)
 
 
 # --- while it serves ------------------------------------------------------------------------------------------------
@@ -210,8 +225,8 @@ def fail_serving(cell: Cell, child: Child, seen: list[psutil.Process], folder: P
         workers = workers_of(child.pid)
         seen += workers
         victim = child.pid if cell.process == "core" else workers[cell.rank].pid
-        if cell.process == "core" and cell.how == "sigterm":
-            drain(cell, llm, child)
+        if cell.how == "sigterm":
+            go_on(cell, llm, child, victim)
             return
         call = bring_to(cell, llm, child)
         event_s = time.monotonic()
@@ -246,7 +261,7 @@ def bring_to(cell: Cell, llm: LLM, child: Child) -> Callable[[], object]:
     stream = llm.stream([5, 6], LONG)
     next(stream)
     if cell.phase == "drain":
-        os.kill(child.pid, signal.SIGTERM)
+        child.ask_to_stop(30.0)
         wait_until(lambda: "a second signal ends them now" in "".join(child.log_tail), WITHIN_S, "the drain")
     return lambda: list(stream)
 
@@ -258,24 +273,20 @@ def ask_again_and_again(llm: LLM) -> None:
         llm.get_stats()
 
 
-def drain(cell: Cell, llm: LLM, child: Child) -> None:
-    """SIGTERM is an order: what runs is finished, and a second one does not wait."""
-    if cell.phase == "idle":
-        os.kill(child.pid, signal.SIGTERM)
-    elif cell.phase == "drain":
-        stream = llm.stream([5, 6], LONG)
-        next(stream)
-        for _ in range(2):
-            os.kill(child.pid, signal.SIGTERM)
-            time.sleep(0.1)  # else the two may be one
-        with pytest.raises(HeadraceError, match=r"shut down before this request was finished|ended with exit status 0"):
-            list(stream)
-    else:
+def go_on(cell: Cell, llm: LLM, child: Child, victim: int) -> None:
+    """The signal changes nothing; the parent's order ends the core, once what runs is finished."""
+    stream = None
+    if cell.phase != "idle":
         stream = llm.stream(PROMPT if cell.phase == "prefill" else [5, 6], SHORT)
-        first = [next(stream)] if cell.phase == "decode" else []
-        wait_until(lambda: llm.get_stats().num_running == 1, WITHIN_S, "the request to run")
-        os.kill(child.pid, signal.SIGTERM)
-        assert sum(len(output.outputs[0].token_ids) for output in (*first, *stream)) == SHORT.max_tokens
+    first = [next(stream)] if stream is not None and cell.phase in ("decode", "drain") else []
+    if cell.phase == "drain":
+        child.ask_to_stop(30.0)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+        os.kill(victim, number)
+    if stream is None:
+        stream = llm.stream([5, 6], SHORT)
+    assert sum(len(output.outputs[0].token_ids) for output in (*first, *stream)) == SHORT.max_tokens
+    child.ask_to_stop(30.0)
     wait_until(lambda: not child.alive, WITHIN_S, "the core's end")
     assert child.status == 0
 
@@ -313,7 +324,7 @@ if phase == "prefill":
 else:
     next(stream)
 reach("prefill"), reach("decode")
-os.kill(child.pid, signal.SIGTERM)
+child.ask_to_stop(30.0)
 while not any("a second signal" in line for line in child.log_tail):
     time.sleep(0.01)
 reach("drain")

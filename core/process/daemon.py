@@ -10,7 +10,6 @@ import contextlib
 import gc
 import importlib
 import logging
-import os
 import signal
 import sys
 import threading
@@ -24,9 +23,11 @@ from headrace.core.process.child_output import LoadBar
 from headrace.core.process.supervisor import START_GRACE_S
 from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.child import (
+    STOP_SIGNALS,
     die_with_parent,
     exit_when_slow,
     leave,
+    leave_signals_to_parent,
     show_stacks_when_asked,
 )
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
@@ -133,6 +134,7 @@ def run_as_child(fd: int) -> int:
     """Told what to do by the parent's Start; ends with the parent."""
     die_with_parent()
     protect_stderr()
+    leave_signals_to_parent()
     show_stacks_when_asked()
     set_up_logging("engine-core", "WARNING")
     channel = Channel.inherited(fd, ParentMessage)
@@ -156,7 +158,6 @@ def run_as_child(fd: int) -> int:
         threading.Thread(
             target=obey_parent, args=(channel, core.stop, EXIT_ENGINE_FAILED), name="parent", daemon=True
         ).start()
-        _stop_on_signals(core, options.shutdown_timeout)
         core.start(on_phase, on_read)
         assert core.facts is not None, "the start is over"
         of_ranks = core.facts.ranks_startup_s
@@ -171,10 +172,7 @@ def run_as_child(fd: int) -> int:
         return _serve(core, on_failure)
     except ChannelClosedError:
         return EXIT_START_FAILED  # nobody is left to tell
-    except (Exception, SystemExit) as error:
-        if isinstance(error, SystemExit):
-            doing = "served" if phase[0] == "serve" else "started"
-            error = HeadraceError(f"engine-core (pid {os.getpid()}) was told to end, by a signal, while it {doing}")
+    except Exception as error:
         with contextlib.suppress(ChannelClosedError):
             channel.send(ChildFailed(failure=Failure.of(error, process="engine-core", phase=phase[0])))
         return EXIT_START_FAILED
@@ -199,7 +197,7 @@ def _serve(core: EngineCore, on_failure: Callable[[Failure], None] = lambda fail
 
 
 def _stop_on_signals(core: EngineCore, shutdown_timeout_s: float) -> None:
-    """The first SIGTERM or SIGINT drains; the second does not wait; before serving, one is enough."""
+    """The first SIGTERM, SIGINT or SIGHUP drains; the second does not wait; before serving, one is enough."""
     received: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -208,8 +206,8 @@ def _stop_on_signals(core: EngineCore, shutdown_timeout_s: float) -> None:
             raise SystemExit(128 + number)
         core.stop(shutdown_timeout_s if len(received) == 1 else 0.0)
 
-    signal.signal(signal.SIGTERM, handle)
-    signal.signal(signal.SIGINT, handle)
+    for number in STOP_SIGNALS:
+        signal.signal(number, handle)
 
 
 if __name__ == "__main__":

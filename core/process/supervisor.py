@@ -164,10 +164,8 @@ class Child:
     def ask_to_stop(self, deadline_s: float) -> None:
         """Tells it to finish what runs within `deadline_s` and exit, and does not wait for that."""
         self._stopping = True
-        try:
+        with contextlib.suppress(ChannelClosedError, WaitTimeoutError):  # then it is ending, or hangs
             self._channel.send(Stop(deadline_s=deadline_s), Deadline(STOP_MESSAGE_S))
-        except (ChannelClosedError, WaitTimeoutError):
-            self._signal(signal.SIGTERM)
 
     def stop(self, deadline_s: float = 5.0) -> None:
         """Asks the child to finish what runs within `deadline_s` and exit; kills it a little after that."""

@@ -17,7 +17,6 @@ import importlib
 import logging
 import os
 import queue
-import signal
 import sys
 import threading
 import time
@@ -50,7 +49,7 @@ from headrace.executor.placement.messages import (
 )
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
-from headrace.ipc.child import die_with_parent, leave, show_stacks_when_asked
+from headrace.ipc.child import die_with_parent, leave, leave_signals_to_parent, show_stacks_when_asked
 from headrace.ipc.control import PrepareWeights, WorkerCommand
 from headrace.ipc.failure import Failure, HeadraceError, OptionError
 from headrace.ipc.log import protect_stderr, set_up_logging
@@ -264,7 +263,7 @@ def main() -> None:
         sys.exit("headrace.executor.placement.worker is started by an engine core: see tensor_parallel_size")
     die_with_parent()
     protect_stderr()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the core decides when to end
+    leave_signals_to_parent()
     show_stacks_when_asked()
     channel = Channel.inherited(int(sys.argv[2]), ToWorker)
     rank, phase = 0, "start"

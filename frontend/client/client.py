@@ -72,6 +72,8 @@ class CoreClient(AsyncControls):
         self._closed = False
         self._draining = False
         self._process: EngineProcess | None = None
+        self.last_heard_s = 0.0
+        """When a message last came (monotonic seconds). While requests run, one comes about every second."""
         self.last_step_s = 0.0
         """When the last StepOutputs came (monotonic seconds)."""
         self.load: Load | None = None
@@ -206,8 +208,9 @@ class CoreClient(AsyncControls):
             ) from None
 
     def _on_message(self, message: CoreMessage) -> None:
+        self.last_heard_s = time.monotonic()
         if isinstance(message, StepOutputs):
-            self.last_step_s = time.monotonic()
+            self.last_step_s = self.last_heard_s
             self.requests.on_step(message)
         elif isinstance(message, Load):
             self.load = message

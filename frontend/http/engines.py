@@ -16,7 +16,7 @@ from headrace.frontend.client.request_table import RequestTable
 from headrace.frontend.client.transport import ZmqTransport
 from headrace.frontend.http.errors import ApiError, unavailable
 from headrace.frontend.http.phases import say_workers
-from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
+from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError
 from headrace.ipc.messages import EngineStats
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 _RETRY_LONGEST_S = 30.0
 _STABLE_AFTER_S = 60.0
 """An engine that served for so long and then died is started again without delay."""
+SILENT_AFTER_S = 5.0
+"""An engine that says nothing for so long gets no new requests while there are others, and health tells of it."""
 CAUSE_GRACE_S = 1.0
 """How long whoever watches the engine may take to say how it ended, once its connection is lost."""
 STATS_TIMEOUT_S = 2.0
@@ -88,6 +90,10 @@ class Owned:
         if self._used:
             self._restarts_left = (self._restarts if self._was_stable else self._restarts_left) - 1
             self._ready_s = math.inf
+            # A lost connection is no death: what still lives would keep its weights and its cache.
+            await asyncio.to_thread(self._child.kill)
+            if self._child.alive:
+                raise EngineStartError(f"engine-core (pid {self._child.pid}) does not end, so no other is started")
             self._child = await asyncio.to_thread(self._start)
         self._used = True
         report = self.on_progress
@@ -134,6 +140,13 @@ class Engine:
         except EngineDeadError:
             return False
         return True
+
+    @property
+    def is_silent(self) -> bool:
+        """It has requests of ours and says nothing: it may be dead, or stopped and go on later."""
+        if self.client is None or not len(self.client.requests):
+            return False
+        return time.monotonic() - max(self.client.last_heard_s, self.busy_since_s) > SILENT_AFTER_S
 
     def load(self) -> int:
         """Requests it has, as far as this process knows: its own now, and the others' of at most a second ago."""
@@ -204,6 +217,11 @@ class EnginePool:
     def usable(self) -> bool:
         return any(engine.usable for engine in self.engines)
 
+    @property
+    def answers(self) -> bool:
+        """Whether an engine is usable that is not silent."""
+        return any(engine.usable and not engine.is_silent for engine in self.engines)
+
     def num_in_flight(self) -> int:
         return sum(len(engine.client.requests) for engine in self.engines if engine.client is not None)
 
@@ -223,12 +241,17 @@ class EnginePool:
         usable = [engine for engine in serving if engine.usable]
         if not usable:
             raise self.why_unavailable()
-        return min(usable, key=Engine.load)
+        return min(usable, key=lambda engine: (engine.is_silent, engine.load()))
 
     def why_unavailable(self) -> ApiError:
         failure = next((engine.failure for engine in self.engines if engine.failure is not None), None)
         if failure is not None:
             return unavailable(f"the engine is not running: {failure.message}", code="engine_dead")
+        if any(engine.is_silent for engine in self.engines):
+            return unavailable(
+                f"the engine has said nothing for more than {SILENT_AFTER_S:g} s; it may be stopped",
+                code="engine_silent",
+            )
         if self.started.is_set():
             return unavailable("the engine is shutting down and takes no new requests", code="shutting_down")
         return unavailable("the engine is still loading the model", code="loading")

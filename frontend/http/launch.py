@@ -10,17 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 from collections.abc import Callable, Sequence
 
 from headrace.core.options.engine_options import Options
 from headrace.core.process.supervisor import Child, start_engine
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.phases import PhaseLog, process_began_s, say
+from headrace.ipc.child import STOP_SIGNALS
 from headrace.ipc.failure import Failure
 from headrace.ipc.log import protect_stderr, set_up_logging
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def launch(engine_options: Options, options: ServeOptions) -> int:
@@ -89,7 +87,7 @@ def _stop_on_signals(stop: Callable[[float], None], shutdown_timeout_s: float) -
         stop(shutdown_timeout_s if len(received) == 1 else 0.0)
 
     loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, handle, number)
 
 

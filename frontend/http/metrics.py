@@ -103,6 +103,8 @@ class Pages:
             for i in range(num_engines)
         ]
 
+        self.set(_IN_FLIGHT, 0.0)  # of a process that had this page before
+
     def count(self, name: str, amount: float = 1.0) -> None:
         self.process[_PROCESS_LAYOUT.at[name]] += amount
 

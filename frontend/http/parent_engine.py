@@ -4,6 +4,7 @@ parent                                    HTTP process
   EngineUp(address)                  ->     connects, serves
   EngineDown(failure, comes_back)    ->     its streams end with the cause
   EngineUp(address)                  ->     connects again, sends what had brought nothing
+                                     <-   EngineLost(address, failure), when it was silent for too long
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+from collections.abc import Callable
 
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.transport import ZmqTransport
@@ -33,10 +35,19 @@ class EngineDown(Message, frozen=True):
     """An EngineUp will follow."""
 
 
+class EngineLost(Message, frozen=True):
+    """The connection to the engine at this address was lost, and no EngineDown has said why."""
+
+    address: str
+    failure: Failure
+
+
 class ParentEngine:
     """A source that waits for the parent's word. Everything but `tell` happens in the server's loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_lost: Callable[[EngineLost], None]) -> None:
+        """`on_lost` tells the parent."""
+        self._on_lost = on_lost
         self.address = ""
         self.comes_back = True
         self._failure: Failure | None = None
@@ -56,6 +67,8 @@ class ParentEngine:
         """Waits for the engine. Raises EngineDeadError, with the cause, when it will not come back."""
         self._loop = asyncio.get_running_loop()
         self._take_news()
+        if self.address and self._client is not None and self._client.failure is not None:
+            self._on_lost(EngineLost(address=self.address, failure=self._client.failure))
         while not self.address:
             if self._failure is not None and not self.comes_back:
                 raise EngineDeadError.from_failure(self._failure)

@@ -152,8 +152,8 @@ async def metrics(state: ServerState, exchange: Exchange) -> None:
 
 
 async def health(state: ServerState, exchange: Exchange) -> None:
-    """200 while an engine serves."""
-    if not state.pool.usable:
+    """200 while an engine serves, and is heard."""
+    if not state.pool.answers:
         raise state.pool.why_unavailable()
     await exchange.answer(HealthResponse("ok"))
 
@@ -168,7 +168,7 @@ async def live(state: ServerState, exchange: Exchange) -> None:
 async def ready(state: ServerState, exchange: Exchange) -> None:
     """200 while new requests are taken."""
     state.check_accepting()
-    if not state.pool.usable:
+    if not state.pool.answers:
         raise state.pool.why_unavailable()
     await exchange.answer(HealthResponse("ok"))
 

@@ -14,10 +14,10 @@ from headrace.frontend.http.engines import Attached, Source
 from headrace.frontend.http.launch import say_engine_ended, set_up_server_logging
 from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.options import ServeOptions
-from headrace.frontend.http.parent_engine import EngineDown, EngineUp, ParentEngine
+from headrace.frontend.http.parent_engine import EngineDown, EngineLost, EngineUp, ParentEngine
 from headrace.frontend.http.server import EXIT_ERROR, HttpServer, listen, run_loop, url_of
 from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
-from headrace.ipc.child import die_with_parent
+from headrace.ipc.child import die_with_parent, leave_signals_to_parent
 from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, Ready, Start, Stop
 from headrace.ipc.wait import Deadline
@@ -38,6 +38,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 def main(fd: int) -> int:
     """The exit status: that of HttpServer.run, or 1 when the start failed."""
     die_with_parent()
+    leave_signals_to_parent()
     set_up_server_logging()
     channel = Channel.inherited(fd, Start | Stop | EngineUp | EngineDown)
     try:
@@ -56,7 +57,12 @@ def main(fd: int) -> int:
 def _serve(options: WorkerOptions, channel: Channel) -> int:
     began_s = time.monotonic()
     sock = listen(options.server, shared=True)
-    kept = ParentEngine()
+
+    def tell_lost(lost: EngineLost) -> None:
+        with contextlib.suppress(ChannelClosedError):
+            channel.send(lost)
+
+    kept = ParentEngine(tell_lost)
     sources: list[Source] = [kept] if options.parent_has_engine else [Attached(each) for each in options.server.engine]
     pages = Pages(len(sources), file=Path(options.pages_file), num_processes=options.num_processes, index=options.index)
     server = HttpServer(options.server, sock, pages)
