@@ -362,6 +362,7 @@ class Feeder:
             num_tokens=np.array(counts, i32),
             num_computed_tokens=np.array(starts, i32),
             sampled=np.array(starts) + np.array(counts) >= sampled_from,
+            total_tokens=sum(counts),
         )
         self._step += 1
         self._released = []

@@ -187,6 +187,14 @@ class LogprobRows(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     ranks: Tensor
     """[num_rows] int32: 1 + how many tokens are likelier than the one in column 0"""
 
+    def select(self, chosen: Any) -> LogprobRows:
+        """Those that a numpy mask, indices or a slice choose."""
+        return LogprobRows(
+            token_ids=Tensor.from_numpy(self.token_ids.numpy()[chosen]),
+            logprobs=Tensor.from_numpy(self.logprobs.numpy()[chosen]),
+            ranks=Tensor.from_numpy(self.ranks.numpy()[chosen]),
+        )
+
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A run of one request's prompt positions, complete over its messages and in order."""

@@ -30,6 +30,25 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The resolved 64-bit seed, never None."""
 
 
+class Drafts(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
+    """Guessed tokens, which rows compute after their last known one so that a step may bring several.
+
+    A row with drafts is sampled from after its last known token and after each draft, and keeps what it sampled as long
+    as the draft before it was right: at least one token, at most one more than it has drafts. Keys and values of wrong
+    drafts are worthless; those positions are computed anew.
+    """
+
+    counts: np.ndarray
+    """[num_scheduled] int32: how many of each row's tokens in the plan, the last ones, are drafts; only sampled rows
+    have any"""
+    token_ids: np.ndarray
+    """[sum of counts] int32, row after row"""
+
+
+Attachment = Drafts
+"""What a step may carry besides: a tagged union with one member for each feature."""
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One step. Apply in this order: release rows, enter new ones, append blocks, then compute."""
 
@@ -44,18 +63,19 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     rows: np.ndarray
     """[num_scheduled] int32: the rows computed in this step"""
     num_tokens: np.ndarray
-    """[num_scheduled] int32: how many tokens of each, all >= 1, starting at num_computed_tokens"""
+    """[num_scheduled] int32: how many tokens of each, all >= 1, starting at num_computed_tokens; drafts included"""
     num_computed_tokens: np.ndarray
     """[num_scheduled] int32: tokens of each row already computed before this step"""
     sampled: np.ndarray
     """[num_scheduled] bool: rows that reach their last known token, and so sample the next one"""
-    repeats: bool = False
-    """The plan before once more: it computed and sampled one token of each of these rows, in this order, and each is
-    one token on; those that begin a block with it get that. Nobody came or left. All fields above say so too."""
+    total_tokens: int
+    """The sum of num_tokens."""
+    attachments: tuple[Attachment, ...] = ()
+    """At most one of each kind."""
 
     @property
-    def total_tokens(self) -> int:
-        return len(self.rows) if self.repeats else int(self.num_tokens.sum())
+    def drafts(self) -> Drafts | None:
+        return next((each for each in self.attachments if isinstance(each, Drafts)), None) if self.attachments else None
 
 
 class PromptLogprobRun(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -76,12 +96,21 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     rows: np.ndarray
     """[num_sampled] int32: plan.rows[plan.sampled], in the plan's order, less the failed ones"""
     token_ids: np.ndarray
-    """[num_sampled] int32"""
+    """[num_new_tokens] int32, row after row"""
+    counts: np.ndarray | None = None
+    """[num_sampled] int32: how many new tokens each row brings, all >= 1. None: one each, as in every step without
+    drafts."""
     logprob_indices: np.ndarray | None = None
-    """[num_logprob_rows] int32, ascending: which entries of `rows` the rows of `logprobs` belong to"""
+    """[num_logprob_rows] int32, ascending: which entries of `token_ids` the rows of `logprobs` belong to"""
     logprobs: LogprobRows | None = None
     prompt_logprobs: tuple[PromptLogprobRun, ...] = ()
     failures: tuple[RowFailure, ...] = ()
     began_s: float = 0.0
     """When the forward pass began and ended, by the worker's monotonic clock; 0 when it does not tell."""
     ended_s: float = 0.0
+
+
+def nth_of_each(counts: np.ndarray) -> np.ndarray:
+    """0, 1 ... of each of the runs that have counts [n] elements, one run after another: [sum of counts]."""
+    starts = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum())) - np.repeat(starts, counts)

@@ -9,6 +9,7 @@ from headrace.core.engine.memory_port import MemoryPort
 from headrace.core.engine.sessions import Inbox, Sessions
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Facts, MemoryReading, ModelDescription, Plan
+from headrace.core.options.speculation import speculation_of
 from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.ipc.codec import Tensor
 from headrace.ipc.messages import (
@@ -57,6 +58,7 @@ def make_plan(**changes: Any) -> tuple[Plan, Facts]:
         max_model_len=max_model_len,
         max_model_len_is_fixed=False,
         max_logprobs=20,
+        speculation=speculation_of(options.speculative_config, on_gpu=False),
         enable_prefix_caching=options.enable_prefix_caching,
         seed=0,
         decisions=(),

@@ -45,8 +45,8 @@ class _ParrotRows(_Rows):
         prompt = np.asarray(new.token_ids[: new.num_prompt_tokens], np.int32)
         self._heard[new.row] = prompt[prompt >= FIRST_ORDINARY_TOKEN]
 
-    def _draw(self, rows: np.ndarray) -> np.ndarray:
-        said = self._num_tokens[rows] - self._num_prompt_tokens[rows]
+    def _draw(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        said = positions - self._num_prompt_tokens[rows]
         return np.array(
             [self._heard[row][count % len(self._heard[row])] for row, count in zip(rows.tolist(), said, strict=True)],
             np.int32,

@@ -29,7 +29,6 @@ class PlanMaker:
     _new: list[NewRow] = field(default_factory=list)
     _appended: list[tuple[int, int]] = field(default_factory=list)
     _work: list[tuple[int, int]] = field(default_factory=list)
-    _before: StepPlan | None = None
 
     def enter(
         self,
@@ -97,22 +96,13 @@ class PlanMaker:
             num_tokens=counts,
             num_computed_tokens=computed,
             sampled=computed + counts == known,
-            repeats=self._repeats(rows, computed),
+            total_tokens=int(counts.sum()),
         )
-        self._before = plan
         for row, count in self._work:
             self.computed[row] += count
         self.step += 1
         self._released, self._new, self._appended, self._work = [], [], [], []
         return plan
-
-    def _repeats(self, rows: list[int], computed: np.ndarray) -> bool:
-        before = self._before
-        if before is None or before.rows.tolist() != rows or self._released or self._new:
-            return False
-        decodes = before.sampled.all() and before.num_tokens.tolist() == [1] * len(rows) == [n for _, n in self._work]
-        follows = (computed == before.num_computed_tokens + 1).all()
-        return bool(rows and decodes and follows)
 
     def sampled(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
         for row, token in zip(rows.tolist(), token_ids.tolist(), strict=True):

@@ -85,6 +85,7 @@ def test_numpy_fields_cross_the_wire_as_arrays():
         num_tokens=np.array([500], np.int32),
         num_computed_tokens=np.array([0], np.int32),
         sampled=np.array([True]),
+        total_tokens=500,
     )
     received = codec.decode([bytes(frame) for frame in codec.encode(plan)])
     assert np.array_equal(received.new_rows[0].token_ids, new.token_ids)

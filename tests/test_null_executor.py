@@ -50,6 +50,7 @@ def make_step(step: int, *work: tuple[int, int, int, bool], **changes: Any) -> S
         num_tokens=i32(*counts),
         num_computed_tokens=i32(*computed),
         sampled=np.array(sampled, bool),
+        total_tokens=sum(counts),
         **values,
     )
 

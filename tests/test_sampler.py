@@ -58,6 +58,7 @@ def run(logits: torch.Tensor, cases: list[Case], rows: list[int] | None = None) 
             num_tokens=NONE,
             num_computed_tokens=NONE,
             sampled=NONE,
+            total_tokens=0,
         )
     )
     return sample(logits.clone(), batch, np.array(rows, np.int32))

@@ -72,6 +72,7 @@ def plan(
         num_tokens=columns[1],
         num_computed_tokens=columns[2],
         sampled=np.ones(len(rows), bool),
+        total_tokens=int(columns[1].sum()),
     )
 
 

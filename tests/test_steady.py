@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -36,8 +37,10 @@ def core_of(executor: type[Noting] = Noting, eos_after: int = 0, **changes: Any)
 
 
 def repeats(core: SteppedCore) -> list[bool]:
+    """Which plans were made without the scheduler's stages: those have their arrays in common with the one before."""
     assert isinstance(core.executor, Noting)
-    return [plan.repeats for plan in core.executor.plans]
+    plans = core.executor.plans
+    return [False, *(plan.rows is before.rows for before, plan in pairwise(plans))]
 
 
 @pytest.mark.parametrize("executor", [Noting, NotingTwo])
@@ -84,12 +87,12 @@ def test_who_comes_or_leaves_is_in_the_very_next_plan(executor: type[Noting]) ->
     assert isinstance(core.executor, Noting)
     client = core.open()
     client.add(0, [5], max_tokens=50)
-    while not core.executor.plans or not core.executor.plans[-1].repeats:
+    while not repeats(core)[-1]:
         core.loop.turn()
     client.add(1, [6], max_tokens=50)
     core.loop.turn()
     assert len(core.executor.plans[-1].new_rows) == 1
-    while not core.executor.plans[-1].repeats:
+    while not repeats(core)[-1]:
         core.loop.turn()
     client.send(Abort(slots=(0,)))
     core.loop.turn()

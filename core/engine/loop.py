@@ -106,6 +106,7 @@ class Loop:
                 hash_algorithm=options.prefix_caching_hash_algo,
                 max_steps_in_flight=in_flight.depth,
                 rows_run_ahead=in_flight.rows_run_ahead,
+                speculation=plan.speculation,
             )
         )
         self._output_builder = OutputBuilder(self.scheduler)
@@ -120,6 +121,8 @@ class Loop:
         self._pause = self._controller.pause
         self._statistics = Statistics(log_stats=not options.disable_log_stats)
         self._requests: dict[int, dict[int, Request]] = {}  # client -> slot -> request that has not finished
+        self._load_changed = True
+        """Requests came, left or gave way since the load was reported."""
         self._stop_at_s: float | None = None
 
     def run(self) -> None:
@@ -193,6 +196,7 @@ class Loop:
             return None
 
     def _handle(self, client: int, message: InboxMessage) -> None:
+        self._load_changed = True
         match message:
             case AddRequest():
                 self._add(client, message)
@@ -325,6 +329,8 @@ class Loop:
             assert self._in_flight, "requests are waiting and nothing can run"
             return False
         now_s = time.monotonic()
+        if plan.new_rows or plan.released_rows.size:
+            self._load_changed = True
         events = StepEvents()
         for new in plan.new_rows:
             request = self.scheduler.rows.requests[new.row]
@@ -346,15 +352,17 @@ class Loop:
         self._statistics.step(result)
         if self._controller.timeline is not None:
             self._controller.timeline.step(plan, result)
-        num_sampled = len(result.rows)
+        num_prompt_tokens = plan.total_tokens - len(result.rows)
+        if plan.drafts is not None:
+            num_prompt_tokens -= len(plan.drafts.token_ids)
         if self._depth > 1:  # else nothing has changed since it was planned
             result = drop_departed(result, self.scheduler.rows)
             for client, sent in events.admitted.items():
                 sent[:] = [admitted for admitted in sent if admitted.slot in self._requests.get(client, ())]
         with self._controller.span("answer"):
-            self._deliver(plan, result, events)
-        self._statistics.answered(plan.total_tokens - num_sampled, len(result.rows), self.scheduler)
-        if not plan.repeats or events.is_any:  # else the same requests run
+            num_generated_tokens = self._deliver(plan, result, events)
+        self._statistics.answered(num_prompt_tokens, num_generated_tokens, self.scheduler)
+        if self._load_changed or events.is_any:
             self._report_load()
 
     def _drain(self) -> None:
@@ -362,7 +370,8 @@ class Loop:
         while self._in_flight:
             self._collect()
 
-    def _deliver(self, plan: StepPlan, result: StepResult, events: StepEvents) -> None:
+    def _deliver(self, plan: StepPlan, result: StepResult, events: StepEvents) -> int:
+        """Sends clients what a step brought; how many tokens that were."""
         scheduler, now_s = self.scheduler, time.monotonic()
         table = scheduler.rows
         for row_failure in result.failures:
@@ -370,19 +379,16 @@ class Loop:
             assert request is not None, f"the executor failed row {row_failure.row}, which is empty"
             scheduler.drop(request, forget_blocks=True)
             self._end(events, request, finish_of(request, FinishReason.FAILED, failure=row_failure.failure))
-        if not plan.repeats:
-            first = (table.num_known_tokens[result.rows] == table.num_prompt_tokens[result.rows]).nonzero()[0]
-            for row in result.rows[first].tolist():
-                request = table.requests[row]
-                assert request is not None, f"the executor sampled for row {row}, which is empty"
-                request.first_token_s = now_s
-                self._statistics.first_token(request)
         gather_prompt_logprobs(events, result, table)
         advance = scheduler.advance(result)
+        for request in advance.first:
+            request.first_token_s = now_s
+            self._statistics.first_token(request)
         for ended in advance.ended:
             self._end(events, ended.request, finish_of(ended.request, ended.reason, stop_token=ended.stop_token))
         for client, message in self._output_builder.messages(plan, result, advance, events):
             self._port.send(client, message)
+        return len(advance.token_ids)
 
     def _end(self, events: StepEvents, request: Request, finish: Finish) -> None:
         del self._requests[request.client][request.slot]
@@ -396,6 +402,7 @@ class Loop:
         return len(self.scheduler.waiting) + len(self.gates)
 
     def _report_load(self) -> None:
+        self._load_changed = False
         load = Load(num_running=self.scheduler.num_running, num_waiting=self._num_waiting)
         self._port.set_load(load, frozenset(client for client, live in self._requests.items() if live))
 

@@ -12,7 +12,7 @@ from headrace.core.schedule.scheduler import Advance, Scheduler
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import Admitted, Finish, FinishReason, LogprobRows, PromptLogprobs, StepOutputs
-from headrace.ipc.step import StepPlan, StepResult
+from headrace.ipc.step import StepPlan, StepResult, nth_of_each
 
 
 class StepEvents:
@@ -36,11 +36,10 @@ def drop_departed(result: StepResult, table: RowTable) -> StepResult:
     there = table.still_there(result.rows, result.step)
     if not result.prompt_logprobs and not result.failures and there.all():
         return result
-    logprobs, indices = result.logprobs, result.logprob_indices
-    if logprobs is not None and indices is not None:
-        kept = there[indices]
-        logprobs = select_rows(logprobs, kept) if kept.any() else None
-        indices = (np.cumsum(there, dtype=np.int32) - 1)[indices[kept]].astype(np.int32)
+    counts, kept = result.counts, there
+    if counts is not None:
+        kept, counts = np.repeat(there, counts), counts[there]
+    indices, logprobs = logprobs_of_kept(result, kept)
 
     def is_there(row: int) -> bool:
         return bool(table.still_there(np.array([row]), result.step)[0])
@@ -48,12 +47,28 @@ def drop_departed(result: StepResult, table: RowTable) -> StepResult:
     return msgspec.structs.replace(
         result,
         rows=result.rows[there],
-        token_ids=result.token_ids[there],
+        token_ids=result.token_ids[kept],
+        counts=counts,
         logprob_indices=indices,
         logprobs=logprobs,
         prompt_logprobs=tuple(run for run in result.prompt_logprobs if is_there(run.row)),
         failures=tuple(failure for failure in result.failures if is_there(failure.row)),
     )
+
+
+LogprobsOfTokens = tuple[np.ndarray | None, LogprobRows | None]
+"""[num_rows] int32, ascending, which tokens the rows belong to; and the rows."""
+
+
+def logprobs_of_kept(result: StepResult, kept: np.ndarray | None) -> LogprobsOfTokens:
+    """Log-probabilities and the indices of their tokens, where only the `kept` [num_tokens] bool tokens are left."""
+    indices, logprobs = result.logprob_indices, result.logprobs
+    if kept is None or logprobs is None or indices is None:
+        return indices, logprobs
+    chosen = kept[indices]
+    if not chosen.any():
+        return None, None
+    return (np.cumsum(kept, dtype=np.int32) - 1)[indices[chosen]].astype(np.int32), logprobs.select(chosen)
 
 
 def finish_of(
@@ -104,17 +119,9 @@ def gather_prompt_logprobs(events: StepEvents, result: StepResult, table: RowTab
         if start >= end:
             continue
         request.num_prompt_logprobs = end
-        rows = run.rows if start == run.start else select_rows(run.rows, slice(start - run.start, None))
+        rows = run.rows if start == run.start else run.rows.select(slice(start - run.start, None))
         part = PromptLogprobs(slot=request.slot, start=start, rows=rows)
         events.prompt_logprobs.setdefault(request.client, []).append(part)
-
-
-def select_rows(rows: LogprobRows, chosen: slice | np.ndarray) -> LogprobRows:
-    return LogprobRows(
-        token_ids=Tensor.from_numpy(rows.token_ids.numpy()[chosen]),
-        logprobs=Tensor.from_numpy(rows.logprobs.numpy()[chosen]),
-        ranks=Tensor.from_numpy(rows.ranks.numpy()[chosen]),
-    )
 
 
 class OutputBuilder:
@@ -133,78 +140,84 @@ class OutputBuilder:
         self, plan: StepPlan, result: StepResult, advance: Advance, events: StepEvents
     ) -> list[tuple[int, StepOutputs]]:
         rows, token_ids = advance.rows, advance.token_ids
-        if rows is not self._rows:
+        if rows is not self._rows or advance.counts is not None:
             self._rows, self._quiet_steps = rows, 0
             self._holds_back = bool(np.maximum.reduce(self._table.output_interval[rows], initial=1) > 1)
-            self._shares = self._shares_of(rows, None)
+            row_of = rows if advance.counts is None else np.repeat(rows, advance.counts)
+            self._shares = self._shares_of(row_of, None)
         shares = self._shares
         if self._holds_back:
             if self._quiet_steps and not events.is_any:
                 self._quiet_steps -= 1
                 return []
-            owners, token_ids = self._due(rows)
-            shares = self._shares_of(rows, owners)
+            shares, token_ids = self._due(advance)
+        if advance.counts is not None:
+            self._rows = _NO_ROWS  # the same rows may bring other numbers of tokens next
         if events.is_any:
             without_tokens = events.clients() - {share.client for share in shares}
             shares = [*shares, *(_Share(client, _NOBODY, _NOBODY, _NO_SLOTS) for client in without_tokens)]
-        return [(share.client, _outputs(plan, result, token_ids, events, share)) for share in shares]
+        logprobs = logprobs_of_kept(result, advance.kept)
+        return [(share.client, _outputs(plan, token_ids, logprobs, events, share)) for share in shares]
 
-    def _due(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What is to be sent after this step: [num_tokens] indices into `rows`, ascending, and [num_tokens] token ids.
+    def _due(self, advance: Advance) -> tuple[list[_Share], np.ndarray]:
+        """What is to be sent after this step: the shares and [num_tokens] token ids.
 
-        Counts them as sent, and how many steps of the same rows will send nothing.
+        Counts them as sent, and how many steps of the same rows will bring nothing.
         """
         self._scheduler.settle()
-        table, every = self._table, self._table.output_interval[rows]
-        known = table.num_known_tokens[rows]
-        sent = np.where(every > 1, table.num_sent[rows], known - 1)
+        table, rows = self._table, advance.rows
+        new = np.ones(len(rows), np.int32) if advance.counts is None else advance.counts
+        every, known = table.output_interval[rows], table.num_known_tokens[rows]
+        sent = np.where(every > 1, table.num_sent[rows], known - new)
         is_first = sent == table.num_prompt_tokens[rows]
         due = (is_first | ~table.active[rows] | (known - sent >= every)).nonzero()[0]
         counts = (known - sent)[due]
         owners = np.repeat(due, counts)
-        nth_of_owner = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-        token_ids = table.token_ids[rows[owners], sent[owners] + nth_of_owner]
+        from_end = np.repeat(counts, counts) - nth_of_each(counts)  # 1 for a row's last token
+        token_ids = table.token_ids[rows[owners], known[owners] - from_end]
+        sources = np.where(from_end <= new[owners], np.cumsum(new)[owners] - from_end, -1)
         sent[due] = known[due]
         table.num_sent[rows] = sent
         self._quiet_steps = int((sent + every - known).min()) - 1
-        return owners, token_ids
+        return self._shares_of(rows[owners], sources), token_ids
 
-    def _shares_of(self, rows: np.ndarray, owners: np.ndarray | None) -> list[_Share]:
-        """owners: the row of each token, as indices into `rows`; None for one of each."""
-        sent_rows = rows if owners is None else rows[owners]
-        client_of, slots = self._table.client[sent_rows], self._table.slot[sent_rows]
+    def _shares_of(self, row_of: np.ndarray, sources: np.ndarray | None) -> list[_Share]:
+        """row_of: the row of each token; sources: see `_Share`, None where the tokens are all of the step's own."""
+        client_of, slots = self._table.client[row_of], self._table.slot[row_of]
         clients = set(client_of.tolist())
         if len(clients) == 1:
-            return [_Share(clients.pop(), None, owners, Tensor.from_numpy(slots))]
+            return [_Share(clients.pop(), None, sources, Tensor.from_numpy(slots))]
         chosen = [(client, np.flatnonzero(client_of == client)) for client in clients]
         return [
-            _Share(client, mine, mine if owners is None else owners[mine], Tensor.from_numpy(slots[mine]))
+            _Share(client, mine, mine if sources is None else sources[mine], Tensor.from_numpy(slots[mine]))
             for client, mine in chosen
         ]
 
 
 class _Share(msgspec.Struct, frozen=True):
-    """One client's part of a step's tokens."""
+    """One client's part of the tokens that are sent after a step."""
 
     client: int
     chosen: np.ndarray | None
-    """Indices into the tokens; None for all of them."""
-    owners: np.ndarray | None
-    """The row of each of its tokens, as indices into the step's rows; None for one token of each of all rows."""
+    """Indices into those tokens; None for all of them."""
+    sources: np.ndarray | None
+    """For each of its tokens, which of the step's own it is; -1 for one held back until now, which has no
+    log-probabilities. None: it has all of the step's own, in order."""
     slots: Tensor
 
 
+_NO_ROWS = np.zeros(0, np.int32)
 _NOBODY = np.zeros(0, np.int64)
 _NO_SLOTS = Tensor.of("int32", [])
 
 
 def _outputs(
-    plan: StepPlan, result: StepResult, token_ids: np.ndarray, events: StepEvents, share: _Share
+    plan: StepPlan, token_ids: np.ndarray, sent: LogprobsOfTokens, events: StepEvents, share: _Share
 ) -> StepOutputs:
     mine = _int32(token_ids if share.chosen is None else token_ids[share.chosen])
-    if result.logprobs is None and not events.is_any:
+    if sent[1] is None and not events.is_any:
         return StepOutputs(step=plan.step, slots=share.slots, token_ids=mine)
-    indices, logprobs = _logprobs_of(result, share.owners)
+    indices, logprobs = _logprobs_of(sent, share.sources)
     return StepOutputs(
         step=plan.step,
         slots=share.slots,
@@ -221,16 +234,17 @@ def _int32(values: np.ndarray) -> Tensor:
     return Tensor.from_numpy(values.astype(np.int32, copy=False))
 
 
-def _logprobs_of(result: StepResult, owners: np.ndarray | None) -> tuple[Tensor | None, LogprobRows | None]:
-    """The log-probabilities of some tokens, and their indices among those; see `_Share.owners`."""
-    if result.logprobs is None or result.logprob_indices is None:
+def _logprobs_of(sent: LogprobsOfTokens, sources: np.ndarray | None) -> tuple[Tensor | None, LogprobRows | None]:
+    """The log-probabilities of some tokens, and their indices among those; see `_Share.sources`."""
+    indices, logprobs = sent
+    if indices is None or logprobs is None:
         return None, None
-    if owners is None:
-        return Tensor.from_numpy(result.logprob_indices.astype(np.int32)), result.logprobs
-    place = np.full(len(result.rows), -1, np.int32)
-    place[owners] = np.arange(len(owners), dtype=np.int32)  # who has log-probabilities has one token here
-    of_row = place[result.logprob_indices]
-    mine = np.flatnonzero(of_row >= 0)
+    if sources is None:
+        return Tensor.from_numpy(indices.astype(np.int32)), logprobs
+    place = np.full(max(int(indices[-1]), int(sources.max(initial=-1))) + 2, -1, np.int32)
+    place[sources] = np.arange(len(sources), dtype=np.int32)  # those of -1 go to the end, which nobody reads
+    of_token = place[indices]
+    mine = np.flatnonzero(of_token >= 0)
     if len(mine) == 0:
         return None, None
-    return Tensor.from_numpy(of_row[mine]), select_rows(result.logprobs, mine)
+    return Tensor.from_numpy(of_token[mine]), logprobs.select(mine)

@@ -61,12 +61,12 @@ class Statistics:
     def step(self, result: StepResult) -> None:
         """A step has ended; its tokens are answered next."""
         self.gaps.step(result)
-        now_s, num_tokens = time.monotonic(), len(result.rows)
+        now_s = time.monotonic()
         self._interval_s = now_s - self._last_step_s if self._last_step_s else 0.0
         self._last_step_s = now_s
         if self._interval_s:
-            self._num_later_tokens += num_tokens
-            self._later_token_s += num_tokens * self._interval_s
+            self._num_later_tokens += len(result.token_ids)
+            self._later_token_s += len(result.rows) * self._interval_s  # a row's tokens waited together
 
     def first_token(self, request: Request) -> None:
         """One of the last step's tokens is the first of this request, whose `first_token_s` is set."""

@@ -37,7 +37,7 @@ def options_page() -> str:
     for group, specs in groups.items():
         rows = [(f"`{flag(spec.name)}`", _type(spec), default_text(spec), spec.option.help) for spec in specs]
         parts.append(f"## {group}\n\n" + _table(("option", "takes", "default", "what it does"), rows))
-    retired = [(f"`{old}`", f"`{new}`") for old, new in renamed_options().items()]
+    retired = [(f"`{old}`", f"`{new.removesuffix(':text')}`") for old, new in renamed_options().items()]
     parts.append(_UNSUPPORTED_INTRO)
     parts.append(_table(("retired name", "successor"), retired))
     by_reason: dict[str, list[str]] = {}

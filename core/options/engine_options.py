@@ -281,6 +281,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             default_text="on where workers or a GPU run the model; off in the engine core's own process on a CPU",
         ),
     ] = None
+    speculative_config: Annotated[
+        dict[str, Any],
+        Option(
+            SCHEDULER,
+            "Guess tokens ahead and check them together; the output is the same. method ngram takes what followed the "
+            "last prompt_lookup_min to prompt_lookup_max tokens earlier in the request, at most num_speculative_tokens "
+            'at once, such as {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, '
+            '"prompt_lookup_min": 2}; with more than disable_by_batch_size requests nothing is guessed',
+        ),
+    ] = {}
     stream_interval: Annotated[
         int,
         Option(SCHEDULER, "Tokens of an output that are told together; its first is told at once", "tokens", minimum=1),

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.options.engine_options import Options
+from headrace.core.options.speculation import Speculation
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +62,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool
     seed: int
     decisions: tuple[Decision, ...]
+    speculation: Speculation | None = None
+    """How requests get draft tokens; None: they get none."""
     weights_stay_packed: bool = False
     """Quantised weights are kept, and computed where the device can, as the checkpoint stores them."""
     weight_bits: int | None = None
@@ -70,6 +73,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     Where packed weights are not computed packed, and nobody asked for a type, keys and values are of `dtype` instead.
     """
+
+    @property
+    def max_logits(self) -> int:
+        """Most rows of logits that a step is sampled from: one for each request, and one for each draft."""
+        if self.speculation is None:
+            return self.max_num_seqs
+        return min(max(self.max_num_seqs, self.speculation.most_step_tokens), self.max_num_batched_tokens)
 
 
 class MemoryReading(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Decision, ModelDescription, Plan
+from headrace.core.options.speculation import speculation_of
 from headrace.ipc.failure import OptionError
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
@@ -61,6 +62,15 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
     defaults, defaults_reason = _generation_defaults(options, model)
     if defaults:
         decide("sampling defaults", msgspec.json.encode(defaults).decode(), defaults_reason)
+    speculation = speculation_of(options.speculative_config, on_gpu=model.device_bytes > 0)
+    if speculation is not None:
+        lookup = f"{speculation.prompt_lookup_min} to {speculation.prompt_lookup_max}"
+        decide(
+            "speculative_config",
+            f"ngram, at most {speculation.num_speculative_tokens} draft tokens",
+            f"asked for; they follow an earlier run of the last {lookup} tokens, in steps of up to "
+            f"{speculation.most_step_tokens} tokens",
+        )
     prefix_caching = options.enable_prefix_caching
     if prefix_caching and model.why_no_prefix_caching:
         prefix_caching = decide("enable_prefix_caching", False, model.why_no_prefix_caching)
@@ -78,6 +88,7 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=tokens,
         max_logprobs=max_logprobs,
+        speculation=speculation,
         enable_prefix_caching=prefix_caching,
         seed=seed,
         decisions=tuple(decisions),

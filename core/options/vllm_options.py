@@ -55,7 +55,8 @@ def unsupported_options() -> Mapping[str, Unsupported]:
 
 @functools.cache
 def renamed_options() -> Mapping[str, str]:
-    """Retired names and what took over: `option`, `option.key` of one that is an object, or `option=value`."""
+    """Retired names and what took over: `option`, `option.key` of one that is an object (its value JSON, or with
+    `option.key:text` text), or `option=value`."""
     return types.MappingProxyType(_file()["renamed"])
 
 
@@ -84,7 +85,8 @@ def rename(name: str, value: Any) -> tuple[str, Any, str]:
             raise ValueError(f"{name}={value}: it must be true or false")
         return option, fixed if asked else None, f"{name} is retired; use {option}={fixed}"
     if key:
-        if isinstance(value, str):
+        key, _, form = key.partition(":")
+        if isinstance(value, str) and form != "text":
             try:
                 value = json.loads(value)
             except ValueError as error:

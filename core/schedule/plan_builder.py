@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.core.schedule.requests import RowTable
-from headrace.ipc.step import NewRow, StepPlan
+from headrace.ipc.step import Attachment, Drafts, NewRow, StepPlan
 
 _NO_ROWS = np.empty(0, np.int32)
 
@@ -14,8 +14,9 @@ class PlanBuilder:
     """Decodes are kept as arrays, since there may be a thousand; prefills one by one, since each is large."""
 
     def __init__(self, budget_tokens: int) -> None:
-        self.budget = budget_tokens
+        self.budget = self._all_tokens = budget_tokens
         self.decodes: np.ndarray = _NO_ROWS
+        self._drafts: dict[int, np.ndarray] = {}  # of decodes, by their index and in its order
         self._block_rows: list[int] = []
         self._block_ids: list[int] = []
         self._granted: dict[int, int] = {}
@@ -31,6 +32,17 @@ class PlanBuilder:
         self._block_rows += rows_with_new_block.tolist()
         self._block_ids += blocks
         self.budget -= len(rows)
+
+    @property
+    def total_tokens(self) -> int:
+        return self._all_tokens - self.budget
+
+    def add_draft(self, index: int, token_ids: np.ndarray, blocks: list[int]) -> None:
+        """Guessed tokens, [num_drafts] int32, of the decode at `index`, which was given `blocks` for them."""
+        self._drafts[index] = token_ids
+        self.budget -= len(token_ids)
+        self._block_rows += [int(self.decodes[index])] * len(blocks)
+        self._block_ids += blocks
 
     def admit(self, row: int, num_cached_tokens: int) -> None:
         """A request entered `row` in this step: it will be sent in full, its blocks included."""
@@ -55,7 +67,13 @@ class PlanBuilder:
         prefills = np.fromiter(self._granted, np.int32, len(self._granted))
         counts = np.fromiter(self._granted.values(), np.int32, len(self._granted))
         rows = np.concatenate([self.decodes.astype(np.int32), prefills])
-        num_tokens = np.concatenate([np.ones(len(self.decodes), np.int32), counts])
+        decoded, attachments = np.ones(len(self.decodes), np.int32), tuple[Attachment, ...]()
+        if self._drafts:
+            num_drafts = np.zeros(len(rows), np.int32)
+            num_drafts[list(self._drafts)] = [len(each) for each in self._drafts.values()]
+            attachments = (Drafts(counts=num_drafts, token_ids=np.concatenate(list(self._drafts.values()))),)
+            decoded += num_drafts[: len(decoded)]
+        num_tokens = np.concatenate([decoded, counts])
         num_computed_tokens = table.num_computed_tokens[rows]
         return StepPlan(
             step=step,
@@ -66,7 +84,9 @@ class PlanBuilder:
             rows=rows,
             num_tokens=num_tokens,
             num_computed_tokens=num_computed_tokens,
-            sampled=num_computed_tokens + num_tokens == table.num_tokens[rows],
+            sampled=num_computed_tokens + num_tokens >= table.num_tokens[rows],
+            total_tokens=self.total_tokens,
+            attachments=attachments,
         )
 
     def _new_row(self, row: int, table: RowTable) -> NewRow:

@@ -41,6 +41,11 @@ class RepeatedDecode:
             requests = [table.requests[row] for row in plan.rows.tolist()]
             self._ending_token_ids = self._ending_token_ids.union(*(each.stop_token_ids for each in requests if each))
 
+    def limit(self, num_steps: int | None) -> None:
+        """There are at most so many more plans, where that is known."""
+        if num_steps is not None:
+            self.steps_left = min(self.steps_left, num_steps)
+
     def next_plan(self, step: int) -> StepPlan | None:
         """None where the stages have to decide: a request is about to end, or there are not enough blocks."""
         if self.steps_left <= 0:
@@ -72,14 +77,15 @@ class RepeatedDecode:
             num_tokens=before.num_tokens,
             num_computed_tokens=before.num_computed_tokens + 1,
             sampled=before.sampled,
-            repeats=True,
+            total_tokens=len(self.rows),
         )
         return self._plan
 
     def _steps_to_full_block(self) -> int:
-        table = self._table
+        """Or to the end of what a row holds, which may be several blocks: it got them for drafts that were wrong."""
+        table, computed = self._table, self._table.num_computed_tokens[self.rows]
         held_tokens = table.num_blocks[self.rows] * table.block_size
-        return int((held_tokens - table.num_computed_tokens[self.rows]).min())
+        return int(np.minimum(held_tokens - computed, table.block_size - computed % table.block_size).min())
 
     def _rows_without_room(self) -> np.ndarray:
         table = self._table

@@ -19,19 +19,23 @@ A class of one's own (`--scheduler-cls`) is derived from `Scheduler` and replace
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 import numpy as np
 
+from headrace.core.options.speculation import Speculation
 from headrace.core.schedule.block_hashes import BlockHasher
 from headrace.core.schedule.blocks import BlockPool
+from headrace.core.schedule.ngram_drafter import DraftCounts, NgramDrafter
 from headrace.core.schedule.plan_builder import PlanBuilder
 from headrace.core.schedule.policies import PrefillLimits, in_turn, order_of, prefill_share
 from headrace.core.schedule.repeated_decode import RepeatedDecode
 from headrace.core.schedule.requests import Request, RowTable, State, WaitingQueue
 from headrace.ipc.messages import FinishReason
-from headrace.ipc.step import StepPlan, StepResult
+from headrace.ipc.step import StepPlan, StepResult, nth_of_each
 
-_STAGES = ("_extend_decodes", "_extend_prefills", "_admit_waiting", "_top_up_prefills", "_seal", "_extend")
+_STAGES = ("_extend_decodes", "_extend_prefills", "_admit_waiting", "_top_up_prefills", "_draft", "_seal", "_extend")
 """Methods that are run anew for every step of a class that has its own."""
 
 
@@ -52,6 +56,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_steps_in_flight: int = 1
     rows_run_ahead: bool = True
     """A row may be in several steps in flight; else it is left out of plans until its last token is known."""
+    speculation: Speculation | None = None
+    """How decodes get draft tokens; None: they get none."""
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -63,11 +69,49 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Advance(msgspec.Struct, frozen=True):
-    """What a step brought: one new token for each of `rows`, which stay valid until the next `schedule`."""
+    """What a step brought: new tokens of `rows`, which stay valid until the next `schedule`."""
 
     rows: np.ndarray
     token_ids: np.ndarray
+    """[num_tokens] int32, row after row"""
+    counts: np.ndarray | None
+    """[num_rows]: how many each row brings; None: one each"""
     ended: list[Ended]
+    first: list[Request]
+    """Requests whose first token is among them."""
+    kept: np.ndarray | None = None
+    """[num_tokens_of_the_result] bool: the tokens above, less those after an end. None: all of them."""
+
+
+class _NewTokens(NamedTuple):
+    """A result's tokens; all are [num_tokens] but for counts."""
+
+    row_of: np.ndarray
+    num_tokens: np.ndarray  # how many its row has with it
+    token_ids: np.ndarray
+    counts: np.ndarray | None  # [num_rows]: of each row; None: one each
+    ends: np.ndarray  # its request
+    stops: np.ndarray  # ends it, and not for its length
+    is_stop_token: np.ndarray  # one of the request's own
+    kept: np.ndarray | None = None  # of the result's tokens, which these are; None: all
+
+    def up_to_first_end(self, counts: np.ndarray) -> _NewTokens:
+        """Without what follows an end in the same row."""
+        starts = np.cumsum(counts) - counts
+        num_before = np.cumsum(self.ends) - self.ends
+        kept = num_before == np.repeat(num_before[starts], counts)
+        if kept.all():
+            return self
+        return _NewTokens(
+            row_of=self.row_of[kept],
+            num_tokens=self.num_tokens[kept],
+            token_ids=self.token_ids[kept],
+            counts=np.add.reduceat(kept, starts, dtype=counts.dtype),
+            ends=self.ends[kept],
+            stops=self.stops[kept],
+            is_stop_token=self.is_stop_token[kept],
+            kept=kept,
+        )
 
 
 class Scheduler:
@@ -103,6 +147,7 @@ class Scheduler:
         self._is_eos[list(config.eos_token_ids)] = True
         self._repeated: RepeatedDecode | None = None  # while the stages would find what they found last time
         self._has_own_stages = any(getattr(type(self), name) is not getattr(Scheduler, name) for name in _STAGES)
+        self._drafter = None if config.speculation is None else NgramDrafter(config.speculation, config.max_num_seqs)
         self._last_step = np.zeros(config.max_num_seqs, np.int64)  # in which a row was computed; to take turns by
 
     # --- requests come and go -----------------------------------------------------------------------------------
@@ -133,6 +178,11 @@ class Scheduler:
         return self.config.max_num_seqs - len(self.rows.free)
 
     @property
+    def drafts(self) -> DraftCounts | None:
+        """What became of draft tokens; None where nothing is drafted."""
+        return None if self._drafter is None else self._drafter.counts
+
+    @property
     def has_work(self) -> bool:
         return self.num_running > 0 or self.waiting.head() is not None
 
@@ -155,6 +205,7 @@ class Scheduler:
             self._extend_prefills(builder)
             self._admit_waiting(builder)
             self._top_up_prefills(builder)
+            self._draft(builder)
             if not builder.is_empty or not self.num_running or self.num_in_flight:
                 break
             self.preempt(self.rows.last_served())  # partial prefills block each other: the last to be served yields
@@ -179,6 +230,8 @@ class Scheduler:
                 is_pending = table.num_known_tokens[decodes] < table.num_tokens[decodes]
                 last_step = self._last_step[decodes]
                 decodes = decodes[in_turn(is_pending, last_step, self.config.max_steps_in_flight)]
+            if self._drafter is not None and self.num_in_flight:
+                decodes = decodes[~self._drafter.waits(table, decodes)]
             full = decodes[table.num_computed_tokens[decodes] >= table.num_blocks[decodes] * block_size]
             if len(full) <= self.pool.num_available:
                 break
@@ -238,6 +291,30 @@ class Scheduler:
             if rest > 0:
                 self._extend(builder, row, min(rest, builder.budget))
 
+    def _draft(self, builder: PlanBuilder) -> None:
+        """Decodes get drafts of their next tokens, as far as there is room for them in the step and in the cache."""
+        if self._drafter is None or not len(builder.decodes):
+            return
+        table, block_size, _drafts = self.rows, self.config.block_size, dict[int, np.ndarray]()
+        due = self._drafter.due(table, builder.decodes)
+        budget = min(builder.budget, self._drafter.speculation.most_step_tokens - builder.total_tokens)
+        for nth, index in enumerate(due.tolist()):
+            row = int(builder.decodes[index])
+            num_tokens, held = int(table.num_tokens[row]), int(table.num_blocks[row])
+            # Each running request may want a block before this one is done with those it gets for drafts.
+            spare = max(0, self.pool.num_available - self.num_running)
+            limit = min(
+                budget // (len(due) - nth),
+                int(table.max_tokens_total[row]) - num_tokens - 1,
+                (held + spare) * block_size - num_tokens,
+            )
+            draft = self._drafter.propose(row, table.token_ids[row, :num_tokens], limit)
+            if len(draft):
+                blocks = self.pool.allocate(max(0, -(-(num_tokens + len(draft)) // block_size) - held))
+                table.append_blocks(row, blocks)
+                builder.add_draft(index, draft, blocks)
+                budget -= len(draft)
+
     def _seal(self, builder: PlanBuilder) -> StepPlan:
         self._step += 1
         plan = builder.seal(self._step, self.rows, self._released)
@@ -246,12 +323,16 @@ class Scheduler:
         table.num_computed_tokens[plan.rows] += plan.num_tokens
         self._publish_full(builder.decodes)
         table.num_tokens[plan.rows[plan.sampled]] += 1
+        quiet_steps = None  # how many plans there can be before somebody might get a draft; None: any number
+        if self._drafter is not None:
+            quiet_steps = self._drafter.seal(plan, table)
         if not self.config.rows_run_ahead:
             self._last_step[plan.rows] = self._step
         self.num_in_flight += 1
         decodes_alone = len(builder.decodes) == self.num_running == len(plan.rows) and not self.waiting
-        if decodes_alone and self.config.rows_run_ahead and not self._has_own_stages:
+        if decodes_alone and self.config.rows_run_ahead and not self._has_own_stages and quiet_steps != 0:
             self._repeated = RepeatedDecode(plan, table, self.pool, self.config.eos_token_ids, self._publish_full)
+            self._repeated.limit(quiet_steps)
         return plan
 
     # --- the answer ---------------------------------------------------------------------------------------------
@@ -263,37 +344,64 @@ class Scheduler:
         now, or none (`outputs.drop_departed`).
         """
         self.num_in_flight -= 1
-        table, rows, token_ids = self.rows, result.rows, result.token_ids
+        table, rows, token_ids, _counts = self.rows, result.rows, result.token_ids, result.counts
         if self._repeated is not None:
             names_blocks = self.hasher is not None and self.num_in_flight
             if rows is self._repeated.rows and not names_blocks and self._repeated.take(token_ids):
-                return Advance(rows, token_ids, [])
+                return Advance(rows, token_ids, None, [], [])
             self.settle()
-        num_tokens = table.num_known_tokens[rows]
-        table.token_ids[rows, num_tokens] = token_ids
-        num_tokens += 1
-        table.num_known_tokens[rows] = num_tokens
-        may_stop = num_tokens > table.min_tokens_total[rows]
-        stopped = may_stop & table.stops_at_eos[rows] & self._is_eos[token_ids]
-        stop_token: dict[int, int] = {}
-        for index in (table.has_stop_token_ids[rows] & may_stop & ~stopped).nonzero()[0].tolist():
-            token, request = int(token_ids[index]), table.requests[rows[index]]
-            if request is not None and token in request.stop_token_ids:
-                stopped[index] = True
-                stop_token[index] = token
-        at_limit = num_tokens >= table.max_tokens_total[rows]
+        known = table.num_known_tokens[rows]
+        first = [each for row in rows[known == table.num_prompt_tokens[rows]].tolist() if (each := table.requests[row])]
+        new = self._new_tokens(result, known)
+        table.token_ids[new.row_of, new.num_tokens - 1] = new.token_ids
+        known_now = new.num_tokens if new.counts is None else known + new.counts
+        table.num_known_tokens[rows] = known_now
+        if result.counts is not None:
+            self._take_drafted(rows, known, known_now, result.counts)
         ended = []
-        for index in (stopped | at_limit).nonzero()[0].tolist():
-            reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH
-            request = self._leave(int(rows[index]))
+        for index in new.ends.nonzero()[0].tolist():
+            request = self._leave(int(new.row_of[index]))
             request.state = State.FINISHED
-            ended.append(Ended(request, reason, stop_token.get(index)))
+            stop_token = int(new.token_ids[index]) if new.is_stop_token[index] else None
+            reason = FinishReason.STOP if new.stops[index] else FinishReason.LENGTH
+            ended.append(Ended(request, reason, stop_token))
         if self.hasher is not None and self.num_in_flight:
             # Blocks whose last token a step in flight computes, and that could not be named before it was known.
-            full = (num_tokens % self.config.block_size == 0) & (table.num_computed_tokens[rows] >= num_tokens)
+            full = (known_now % self.config.block_size == 0) & (table.num_computed_tokens[rows] >= known_now)
             for index in (full & table.active[rows]).nonzero()[0].tolist():
-                self._publish(int(rows[index]), int(num_tokens[index]) - 1, 1)
-        return Advance(rows, token_ids, ended)
+                self._publish(int(rows[index]), int(known_now[index]) - 1, 1)
+        return Advance(rows, new.token_ids, new.counts, ended, first, new.kept)
+
+    def _new_tokens(self, result: StepResult, known: np.ndarray) -> _NewTokens:
+        """A result's tokens up to where they end their requests. known: [num_rows], tokens of each row before."""
+        table, row_of, token_ids, counts = self.rows, result.rows, result.token_ids, result.counts
+        num_tokens = known + 1
+        if counts is not None:
+            row_of, num_tokens = np.repeat(row_of, counts), np.repeat(num_tokens, counts) + nth_of_each(counts)
+        may_stop = num_tokens > table.min_tokens_total[row_of]
+        stops = may_stop & table.stops_at_eos[row_of] & self._is_eos[token_ids]
+        is_stop_token = np.zeros(len(token_ids), bool)
+        for index in (table.has_stop_token_ids[row_of] & may_stop & ~stops).nonzero()[0].tolist():
+            request = table.requests[row_of[index]]
+            is_stop_token[index] = request is not None and int(token_ids[index]) in request.stop_token_ids
+        stops |= is_stop_token
+        ends = stops | (num_tokens >= table.max_tokens_total[row_of])
+        new = _NewTokens(row_of, num_tokens, token_ids, counts, ends, stops, is_stop_token)
+        return new if counts is None else new.up_to_first_end(counts)
+
+    def _take_drafted(self, rows: np.ndarray, known: np.ndarray, known_now: np.ndarray, counts: np.ndarray) -> None:
+        """Of rows with drafts: which of their tokens are computed, now that it is known which drafts were right.
+
+        known, known_now: tokens of each row before and after; counts: how many were sampled, [num_rows] each.
+        """
+        assert self._drafter is not None, "only drafts bring a row several tokens"
+        table = self.rows
+        drafted = self._drafter.take(table, rows, counts)
+        table.num_tokens[rows[drafted]] = known_now[drafted]
+        table.num_computed_tokens[rows[drafted]] = known_now[drafted] - 1
+        if self.hasher is not None:
+            for index in drafted.nonzero()[0].tolist():
+                self._publish(int(rows[index]), int(known[index]) - 1, int(known_now[index] - known[index]))
 
     # --- pieces of the stages -----------------------------------------------------------------------------------
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.executor.sampling.token_rules import TokenRules, rules_of
+from headrace.executor.sampling.verification import SampledPositions
 from headrace.ipc.messages import Sampling
-from headrace.ipc.step import NewRow, StepPlan
+from headrace.ipc.step import Drafts, NewRow, StepPlan, nth_of_each
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy, as in vLLM."""
@@ -167,9 +168,19 @@ class BatchState:
             self._enter(new)
         if plan.block_rows.size:
             self.append_blocks(plan.block_rows, plan.block_ids)
+        if plan.drafts is not None:
+            self._put_drafts(plan, plan.drafts)
 
-    def append_sampled(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
-        """One sampled token for each of rows [n] (distinct), token_ids [n]."""
+    def _put_drafts(self, plan: StepPlan, drafts: Drafts) -> None:
+        """After each row's known tokens, of which they are none."""
+        rows = np.repeat(plan.rows, drafts.counts)
+        self.tokens[rows, self.num_tokens[rows] + nth_of_each(drafts.counts)] = drafts.token_ids
+
+    def append_sampled(self, rows: np.ndarray, token_ids: np.ndarray, counts: np.ndarray | None = None) -> None:
+        """Sampled tokens for rows [n] (distinct): counts [n] each, row after row; without counts one each."""
+        if counts is not None:
+            self._append_several(rows, token_ids, counts)
+            return
         columns = self.num_tokens[rows]
         # A row that just reached max_model_len ends there: its last token is never computed.
         if np.maximum.reduce(columns, initial=0) >= self.tokens.shape[1]:
@@ -177,6 +188,13 @@ class BatchState:
             rows, columns, token_ids = rows[fits], columns[fits], token_ids[fits]
         self.tokens[rows, columns] = token_ids
         self.num_tokens[rows] = columns + 1
+
+    def _append_several(self, rows: np.ndarray, token_ids: np.ndarray, counts: np.ndarray) -> None:
+        row_of, nth = np.repeat(rows, counts), nth_of_each(counts)
+        columns = self.num_tokens[row_of] + nth
+        fits = columns < self.tokens.shape[1]
+        self.tokens[row_of[fits], columns[fits]] = token_ids[fits]
+        self.num_tokens[rows] = np.minimum(self.num_tokens[rows] + counts, self.tokens.shape[1])
 
     def append_repeated(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
         """As `append_sampled`, for a step that repeats the one before. Nothing but `apply` may follow, or the same for
@@ -196,8 +214,9 @@ class BatchState:
         """Bits of `Needs`: what any of rows asks for."""
         return int(np.bitwise_or.reduce(self.sampling.needs[rows]))
 
-    def draws(self, rows: np.ndarray) -> Draws:
-        """What `rows` ask for in drawing their next tokens, whose place is after the last known one."""
+    def draws(self, rows: np.ndarray, num_tokens: np.ndarray | None = None) -> Draws:
+        """What `rows` ask for in drawing their next tokens, which follow num_tokens [num_rows] tokens of each; None:
+        all known ones."""
         columns = self.sampling
         is_random = (columns.needs[rows] & Needs.RANDOM) != 0
         return Draws(
@@ -206,14 +225,16 @@ class BatchState:
             top_p=columns.top_p[rows],
             min_p=columns.min_p[rows],
             seed=columns.seed[rows],
-            position=self.num_tokens[rows],
+            position=self.num_tokens[rows] if num_tokens is None else num_tokens,
         )
 
-    def arrays(self, plan: StepPlan, *, reads_logits: bool = True) -> StepArrays:
-        """The step's inputs. Needs `apply(plan)` first."""
+    def arrays(
+        self, plan: StepPlan, places: SampledPositions | None = None, *, reads_logits: bool = True
+    ) -> StepArrays:
+        """The step's inputs. Needs `apply(plan)` first. places: those of a plan with drafts."""
         rows, num_tokens, start = plan.rows, plan.num_tokens, plan.num_computed_tokens
         num_seqs = len(rows)
-        if int(np.add.reduce(num_tokens)) == num_seqs:  # a token of each, as in most steps
+        if plan.total_tokens == num_seqs:  # a token of each, as in most steps
             query_start = self._counting[: num_seqs + 1]
             token_rows, positions, seq_lens = rows, start, start + 1
         else:
@@ -223,6 +244,10 @@ class BatchState:
             positions = np.arange(int(query_start[-1]), dtype=np.int32) + np.repeat(
                 start - query_start[:-1], num_tokens
             )
+        if places is None:
+            logits_indices = query_start[1:][plan.sampled] - np.int32(1)
+        else:
+            logits_indices = places.logits_indices(query_start, plan.sampled)
         block_indices, offsets = np.divmod(positions, self.block_size)
         slot_mapping = self.block_table[token_rows, block_indices] * np.int64(self.block_size) + offsets
         width = -(-int(np.maximum.reduce(seq_lens, initial=0)) // self.block_size)
@@ -233,7 +258,7 @@ class BatchState:
             query_start=query_start,
             seq_lens=seq_lens,
             block_tables=self.block_table[rows, :width],
-            logits_indices=query_start[1:][plan.sampled] - np.int32(1),
+            logits_indices=logits_indices,
             prompt_lens=self.num_prompt_tokens[rows],
             block_size=self.block_size,
             reads_logits=reads_logits,

@@ -82,7 +82,7 @@ class CpuDecoder:
         if written is None or kv_cache is not written.kv_cache:
             writer = ProgramWriter(self._model, kv_cache, self._limits, self.runtime, self._place)
             written = self._written = writer.write()
-            self._logits = [written.logits[:count] for count in range(self._limits.max_seqs + 1)]
+            self._logits = [written.logits[:count] for count in range(self._limits.max_logits + 1)]
         return written
 
     def step(self, arrays: StepArrays, kv_cache: KVCache, draws: Draws | None) -> StepLogits:
@@ -96,7 +96,7 @@ class CpuDecoder:
         return StepLogits(self._logits[count], self._logits_at, chosen)
 
     def repeat(self, begun: BegunBlocks | None) -> Chosen:
-        """The step before once more, which computed and chose a token for each of its sequences: see `StepPlan`."""
+        """The step before once more, which computed and chose a token for each of its sequences: each is one on."""
         assert self._written is not None, "a step comes first"
         buffers, columns = self._written.buffers, self._written.columns
         count = buffers.step.num_seqs
@@ -130,7 +130,7 @@ class CpuDecoder:
         columns.position[:count] = draws.position
 
     def _logits_at(self, first: int, last: int) -> Tensor:
-        written, most = self._written, self._limits.max_seqs
+        written, most = self._written, self._limits.max_logits
         assert written is not None, "a step comes first"
         written.columns.temperature[:] = 0.0  # nobody wants these rows' tokens
         if last - first <= most:
@@ -159,7 +159,7 @@ class CpuRank(CpuDecoder):
         return no_logits()
 
     def repeat(self, begun: BegunBlocks | None) -> Chosen:
-        """As in `CpuDecoder`; with stages no plan repeats the one before."""
+        """As in `CpuDecoder`; with stages no step is repeated."""
         chosen = super().repeat(begun)
         self._check_ranks()
         return chosen

@@ -39,9 +39,15 @@ class StepLimits:
 
     max_tokens: int
     max_seqs: int
-    """Sequences, and so rows of logits."""
+    """Sequences."""
     max_positions: int
     """Tokens of one sequence."""
+    more_logits: int = 0
+    """Rows of logits beyond one for each sequence, as draft tokens have them."""
+
+    @property
+    def max_logits(self) -> int:
+        return min(self.max_seqs + self.more_logits, self.max_tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +59,7 @@ class WrittenProgram:
     buffers: StepBuffers
     hidden: Tensor
     """[max_tokens, hidden_size] float32: where a stage of a pipeline starts from, and what it leaves to the next."""
-    logits: Tensor  # [max_seqs, vocab_size] float32; no rows where another stage has the head
+    logits: Tensor  # [max_logits, vocab_size] float32; no rows where another stage has the head
     columns: SamplingColumns  # the same
 
 
@@ -84,7 +90,7 @@ class ProgramOps:
     ) -> None:
         """num_positions: for which there are cos and sin."""
         spec = model.spec
-        self.builder, self.max_logits = builder, min(limits.max_seqs, limits.max_tokens)
+        self.builder, self.max_logits = builder, limits.max_logits
         self.ranks = RankBuffers(place, limits.max_tokens) if place.tp_size > 1 else None
         self.inner = inner_dtype(model)
         self._spec, self._place, self._num_positions = spec, place, num_positions
@@ -227,8 +233,7 @@ class ProgramWriter:
     ) -> None:
         self._model, self._spec, self._kv_cache, self._limits = model, model.spec, kv_cache, limits
         self._place, self._runtime = place, runtime
-        max_logits = min(limits.max_seqs, limits.max_tokens)
-        self._builder = Builder(runtime, max_tokens=limits.max_tokens, max_logits=max_logits, alone_s=ALONE_S)
+        self._builder = Builder(runtime, max_tokens=limits.max_tokens, max_logits=limits.max_logits, alone_s=ALONE_S)
         num_positions = min(limits.max_positions, kv_cache.num_blocks * kv_cache.block_size)
         self._ops = ProgramOps(self._builder, model, place, limits, num_positions)
         self._ranks = self._ops.ranks
@@ -255,7 +260,7 @@ class ProgramWriter:
         buffers = StepBuffers(
             max_tokens=self._limits.max_tokens,
             max_seqs=self._limits.max_seqs,
-            max_logits=self._limits.max_seqs,
+            max_logits=self._limits.max_logits,
             max_blocks=-(-self._limits.max_positions // self._kv_cache.block_size),
         )
         return WrittenProgram(self._kv_cache, program, buffers, self._hidden.tensor, logits, columns)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -12,6 +14,7 @@ from headrace.executor.cpu.batch import BatchState, Draws, Needs, StepArrays
 from headrace.executor.models.inputs import BegunBlocks, Chosen, StepLogits
 from headrace.executor.sampling.logprobs import logprob_rows
 from headrace.executor.sampling.sampler import Choose, Sampled, find_problems, row_failure, sample
+from headrace.executor.sampling.verification import SampledPositions, verify
 from headrace.ipc.step import PromptLogprobRun, StepPlan, StepResult
 
 PROMPT_LOGITS_BYTES = 1 << 27
@@ -39,11 +42,45 @@ class RepeatingModel(Protocol):
         """The step before, a decode whose tokens it chose, with each sequence one token on."""
 
 
+class _Repeating:
+    """A decode that goes on: the same rows, each a token on in every step, with nobody coming or leaving."""
+
+    def __init__(self, model: RepeatingModel, plan: StepPlan, block_size: int) -> None:
+        """After the model has computed and chosen one token of each row of the plan."""
+        self.model = model
+        self._rows, self._block_size = plan.rows, block_size
+        self._steps_to_block = self._until_block(plan)
+
+    def goes_on(self, plan: StepPlan) -> bool:
+        """Whether the plan is such a step. That each row is one on, and sampled from, need not be looked at: each has
+        got a token that was not computed."""
+        if plan.total_tokens != len(self._rows) or plan.new_rows or plan.released_rows.size:
+            return False
+        return plan.rows is self._rows or np.array_equal(plan.rows, self._rows)
+
+    def begun_blocks(self, plan: StepPlan, block_table: np.ndarray) -> BegunBlocks | None:
+        """Where rows of the plan, which goes on, begin a block. block_table: [num_rows, max_blocks], up to date."""
+        self._steps_to_block -= 1
+        if self._steps_to_block:
+            return None
+        self._steps_to_block = self._until_block(plan)
+        begun = np.flatnonzero(plan.num_computed_tokens % self._block_size == 0)
+        places = plan.num_computed_tokens[begun] // self._block_size
+        return BegunBlocks(begun.tolist(), places, block_table[plan.rows[begun], places])
+
+    def _until_block(self, plan: StepPlan) -> int:
+        """Steps after the plan until a row begins a block."""
+        return self._block_size - int((plan.num_computed_tokens % self._block_size).max())
+
+
 class ModelRunner:
     """Owns the batch state; borrows the model and its cache. Used from one thread."""
 
-    def __init__(self, model: Model, kv_cache: Any, batch: BatchState, *, vocab_size: int) -> None:
-        self._kv_cache, self._batch = kv_cache, batch
+    def __init__(
+        self, model: Model, kv_cache: Any, batch: BatchState, *, vocab_size: int, may_repeat: bool = True
+    ) -> None:
+        """may_repeat: False where the model is not asked to repeat a step even if it could."""
+        self._kv_cache, self._batch, self._may_repeat = kv_cache, batch, may_repeat
         self.use(model)
         self._prompt_rows_at_once = max(1, PROMPT_LOGITS_BYTES // (4 * vocab_size))
         self._began_s = self._ended_s = 0.0  # of the forward pass at hand
@@ -51,49 +88,62 @@ class ModelRunner:
     def use(self, model: Model) -> None:
         """From the next step on. The rows stay as they are."""
         self._model = model
-        self._repeats = model if isinstance(model, RepeatingModel) else None
-        self._repeating: RepeatingModel | None = None  # once it has chosen the tokens of the step before
+        self._repeats = model if isinstance(model, RepeatingModel) and self._may_repeat else None
+        self._repeating: _Repeating | None = None  # once the model has chosen the tokens of the step before
 
     def step(self, plan: StepPlan) -> StepResult:
         """Runs one step. Plans must come in the core's order, as each changes the state the next builds on.
 
         A row whose logits are not finite becomes a RowFailure; any exception ends the engine.
         """
-        if plan.repeats and self._repeating is not None:
+        if self._repeating is not None and self._repeating.goes_on(plan):
             return self._repeat(plan, self._repeating)
         batch, self._repeating = self._batch, None
         batch.apply(plan)
         if not len(plan.rows):
             return StepResult(step=plan.step, rows=np.zeros(0, np.int32), token_ids=np.zeros(0, np.int32))
         needs = batch.needs(plan.rows)
-        arrays, rows = batch.arrays(plan, reads_logits=needs != 0), plan.rows[plan.sampled]
-        draws = batch.draws(rows) if needs & Needs.RANDOM else None
+        places = None if plan.drafts is None else SampledPositions(plan, plan.drafts)
+        arrays = batch.arrays(plan, places, reads_logits=needs != 0)
+        rows, num_tokens = plan.rows[plan.sampled], None
+        if places is not None:
+            rows, num_tokens = places.row_of, batch.num_tokens[places.row_of] + places.nth
+        draws = batch.draws(rows, num_tokens) if needs & Needs.RANDOM else None
         self._began_s = time.monotonic()
         computed = self._model.step(arrays, self._kv_cache, draws)
         self._ended_s = time.monotonic()
         if computed.chosen is None or needs & ~(Needs.RANDOM | Needs.TRUNCATION):
-            return self._sample(plan, arrays, rows, computed)
+            return self._sample(plan, arrays, rows, computed, places)
         sampled = Sampled(computed.chosen.token_ids, find_problems(computed.chosen.best))
+        if places is not None:
+            return self._verified(plan, places, sampled)
         # Failed rows get some token too: a plan made before the failure was known may still compute them.
         batch.append_sampled(rows, sampled.token_ids)
-        self._repeating = self._repeats
+        if self._repeats is not None and plan.total_tokens == len(rows) == len(plan.rows):
+            self._repeating = _Repeating(self._repeats, plan, batch.block_size)
         return self._result(plan, rows, sampled, (), _by_row(rows, sampled.problems))
 
-    def _repeat(self, plan: StepPlan, model: RepeatingModel) -> StepResult:
-        begun = None
+    def _repeat(self, plan: StepPlan, repeating: _Repeating) -> StepResult:
+        batch = self._batch
         if plan.block_rows.size:
-            self._batch.append_blocks(plan.block_rows, plan.block_ids)
-            places, order = self._batch.num_blocks[plan.block_rows] - 1, plan.rows.tolist()
-            begun = BegunBlocks([order.index(row) for row in plan.block_rows.tolist()], places, plan.block_ids)
+            batch.append_blocks(plan.block_rows, plan.block_ids)
+        begun = repeating.begun_blocks(plan, batch.block_table)
         self._began_s = time.monotonic()
-        chosen = model.repeat(begun)
+        chosen = repeating.model.repeat(begun)
         self._ended_s = time.monotonic()
         sampled = Sampled(chosen.token_ids, find_problems(chosen.best))
-        self._batch.append_repeated(plan.rows, sampled.token_ids)
+        batch.append_repeated(plan.rows, sampled.token_ids)
         return self._result(plan, plan.rows, sampled, (), _by_row(plan.rows, sampled.problems))
 
     @torch.inference_mode()
-    def _sample(self, plan: StepPlan, arrays: StepArrays, rows: np.ndarray, computed: StepLogits) -> StepResult:
+    def _sample(
+        self,
+        plan: StepPlan,
+        arrays: StepArrays,
+        rows: np.ndarray,
+        computed: StepLogits,
+        places: SampledPositions | None,
+    ) -> StepResult:
         """Samples for `rows` from their logits, and appends the tokens to the batch."""
         batch, logits = self._batch, computed.sampled
         problems: dict[int, str] = {}  # row -> why it failed
@@ -101,14 +151,44 @@ class ModelRunner:
         if batch.needs(plan.rows) & Needs.PROMPT_LOGPROBS:
             logits = logits.clone()
             prompt_logprobs = self._prompt_logprobs(plan, arrays, computed, problems)
-            if problems:
+            if problems and places is None:
                 unharmed = ~np.isin(rows, list(problems))
                 rows, logits = rows[unharmed], logits[torch.from_numpy(unharmed).to(logits.device)]
         sampled = Sampled(np.zeros(0, np.int32), {})
+        if places is not None:
+            sampled = sample(logits, batch, rows, self._model.choose, batch.num_tokens[rows] + places.nth)
+            return self._verified(plan, places, sampled, prompt_logprobs, problems)
         if len(rows):
             sampled = sample(logits, batch, rows, self._model.choose)
             batch.append_sampled(rows, sampled.token_ids)
         return self._result(plan, rows, sampled, prompt_logprobs, problems | _by_row(rows, sampled.problems))
+
+    def _verified(
+        self,
+        plan: StepPlan,
+        places: SampledPositions,
+        sampled: Sampled,
+        prompt_logprobs: tuple[PromptLogprobRun, ...] = (),
+        problems: Mapping[int, str] = MappingProxyType({}),
+    ) -> StepResult:
+        """The result of a step with drafts, of what was sampled as far as those were right; it goes to the batch too.
+
+        problems: why rows failed whatever was sampled for them.
+        """
+        verified = verify(places, sampled, problems)
+        self._batch.append_sampled(places.rows, verified.appended, verified.num_appended)
+        return StepResult(
+            step=plan.step,
+            rows=verified.rows,
+            token_ids=verified.token_ids,
+            counts=verified.counts,
+            logprob_indices=verified.logprob_indices,
+            logprobs=verified.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            failures=tuple(row_failure(row, why) for row, why in verified.problems.items()),
+            began_s=self._began_s,
+            ended_s=self._ended_s,
+        )
 
     def _prompt_logprobs(
         self, plan: StepPlan, arrays: StepArrays, computed: StepLogits, problems: dict[int, str]

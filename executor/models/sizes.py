@@ -72,7 +72,7 @@ def activation_bytes(spec: ArchSpec, plan: Plan, itemsize: int, place: RankPlace
     layer = plan.max_num_batched_tokens * (3 * spec.hidden_size + mixers + ffns) * itemsize
     most_rows = plan.max_num_seqs * -(-plan.max_model_len // plan.block_size) * kv_heads
     gathered = 2 * min(MAX_GATHER_ROWS, most_rows) * plan.block_size * spec.head_dim * itemsize
-    logits = LOGITS_COPIES * plan.max_num_seqs * spec.vocab_size * 4 if place.is_last_stage else 0
+    logits = LOGITS_COPIES * plan.max_logits * spec.vocab_size * 4 if place.is_last_stage else 0
     shared = 0
     if place.world_size > 1:
         shared = collectives_bytes(World.of(plan, place.tp_size, place.pp_size)) // place.world_size

@@ -104,7 +104,7 @@ class World:
             tp_size=tp_size,
             pp_size=pp_size,
             max_tokens=plan.max_num_batched_tokens,
-            max_seqs=plan.max_num_seqs,
+            max_seqs=plan.max_logits,
             hidden_size=plan.model.hidden_size,
             vocab_size=plan.model.vocab_size,
         )

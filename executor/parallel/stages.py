@@ -56,6 +56,8 @@ class StageRunner:
 
     def _take_tokens(self, plan: StepPlan) -> None:
         batch, end = self._batch, plan.num_computed_tokens + plan.num_tokens
+        if plan.drafts is not None:
+            end = end - plan.drafts.counts
         while self._unknown:
             is_needed = bool((end > batch.num_tokens[plan.rows]).any())
             taken = self._link.sampled(wait=is_needed or len(self._unknown) > MOST_UNKNOWN)
@@ -68,19 +70,21 @@ class StageRunner:
             if unknown.given_up:
                 kept = ~np.isin(rows, list(unknown.given_up))
                 rows, token_ids = rows[kept], token_ids[kept]
-            batch.append_sampled(rows, token_ids)
+            if len(rows):
+                starts = np.flatnonzero(np.diff(rows, prepend=-1))  # a row's tokens are adjacent
+                batch.append_sampled(rows[starts], token_ids, np.diff(starts, append=len(rows)))
 
 
 class NotedBatch(BatchState):
-    """Remembers what was appended in a step."""
+    """Remembers what was appended in a step: the row of each token, and the tokens."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.appended: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def append_sampled(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
-        self.appended.append((rows, token_ids))
-        super().append_sampled(rows, token_ids)
+    def append_sampled(self, rows: np.ndarray, token_ids: np.ndarray, counts: np.ndarray | None = None) -> None:
+        self.appended.append((rows if counts is None else np.repeat(rows, counts), token_ids))
+        super().append_sampled(rows, token_ids, counts)
 
 
 class LastStageRunner:
@@ -112,7 +116,8 @@ def make_runner(
     """The runner of this place. batch_args: of `BatchState`."""
     if not place.is_last_stage:
         return StageRunner(model, kv_cache, BatchState(*batch_args), place.link)
-    if place.pp_size == 1 or place.tp_rank > 0:
-        return ModelRunner(model, kv_cache, BatchState(*batch_args), vocab_size=vocab_size)
-    batch = NotedBatch(*batch_args)
-    return LastStageRunner(ModelRunner(model, kv_cache, batch, vocab_size=vocab_size), batch, place.link)
+    is_first_rank = place.pp_size > 1 and place.tp_rank == 0
+    batch = NotedBatch(*batch_args) if is_first_rank else BatchState(*batch_args)
+    # A step that is repeated takes nothing from the stage before.
+    runner = ModelRunner(model, kv_cache, batch, vocab_size=vocab_size, may_repeat=place.pp_size == 1)
+    return LastStageRunner(runner, batch, place.link) if isinstance(batch, NotedBatch) else runner

@@ -298,7 +298,9 @@ def load_model(
             logger.warning("the model runs op by op, and not as one program of the CPU kernels: %s", why_no_program)
         use_all_cores()
         return Decoder(spec, weights, dtype, "cpu", place)
-    limits = StepLimits(plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len)
+    limits = StepLimits(
+        plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len, plan.max_logits - plan.max_num_seqs
+    )
     blocks = Blocks(plan.weight_bits, plan.options.quantization_group_size) if plan.weight_bits else None
     kind = CpuDecoder if place.world_size == 1 else CpuRank
     model = kind(spec, weights, dtype, limits, keep_packed=plan.weights_stay_packed, blocks=blocks, place=place)

@@ -62,10 +62,18 @@ Choose = Callable[[Tensor, Draws], Chosen]
 """(logits [num_rows, vocab_size] float32, how each row's token is drawn) -> the tokens; equal to `choose_in_torch`."""
 
 
-def sample(logits: Tensor, batch: BatchState, rows: np.ndarray, choose: Choose | None = None) -> Sampled:
+def sample(
+    logits: Tensor,
+    batch: BatchState,
+    rows: np.ndarray,
+    choose: Choose | None = None,
+    num_tokens: np.ndarray | None = None,
+) -> Sampled:
     """Chooses the next token of each row.
 
     logits: [num_rows, vocab_size] float32, one row for each of `rows` [num_rows]; it may be overwritten.
+    num_tokens: [num_rows], how many of the row's tokens come before the one to choose, where the row occurs several
+    times, for a place after each of its drafts; None: all known ones.
     """
     needs = batch.sampling.needs[rows]
     used = batch.needs(rows) if len(rows) else 0
@@ -75,9 +83,9 @@ def sample(logits: Tensor, batch: BatchState, rows: np.ndarray, choose: Choose |
     problems: dict[int, str] = {}
     if changes:
         problems = find_problems(_argmax(logits)[1])
-        apply_rules(logits, batch, rows)
-        penalise(logits, batch, rows)
-    chosen = (choose or choose_in_torch)(logits, batch.draws(rows))
+        apply_rules(logits, batch, rows, num_tokens)
+        penalise(logits, batch, rows, num_tokens)
+    chosen = (choose or choose_in_torch)(logits, batch.draws(rows, num_tokens))
     if changes:
         for index in np.flatnonzero(np.isneginf(chosen.best)):
             problems.setdefault(int(index), ALL_FORBIDDEN)
@@ -101,7 +109,7 @@ def choose_in_torch(logits: Tensor, draws: Draws) -> Chosen:
     return Chosen(token_ids.astype(np.int32), best)
 
 
-def apply_rules(logits: Tensor, batch: BatchState, rows: np.ndarray) -> None:
+def apply_rules(logits: Tensor, batch: BatchState, rows: np.ndarray, num_tokens: np.ndarray | None = None) -> None:
     """What requests say of single tokens, in place: allowed tokens, bad words, min_tokens, bias (the order of vLLM)."""
     for index, _, rules in batch.with_rules(rows):
         if len(rules.allowed):
@@ -109,12 +117,12 @@ def apply_rules(logits: Tensor, batch: BatchState, rows: np.ndarray) -> None:
             kept = logits[index, allowed]
             logits[index] = -torch.inf
             logits[index, allowed] = kept
-    places, added = additions(batch, rows, logits.shape[1])
+    places, added = additions(batch, rows, logits.shape[1], num_tokens)
     if places.size:
         logits.view(-1).index_add_(0, _indices(places, logits), _column(added, logits))
 
 
-def penalise(logits: Tensor, batch: BatchState, rows: np.ndarray) -> None:
+def penalise(logits: Tensor, batch: BatchState, rows: np.ndarray, num_tokens: np.ndarray | None = None) -> None:
     """Applies the repetition, frequency and presence penalties in place, in that order (the order of vLLM).
 
     A token seen in prompt or output has its logit divided by the repetition penalty if positive and multiplied
@@ -129,7 +137,8 @@ def penalise(logits: Tensor, batch: BatchState, rows: np.ndarray) -> None:
     written: list[np.ndarray] = []  # the same for output tokens alone
     for index in indices:
         row = rows[index]
-        flat = batch.tokens[row, : batch.num_tokens[row]] + np.int64(index) * vocab_size
+        end = batch.num_tokens[row] if num_tokens is None else num_tokens[index]
+        flat = batch.tokens[row, :end] + np.int64(index) * vocab_size
         seen.append(flat)
         written.append(flat[batch.num_prompt_tokens[row] :])
     flat_logits = logits.view(-1)

@@ -56,13 +56,18 @@ def rules_of(sampling: Sampling) -> TokenRules | None:
     )
 
 
-def additions(batch: BatchState, rows: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+def additions(
+    batch: BatchState, rows: np.ndarray, vocab_size: int, num_tokens: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """What is added to single logits of rows [num_rows] at this step: bad words, min_tokens and bias.
+
+    num_tokens: as in `sample`.
 
     Returns flat indices [n] int64 into logits [num_rows, vocab_size], of which one may occur several times, and the
     numbers [n] float32. The output tokens of rows with bad words of several tokens must be known.
     """
-    columns, first, last = batch.sampling, batch.num_prompt_tokens[rows], batch.num_tokens[rows]
+    columns, first = batch.sampling, batch.num_prompt_tokens[rows]
+    last = batch.num_tokens[rows] if num_tokens is None else num_tokens
     places, added = [np.zeros(0, np.int64)], [np.zeros(0, np.float32)]
 
     def forbid(index: int, token_ids: np.ndarray) -> None:

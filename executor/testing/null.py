@@ -18,6 +18,7 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.placement.base import Executor, Report
 from headrace.executor.sampling.random_numbers import row_keys
+from headrace.executor.sampling.verification import SampledPositions
 from headrace.executor.testing.plan_check import PlanCheck
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import Failure, OptionError
@@ -46,6 +47,8 @@ class NullModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """A step that computes a request with this token in its prompt raises RuntimeError."""
     crash_step: int = -1
     """The step of this number raises RuntimeError."""
+    cycle_tokens: int = 0
+    """An output repeats after so many tokens, but for about one token in eight; 0: it never does."""
     check: bool = False
     """Hold every plan against `PlanCheck`, which raises AssertionError with the details."""
 
@@ -118,7 +121,8 @@ class NullExecutor(Executor):
             time.sleep(self.model.step_delay_s)
         result = self._rows.step(plan, began_s)
         if self._check is not None:
-            self._check.append_sampled(result.rows, result.token_ids)
+            rows = result.rows if result.counts is None else np.repeat(result.rows, result.counts)
+            self._check.append_sampled(rows, result.token_ids)
             # Failed rows get some token too: a plan made before the failure was known may still compute them.
             failed = np.array([failure.row for failure in result.failures], np.int32)
             self._check.append_sampled(failed, np.zeros(len(failed), np.int32))
@@ -139,6 +143,8 @@ class _Rows:
         self._fails = np.zeros(num_rows, bool)
         self._crashes = np.zeros(num_rows, bool)
         self._num_logprobs = np.full(num_rows, -2, np.int32)  # -2: none asked for
+        self._decoding = np.zeros(0, np.int32)
+        """The sampled rows of the last step."""
         self._prompts: dict[int, np.ndarray] = {}  # of the rows that want prompt_logprobs
         self._num_prompt_logprobs: dict[int, int] = {}
 
@@ -146,21 +152,21 @@ class _Rows:
         self._apply(plan)
         if plan.step == self._model.crash_step or self._crashes[plan.rows].any():
             raise RuntimeError(f"the null executor was told to crash in step {plan.step}")
-        rows = plan.rows if plan.repeats else plan.rows[plan.sampled]
-        token_ids = self._draw(rows)
-        self._num_tokens[rows] += 1
+        rows, row_of, token_ids, counts = self._sample(plan)
         failing = self._fails[rows]
         failures: tuple[RowFailure, ...] = ()
         if failing.any():
             failures = tuple(_failure(int(row)) for row in rows[failing])
-            rows, token_ids = rows[~failing], token_ids[~failing]
-        indices = np.flatnonzero(self._num_logprobs[rows] != -2).astype(np.int32)
+            token_ids, row_of = token_ids[~self._fails[row_of]], row_of[~self._fails[row_of]]
+            rows, counts = rows[~failing], counts if counts is None else counts[~failing]
+        indices = np.flatnonzero(self._num_logprobs[row_of] != -2).astype(np.int32)
         return StepResult(
             step=plan.step,
             rows=rows,
             token_ids=token_ids,
+            counts=counts,
             logprob_indices=indices if indices.size else None,
-            logprobs=self._logprobs(token_ids[indices], self._num_logprobs[rows[indices]]) if indices.size else None,
+            logprobs=self._logprobs(token_ids[indices], self._num_logprobs[row_of[indices]]) if indices.size else None,
             prompt_logprobs=self._prompt_logprobs(plan) if self._prompts else (),
             failures=failures,
             began_s=began_s,
@@ -188,14 +194,33 @@ class _Rows:
             self._prompts[row] = prompt
             self._num_prompt_logprobs[row] = new.sampling.prompt_logprobs
 
-    def _draw(self, rows: np.ndarray) -> np.ndarray:
-        """[num_rows] int32 tokens, none of them special but where the model says so."""
-        positions = self._num_tokens[rows]
-        ordinary = np.uint64(self._model.vocab_size - FIRST_ORDINARY_TOKEN)
-        tokens = (row_keys(self._key[rows], positions) % ordinary).astype(np.int32) + np.int32(FIRST_ORDINARY_TOKEN)
-        if self._model.eos_after_tokens:
-            last = positions - self._num_prompt_tokens[rows] == self._model.eos_after_tokens - 1
-            tokens[last] = self._model.eos_token_id
+    def _sample(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+        """The sampled rows, the row of each new token, those tokens, and how many each row has (None: one each)."""
+        rows = plan.rows
+        if rows is not self._decoding:  # else all are sampled again
+            rows = self._decoding = plan.rows if plan.sampled.all() else plan.rows[plan.sampled]
+        if plan.drafts is None:
+            token_ids = self._draw(rows, self._num_tokens[rows])
+            self._num_tokens[rows] += 1
+            return rows, rows, token_ids, None
+        places = SampledPositions(plan, plan.drafts)
+        token_ids = self._draw(places.row_of, self._num_tokens[places.row_of] + places.nth)
+        counts = places.counts(token_ids)
+        kept = places.kept(counts)
+        self._num_tokens[rows] += counts
+        return rows, places.row_of[kept], token_ids[kept], counts
+
+    def _draw(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """[num_tokens] int32 tokens for positions of rows, none of them special but where the model says so."""
+        model, drawn_at = self._model, positions
+        if model.cycle_tokens:
+            is_other = row_keys(self._key[rows], positions) % np.uint64(8) == 0
+            drawn_at = np.where(is_other, positions, positions % model.cycle_tokens)
+        ordinary = np.uint64(model.vocab_size - FIRST_ORDINARY_TOKEN)
+        tokens = (row_keys(self._key[rows], drawn_at) % ordinary).astype(np.int32) + np.int32(FIRST_ORDINARY_TOKEN)
+        if model.eos_after_tokens:
+            last = positions - self._num_prompt_tokens[rows] == model.eos_after_tokens - 1
+            tokens[last] = model.eos_token_id
         return tokens
 
     def _logprobs(self, token_ids: np.ndarray, counts: np.ndarray) -> LogprobRows:

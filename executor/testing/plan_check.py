@@ -24,11 +24,24 @@ class _Row:
     num_computed: int
     blocks: list[int]
     chain: list[int] = field(default_factory=list)  # chain[i]: hash of tokens[: i + 1]
+    drafts: list[int] = field(default_factory=list)  # which the step at hand computes after its tokens
 
-    def extend_chain(self) -> None:
-        for token in self.tokens[len(self.chain) :]:
-            parent = self.chain[-1] if self.chain else 1
-            self.chain.append(int(mix(np.array([(parent * 31 + token + 1) % (1 << 64)], np.uint64))[0]))
+    def chain_with_drafts(self) -> np.ndarray:
+        """[num_tokens + num_drafts] uint64"""
+        self.chain += _chain(self.chain[-1] if self.chain else 1, self.tokens[len(self.chain) :])
+        return np.array([*self.chain, *_chain(self.chain[-1], self.drafts)], np.uint64)
+
+    def drop_drafts(self) -> None:
+        """Those that were right are among its tokens by now; the others are to be computed anew."""
+        self.num_computed, self.drafts = min(self.num_computed, len(self.tokens) - 1), []
+
+
+def _chain(parent: int, tokens: list[int]) -> list[int]:
+    hashes = []
+    for token in tokens:
+        parent = int(mix(np.array([(parent * 31 + token + 1) % (1 << 64)], np.uint64))[0])
+        hashes.append(parent)
+    return hashes
 
 
 class PlanCheck:
@@ -38,7 +51,6 @@ class PlanCheck:
         self._plan, self._num_blocks, self._max_model_len = plan, num_blocks, max_model_len
         self._rows: dict[int, _Row] = {}
         self._content = np.full(num_blocks * plan.block_size, NEVER_WRITTEN, np.uint64)
-        self._before: StepPlan | None = None
 
     def apply(self, plan: StepPlan) -> None:
         """Raises AssertionError when the plan contradicts itself, the plans before it, or the limits."""
@@ -50,16 +62,18 @@ class PlanCheck:
         for row, block in zip(plan.block_rows.tolist(), plan.block_ids.tolist(), strict=True):
             assert row in self._rows, f"step {plan.step} appends block {block} to row {row}, which is free"
             self._rows[row].blocks.append(block)
+        for row, drafts in self._drafts_of(plan).items():
+            self._rows[row].drafts = drafts
         self._check_tables(plan)
         self._check_work(plan)
-        self._check_repeats(plan)
-        self._before = plan
         self._compute(plan)
 
     def append_sampled(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
-        """The tokens that the step just applied has sampled."""
+        """The tokens that the step just applied has sampled: each one's row, and the tokens."""
         for row, token in zip(rows.tolist(), token_ids.tolist(), strict=True):
             self._rows[row].tokens.append(token)
+        for row in set(rows.tolist()):
+            self._rows[row].drop_drafts()
 
     def _enter(self, step: int, new: NewRow) -> None:
         where = f"step {step}, new row {new.row}"
@@ -79,12 +93,26 @@ class PlanCheck:
             assert len(set(row.blocks)) == len(row.blocks), f"{where}: a block occurs twice in {row.blocks}"
             assert all(0 < block < self._num_blocks for block in row.blocks), f"{where}: no such block in {row.blocks}"
 
+    def _drafts_of(self, plan: StepPlan) -> dict[int, list[int]]:
+        """By row."""
+        if plan.drafts is None:
+            return {}
+        counts, token_ids = plan.drafts.counts, plan.drafts.token_ids.tolist()
+        assert len(counts) == len(plan.rows), f"step {plan.step}: {len(counts)} counts of drafts, {len(plan.rows)} rows"
+        assert sum(counts) == len(token_ids) > 0, (
+            f"step {plan.step}: {len(token_ids)} drafts, {sum(counts)} are counted"
+        )
+        ends = np.cumsum(counts).tolist()
+        by_row = zip(plan.rows.tolist(), counts.tolist(), ends, strict=True)
+        return {row: token_ids[end - count : end] for row, count, end in by_row if count}
+
     def _check_work(self, plan: StepPlan) -> None:
         rows = plan.rows.tolist()
         lengths = {len(plan.rows), len(plan.num_tokens), len(plan.num_computed_tokens), len(plan.sampled)}
         assert len(lengths) == 1, f"step {plan.step}: columns of different lengths {sorted(lengths)}"
         assert len(set(rows)) == len(rows), f"step {plan.step}: a row occurs twice in {rows}"
         limit = self._plan.max_num_batched_tokens
+        assert plan.total_tokens == plan.num_tokens.sum(), f"step {plan.step}: {plan.total_tokens} tokens in all?"
         assert plan.total_tokens <= limit, f"step {plan.step}: {plan.total_tokens} tokens, over the budget of {limit}"
         for number, count, computed, sampled in zip(
             rows, plan.num_tokens.tolist(), plan.num_computed_tokens.tolist(), plan.sampled.tolist(), strict=True
@@ -95,43 +123,33 @@ class PlanCheck:
             known, end = len(row.tokens), computed + count
             assert count >= 1, f"{where}: computes {count} tokens"
             assert computed == row.num_computed, f"{where}: says {computed} computed, it is {row.num_computed}"
-            assert end <= known, f"{where}: computes up to {end}, but only {known} tokens are known"
-            assert sampled == (end == known), f"{where}: sampled is {sampled} at {end} of {known} tokens"
+            drafts = len(row.drafts)
+            assert end - drafts <= known, f"{where}: computes up to {end - drafts}, but only {known} tokens are known"
+            assert sampled == (end - drafts == known), (
+                f"{where}: sampled is {sampled} at {end - drafts} of {known} tokens"
+            )
+            assert sampled or not drafts, f"{where}: has {drafts} drafts, and is not sampled"
             assert end <= self._max_model_len, f"{where}: computes up to {end} of {self._max_model_len} tokens"
             held = len(row.blocks) * self._plan.block_size
             assert end <= held, f"{where}: computes up to {end}, its {len(row.blocks)} blocks hold {held}"
 
-    def _check_repeats(self, plan: StepPlan) -> None:
-        if not plan.repeats:
-            return
-        where, before = f"step {plan.step} repeats the one before, and", self._before
-        assert before is not None, f"{where} there was none"
-        changes = (len(plan.released_rows), len(plan.new_rows))
-        assert changes == (0, 0), f"{where} (released, new) are {changes} rows"
-        assert plan.rows.tolist() == before.rows.tolist(), f"{where} its rows differ"
-        assert before.num_tokens.tolist() == [1] * len(before.rows), f"{where} that one was no decode"
-        assert before.sampled.all(), f"{where} that one sampled less"
-        begin_a_block = plan.rows[plan.num_computed_tokens % self._plan.block_size == 0].tolist()
-        gaining = plan.block_rows.tolist()
-        assert gaining == begin_a_block, f"{where} rows {begin_a_block} begin a block, and {gaining} get one"
-
     def _compute(self, plan: StepPlan) -> None:
         """Writes all rows, then reads them, as the layers of a model do."""
-        writers: dict[int, int] = {}
+        writers, chains = dict[int, int](), dict[int, np.ndarray]()
         work = list(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))
         for number, count in work:
             row = self._rows[number]
-            row.extend_chain()
+            chains[number] = row.chain_with_drafts()
             positions = np.arange(row.num_computed, row.num_computed + count)
             for block in {row.blocks[position // self._plan.block_size] for position in positions.tolist()}:
                 other = writers.setdefault(block, number)
                 assert other == number, f"step {plan.step}: rows {other} and {number} both write block {block}"
-            self._content[self._slots(row, positions)] = np.array(row.chain, np.uint64)[positions]
+            self._content[self._slots(row, positions)] = chains[number][positions]
             row.num_computed += count
         for number, _ in work:
             row = self._rows[number]
             found = self._content[self._slots(row, np.arange(row.num_computed))]
-            wrong = np.flatnonzero(found != np.array(row.chain[: row.num_computed], np.uint64))
+            wrong = np.flatnonzero(found != chains[number][: row.num_computed])
             if wrong.size:
                 position = int(wrong[0])
                 block = row.blocks[position // self._plan.block_size]

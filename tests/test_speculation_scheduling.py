@@ -1,0 +1,289 @@
+"""Drafts change how many steps a request takes, and nothing that its client hears: with the checking null executor."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_parts import EOS, VOCAB_SIZE, SteppedClient, SteppedCore
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_async_scheduling import PipelinedNull, StagedNull
+
+from headrace.core.options.speculation import Speculation
+from headrace.core.schedule.ngram_drafter import NgramDrafter
+from headrace.executor.sampling.verification import SampledPositions
+from headrace.executor.testing.null import NullExecutor, NullModel
+from headrace.ipc.messages import Abort, FinishReason, ResetPrefixCache
+from headrace.ipc.step import Drafts, StepPlan
+
+KINDS: dict[str, type[NullExecutor]] = {"one": NullExecutor, "ahead": PipelinedNull, "stages": StagedNull}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+def new_core(kind: str = "one", speculates: bool = True, **changes: Any) -> SteppedCore:
+    """Outputs go round in circles of five tokens, with an exception every now and then."""
+    fields = {"cycle_tokens": 5, **changes.pop("model", {})}
+    model = NullModel(vocab_size=VOCAB_SIZE, eos_token_id=EOS, check=True, **fields)
+    return SteppedCore(
+        model, executor_class=KINDS[kind], **{"speculative_config": NGRAM if speculates else {}, **changes}
+    )
+
+
+def plans_of(core: SteppedCore) -> list[StepPlan]:
+    """Those that it is given from now on."""
+    plans: list[StepPlan] = []
+    submit = core.executor.submit
+
+    def noting(plan: StepPlan) -> None:
+        plans.append(plan)
+        submit(plan)
+
+    core.executor.submit = noting  # type: ignore[method-assign]
+    return plans
+
+
+REQUEST = st.fixed_dictionaries(
+    {
+        "prompt": st.lists(st.integers(3, 6), min_size=1, max_size=30),
+        "max_tokens": st.integers(1, 40),
+        "ignore_eos": st.booleans(),
+        "min_tokens": st.sampled_from([0, 0, 1]),
+        "stop_token_ids": st.sampled_from([(), (), tuple(range(3, 12))]),
+        "logprobs": st.sampled_from([None, None, 2]),
+        "prompt_logprobs": st.sampled_from([None, None, None, 0]),
+        "output_interval": st.sampled_from([1, 1, 3, 99]),
+    }
+)
+EVENT = st.one_of(
+    st.tuples(st.just("add"), REQUEST),
+    st.tuples(st.just("add"), REQUEST),
+    st.tuples(st.just("turn"), st.integers(1, 9)),
+    st.tuples(st.just("abort"), st.integers(0, 20)),
+    st.tuples(st.just("reset"), st.none()),
+)
+LIMITS = st.fixed_dictionaries(
+    {
+        "num_blocks": st.integers(17, 60),
+        "max_num_seqs": st.integers(1, 8),
+        "max_num_batched_tokens": st.sampled_from([8, 16, 64]),
+        "enable_prefix_caching": st.booleans(),
+    }
+)
+
+
+def logprobs_of(client: SteppedClient) -> dict[int, list[list[int]]]:
+    """By slot, the tokens of each row of log-probabilities; each row begins with the token that it belongs to."""
+    found: dict[int, list[list[int]]] = {}
+    for message in client.outputs():
+        if message.logprobs is None or message.logprob_indices is None:
+            continue
+        rows = message.logprobs.token_ids.numpy()
+        for index, row in zip(message.logprob_indices.tolist(), rows, strict=True):
+            assert message.token_ids.tolist()[index] == row[0]
+            found.setdefault(message.slots.tolist()[index], []).append(row[:3].tolist())
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    kind=st.sampled_from(["one", "one", "ahead", "stages"]),
+    limits=LIMITS,
+    events=st.lists(EVENT, max_size=25),
+    eos_after=st.sampled_from([0, 0, 7]),
+)
+def test_what_clients_hear_is_the_same_with_and_without_drafts(kind, limits, events, eos_after):
+    """Aborted requests apart, which may have got a token more or less."""
+    heard = []
+    for speculates in (False, True):
+        core = new_core(kind, speculates, model={"eos_after_tokens": eos_after}, **limits)
+        client = core.open()
+        num_added, aborted = 0, set()
+        for event, detail in events:
+            if event == "add":
+                client.add(num_added, **detail)
+                num_added += 1
+            elif event == "abort":
+                client.send(Abort(slots=(detail,)))
+                aborted.add(detail)
+            elif event == "reset":
+                client.send(ResetPrefixCache(call=1))
+            else:
+                for _ in range(detail):
+                    if not core.inbox.empty() or core.loop.has_work:
+                        core.loop.turn()
+                        core.loop.scheduler.check()
+        core.run_until_idle()
+        kept = sorted(set(range(num_added)) - aborted)
+        tokens, logprobs = client.tokens(), logprobs_of(client)
+        ends = {finish.slot: (finish.reason, finish.stop_token) for finish in client.finishes()}
+        assert len(ends) == len(client.finishes()) == num_added
+        heard.append([(tokens.get(slot), logprobs.get(slot), ends[slot]) for slot in kept])
+        pool = core.loop.scheduler.pool
+        assert pool.num_available == pool.num_blocks - 1
+    assert heard[0] == heard[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_repetitive_answer_takes_far_fewer_steps(kind: str) -> None:
+    steps = {}
+    for speculates in (False, True):
+        core = new_core(kind, speculates, max_model_len=300, num_blocks=200)
+        client = core.open()
+        client.add(0, [5] * 4, max_tokens=200)
+        core.run_until_idle()
+        assert len(client.tokens()[0]) == 200
+        steps[speculates] = core.loop.stats().steps
+    assert steps[False] == 200
+    assert steps[True] < 130
+
+
+def test_blocks_filled_by_right_drafts_are_found_by_others_and_those_of_wrong_ones_are_not() -> None:
+    """The oracle of the null executor follows the content of every block that is read."""
+    core = new_core(num_blocks=200, max_model_len=200)
+    client = core.open()
+    client.add(0, [5] * 6, max_tokens=60)
+    core.run_until_idle()
+    assert core.loop.scheduler.drafts is not None
+    assert 0 < core.loop.scheduler.drafts.num_accepted_tokens < core.loop.scheduler.drafts.num_draft_tokens
+    answer = client.tokens()[0]
+    client.add(1, [5] * 6 + answer + [9], max_tokens=1)
+    core.run_until_idle()
+    assert client.cached()[1] == 64  # 65 tokens were computed: the last generated one never is
+
+
+@pytest.mark.parametrize("ending", ["eos", "stop token", "limit"])
+def test_tokens_after_an_end_within_a_run_of_right_drafts_are_dropped(ending: str) -> None:
+    for length in range(1, 40):
+        core = new_core(model={"eos_after_tokens": length if ending == "eos" else 0}, max_model_len=100, num_blocks=99)
+        client = core.open()
+        client.add(0, [5], max_tokens=length if ending == "limit" else 60)
+        core.run_until_idle()
+        expected = FinishReason.STOP if ending == "eos" else FinishReason.LENGTH
+        if ending == "stop token":
+            answer = client.tokens()[0]
+            client.add(1, [5], max_tokens=60, stop_token_ids=(answer[length],), min_tokens=length)
+            core.run_until_idle()
+            assert client.tokens()[1] == answer[: length + 1]
+            assert (client.finishes()[1].reason, client.finishes()[1].stop_token) == (FinishReason.STOP, answer[length])
+        else:
+            assert len(client.tokens()[0]) == length
+            assert client.finishes()[0].reason is expected
+
+
+def test_a_row_whose_drafts_are_wrong_gets_few_of_them() -> None:
+    """Tokens of a small vocabulary at random: a run of one token is found every time, and what follows is wrong."""
+    core = new_core(model={"cycle_tokens": 0}, max_model_len=600, num_blocks=200)
+    client = core.open()
+    client.add(0, [5] * 4, max_tokens=500)
+    core.run_until_idle()
+    drafts = core.loop.scheduler.drafts
+    assert drafts is not None
+    assert drafts.num_draft_tokens < 40
+
+
+def test_a_row_without_a_draft_goes_on_as_the_step_before() -> None:
+    core = new_core(model={"cycle_tokens": 0}, max_model_len=600, num_blocks=200)
+    plans = plans_of(core)
+    client = core.open()
+    client.add(0, [5] * 4, max_tokens=500)
+    core.run_until_idle()
+    assert sum(plan.rows is before.rows for before, plan in itertools.pairwise(plans)) > 300
+
+
+def test_no_more_is_drafted_with_many_requests_and_a_step_stays_small() -> None:
+    for running, config, drafts in ((3, {"disable_by_batch_size": 2}, False), (3, {"disable_by_batch_size": 3}, True)):
+        core = new_core(speculative_config={**NGRAM, **config}, max_model_len=200, num_blocks=400)
+        client = core.open()
+        for slot in range(running):
+            client.add(slot, [5, slot + 3], max_tokens=60)
+        core.run_until_idle()
+        assert (core.loop.scheduler.drafts.num_drafts > 0) == drafts
+    core = new_core(max_num_seqs=40, max_num_batched_tokens=256, max_model_len=200, num_blocks=4000)
+    client = core.open()
+    for slot in range(40):
+        client.add(slot, [5, slot + 3], max_tokens=20 + 3 * slot)
+    plans = plans_of(core)
+    core.run_until_idle()
+    with_drafts = [plan for plan in plans if plan.drafts is not None]
+    assert with_drafts
+    assert all(plan.total_tokens <= 32 for plan in with_drafts)
+
+
+def drafter(**changes: Any) -> NgramDrafter:
+    values = {"num_speculative_tokens": 8, "prompt_lookup_max": 3, "prompt_lookup_min": 2, **changes}
+    made = NgramDrafter(Speculation(**values), 1)
+    made._limit[0] = values["num_speculative_tokens"]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([1, 2, 3, 4, 5, 6, 2, 3], [4, 5, 6, 2, 3, 4, 5, 6]),  # goes on where the run stands, in circles at its end
+        ([1, 2, 3, 9, 7, 2, 3, 8, 1, 2, 3], [9, 7, 2, 3, 8, 1, 2, 3]),  # the longer run counts, not the later one
+        ([2, 3, 9, 7, 2, 3, 8, 1, 2, 3], [8, 1, 2, 3, 8, 1, 2, 3]),  # of equally long ones the later
+        ([1, 2, 3, 4, 9, 3], []),  # one token alone is not enough
+        ([5, 5, 5], [5] * 8),
+        ([7], []),
+        ([7, 7], []),
+    ],
+)
+def test_a_draft_is_what_followed_the_longest_run_of_the_last_tokens(tokens: list[int], expected: list[int]) -> None:
+    assert drafter().propose(0, np.array(tokens, np.int32), 8).tolist() == expected
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 3), st.integers(0, 3))
+def test_a_draft_follows_as_long_a_run_as_there_is(tokens: list[int], fewest: int, more: int) -> None:
+    most = fewest + more
+    draft = drafter(prompt_lookup_min=fewest, prompt_lookup_max=most).propose(0, np.array(tokens, np.int32), 1).tolist()
+    runs = {
+        length: [tokens[end] for end in range(length, len(tokens)) if tokens[end - length : end] == tokens[-length:]]
+        for length in range(fewest, min(most, len(tokens) - 1) + 1)
+    }
+    longest = max((length for length, nexts in runs.items() if nexts), default=None)
+    assert draft == ([] if longest is None else runs[longest][-1:])
+
+
+def test_a_copy_goes_on_where_it_is_though_the_same_words_stand_elsewhere() -> None:
+    made = drafter(num_speculative_tokens=1)
+    text = [1, 2, 3, 4, 8, 9, 2, 3, 4, 7]
+    assert made.propose(0, np.array([*text, 1, 2], np.int32), 1).tolist() == [3]
+    assert made.propose(0, np.array([*text, 1, 2, 3], np.int32), 1).tolist() == [4]
+    assert made.propose(0, np.array([*text, 1, 2, 3, 4], np.int32), 1).tolist() == [8]
+    assert drafter().propose(0, np.array([*text, 1, 2, 3, 4], np.int32), 1).tolist() == [7]  # of one that begins here
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=4), st.integers(0, 4)), min_size=1, max_size=5))
+def test_tokens_count_as_far_as_drafts_are_right_and_something_could_be_sampled(rows) -> None:
+    """Each row: its drafts, and how many of those the sampled tokens agree with."""
+    drafts = [token for row, _ in rows for token in row]
+    sampled, expected = [], []
+    for row, right in rows:
+        right = min(right, len(row))
+        sampled += [*row[:right], 9, *[0] * (len(row) - right)]
+        expected.append(right + 1)
+    plan = StepPlan(
+        step=0,
+        released_rows=np.zeros(0, np.int32),
+        new_rows=(),
+        block_rows=np.zeros(0, np.int32),
+        block_ids=np.zeros(0, np.int32),
+        rows=np.arange(len(rows), dtype=np.int32),
+        num_tokens=np.array([len(row) + 1 for row, _ in rows], np.int32),
+        num_computed_tokens=np.zeros(len(rows), np.int32),
+        sampled=np.ones(len(rows), bool),
+        total_tokens=len(sampled),
+    )
+    counts = np.array([len(row) for row, _ in rows], np.int32)
+    places = SampledPositions(plan, Drafts(counts=counts, token_ids=np.array(drafts, np.int32)))
+    assert places.counts(np.array(sampled)).tolist() == expected
+    for bad in range(len(sampled)):
+        unusable = np.arange(len(sampled)) == bad
+        found = places.counts(np.array(sampled), unusable).tolist()
+        owner = int(np.searchsorted(np.cumsum(places.num_places), bad, "right"))
+        wanted = list(expected)
+        wanted[owner] = min(wanted[owner], bad - int(places.starts[owner]))
+        assert found == wanted
