@@ -126,7 +126,7 @@ class Codec(Generic[T]):
         self._in = frames
         try:
             return self._decoder.decode(frames[0])
-        except (msgspec.DecodeError, CodecError, ValueError, TypeError) as error:
+        except (msgspec.DecodeError, CodecError, ValueError, TypeError, RecursionError, OverflowError) as error:
             raise CodecError(f"not a message of this version: {error}") from error
         finally:
             self._in = ()
@@ -144,6 +144,8 @@ class Codec(Generic[T]):
     def _decode_array(self, kind: type, value: Any) -> Any:
         try:
             dtype, shape, data = value
+            if not all(type(count) is int for count in shape):
+                raise CodecError(f"a tensor's shape must be integers, not {shape!r:.100}")
             if isinstance(data, int):
                 if not 1 <= data < len(self._in):
                     raise CodecError(f"tensor refers to frame {data} of {len(self._in)}")

@@ -10,9 +10,11 @@ import pytest
 from engine_parts import EOS, VOCAB_SIZE, SteppedClient, SteppedCore
 
 from headrace.ipc.codec import Tensor
+from headrace.ipc.control import PauseGeneration
 from headrace.ipc.messages import (
     Abort,
     AddRequest,
+    Control,
     Finish,
     FinishReason,
     Generate,
@@ -152,3 +154,15 @@ def test_a_command_between_two_requests_of_a_client_is_carried_out_between_them(
         if isinstance(message, Reply) or finish is not None
     ]
     assert ends == [("end", 1), 1, ("end", 2)]
+
+
+def test_requests_that_left_a_blocked_queue_are_not_kept() -> None:
+    core = SteppedCore()
+    client = core.open()
+    client.send(Control(call=1, command=PauseGeneration(mode="keep")))
+    for slot in range(1000):
+        client.add(slot, [5, 6, 7])
+        client.send(Abort(slots=(slot,)))
+    core.run_until_idle()
+    assert len(client.finishes()) == 1000
+    assert len(core.loop.scheduler.waiting._heap) <= 64

@@ -5,6 +5,7 @@ within what the model and the options allow. The frontend checks what its user w
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ from headrace.core.options.plan import Facts, Plan
 from headrace.core.schedule.requests import Request
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import SCHEMA_HASH, AddRequest, Generate, Pool, Refused, Sampling
-from headrace.ipc.ranges import out_of_range
+from headrace.ipc.ranges import FLOAT32, out_of_range
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would only overflow."""
@@ -126,6 +127,7 @@ class Admission:
             min_tokens=min(sampling.min_tokens, room),
             top_k=sampling.top_k if sampling.top_k < self._vocab_size else 0,
             temperature=sampling.temperature if sampling.temperature >= GREEDY_BELOW else 0.0,
+            logit_bias={t: bias if bias >= -FLOAT32 else -math.inf for t, bias in sampling.logit_bias.items()},
         )
 
     def queue_full(self, wait_s: float) -> Failure:

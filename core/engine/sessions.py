@@ -38,7 +38,7 @@ class StopOrder(msgspec.Struct, frozen=True):
 
 
 class ExecutorFailed(msgspec.Struct, frozen=True):
-    """Not a wire message: what runs the model is gone, and the engine ends with it."""
+    """Not a wire message: what runs the model, or hears clients, is gone, and the engine ends with it."""
 
     failure: Failure
 
@@ -81,6 +81,10 @@ class Sessions:
 
     def gone(self, client: int) -> None:
         self._inbox.put((client, ClientGone()))
+
+    def port_failed(self, failure: Failure) -> None:
+        """The port hears no client any more: the engine ends with it."""
+        self._inbox.put((0, ExecutorFailed(failure)))
 
     def refuse(self, why: str) -> Refused:
         return Refused(failure=self._failure(why), schema_hash=SCHEMA_HASH, version=self._welcome.version)

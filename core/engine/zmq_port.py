@@ -23,6 +23,7 @@ import zmq
 
 from headrace.core.engine.sessions import Sessions
 from headrace.ipc.codec import Codec, CodecError, Frame
+from headrace.ipc.failure import Failure
 from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello, Load
 from headrace.ipc.sockets import bind_router, ipc_path
 
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 PROBE_BUSY_S = 1.0
 """How often a client with requests is sent the load, which also shows whether it still lives."""
 PROBE_IDLE_S = 30.0
+REFUSAL_LOG_EVERY_S = 1.0
 _NO_WAIT, _MORE_FOLLOWS = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
@@ -53,6 +55,7 @@ class ZmqPort:
         self._identity_of: dict[int, bytes] = {}
         self._load = Load(num_running=0, num_waiting=0)
         self._busy_clients: frozenset[int] = frozenset()
+        self._num_refused, self._next_refusal_log_s = 0, 0.0
         self._thread: threading.Thread | None = None
 
     def serve(self, sessions: Sessions) -> None:
@@ -96,6 +99,13 @@ class ZmqPort:
         os.eventfd_write(self._wake_fd, 1)
 
     def _run(self) -> None:
+        try:
+            self._serve_clients()
+        except BaseException as error:  # a core that hears nobody is of no use
+            self._sessions.port_failed(Failure.of(error, process="engine-core", phase="receive"))
+            raise
+
+    def _serve_clients(self) -> None:
         poll = select.poll()
         for descriptor in (int(self._socket.getsockopt(zmq.FD)), self._wake_fd):
             poll.register(descriptor, select.POLLIN)
@@ -119,15 +129,18 @@ class ZmqPort:
             while True:
                 with self._socket_lock:
                     identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                self._receive(identity.bytes, [frame.buffer for frame in frames])
+                try:
+                    self._receive(identity.bytes, [frame.buffer for frame in frames])
+                except CodecError as error:
+                    self._refuse(identity, str(error))
+                except Exception as error:  # whatever one client sends must not end the others' engine
+                    logger.exception("a message could not be taken")
+                    self._refuse(identity, f"the message could not be taken: {type(error).__name__}")
 
     def _receive(self, identity: bytes, frames: list[memoryview]) -> None:
+        """Raises CodecError for what is no message."""
         client = self._client_of.get(identity)
-        try:
-            message = self._codec.decode(frames)
-        except CodecError as error:
-            self._refuse(identity, str(error))
-            return
+        message = self._codec.decode(frames)
         if isinstance(message, Hello) and client is None:
             answer = self._sessions.greet(message)
             if isinstance(answer, tuple):
@@ -147,7 +160,11 @@ class ZmqPort:
                 self._send(client, self._codec.encode(reply))
 
     def _refuse(self, identity: bytes, why: str) -> None:
-        logger.warning("refused a message: %s", why)
+        self._num_refused += 1
+        now_s = time.monotonic()
+        if now_s >= self._next_refusal_log_s:  # a client that sends nothing else must not fill the log
+            self._next_refusal_log_s = now_s + REFUSAL_LOG_EVERY_S
+            logger.warning("refused a message (the %dth): %s", self._num_refused, why)
         self._send_to(identity, self._codec.encode(self._sessions.refuse(why)))
 
     def _probe(self, clients: list[int]) -> None:

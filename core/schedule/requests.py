@@ -128,6 +128,9 @@ class WaitingQueue:
         """A waiting request leaves without having run."""
         request.state = State.FINISHED
         self._size -= 1
+        if len(self._heap) > 2 * self._size + 64:  # those that left are not kept for as long as the queue is blocked
+            self._heap = [entry for entry in self._heap if entry[2].state is State.WAITING]
+            heapq.heapify(self._heap)
 
 
 class RowTable:

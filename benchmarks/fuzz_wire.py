@@ -1,0 +1,443 @@
+"""Hostile clients on an engine core's wire, beside one whose seeded tokens must not change.
+
+    python benchmarks/fuzz_wire.py [--minutes 30] [--seed 0]
+
+The engine is a real one with a tiny random model, in a process of its own. Hostile clients send what the types of the
+messages allow and more: numbers at and beyond the edges of their ranges (ipc/ranges.py), damaged, truncated and large
+frames, messages out of order, slots that are in use or foreign, thousands of requests that are aborted at once; they
+read nothing, and vanish. An accountant sends requests of any content with slots of its own and must get exactly one
+terminal answer for each. The engine must not end, and its memory must not grow. The command ends with status 1 when any
+of that fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import math
+import random
+import sys
+import tempfile
+import time
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import zmq
+from report import write_report
+
+from headrace.ipc import messages
+from headrace.ipc.codec import Codec, Tensor
+from headrace.ipc.control import PauseGeneration, ReloadWeights, Sleep
+from headrace.ipc.messages import SCHEMA_HASH, Abort, AddRequest, ClientMessage, CoreMessage, Hello, StepOutputs
+from headrace.ipc.ranges import Longest, Range
+from headrace.ipc.sockets import new_dealer
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "fuzz_wire.json"
+VOCAB_SIZE, MAX_MODEL_LEN = 320, 128
+EDGES = (0, 1, -1, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**32, 2**63 - 1, -(2**63), 2**64 - 1)
+FLOAT_EDGES = (0.0, -0.0, 1.0, 1e-300, 1e-38, 3.4e38, 1e308, math.inf, -math.inf, math.nan)
+STOPS_EVERYBODY = (PauseGeneration, Sleep, ReloadWeights)
+"""Commands that change what others get by their meaning: whoever may send commands may do that."""
+
+
+class Generator:
+    """Values of any annotated type, mostly plausible, drawn from any object with random.Random's methods."""
+
+    def __init__(self, numbers: random.Random) -> None:
+        self.numbers = numbers
+
+    def message(self) -> Any:
+        kind = self.numbers.choice(typing.get_args(ClientMessage))
+        return self.struct(AddRequest if self.numbers.random() < 0.5 else kind)
+
+    def request(self, slot: int) -> AddRequest:
+        """Of any content, with this slot."""
+        return msgspec.structs.replace(self.struct(AddRequest), slot=slot)
+
+    def struct(self, kind: type[Any]) -> Any:
+        hints, fields = _fields_of(kind)
+        wild = {field.name for field in fields if self.numbers.random() < 0.15}
+        values = {}
+        for field in fields:
+            if field.required or field.name in wild:
+                values[field.name] = self.value(hints[field.name], is_wild=field.name in wild)
+        return kind(**values)
+
+    def value(self, hint: Any, *, is_wild: bool) -> Any:
+        marks = getattr(hint, "__metadata__", ())
+        if marks:
+            hint = hint.__origin__
+        span = next((mark for mark in marks if isinstance(mark, Range)), None)
+        longest = next((mark for mark in marks if isinstance(mark, Longest)), None)
+        origin, parts = typing.get_origin(hint), typing.get_args(hint)
+        if origin in (typing.Union, types.UnionType):
+            chosen = [part for part in parts if part not in STOPS_EVERYBODY]
+            return self.value(self.numbers.choice(chosen), is_wild=is_wild)
+        if origin is typing.Literal:
+            return self.numbers.choice(parts)
+        if origin is tuple:
+            return tuple(self.value(parts[0], is_wild=is_wild) for _ in range(self.length()))
+        if origin is dict:
+            return {
+                self.value(parts[0], is_wild=is_wild): self.value(parts[1], is_wild=is_wild)
+                for _ in range(self.length())
+            }
+        if hint is Tensor:
+            return self.tensor(is_wild=is_wild)
+        if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+            return self.struct(hint)
+        if hint is int:
+            return self.integer(span, is_wild=is_wild)
+        if hint is float:
+            return self.real(span, is_wild=is_wild)
+        if hint is str:
+            return self.text(longest.count + 1 if longest is not None and is_wild else None)
+        if hint is bool:
+            return self.numbers.random() < 0.5
+        return None if hint is type(None) else self.anything()
+
+    def length(self) -> int:
+        return self.numbers.choice((0, 1, 1, 2, 3, 5, 300))
+
+    def integer(self, span: Range | None, *, is_wild: bool) -> int:
+        if not is_wild:
+            low, high = (0, 40) if span is None else (int(max(span.low, 0)), int(min(span.high, 40)))
+            return self.numbers.randint(low, max(low, high))
+        near = () if span is None else tuple(int(end) + step for end in (span.low, span.high) for step in (-1, 0, 1))
+        return max(-(2**63), min(2**64 - 1, self.numbers.choice((*EDGES, *near, VOCAB_SIZE, VOCAB_SIZE - 1))))
+
+    def real(self, span: Range | None, *, is_wild: bool) -> float:
+        if not is_wild:
+            low, high = (0.0, 1.0) if span is None else (max(span.low, 0.0), min(span.high, 2.0))
+            return low + (high - low) * (1.0 - self.numbers.random())
+        ends = () if span is None else (float(span.low), float(span.high))
+        near = [step for end in ends for step in (end, math.nextafter(end, math.inf), math.nextafter(end, -math.inf))]
+        return self.numbers.choice((*FLOAT_EDGES, *near))
+
+    def text(self, length: int | None = None) -> str:
+        if length is not None:
+            return "x" * length
+        return self.numbers.choice(("", "a", "é" * 20, "\0", "r1", "\x1b[2J", "x" * 200))
+
+    def tensor(self, *, is_wild: bool) -> Tensor:
+        if not is_wild:
+            count = self.numbers.randint(1, 40)
+            return Tensor.of("int32", [self.numbers.randrange(2, VOCAB_SIZE) for _ in range(count)])
+        kind = self.numbers.randrange(5)
+        if kind == 0:
+            return Tensor.of("int32", [self.numbers.choice((-1, VOCAB_SIZE, 2**31 - 1, -(2**31))) for _ in range(3)])
+        if kind == 1:
+            return Tensor.of("int32", [5] * self.numbers.choice((0, MAX_MODEL_LEN - 1, MAX_MODEL_LEN, 5000)))
+        if kind == 2:
+            dtype, size = self.numbers.choice((("int64", 8), ("float32", 4), ("bool", 1), ("uint8", 1), ("float16", 2)))
+            return Tensor(dtype, (2,), memoryview(b"\1" * (2 * size)))
+        if kind == 3:
+            return Tensor("int32", (2, 2), memoryview(b"\1\0\0\0" * 4))
+        return Tensor("int32", (), memoryview(b"\1\0\0\0"))
+
+    def anything(self, depth: int = 0) -> Any:
+        kind = self.numbers.randrange(6 if depth < 3 else 4)
+        if kind < 2:
+            return self.numbers.choice(EDGES)
+        if kind == 2:
+            return self.numbers.choice(FLOAT_EDGES)
+        if kind == 3:
+            return self.text()
+        if kind == 4:
+            return [self.anything(depth + 1) for _ in range(3)]
+        return {self.text(): self.anything(depth + 1) for _ in range(3)}
+
+    def damage(self, frames: list[bytes], largest_bytes: int) -> list[bytes]:
+        """Frames that are no message, or another one."""
+        kind, frames = self.numbers.randrange(8), list(frames)
+        if kind == 0:
+            at = self.numbers.randrange(len(frames))
+            frames[at] = frames[at][: self.numbers.randrange(len(frames[at]) + 1)]
+        elif kind == 1:
+            changed = bytearray(frames[0])
+            for _ in range(self.numbers.randint(1, 4)):
+                changed[self.numbers.randrange(len(changed))] = self.numbers.randrange(256)
+            frames[0] = bytes(changed)
+        elif kind == 2:
+            frames = [self.numbers.randbytes(self.numbers.randrange(200)) for _ in range(self.numbers.randrange(4))]
+        elif kind == 3:
+            frames = frames[1:] or [b""]
+        elif kind == 4:
+            frames += [b"\0" * self.numbers.choice((1, 1000, largest_bytes))]
+        elif kind == 5:
+            frames = [b"\x91" * self.numbers.choice((100, 5000, 100_000)) + b"\xc0"]  # arrays in arrays
+        elif kind == 6:
+            frames = [self.numbers.choice((b"\xdd", b"\xdf", b"\xc6", b"\xdb")) + b"\xff\xff\xff\xff"]  # 4 G entries
+        else:  # an extension's payload that is a tree without an end
+            header = msgspec.msgpack.encode(["Control", 1, ["CallExtension"]])
+            frames = [header[:-15] + b"\x92\xadCallExtension\x81\xa1x" + b"\x91" * 2000 + b"\xc0"]
+        return frames
+
+
+@functools.cache
+def _fields_of(kind: type[Any]) -> tuple[dict[str, Any], tuple[msgspec.structs.FieldInfo, ...]]:
+    return typing.get_type_hints(kind, include_extras=True), msgspec.structs.fields(kind)
+
+
+class Session:
+    """One connection, which never waits: what cannot be sent is not sent."""
+
+    def __init__(self, context: zmq.Context[Any], address: str, *, greets: bool = True) -> None:
+        self.socket = new_dealer(context, address)
+        self.socket.connect(address)
+        self.codec: Codec[CoreMessage] = Codec(CoreMessage)
+        if greets:
+            self.send(Hello(schema_hash=SCHEMA_HASH, version="fuzz", pid=1))
+
+    def send(self, message: Any) -> bool:
+        return self.send_frames([bytes(frame) for frame in self.codec.encode(message)])
+
+    def send_frames(self, frames: list[bytes]) -> bool:
+        try:
+            self.socket.send_multipart(frames or [b""], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def received(self, timeout_s: float = 0.0) -> Iterator[Any]:
+        while self.socket.poll(int(timeout_s * 1e3)):
+            yield self.codec.decode(self.socket.recv_multipart())
+
+
+@dataclasses.dataclass
+class Counts:
+    messages: int = 0
+    refused_sends: int = 0
+    victims: int = 0
+    accounted: int = 0
+
+
+class Hostile:
+    """Clients that mean harm."""
+
+    def __init__(self, context: zmq.Context[Any], address: str, generator: Generator, counts: Counts) -> None:
+        self._context, self._address = context, address
+        self._generator, self._numbers, self._counts = generator, generator.numbers, counts
+        self._session = Session(context, address)
+
+    def act(self, *, burst: int, largest_bytes: int) -> None:
+        """One act. burst: requests of the largest burst."""
+        chance = self._numbers.random()
+        if chance < 0.6:
+            self._send(self._generator.message())
+        elif chance < 0.85:
+            frames = [bytes(frame) for frame in self._session.codec.encode(self._generator.message())]
+            self._send_frames(self._generator.damage(frames, largest_bytes))
+        elif chance < 0.9:
+            first = self._numbers.randrange(10_000)
+            count = self._numbers.randint(1, burst)
+            for slot in range(first, first + count):
+                self._send(self._generator.request(slot))
+            for slot in range(first, first + count):
+                self._send(Abort(slots=(slot,)))
+        elif chance < 0.95:
+            for _ in self._session.received():
+                pass
+        else:
+            self.vanish()
+            self._session = Session(self._context, self._address, greets=self._numbers.random() < 0.8)
+
+    def vanish(self) -> None:
+        self._session.socket.close(0)
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._send_frames([bytes(frame) for frame in self._session.codec.encode(message)])
+        except (OverflowError, msgspec.ValidationError):
+            return  # what msgpack has no form for cannot be sent
+
+    def _send_frames(self, frames: list[bytes]) -> None:
+        self._counts.messages += 1
+        if not self._session.send_frames(frames):
+            self._counts.refused_sends += 1
+            for _ in self._session.received():
+                pass
+
+
+class Accountant:
+    """Sends requests of any content, and counts their terminal answers."""
+
+    def __init__(self, context: zmq.Context[Any], address: str, generator: Generator, counts: Counts) -> None:
+        self._session, self._generator, self._counts = Session(context, address), generator, counts
+        self._open: set[int] = set()
+        self._next_slot = 0
+        self.problems: list[str] = []
+
+    def act(self) -> None:
+        slot, self._next_slot = self._next_slot, self._next_slot + 1
+        if self._session.send(self._generator.request(slot)):
+            self._open.add(slot)
+            self._counts.messages += 1
+            self._counts.accounted += 1
+        if self._generator.numbers.random() < 0.3:
+            self._session.send(Abort(slots=(slot,)))
+        self.take()
+
+    def take(self, timeout_s: float = 0.0) -> None:
+        for message in self._session.received(timeout_s):
+            for finish in getattr(message, "finished", ()):
+                if finish.slot not in self._open:
+                    self.problems.append(f"a second terminal answer for slot {finish.slot}: {finish}")
+                self._open.discard(finish.slot)
+
+    def settle(self, timeout_s: float = 30.0) -> None:
+        """Takes all terminal answers, which must come."""
+        end_s = time.monotonic() + timeout_s
+        while self._open and time.monotonic() < end_s:
+            self.take(0.1)
+        if self._open:
+            self.problems.append(f"no terminal answer for {len(self._open)} requests, such as slot {min(self._open)}")
+            self._open.clear()
+
+    def close(self) -> None:
+        self._session.socket.close(0)
+
+
+class Victim:
+    """A client whose seeded requests give the same tokens whatever others do."""
+
+    REQUESTS = ({"temperature": 1.0, "seed": 7}, {"temperature": 0.0}, {"temperature": 0.8, "seed": 8, "top_p": 0.9})
+
+    def __init__(self, context: zmq.Context[Any], address: str, counts: Counts) -> None:
+        self._session, self._counts = Session(context, address), counts
+        self._next_slot = 0
+        self.expected = self.answers(self.send())
+
+    def send(self) -> list[int]:
+        slots = []
+        for number, fields in enumerate(self.REQUESTS):
+            slot, self._next_slot = self._next_slot, self._next_slot + 1
+            sampling = messages.Sampling(max_tokens=24, ignore_eos=True, **fields)  # type: ignore[arg-type]
+            prompt = Tensor.of("int32", [9 + number, 20, 33, 40 + number])
+            task = messages.Generate(sampling=sampling)
+            self._session.send(AddRequest(slot=slot, request_id="victim", prompt_token_ids=prompt, task=task))
+            slots.append(slot)
+        return slots
+
+    def answers(self, slots: list[int], timeout_s: float = 60.0) -> list[list[int]]:
+        """The tokens of each. Raises AssertionError when one is missing."""
+        tokens: dict[int, list[int]] = {slot: [] for slot in slots}
+        left, end_s = set(slots), time.monotonic() + timeout_s
+        while left and time.monotonic() < end_s:
+            for message in self._session.received(0.1):
+                if isinstance(message, StepOutputs):
+                    for slot, token in zip(message.slots.tolist(), message.token_ids.tolist(), strict=True):
+                        tokens[slot].append(token)
+                    left -= {finish.slot for finish in message.finished}
+        assert not left, f"the victim got no answer within {timeout_s:g} s"
+        self._counts.victims += len(slots)
+        return [tokens[slot] for slot in slots]
+
+    def close(self) -> None:
+        self._session.socket.close(0)
+
+
+@contextlib.contextmanager
+def engine(folder: Path) -> Iterator[tuple[str, psutil.Process, Any]]:
+    """A real core with a tiny model: its address, its process, and the child."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    import tiny_models
+
+    from headrace.core.options.parsing import parse_options
+    from headrace.core.process.supervisor import start_engine
+
+    tiny_models.save("llama", folder)
+    child = start_engine(
+        parse_options(
+            model=str(folder),
+            dtype="float32",
+            skip_tokenizer_init=True,
+            block_size=8,
+            max_num_seqs=16,
+            max_model_len=MAX_MODEL_LEN,
+            num_gpu_blocks_override=400,
+        )
+    )
+    try:
+        address = child.wait_ready().address
+        with zmq.Context() as context:
+            session = Session(context, address)
+            welcome = next(session.received(10.0))
+            session.socket.close()
+        yield address, psutil.Process(welcome.pid), child
+    finally:
+        child.stop(1.0)
+
+
+def fuzz(
+    address: str, numbers: random.Random, counts: Counts, *, rounds: int = 1, acts: int = 60, burst: int = 60,
+    largest_bytes: int = 1 << 20, hostile: int = 3, expected: list[list[int]] | None = None,
+) -> list[str]:  # fmt: skip
+    """Rounds of acts by hostile clients beside the victim. What went wrong, in sentences; nothing is good."""
+    problems: list[str] = []
+    with zmq.Context() as context:
+        generator = Generator(numbers)
+        victim, accountant = Victim(context, address, counts), Accountant(context, address, generator, counts)
+        expected = expected or victim.expected
+        attackers = [Hostile(context, address, generator, counts) for _ in range(hostile)]
+        try:
+            for _ in range(rounds):
+                slots = victim.send()
+                for _ in range(acts):
+                    numbers.choice(attackers).act(burst=burst, largest_bytes=largest_bytes)
+                    accountant.act()
+                tokens = victim.answers(slots)
+                if tokens != expected:
+                    problems.append(f"the victim's tokens changed: {tokens} instead of {expected}")
+            accountant.settle()
+        except AssertionError as error:
+            problems.append(str(error))
+        finally:
+            for attacker in attackers:
+                attacker.vanish()
+            accountant.close()
+            victim.close()
+    return problems + accountant.problems
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-report", action="store_true", help="Print the figures, and write no file")
+    arguments = parser.parse_args()
+    counts, problems, samples = Counts(), [], []
+    numbers, began_s = random.Random(arguments.seed), time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, engine(Path(folder)) as (address, process, child):
+        while (elapsed_s := time.monotonic() - began_s) < 60 * arguments.minutes and not problems:
+            problems = fuzz(address, numbers, counts, rounds=5, acts=100, burst=500, largest_bytes=64 << 20)
+            if child.failure is not None:
+                problems.append(f"the engine ended: {child.failure.describe()}")
+                break
+            samples.append({"s": round(elapsed_s, 1), "messages": counts.messages, "rss": process.memory_info().rss})
+            print(samples[-1], flush=True)
+    half = samples[len(samples) // 2 :]
+    result = {
+        "seed": arguments.seed,
+        "minutes": arguments.minutes,
+        **dataclasses.asdict(counts),
+        "problems": problems,
+        "growth_of_last_half_bytes": half[-1]["rss"] - half[0]["rss"] if half else None,
+        "samples": samples,
+    }
+    print({name: value for name, value in result.items() if name != "samples"})
+    if not arguments.no_report:
+        write_report(RESULTS, "fuzz_wire", result, seed=arguments.seed)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
