@@ -386,3 +386,13 @@ def test_the_progress_bar_counts_prompts(llm: LLM, capsys: pytest.CaptureFixture
     said = capsys.readouterr()
     assert "2/2" in said.err
     assert said.out == ""
+
+
+def test_an_llm_that_is_collected_on_its_own_clients_thread_still_ends():
+    with memory_core() as core:
+        holder = [LLM.attach(core.transport)]
+        background, finalizer = holder[0]._background, holder[0]._close
+        background.call_soon(holder.clear)  # the last reference goes there
+        background._thread.join(10)
+        assert not background._thread.is_alive()
+        assert not finalizer.alive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 
@@ -34,7 +35,7 @@ class MemoryPort:
         with self._lock:
             self._deliver[client] = deliver
         deliver(welcome)
-        return lambda message: self._receive(client, message)
+        return functools.partial(self._receive, client)
 
     def send(self, client: int, message: CoreMessage) -> None:
         with self._lock:

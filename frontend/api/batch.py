@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headrace.frontend.api.outputs import RequestOutput
@@ -16,52 +16,94 @@ from headrace.ipc.failure import HeadraceError, InvalidRequestError, RequestFail
 MAX_IN_FLIGHT = 8192
 """Requests of one batch at the core at once: enough to keep any engine full, and short of its queue's bound."""
 
-OnDone = Callable[[RequestStream], None]
-
 
 async def run_batch(
     client: CoreClient,
-    requests: Sequence[tuple[str, Prompt, SamplingParams, int]],
-    on_done: OnDone | None = None,
+    prompts: Sequence[Prompt],
+    sampling_params: Any,
+    priority: Any,
+    ids: Iterator[int],
+    use_tqdm: bool,
 ) -> list[RequestOutput]:
-    """The final outputs of (id, prompt, params, priority), in order.
+    """The final outputs of tokenised prompts, in order. The other arguments are those of `LLM.generate`.
 
-    `on_done` hears of each as it ends. The first error is raised at once, and the others are aborted; so they are
-    when this is cancelled.
+    Raises InvalidRequestError before anything is submitted. The first error of a request is raised at once, and the
+    others are aborted; so they are when this is cancelled.
     """
-    if not requests:
+    defaults = SamplingParams(**client.welcome.generation_defaults)
+    params = params_for(sampling_params, defaults, len(prompts), RequestOutputKind.FINAL_ONLY)
+    priorities = priorities_for(priority, len(prompts))
+    limits = [_check(client, index, prompts, params) for index in range(len(prompts))]
+    if not prompts:
         return []
     room = asyncio.Semaphore(MAX_IN_FLIGHT)
     all_ended = asyncio.get_running_loop().create_future()
-    num_left = len(requests)
+    num_left = len(prompts)
 
     def ended(stream: RequestStream) -> None:
         nonlocal num_left
         num_left -= 1
         room.release()
-        if on_done is not None and stream.error is None:
-            on_done(stream)
+        if stream.error is None:
+            bar.add(stream)
         if not all_ended.done():
             if stream.error is not None:
-                all_ended.set_exception(_naming(streams.index(stream), len(requests), stream.error))
+                all_ended.set_exception(_naming(streams.index(stream), len(prompts), stream.error))
             elif num_left == 0:
                 all_ended.set_result(None)
 
     streams: list[RequestStream] = []
+    with ProgressBar(len(prompts), use_tqdm) as bar:
+        try:
+            for prompt, each, rank, limit in zip(prompts, params, priorities, limits, strict=True):
+                await room.acquire()
+                if all_ended.done():
+                    break
+                stream = client.submit(str(next(ids)), prompt, each, rank, max_tokens=limit)
+                stream.on_done = ended
+                streams.append(stream)
+            await all_ended
+            return [await stream.final() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.on_done = None
+                client.abort_stream(stream)
+
+
+class ProgressBar:
+    """Counts requests as they end, and their tokens per second."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self._total, self._shown = total, shown
+        self._num_tokens = 0
+
+    def __enter__(self) -> ProgressBar:
+        self._bar: Any = None
+        if self._shown:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self._total, desc="Processed prompts", unit="prompt", dynamic_ncols=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def add(self, stream: RequestStream) -> None:
+        if self._bar is None:
+            return
+        self._num_tokens += stream.metrics.num_generation_tokens
+        elapsed_s = self._bar.format_dict["elapsed"] or 1e-9
+        self._bar.set_postfix_str(f"{self._num_tokens / elapsed_s:.1f} output tok/s", refresh=False)
+        self._bar.update()
+
+
+def _check(client: CoreClient, index: int, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> int:
+    """The most tokens that request `index` can generate. Raises InvalidRequestError, naming it among several."""
     try:
-        for request_id, prompt, params, priority in requests:
-            await room.acquire()
-            if all_ended.done():
-                break
-            stream = client.submit(request_id, prompt, params, priority)
-            stream.on_done = ended
-            streams.append(stream)
-        await all_ended
-        return [await stream.final() for stream in streams]
-    finally:
-        for stream in streams:
-            stream.on_done = None
-            client.abort_stream(stream)
+        return check_request(prompts[index], params[index], client.welcome)
+    except InvalidRequestError as error:
+        raise _naming(index, len(prompts), error) from error
 
 
 def _naming(index: int, count: int, error: HeadraceError) -> HeadraceError:
@@ -96,17 +138,6 @@ def priorities_for(given: Any, count: int) -> list[int]:
     if not isinstance(given, Sequence) or len(given) != count:
         raise InvalidRequestError(f"priority must be an integer, or a list with one for each of the {count} prompts")
     return list(given)
-
-
-def check_batch(prompts: Sequence[Prompt], params: Sequence[SamplingParams], client: CoreClient) -> None:
-    """Raises InvalidRequestError, naming the prompt, before any of the batch is submitted."""
-    for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
-        try:
-            check_request(prompt, each, client.welcome)
-        except InvalidRequestError as error:
-            if len(prompts) == 1:
-                raise
-            raise InvalidRequestError(f"prompts[{index}]: {error}") from error
 
 
 def _copy(params: SamplingParams, kind: RequestOutputKind) -> SamplingParams:

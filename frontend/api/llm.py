@@ -6,11 +6,12 @@ import contextlib
 import functools
 import itertools
 import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.frontend.api.batch import OnDone, check_batch, params_for, priorities_for, run_batch
+from headrace.frontend.api.batch import params_for, run_batch
 from headrace.frontend.api.chat_prompts import chat_options, chat_prompt, refuse_adapter
 from headrace.frontend.api.outputs import RequestOutput
 from headrace.frontend.api.prompts import Prompt, parse_prompts, parse_single_prompt, tokenize
@@ -118,7 +119,8 @@ class LLM(Controls, NamesWhatIsMissing):
         refuse_adapter(lora_request)
         parsed = parse_prompts(prompts)
         tokenize(parsed, self._client.tokenizer)
-        return self._run(parsed, sampling_params, priority, use_tqdm)
+        ids = self._request_ids
+        return self._background.run(run_batch(self._client, parsed, sampling_params, priority, ids, use_tqdm))
 
     def chat(
         self,
@@ -142,7 +144,8 @@ class LLM(Controls, NamesWhatIsMissing):
         conversations: Sequence[Any] = [messages] if one else messages
         options = chat_options(template_options)
         prompts = [chat_prompt(self.get_tokenizer(), conversation, options) for conversation in conversations]
-        return self._run(prompts, sampling_params, None, use_tqdm)
+        ids = self._request_ids
+        return self._background.run(run_batch(self._client, prompts, sampling_params, None, ids, use_tqdm))
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None, *, priority: int = 0) -> SyncStream:
         """Completes one prompt piece by piece: an iterator of RequestOutputs that each hold only what is new.
@@ -150,7 +153,7 @@ class LLM(Controls, NamesWhatIsMissing):
         Closing it (or leaving its `with` block, or forgetting it) aborts the request. Raises as `generate` does.
         """
         parsed, params = self._prepare(prompt, sampling_params, RequestOutputKind.DELTA)
-        return SyncStream(self._background, self._client, (self._new_request_id(), parsed, params, priority))
+        return SyncStream(self._background, self._client, (str(next(self._request_ids)), parsed, params, priority))
 
     def start_request(
         self, request_id: str, prompt: Any, sampling_params: SamplingParams | None, priority: int, put: Put
@@ -190,29 +193,15 @@ class LLM(Controls, NamesWhatIsMissing):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, prompts: list[Prompt], sampling_params: Any, priority: Any, use_tqdm: bool) -> list[RequestOutput]:
-        defaults = self.get_default_sampling_params()
-        params = params_for(sampling_params, defaults, len(prompts), RequestOutputKind.FINAL_ONLY)
-        priorities = priorities_for(priority, len(prompts))
-        check_batch(prompts, params, self._client)
-        ids = [self._new_request_id() for _ in prompts]
-        requests = list(zip(ids, prompts, params, priorities, strict=True))
-        with _progress_bar(len(requests), use_tqdm) as on_done:
-            return self._background.run(run_batch(self._client, requests, on_done))
-
     def _prepare(
         self, prompt: Any, sampling_params: SamplingParams | None, kind: RequestOutputKind
     ) -> tuple[Prompt, SamplingParams]:
-        """One prompt, tokenised and checked, and its own parameters."""
+        """One prompt, tokenised, and its own parameters."""
         self._check_usable()
         parsed = parse_single_prompt(prompt)
         tokenize([parsed], self._client.tokenizer)
         (params,) = params_for(sampling_params, self.get_default_sampling_params(), 1, kind)
-        check_batch([parsed], [params], self._client)
         return parsed, params
-
-    def _new_request_id(self) -> str:
-        return str(next(self._request_ids))
 
     def _check_usable(self) -> None:
         if os.getpid() != self._process_id:
@@ -234,30 +223,11 @@ def _shut_down(
 ) -> None:
     if os.getpid() != process_id:
         return  # a fork's copy: the threads are not here, and the engine is not ours
+    if background.is_current_thread:  # an LLM that is collected there: the thread cannot wait for itself
+        threading.Thread(target=_shut_down, args=(process_id, background, client, child), name="headrace-close").start()
+        return
     with contextlib.suppress(Exception):
         background.run(client.close())
     background.stop()
     if child is not None:
         child.stop(STOP_DEADLINE_S)
-
-
-@contextlib.contextmanager
-def _progress_bar(total: int, shown: bool) -> Any:
-    """Gives the callback for each request that ends; None when nothing is shown."""
-    if not shown or total == 0:
-        yield None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, desc="Processed prompts", unit="prompt", dynamic_ncols=True) as bar:
-        num_tokens = 0
-
-        def on_done(stream: Any) -> None:
-            nonlocal num_tokens
-            num_tokens += stream.metrics.num_generation_tokens
-            elapsed_s = bar.format_dict["elapsed"] or 1e-9
-            bar.set_postfix_str(f"{num_tokens / elapsed_s:.1f} output tok/s", refresh=False)
-            bar.update()
-
-        callback: OnDone = on_done
-        yield callback

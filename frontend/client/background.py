@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine
@@ -26,22 +27,33 @@ class BackgroundLoop:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Its result. An interruption of the waiting thread (Ctrl-C) cancels the coroutine, lets it clean up, and
         is raised then."""
-        ended = threading.Event()
+        result: concurrent.futures.Future[T] = concurrent.futures.Future()
+        tasks: list[asyncio.Task[T]] = []
 
-        async def run_and_tell() -> T:
-            try:
-                return await coroutine
-            finally:
-                ended.set()
+        def begin() -> None:
+            tasks.append(self.loop.create_task(coroutine))
+            tasks[0].add_done_callback(lambda task: _pass_on(task, result))
 
-        future = asyncio.run_coroutine_threadsafe(run_and_tell(), self.loop)
+        def cancel() -> None:
+            tasks[0].cancel()
+
         try:
-            return future.result()
-        except BaseException:
-            if not future.done():
-                future.cancel()
-                ended.wait(_CANCEL_WAIT_S)
+            self.loop.call_soon_threadsafe(begin)
+        except RuntimeError:  # the loop is closed
+            coroutine.close()
             raise
+        try:
+            return result.result()
+        except BaseException:
+            if not result.done():
+                self.call_soon(cancel)
+                concurrent.futures.wait([result], _CANCEL_WAIT_S)
+            raise
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller is in the loop's own thread, which must not wait for the loop."""
+        return threading.current_thread() is self._thread
 
     def call_soon(self, callback: Callable[..., Any], *args: Any) -> None:
         """Calls back in the loop's thread; does nothing once the loop is stopped."""
@@ -58,6 +70,15 @@ class BackgroundLoop:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+
+
+def _pass_on(task: asyncio.Task[T], result: concurrent.futures.Future[T]) -> None:
+    if task.cancelled():
+        result.set_exception(asyncio.CancelledError())
+    elif (error := task.exception()) is not None:
+        result.set_exception(error)
+    else:
+        result.set_result(task.result())
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -118,13 +118,23 @@ class CoreClient(AsyncControls):
             store_bundle(info, bundle)
         self.tokenizer = Tokenizer(bundle)
 
-    def submit(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> RequestStream:
+    def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        *,
+        max_tokens: int | None = None,
+    ) -> RequestStream:
         """Checks and sends a request whose prompt is tokenised. `params` must not be changed afterwards.
 
+        max_tokens: what `check_request` gave, where the caller has checked the request already.
         Raises InvalidRequestError before anything is sent, and EngineDeadError.
         """
         self.check_alive()
-        max_tokens = check_request(prompt, params, self.welcome)
+        if max_tokens is None:
+            max_tokens = check_request(prompt, params, self.welcome)
         if request_id in self.requests:
             raise InvalidRequestError(f"a request with the id {request_id!r} is running; ids must be unique")
         if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:

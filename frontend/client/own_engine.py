@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from headrace.frontend.client.transport import MemoryTransport
@@ -31,15 +30,12 @@ def run_in_process(model: str | None, options: dict[str, Any]) -> tuple[EngineTh
     from headrace.core.engine.engine import EngineThread
 
     thread = EngineThread(_parse(model, options))
-    session: list[Callable[[ClientMessage], None]] = []
 
-    def deliver(message: ClientMessage) -> None:
-        if isinstance(message, Hello):
-            session.append(thread.port.open(message, transport.push))
-        else:
-            session[-1](message)
+    def open_session(hello: ClientMessage) -> None:
+        assert isinstance(hello, Hello), "a session begins with Hello"
+        transport.deliver = thread.port.open(hello, transport.push)
 
-    transport = MemoryTransport(deliver)
+    transport = MemoryTransport(open_session)
     return thread, transport
 
 

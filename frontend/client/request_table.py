@@ -64,24 +64,9 @@ class RequestTable:
         self._streams[request_id] = stream
         for sequence in stream.sequences:
             self._sequences[sequence.slot] = sequence
-        self._send_all_of(stream)
+        for message in _messages_of(stream):
+            self._send(message)
         return stream
-
-    def _send_all_of(self, stream: RequestStream) -> None:
-        prompt, params, request_id = stream.prompt, stream.params, stream.request_id
-        token_ids = Tensor.of("int32", prompt.token_ids or ())
-        for sequence in stream.sequences:
-            self._send(
-                AddRequest(
-                    slot=sequence.slot,
-                    request_id=request_id if params.n == 1 else f"{request_id}#{sequence.index}",
-                    prompt_token_ids=token_ids,
-                    task=Generate(sampling=params.to_wire(stream.max_tokens, sequence.index, stream.bad_words)),
-                    priority=stream.priority,
-                    cache_salt=prompt.cache_salt,
-                    output_interval=_news_every(params, stream.interval),
-                )
-            )
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends these requests; ids that are not running are ignored."""
@@ -124,7 +109,8 @@ class RequestTable:
         self.num_tokens_after_abort = 0
         for stream in self._streams.values():
             stream.num_replays += 1
-            self._send_all_of(stream)
+            for message in _messages_of(stream):
+                self._send(message)
         return len(self._streams)
 
     def on_step(self, step: StepOutputs) -> None:
@@ -219,8 +205,26 @@ class RequestTable:
             self._send(Abort(slots=tuple(slots)))
 
 
-def _news_every(params: SamplingParams, interval: int) -> int:
-    """Who reads several tokens together, and looks for no stop strings meanwhile, need not be woken for each."""
+def _messages_of(stream: RequestStream) -> list[AddRequest]:
+    """One for each output of the request."""
+    prompt, params, request_id = stream.prompt, stream.params, stream.request_id
+    token_ids = Tensor.of("int32", prompt.token_ids or ())
+    return [
+        AddRequest(
+            slot=sequence.slot,
+            request_id=request_id if params.n == 1 else f"{request_id}#{sequence.index}",
+            prompt_token_ids=token_ids,
+            task=Generate(sampling=params.to_wire(stream.max_tokens, sequence.index, stream.bad_words)),
+            priority=stream.priority,
+            cache_salt=prompt.cache_salt,
+            output_interval=_output_interval(params, stream.interval),
+        )
+        for sequence in stream.sequences
+    ]
+
+
+def _output_interval(params: SamplingParams, interval: int) -> int:
+    """A reader of several tokens together, which looks for no stop strings meanwhile, need not be woken for each."""
     if params.stop_strings:
         return 1
     return UNREAD_TOKENS if params.output_kind is RequestOutputKind.FINAL_ONLY else interval

@@ -52,7 +52,7 @@ class MemoryTransport:
     def __init__(self, deliver: Callable[[ClientMessage], None]) -> None:
         """`deliver` takes the client's messages, in the client's thread; `queue.SimpleQueue().put` will do."""
         self.address = "memory"
-        self._deliver = deliver
+        self.deliver = deliver
         self._inbox: collections.deque[CoreMessage | Failure] = collections.deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_message: OnMessage | None = None
@@ -65,7 +65,7 @@ class MemoryTransport:
 
     def send(self, message: ClientMessage) -> None:
         if self._on_message is not None:
-            self._deliver(message)
+            self.deliver(message)
 
     def close(self) -> None:
         self._on_message = self._on_closed = None
