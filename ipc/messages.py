@@ -290,6 +290,13 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
     sleeping: bool = False
     """Weights or cache have given their memory back, until WakeUp."""
     times: EngineTimes = EngineTimes()
+    num_drafts: int = 0
+    """Times that a request got draft tokens in a step."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Draft tokens that were right."""
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    """The same by their place in the draft, up to num_speculative_tokens; empty without speculation."""
     num_waiting_by_reason: dict[str, int] = {}
     """`capacity` for the queue, and the reason of each gate that is waited for (core/engine/gates.py)."""
 

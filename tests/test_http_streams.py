@@ -15,17 +15,19 @@ from null_with_tokenizer import PARROT
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # Four bytes, a sequence of several joined characters, a letter with two marks, CJK, and right-to-left.
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 4}'
 RICH = "a😀é世👩\u200d👧 u\u0308\u0323界ش.\n"
 
 
 @pytest.fixture(scope="module")
 def clients() -> Iterator[tuple[httpx.Client, httpx.Client]]:
-    """Of an engine that answers with its prompt, and of one that answers with any bytes: most are no UTF-8.
+    """Of an engine that answers with its prompt, several tokens a step as it guesses them, and of one that answers with
+    any bytes: most are no UTF-8.
 
     The second one tells three tokens together.
     """
     with contextlib.ExitStack() as stack:
-        parrot = stack.enter_context(serving("--distributed-executor-backend", PARROT))
+        parrot = stack.enter_context(serving("--distributed-executor-backend", PARROT, "--speculative-config", NGRAM))
         babbler = stack.enter_context(serving("--stream-interval", "3"))
         yield stack.enter_context(parrot.client()), stack.enter_context(babbler.client())
 

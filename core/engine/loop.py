@@ -407,7 +407,7 @@ class Loop:
         self._port.set_load(load, frozenset(client for client, live in self._requests.items() if live))
 
     def stats(self) -> EngineStats:
-        scheduler = self.scheduler
+        scheduler, drafts = self.scheduler, self.scheduler.drafts
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=self._num_waiting,
@@ -427,6 +427,10 @@ class Loop:
             paused=self._pause.is_asked,
             sleeping=bool(self._controller.asleep),
             times=self._statistics.times(),
+            num_drafts=drafts.num_drafts,
+            num_draft_tokens=drafts.num_draft_tokens,
+            num_accepted_tokens=drafts.num_accepted_tokens,
+            num_accepted_tokens_per_pos=tuple(drafts.accepted_per_position),
             num_waiting_by_reason={"capacity": len(scheduler.waiting), **self.gates.waiting_by_reason()},
         )
 

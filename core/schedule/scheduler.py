@@ -178,9 +178,9 @@ class Scheduler:
         return self.config.max_num_seqs - len(self.rows.free)
 
     @property
-    def drafts(self) -> DraftCounts | None:
-        """What became of draft tokens; None where nothing is drafted."""
-        return None if self._drafter is None else self._drafter.counts
+    def drafts(self) -> DraftCounts:
+        """What became of draft tokens."""
+        return DraftCounts() if self._drafter is None else self._drafter.counts
 
     @property
     def has_work(self) -> bool:

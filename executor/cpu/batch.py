@@ -172,9 +172,10 @@ class BatchState:
             self._put_drafts(plan, plan.drafts)
 
     def _put_drafts(self, plan: StepPlan, drafts: Drafts) -> None:
-        """After each row's known tokens, of which they are none."""
-        rows = np.repeat(plan.rows, drafts.counts)
-        self.tokens[rows, self.num_tokens[rows] + nth_of_each(drafts.counts)] = drafts.token_ids
+        """After each row's known tokens, which need not be here yet."""
+        first = plan.num_computed_tokens + plan.num_tokens - drafts.counts
+        columns = np.repeat(first, drafts.counts) + nth_of_each(drafts.counts)
+        self.tokens[np.repeat(plan.rows, drafts.counts), columns] = drafts.token_ids
 
     def append_sampled(self, rows: np.ndarray, token_ids: np.ndarray, counts: np.ndarray | None = None) -> None:
         """Sampled tokens for rows [n] (distinct): counts [n] each, row after row; without counts one each."""

@@ -219,6 +219,16 @@ class Exposition:
                 if (stats := self._last_stats.get(engine.index)) is not None:
                     family.add_metric(_labels(engine), value(stats))
             yield family
+        accepted = CounterMetricFamily(
+            f"{self._prefix}:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens that were right, by their place in the draft.",
+            labels=("model_name", "engine", "position"),
+        )
+        for engine in self._pool.engines:
+            if (stats := self._last_stats.get(engine.index)) is not None:
+                for position, count in enumerate(stats.num_accepted_tokens_per_pos):
+                    accepted.add_metric((*_labels(engine), str(position)), count)
+        yield accepted
         reasons = GaugeMetricFamily(
             f"{self._prefix}:num_requests_waiting_by_reason",
             "Requests that wait: `capacity` for room in a step, or for what else they need.",
@@ -302,6 +312,9 @@ _OF_ENGINES: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = 
     ("counter", "num_preemptions", "Preemptions.", lambda s: s.num_preemptions),
     ("counter", "prompt_tokens", "Prompt tokens of all clients.", lambda s: s.num_prompt_tokens),
     ("counter", "generation_tokens", "Tokens generated for all clients.", lambda s: s.num_generated_tokens),
+    ("counter", "spec_decode_num_drafts", "Requests that got draft tokens, in all steps.", lambda s: s.num_drafts),
+    ("counter", "spec_decode_num_draft_tokens", "Draft tokens.", lambda s: s.num_draft_tokens),
+    ("counter", "spec_decode_num_accepted_tokens", "Those that were right.", lambda s: s.num_accepted_tokens),
     ("counter", "engine_steps", "Steps.", lambda s: s.steps),
     ("counter", "engine_forward_seconds", "Time of forward passes.", lambda s: s.forward_s),
     ("counter", "engine_step_gap_seconds", "Time between passes that follow each other.", lambda s: s.step_gap_s),
