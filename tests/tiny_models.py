@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 VOCAB_SIZE = 320
 BOS, EOS = 0, 1
@@ -61,6 +62,12 @@ def _gemma(version: str, **config: Any) -> TinyModel:
     # Gemma multiplies embeddings by sqrt(hidden_size).
     config_class = {"2": "Gemma2Config", "3": "Gemma3TextConfig"}[version]
     return TinyModel(f"Gemma{version}ForCausalLM", config_class, {"head_dim": 16, "pad_token_id": 2} | config, 0.03)
+
+
+def _experts(family: str, **config: Any) -> TinyModel:
+    """Mixtures with hidden sizes of whole blocks, so that GGUF types and --quantization apply."""
+    base = {"num_experts_per_tok": 2, "num_experts": 5, "moe_intermediate_size": 32, "tie_word_embeddings": False}
+    return TinyModel(f"{family}ForCausalLM", f"{family}Config", base | config)
 
 
 TINY_MODELS: dict[str, TinyModel] = {
@@ -120,6 +127,17 @@ TINY_MODELS: dict[str, TinyModel] = {
     "opt": _opt(),
     "opt_projected_post_norm": _opt(0.3, word_embed_proj_dim=32, do_layer_norm_before=False),
     "opt_plain": _opt(enable_bias=False, layer_norm_elementwise_affine=False, activation_function="gelu"),
+    "mixtral": _experts("Mixtral", num_local_experts=5, num_hidden_layers=3),
+    "mixtral_window": _experts("Mixtral", num_local_experts=4, sliding_window=20),
+    "qwen2_moe": _experts("Qwen2Moe", shared_expert_intermediate_size=64, num_experts_per_tok=3, head_dim=16),
+    "qwen2_moe_some_dense": _experts(
+        "Qwen2Moe", shared_expert_intermediate_size=64, num_hidden_layers=5, decoder_sparse_step=2,
+        mlp_only_layers=[3], norm_topk_prob=True, head_dim=16,
+    ),
+    "qwen3_moe": _experts("Qwen3Moe", head_dim=32, norm_topk_prob=True),
+    "qwen3_moe_some_dense": _experts("Qwen3Moe", head_dim=16, num_hidden_layers=3, mlp_only_layers=[1]),
+    "olmoe": _experts("Olmoe", num_key_value_heads=4, intermediate_size=32),
+    "olmoe_gqa": _experts("Olmoe", intermediate_size=64, norm_topk_prob=True),
 }  # fmt: skip
 
 
@@ -130,6 +148,25 @@ def build(name: str, seed: int = 0, **config: Any) -> Any:
     model = getattr(transformers, tiny.model_class)(getattr(transformers, tiny.config_class)(**values)).eval()
     _randomise(model, seed, tiny.embedding_std)
     return model
+
+
+def state_of(model: Any) -> dict[str, Tensor]:
+    """The state dict under the names and with the shapes of a published checkpoint: without the tied copy of the
+    embedding, each expert by itself."""
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        state.pop("lm_head.weight")
+    is_mixtral = type(model).__name__.startswith("Mixtral")
+    names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    for name in [name for name in state if name.endswith(".experts.gate_up_proj")]:
+        start = name.removesuffix(".gate_up_proj")
+        below = start.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else start
+        gates, ups = state.pop(name).chunk(2, dim=1)
+        for kind, stack in zip(names, (gates, ups, state.pop(f"{start}.down_proj")), strict=True):
+            state |= {f"{below}.{index}.{kind}.weight": each for index, each in enumerate(stack)}
+    if is_mixtral:
+        state = {name.replace(".mlp.gate.", ".block_sparse_moe.gate."): each for name, each in state.items()}
+    return state
 
 
 def save(name: str, folder: Path, seed: int = 0, tokenizer: bool = False, **config: Any) -> Path:
@@ -172,6 +209,8 @@ def _randomise(model: Any, seed: int, embedding_std: float) -> None:
                 parameter.copy_(0.3 * noise + (0.0 if centred_at_zero else 1.0))
             elif "embed_positions" in parameter_name:
                 parameter.copy_(0.5 * noise)
+            elif parameter_name.endswith(".mlp.gate.weight"):
+                parameter.copy_(0.6 * noise)  # apart enough that rounding seldom changes who is chosen
             else:
                 parameter.copy_(noise * (embedding_std if "embed" in parameter_name else 0.25))
     model.tie_weights()

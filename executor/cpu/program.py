@@ -22,6 +22,7 @@ from headrace.executor.parallel.collectives import SharedCollectives
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.kernels.cpu.collectives import GroupC
 from headrace.kernels.cpu.linear import Runtime
+from headrace.kernels.cpu.moe import PackedExperts
 from headrace.kernels.cpu.ops import CacheScales
 from headrace.kernels.cpu.program import Builder
 from headrace.kernels.cpu.program_parts import Attention, Buffer, LayerCache, Rotary, SamplingColumns
@@ -79,6 +80,15 @@ class Product(NamedTuple):
 
     weight: CpuLinear
     x: Buffer
+
+
+class ChosenExperts(NamedTuple):
+    """A contribution: what the chosen experts make of x, added where it is wanted."""
+
+    stack: PackedExperts
+    x: Buffer
+    expert_ids: Buffer
+    weights: Buffer
 
 
 class ProgramOps:
@@ -163,8 +173,18 @@ class ProgramOps:
     def product(self, weight: CpuLinear, x: Buffer) -> Product:
         return Product(weight, x)
 
-    def experts(self, stack: Any, x: Buffer, logits: Buffer, routing: Routing) -> Any:
-        raise NotImplementedError("the CPU program has no op for experts")
+    def experts(self, stack: PackedExperts, x: Buffer, logits: Buffer, routing: Routing) -> ChosenExperts:
+        expert_ids = self._room(routing.num_chosen, torch.int32)
+        weights = self._room(routing.num_chosen, torch.float32)
+        self.builder.route(
+            logits,
+            expert_ids,
+            weights,
+            scoring=routing.scoring,
+            renormalise=routing.renormalise,
+            scale=routing.scale,
+        )
+        return ChosenExperts(stack, x, expert_ids, weights)
 
     def call(self, function: Callable[..., Any], *values: Any) -> Any:
         raise NotImplementedError(f"a program cannot call {function}: the block's why_no_program should say so")
@@ -176,7 +196,7 @@ class ProgramOps:
         self.builder.norm(self.at.hidden, self.at.normed, norm.constants)
         return self.at.normed
 
-    def add(self, contributions: Sequence[Product], post_norm: CpuNorm | None = None) -> None:
+    def add(self, contributions: Sequence[Product | ChosenExperts], post_norm: CpuNorm | None = None) -> None:
         builder, at = self.builder, self.at
         if self.ranks is not None:
             parts = self.ranks.next_parts(self._spec.hidden_size)[:, : len(at.hidden.tensor)]
@@ -204,10 +224,15 @@ class ProgramOps:
             self.builder.linear(weight, x, part, bias=bias, residual=residual, activation=activation)
             first += weight.columns
 
-    def _write(self, contributions: Sequence[Product], out: Buffer, residual: Buffer | None = None) -> None:
+    def _write(
+        self, contributions: Sequence[Product | ChosenExperts], out: Buffer, residual: Buffer | None = None
+    ) -> None:
         """out = their sum [+ residual]"""
         for each in contributions:
-            self.multiply(each.weight, each.x, out, residual=residual)
+            if isinstance(each, Product):
+                self.multiply(each.weight, each.x, out, residual=residual)
+            else:
+                self.builder.experts(*each, out, add=residual is not None)
             residual = out
 
     def _room(self, columns: int, dtype: torch.dtype) -> Buffer:

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,11 @@ from headrace.kernels.cpu.linear import (
     Arena,
     PackedLinear,
     Runtime,
+    dequantise,
     pack,
     quantise,
 )
+from headrace.kernels.cpu.moe import PackedExperts, why_no_experts
 from headrace.kernels.cpu.program_parts import Norm
 
 logger = logging.getLogger(__name__)
@@ -129,8 +132,8 @@ class CpuWeights(CheckedWeights):
                 norms = (declared.query_norm, declared.key_norm)
                 query_norm, key_norm = (None if each is None else self.norm(each, prefix).constants for each in norms)
                 return CpuAttend(declared, query_norm, key_norm)
-            case _:
-                raise NotImplementedError(f"the CPU program has no ops for {type(declared).__name__}")
+            case blocks.ExpertStack():
+                return self.experts(declared, prefix)
 
     def norm(self, declared: blocks.Norm, prefix: str) -> CpuNorm:
         name, size, own = prefix + declared.name, size_of(declared.size), own_part(declared.size, self.place)
@@ -161,6 +164,32 @@ class CpuWeights(CheckedWeights):
             first = last
         return CpuLinear(tuple(weights), tuple(joined_biases), declared.activation or "none", declared.gated)
 
+    def experts(self, declared: blocks.ExpertStack, prefix: str) -> PackedExperts:
+        """Each expert's matrices by themselves: in floats where they are not stored in types that go together."""
+        hidden, inner, own = declared.hidden, declared.inner.size, own_part(declared.inner, self.place)
+        own_inner = inner if own is None else own.stop - own.start
+
+        def stored(index: int) -> list[Stored]:
+            rows = [Part(prefix + names[index], inner, own) for names in (declared.gates, declared.ups)]
+            gate_up = [self._stored(part, hidden, None, "expert") for part in rows]
+            return [*gate_up, self._stored(Part(prefix + declared.downs[index], hidden), inner, own, "expert")]
+
+        first, rest = stored(0), range(1, len(declared.gates))
+        kinds = {tuple(map(_type_name, first))}
+        if self._packed is not None:  # else all become what the first became
+            kinds |= {tuple(map(_type_name, stored(index))) for index in rest}
+        reason = "its experts differ in type"
+        if len(kinds) == 1:
+            reason = why_no_experts(next(iter(kinds)), hidden, own_inner, declared.activation)
+        if reason:
+            logger.warning("the experts below %s are kept in %s: %s", prefix, dtype_name(self.dtype), reason)
+        gate_ups, downs = [], []
+        for each in chain((first,), map(stored, rest)):
+            gate, up, down = (_floats(matrix, self.dtype) if reason else matrix for matrix in each)
+            gate_ups.append(self._pack(_joined([gate, up]), gated=True))
+            downs.append(self._pack(down, gated=False))
+        return PackedExperts(tuple(gate_ups), tuple(downs), declared.activation)
+
     def table(self, part: Part, columns: int, role: Role = "embedding") -> PackedLinear:
         """A matrix of `columns` for looking rows up, and multiplying too where the head is tied to it."""
         return self._pack(self._stored(part, columns, None, role), gated=False)
@@ -174,7 +203,7 @@ class CpuWeights(CheckedWeights):
         if self._unquantised:
             group = self._blocks.group_size if self._blocks else 0
             logger.warning("kept as floats, as groups of %d do not divide rows: %s", group, _listed(self._unquantised))
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         if self._undivided:
             types = ", ".join(sorted(self._undivided))
             logger.warning(
@@ -224,17 +253,18 @@ class CpuWeights(CheckedWeights):
 
 def inner_block(spec: ArchSpec, source: WeightSource, *, keep_packed: bool, blocks: Blocks | None) -> int:
     """What a rank's share of an FFN's inner size must be a multiple of to be whole blocks; 1 where there are none."""
-    if blocks is not None:
-        return 1 if spec.intermediate_size % blocks.group_size else blocks.group_size
     packed, names = _packed_reader(source) if keep_packed else None, source.names()
-    if packed is None:
+    if packed is None and blocks is None:
         return 1
     # Blocks lie along rows: those of the matrices whose columns are an inner size, and not heads.
-    divided = [
-        weight.name
+    divided = {
+        weight.name: weight.shape[1]
         for weight in model_weights(spec, spec.names.prefix_in(names))
         if len(weight.dimensions) > 1 and isinstance(weight.dimensions[1], Axis) and weight.dimensions[1].unit == 1
-    ]
+    }
+    if blocks is not None:
+        return 1 if any(size % blocks.group_size for size in divided.values()) else blocks.group_size
+    assert packed is not None, "one of both is there"
     kept = [packed(name) for name in divided if name in names]
     return math.lcm(*(WEIGHT_TYPES[each[0]].block_size for each in kept if each and each[0] in WEIGHT_TYPES))
 
@@ -251,6 +281,14 @@ def _listed(names: set[str]) -> str:
 
 def _type_name(stored: Stored) -> str:
     return stored[0] if isinstance(stored, tuple) else FLOAT_TYPES[stored.dtype]
+
+
+def _floats(stored: Stored, dtype: torch.dtype) -> Tensor:
+    return stored.to(dtype) if isinstance(stored, Tensor) else dequantise(*stored).to(dtype)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _joined(parts: Sequence[Stored]) -> Stored:

@@ -252,7 +252,9 @@ class EagerExperts:
             gate_up[index] = weights.stack([(name, Part(name, inner, own)) for name in (gate, up)], hidden, None)
             down[index] = weights.stack([(last, Part(last, hidden))], inner, own)
         self._route = weights.kernel("route_experts", num_experts=count)
-        pack = weights.kernel("experts", hidden=hidden, inner=own_inner, num_experts=count)
+        pack = weights.kernel(
+            "experts", hidden=hidden, inner=own_inner, num_experts=count, activation=declared.activation
+        )
         self._experts: ExpertWeights = pack(gate_up, down, declared.activation)
         weights.nbytes += self._experts.nbytes
 

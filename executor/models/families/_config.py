@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec, RopeKind, RopeSpec, WeightNames
-from headrace.executor.models.blocks import Ffn
+from headrace.executor.models.blocks import Ffn, Routing
 from headrace.executor.models.blocks.attention import Attention
 from headrace.executor.models.blocks.dense import Activation, Dense
+from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.models.families import Config
 from headrace.ipc.failure import ModelError
 
@@ -198,9 +199,38 @@ def qwen_positions(config: Config, rotary: RopeSpec) -> list[Positions]:
     return by_type(layer_types(config, num_layers, default), rotary, window)
 
 
+def qwen_moe_positions(config: Config, rotary: RopeSpec) -> list[Positions]:
+    """Qwen 2 with experts: of the first `max_window_layers` every other slides, when the config turns windows on."""
+    num_layers = integer(config, "num_hidden_layers")
+    window = integer(config, "sliding_window", 4096) if flag(config, "use_sliding_window", False) else None
+    first = integer(config, "max_window_layers", 28)
+    default = [
+        "sliding_attention" if window and i % 2 == 0 and i < first else "full_attention" for i in range(num_layers)
+    ]
+    return by_type(layer_types(config, num_layers, default), rotary, window)
+
+
 def dense(config: Config, key: str = "hidden_act", default: str = "silu", *, bias: bool = False) -> Dense:
     """A gated FFN of the config's size; `key` names its activation."""
     return Dense(integer(config, "intermediate_size"), activation(config, key, default), bias=bias)
+
+
+def experts(config: Config, inner: int, *, renormalise: bool, shared_inner: int = 0) -> Experts:
+    """Experts chosen by softmax, as many as the config says under either of its names."""
+    key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
+    routing = Routing(integer(config, "num_experts_per_tok"), "softmax", renormalise)
+    return Experts(integer(config, key), routing, inner, activation(config, "hidden_act", "silu"), shared_inner)
+
+
+def sparse_layers(config: Config, mixture: Experts) -> Callable[[int], Ffn]:
+    """Qwen's: the mixture in every `decoder_sparse_step`th layer but those of `mlp_only_layers`."""
+    step = integer(config, "decoder_sparse_step", 1)
+    dense_layers = config.get("mlp_only_layers") or []
+    if step < 1:
+        raise ModelError(f"the config's decoder_sparse_step must be at least 1, got {step}")
+    if not isinstance(dense_layers, list):
+        raise ModelError(f"the config's mlp_only_layers must be a list of layers, got {dense_layers!r}")
+    return lambda index: mixture if index not in dense_layers and (index + 1) % step == 0 else dense(config)
 
 
 def llama_like(
