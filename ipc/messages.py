@@ -247,6 +247,9 @@ class TokenizerBundle(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     """bos_token, eos_token, unk_token, pad_token, ... as the template sees them."""
 
 
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
 class EngineTimes(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Sums and counts from the engine's start. The difference of two, divided, is the mean of the time between."""
 
@@ -261,6 +264,9 @@ class EngineTimes(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_gc_pauses: int = 0
     gc_pause_s: float = 0.0
     """Garbage collections of the process that the core runs in."""
+    step_tokens: tuple[int, ...] = ()
+    """Steps by their tokens: up to each of STEP_TOKEN_BOUNDS, and above."""
+    step_tokens_sum: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):

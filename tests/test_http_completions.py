@@ -191,3 +191,10 @@ def test_models_version_load_and_docs(client):
     page = client.get("/docs").text
     assert "/v1/chat/completions" in page
     assert "http" not in page.split("curl")[0].replace("http-equiv", ""), "the page must need no other server"
+
+
+def test_a_default_number_of_tokens_is_that_of_the_generation_config_for_completions_too():
+    with serving("--override-generation-config", '{"max_tokens": 5}') as server, server.client() as client:
+        for body, expected in (({}, 5), ({"max_tokens": 3}, 3)):
+            answer = ask(client, COMPLETIONS, prompt=[5], ignore_eos=True, **body)
+            assert answer["usage"]["completion_tokens"] == expected

@@ -146,6 +146,53 @@ def test_a_body_of_another_type(client):
     check_error(client.post(COMPLETIONS, content=b'{"prompt":[5]}'), 415, None, "application/json")
 
 
+EXTRA_FIELDS = [
+    {"metadata": {"a": "b"}},
+    {"store": True},
+    {"user": "me"},
+    {"parallel_tool_calls": False},
+    {"prompt_cache_retention": "24h"},
+    {"enable_thinking": False},
+    {"service_tier": "flex"},
+    {"stream_options": {"include_obfuscation": False}, "stream": True},
+    {"colour": "red"},
+    {"messages": [{"role": "user", "content": "x", "id": "msg_1", "cache_control": {"type": "ephemeral"}}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]}]},
+]
+
+
+@pytest.mark.parametrize("extra", EXTRA_FIELDS, ids=json.dumps)
+def test_a_field_that_changes_no_answer_is_taken_as_others_take_it(client, extra):
+    plain = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "seed": 1, "temperature": 1}
+    expected = client.post(CHAT, json=plain)
+    answer = client.post(CHAT, json={**plain, **extra})
+    assert answer.status_code == 200, answer.text
+    if "stream" in extra:
+        assert answer.text.endswith("data: [DONE]\n\n")
+    else:
+        assert answer.json()["choices"] == expected.json()["choices"]
+
+
+@pytest.mark.parametrize("name", ["response_format", "reasoning_effort", "guided_json", "prediction"])
+def test_a_field_that_would_change_the_answer_and_cannot_is_refused_by_name(client, name):
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, name: {"type": "json_object"}}
+    check_error(client.post(CHAT, json=body), 400, name, "not supported")
+
+
+def test_a_strict_server_takes_no_field_without_effect():
+    with serving("--strict-requests") as server, server.client() as client:
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        assert client.post(CHAT, json={**body, "user": "me", "store": False}).status_code == 200
+        for extra, param in (
+            ({"store": True}, "store"),
+            ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+            ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+            ({"colour": "red"}, "colour"),
+            ({"messages": [{"role": "user", "content": "x", "id": "1"}]}, "messages[0].id"),
+        ):
+            assert client.post(CHAT, json={**body, **extra}).json()["error"]["param"] == param
+
+
 @pytest.mark.parametrize("field", ["user", "metadata", "store", "logit_bias", "bad_words", "suffix", "service_tier"])
 def test_a_field_that_asks_for_nothing_is_taken(client, field):
     neutral = {"user": "me", "metadata": {"a": "b"}, "store": False, "logit_bias": {}, "suffix": ""}
@@ -214,7 +261,7 @@ def test_invocations_are_what_their_body_says(client):
     chat = client.post("/invocations", json={"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}).json()
     assert (completion["object"], chat["object"]) == ("text_completion", "chat.completion")
     check_error(client.post("/invocations", json={"inputs": "x"}), 400, "messages", "must have messages or prompt")
-    check_error(client.post("/invocations", json={"prompt": "x", "nonsense": 1}), 400, "nonsense", "unknown field")
+    check_error(client.post("/invocations", json={"prompt": "x", "max_tokns": 1}), 400, "max_tokns", "unknown field")
 
 
 def test_a_request_that_fails_in_the_engine(client):

@@ -17,7 +17,7 @@ from fake_tokenizers import bundle_of, byte_level_tokenizer, sentencepiece_token
 from headrace import LLM, InvalidRequestError, SamplingParams
 from headrace.executor.sampling.token_rules import rules_of
 from headrace.frontend.api.token_rules import MOST_BAD_WORDS, tokenize_bad_words
-from headrace.frontend.http.decoding import decode_request
+from headrace.frontend.http.decoding import RequestDecoder
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.requests import ChatCompletionRequest, CompletionRequest
@@ -131,7 +131,7 @@ def test_fields_of_a_body_become_those_of_sampling_params(kind: Any) -> None:
     body = {"logit_bias": {"50256": -250, "7": 2.5}, "allowed_token_ids": [7, 8], "bad_words": ["a b"]}
     rest = {"prompt": "x"} if kind is CompletionRequest else {"messages": [{"role": "user", "content": "x"}]}
     with memory_core() as core, LLM.attach(core.transport) as llm:
-        request = decode_request(json.dumps(body | rest).encode(), kind)
+        request = RequestDecoder(strict=True).decode(json.dumps(body | rest).encode(), kind)
         params = sampling_params(request, llm._client.welcome, ServeOptions())
     assert params.logit_bias == {50256: -100.0, 7: 2.5}
     assert params.allowed_token_ids == [7, 8]

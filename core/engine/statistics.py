@@ -6,12 +6,13 @@ to have waited since the step before, which holds for all but those whose reques
 
 from __future__ import annotations
 
+import bisect
 import logging
 import time
 
 from headrace.core.schedule.requests import Request
 from headrace.core.schedule.scheduler import Scheduler
-from headrace.ipc.messages import EngineTimes
+from headrace.ipc.messages import STEP_TOKEN_BOUNDS, EngineTimes
 from headrace.ipc.step import StepResult
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Statistics:
         self._num_first_tokens = self._num_later_tokens = self._num_gc_pauses = 0
         self._first_token_s = self._later_token_s = self._request_s = self._gc_pause_s = 0.0
         self._last_step_s = self._interval_s = 0.0  # 0 for a step that follows on nothing
+        self._step_tokens, self._step_tokens_sum = [0] * (len(STEP_TOKEN_BOUNDS) + 1), 0
         self._window = _Window(log_stats)
 
     def step(self, result: StepResult) -> None:
@@ -85,6 +87,9 @@ class Statistics:
         """The last step's tokens have been sent."""
         self.num_steps += 1
         self.num_generated_tokens += num_generated_tokens
+        num_tokens = num_prompt_tokens + num_generated_tokens
+        self._step_tokens[bisect.bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
+        self._step_tokens_sum += num_tokens
         self._window.step(num_prompt_tokens, num_generated_tokens, scheduler, self.gaps)
 
     def idle(self) -> None:
@@ -110,6 +115,8 @@ class Statistics:
             request_s=self._request_s,
             num_gc_pauses=self._num_gc_pauses,
             gc_pause_s=self._gc_pause_s,
+            step_tokens=tuple(self._step_tokens),
+            step_tokens_sum=self._step_tokens_sum,
         )
 
 

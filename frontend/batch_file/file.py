@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.frontend.http.decoding import decode_request
+from headrace.frontend.http.decoding import RequestDecoder
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.ipc.failure import OptionError
 
@@ -63,9 +63,9 @@ class BatchResult(msgspec.Struct, kw_only=True):
 
 def decode_line(line: bytes) -> BatchRequest:
     """Raises ApiError, which names the field."""
-    # `decode_request` names what is wrong but gives plain data, in which no Raw can be: the body is read again below.
+    # The decoder names what is wrong but gives plain data, in which no Raw can be: the body is read again below.
     try:
-        request = decode_request(line, _Envelope)
+        request = RequestDecoder(strict=True).decode(line, _Envelope)
     except ApiError as error:
         error.body.message = error.body.message.replace("the body", "the line")
         raise

@@ -34,7 +34,7 @@ from headrace.frontend.client.request import RequestStream
 from headrace.frontend.http.chat import prepare_chat
 from headrace.frontend.http.chat_prompt import ChatPrompts
 from headrace.frontend.http.completions import prepare_completion
-from headrace.frontend.http.decoding import decode_request
+from headrace.frontend.http.decoding import RequestDecoder
 from headrace.frontend.http.engines import Attached, EnginePool, Owned, Source
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.generation import PreparedRequest
@@ -65,6 +65,7 @@ class BatchRun:
     def __init__(self, path: Path, results: Results, max_concurrency: int | None) -> None:
         self._path, self._results, self._max_concurrency = path, results, max_concurrency
         self._options = ServeOptions()
+        self._decoder = RequestDecoder(strict=False)
         # Templates run in a sandbox, and whoever runs a batch has chosen its lines.
         self._prompts = ChatPrompts(None, trusts_requests=True)
         self._seen_ids: set[str] = set()
@@ -145,9 +146,9 @@ class BatchRun:
     def _prepare(self, request: BatchRequest, request_id: str, pool: EnginePool) -> PreparedRequest:
         decoded: GenerationRequest
         if request.url == CHAT:
-            decoded = chat = decode_request(bytes(request.body), ChatCompletionRequest)
+            decoded = chat = self._decoder.decode(bytes(request.body), ChatCompletionRequest)
         else:
-            decoded = completion = decode_request(bytes(request.body), CompletionRequest)
+            decoded = completion = self._decoder.decode(bytes(request.body), CompletionRequest)
         if decoded.stream or decoded.stream_options is not None:
             name = "stream" if decoded.stream else "stream_options"
             raise bad_field(name, f"{name}: a batch gives whole answers; leave it out")

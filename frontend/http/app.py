@@ -76,6 +76,8 @@ class App:
             del scope[EXCHANGE]
             exchange.close()
             self._state.pages.in_flight(-1)
+            path = scope["path"].removeprefix(options.root_path)
+            self._state.pages.http_request(path, exchange.status, time.monotonic() - began_s)
             self._state.publish_counts()
             if options.enable_log_requests:
                 path = printable(scope["path"])

@@ -65,6 +65,7 @@ def prepare_chat(
         request.messages,
         client.tokenizer,
         tool_choice=request.tool_choice,
+        enable_thinking=request.enable_thinking,
         documents=request.documents,
     )
     # The template writes the special tokens itself.

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from headrace.frontend.http.errors import ApiError, bad_field
-from headrace.frontend.http.requests import ChatMessage
+from headrace.frontend.http.requests import UNREAD_IN_MESSAGES, ChatMessage
 from headrace.frontend.text.chat_template import render_chat, text_parts
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError, OptionError
@@ -60,6 +60,7 @@ class ChatPrompts:
         tokenizer: Tokenizer | None,
         *,
         tool_choice: str | dict[str, Any] | None = None,
+        enable_thinking: bool | None = None,
         documents: Sequence[dict[str, Any]] | None = None,
     ) -> str:
         """The prompt's text. Raises ApiError, and InvalidRequestError with the template's own words."""
@@ -68,7 +69,9 @@ class ChatPrompts:
         if not messages:
             raise bad_field("messages", "messages is empty: give at least one")
         tools = self._tools(request.tools, tool_choice)
-        variables = request.chat_template_kwargs or {}
+        variables = dict(request.chat_template_kwargs or {})
+        if enable_thinking is not None:
+            variables.setdefault("enable_thinking", enable_thinking)
         for name in variables:
             if name in _RESERVED:
                 raise bad_field(
@@ -114,11 +117,14 @@ class ChatPrompts:
 def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
     """As templates take it: without absent fields."""
     plain = {name: value for name, value in msgspec.structs.asdict(message).items() if value is not None}
-    plain.pop("annotations", None)
+    for name in ("annotations", *UNREAD_IN_MESSAGES):
+        plain.pop(name, None)
+    if isinstance(message.content, list):
+        plain["content"] = [_without_hints(part) for part in message.content]
     if isinstance(message.content, list):
         where = f"messages[{index}].content"
         try:
-            text_parts(message.content, where)  # here too, so that the answer names the field
+            text_parts(plain["content"], where)  # here too, so that the answer names the field
         except InvalidRequestError as error:
             raise bad_field(where, str(error), "unsupported_parameter") from None
     if message.tool_calls is not None:
@@ -127,6 +133,12 @@ def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
     elif message.content is None:
         raise bad_field(f"messages[{index}].content", f"messages[{index}] has no content", "missing_required_parameter")
     return plain
+
+
+def _without_hints(part: Any) -> Any:
+    if isinstance(part, dict) and "cache_control" in part:
+        return {name: value for name, value in part.items() if name != "cache_control"}
+    return part
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:

@@ -36,12 +36,14 @@ def prepare_completion(
         raise bad_field("best_of", "best_of is not supported, unless it equals n")
     only_prompt = bool(request.echo) and request.max_tokens == 0
     asked = None if only_prompt else request.max_tokens
+    # What generation_config or override_generation_config sets is applied with all other defaults.
+    default_max_tokens = None if "max_tokens" in welcome.generation_defaults else DEFAULT_MAX_TOKENS
     echoed = request.logprobs if request.echo else None
     params = sampling_params(
         request,
         welcome,
         options,
-        max_tokens=1 if only_prompt else DEFAULT_MAX_TOKENS if asked is None else asked,
+        max_tokens=1 if only_prompt else default_max_tokens if asked is None else asked,
         logprobs=request.logprobs,
         prompt_logprobs=echoed if request.prompt_logprobs is None else request.prompt_logprobs,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import types
 import urllib.parse
 from collections.abc import Mapping
@@ -12,9 +13,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.frontend.http.errors import LONGEST_PARAM, ApiError, bad_field, shortened
-from headrace.frontend.http.requests import ChatCompletionRequest, CompletionRequest
+from headrace.frontend.http.requests import UNREAD_IN_MESSAGES, ChatCompletionRequest, CompletionRequest
 
 T = TypeVar("T", bound=msgspec.Struct)
+logger = logging.getLogger(__name__)
 ANY = object()
 """In `Neutral.values`: every value asks for nothing."""
 
@@ -24,6 +26,8 @@ class Neutral(msgspec.Struct, frozen=True):
 
     reason: str
     values: tuple[Any, ...] = ()
+    is_harmless: bool = False
+    """No answer depends on it: every value is taken, unless the server is strict."""
 
 
 _STRUCTURED = "structured outputs are not supported yet"
@@ -38,8 +42,9 @@ NEUTRAL: Mapping[str, Neutral] = types.MappingProxyType(
         "safety_identifier": Neutral("names the end user for abuse reports; nothing depends on it", (ANY,)),
         "metadata": Neutral("labels stored completions, and none are stored", (ANY,)),
         "prompt_cache_key": Neutral("a hint; equal prefixes are cached without one", (ANY,)),
-        "store": Neutral(_STORED, (False,)),
-        "service_tier": Neutral("there is one tier", ("auto", "default")),
+        "prompt_cache_retention": Neutral("a hint; what is cached stays as long as there is room", is_harmless=True),
+        "store": Neutral(_STORED, (False,), is_harmless=True),
+        "service_tier": Neutral("there is one tier", ("auto", "default"), is_harmless=True),
         "response_format": Neutral(_STRUCTURED, ({"type": "text"},)),
         "structured_outputs": Neutral(_STRUCTURED),
         "guided_json": Neutral(_STRUCTURED),
@@ -71,7 +76,7 @@ NEUTRAL_OF: Mapping[type[msgspec.Struct], Mapping[str, Neutral]] = types.Mapping
                 "echo": Neutral("not supported in chat", (False,)),
                 "functions": Neutral("retired by OpenAI; use tools", ([],)),
                 "function_call": Neutral("retired by OpenAI; use tools", ("none",)),
-                "parallel_tool_calls": Neutral(_TOOLS, (True,)),
+                "parallel_tool_calls": Neutral(_TOOLS, (True,), is_harmless=True),
                 "modalities": Neutral(_TEXT_ONLY, (["text"],)),
                 "audio": Neutral(_TEXT_ONLY),
                 "reasoning_effort": Neutral("not supported yet; see chat_template_kwargs for what templates take"),
@@ -85,18 +90,51 @@ NEUTRAL_OF: Mapping[type[msgspec.Struct], Mapping[str, Neutral]] = types.Mapping
 )
 
 
-def decode_request(body: bytes, kind: type[T]) -> T:
-    """The request in a body. Raises ApiError, which names the field."""
-    return _request(_fields(body), kind)
+class RequestDecoder:
+    """Bodies to requests. Everything raises ApiError, which names the field.
 
+    Fields that no answer depends on are taken with any value, and so are those that nobody knows, but for ones that
+    look like a known field's name misspelt. `strict` refuses both.
+    """
 
-def decode_one_of(body: bytes, kinds: Mapping[str, type[T]]) -> T:
-    """The same, of the first kind whose field, which names it here, the body has. Raises ApiError."""
-    fields = _fields(body)
-    kind = next((kinds[name] for name in kinds if name in fields), None)
-    if kind is None:
-        raise bad_field(next(iter(kinds)), f"the body must have {' or '.join(kinds)}", "missing_required_parameter")
-    return _request(fields, kind)
+    def __init__(self, *, strict: bool) -> None:
+        self._strict = strict
+        self._ignored: set[str] = set()  # names that have been logged
+
+    def decode(self, body: bytes, kind: type[T]) -> T:
+        return self._request(_fields(body), kind)
+
+    def decode_one_of(self, body: bytes, kinds: Mapping[str, type[T]]) -> T:
+        """As the first kind whose field, which names it here, the body has."""
+        fields = _fields(body)
+        kind = next((kinds[name] for name in kinds if name in fields), None)
+        if kind is None:
+            raise bad_field(next(iter(kinds)), f"the body must have {' or '.join(kinds)}", "missing_required_parameter")
+        return self._request(fields, kind)
+
+    def _request(self, fields: dict[str, Any], kind: type[T]) -> T:
+        _take_neutral(fields, NEUTRAL_OF.get(kind, {}), strict=self._strict)
+        known = kind.__struct_fields__
+        for name in [name for name in fields if name not in known]:
+            if self._strict or len(fields) > _MOST_FIELDS or _closest(name, known) is not None:
+                raise _unknown(name, known)
+            del fields[name]
+            self._note_ignored(name)
+        if self._strict and isinstance(messages := fields.get("messages"), list):
+            _refuse_unread(messages)
+        try:
+            return msgspec.convert(fields, kind)
+        except msgspec.ValidationError as error:
+            raise _invalid(str(error)) from None
+        except RecursionError:
+            raise ApiError(HTTPStatus.BAD_REQUEST, "the body is nested too deeply", code="invalid_json") from None
+
+    def _note_ignored(self, name: str) -> None:
+        """One line for each name, and only for so many: clients choose them."""
+        name = shortened(name, _LONGEST_NAME)
+        if name not in self._ignored and len(self._ignored) < _MOST_IGNORED:
+            self._ignored.add(name)
+            logger.warning("a field %r of requests is not known and does nothing; see --strict-requests", name)
 
 
 def _fields(body: bytes) -> dict[str, Any]:
@@ -109,20 +147,6 @@ def _fields(body: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ApiError(HTTPStatus.BAD_REQUEST, "the body must be a JSON object", code="invalid_json")
     return fields
-
-
-def _request(fields: dict[str, Any], kind: type[T]) -> T:
-    _take_neutral(fields, NEUTRAL_OF.get(kind, {}))
-    known = kind.__struct_fields__
-    for name in fields:
-        if name not in known:
-            raise _unknown(name, known)
-    try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
-    except RecursionError:
-        raise ApiError(HTTPStatus.BAD_REQUEST, "the body is nested too deeply", code="invalid_json") from None
 
 
 def decode_query(query: str, kind: type[T]) -> T:
@@ -143,10 +167,20 @@ def decode_query(query: str, kind: type[T]) -> T:
         raise _invalid(str(error)) from None
 
 
-def _take_neutral(fields: dict[str, Any], table: Mapping[str, Neutral]) -> None:
+def _refuse_unread(messages: list[Any]) -> None:
+    """Raises ApiError for fields of messages that mean nothing here."""
+    for index, message in enumerate(messages):
+        for name in UNREAD_IN_MESSAGES if isinstance(message, dict) else ():
+            if message.get(name) is not None:
+                raise bad_field(f"messages[{index}].{name}", f"unknown field {name!r}", "unknown_parameter")
+
+
+def _take_neutral(fields: dict[str, Any], table: Mapping[str, Neutral], *, strict: bool) -> None:
     for name in [name for name in fields if name in table]:
         value, neutral = fields.pop(name), table[name]
         if value is None or ANY in neutral.values or any(_same(value, each) for each in neutral.values):
+            continue
+        if neutral.is_harmless and not strict:
             continue
         raise bad_field(name, f"{name} is not supported: {neutral.reason}", "unsupported_parameter")
 
@@ -156,12 +190,21 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 def _unknown(name: str, known: tuple[str, ...]) -> ApiError:
+    close = _closest(name, known)
     name = shortened(name, _LONGEST_NAME)
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    hint = f"; did you mean {close}?" if close is not None else ""
     return bad_field(name, f"unknown field {name!r}{hint}", "unknown_parameter")
 
 
+def _closest(name: str, known: tuple[str, ...]) -> str | None:
+    close = difflib.get_close_matches(shortened(name, _LONGEST_NAME), known, n=1, cutoff=_MISSPELT)
+    return close[0] if close else None
+
+
+_MISSPELT = 0.75
+"""How alike two names are of which one is taken for the other misspelt (difflib's ratio)."""
+_MOST_FIELDS = 256
+_MOST_IGNORED = 100
 _LONGEST_NAME = 64
 """Characters of a field's name that are looked at and quoted; a client may send millions."""
 _MISSING, _EXTRA = "Object missing required field `", "Object contains unknown field `"

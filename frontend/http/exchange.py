@@ -40,13 +40,18 @@ class Exchange:
         self._max_body_bytes, self._read_timeout_s = options.max_body_bytes, options.read_timeout
         self._num_body_bytes = 0
         self._body_is_read = scope["method"] in ("GET", "HEAD", "OPTIONS")
-        self.started = False
-        """Whether the response has begun."""
+        self.status = 0
+        """Of the response, once it has begun."""
         self.tenant = ""
         """Whose key the request came with, as text that gives nothing away."""
 
+    @property
+    def started(self) -> bool:
+        """Whether the response has begun."""
+        return self.status != 0
+
     async def send(self, message: Any) -> None:
-        self.started = True
+        self.status = self.status or message["status"]
         await self._send(message)
 
     def header_bytes(self, name: bytes) -> bytes | None:

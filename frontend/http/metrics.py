@@ -11,6 +11,7 @@ One process writes each page, by plain stores; any process answers a scrape with
 from __future__ import annotations
 
 import bisect
+import itertools
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.http.engines import Engine, EnginePool
-from headrace.ipc.messages import EngineStats
+from headrace.ipc.messages import STEP_TOKEN_BOUNDS, EngineStats
 
 _ITEM_BYTES = 8
 _SHORT = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -40,9 +41,12 @@ ENGINE_HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
     "request_inference_time_seconds": (_LONG, "From first scheduling to the last token."),
     "request_prompt_tokens": (_COUNTS, "Tokens in a request's prompt."),
     "request_generation_tokens": (_COUNTS, "Tokens generated for a request."),
+    "request_max_num_generation_tokens": (_COUNTS, "Tokens of a request's longest output."),
     "request_params_n": ((1.0, 2.0, 5.0, 10.0, 20.0), "Outputs asked for."),
     "request_params_max_tokens": (_COUNTS, "max_tokens asked for."),
 }
+_ALSO_KNOWN_AS = {"inter_token_latency_seconds": "time_per_output_token_seconds"}
+"""Names of earlier versions of vLLM, which dashboards made for them ask for."""
 FINISH_REASONS = ("stop", "length", "abort", "error")
 _SUCCESS = "request_success"
 _PROCESS_HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
@@ -54,6 +58,21 @@ _PROCESS_COUNTERS = {
     "tokens_after_disconnect": "Tokens that were generated for requests nobody wanted any more.",
 }
 _IN_FLIGHT = "requests_in_flight"
+HANDLERS = {
+    "/v1/completions": "POST",
+    "/v1/chat/completions": "POST",
+    "/invocations": "POST",
+    "/tokenize": "POST",
+    "/detokenize": "POST",
+    "/v1/models": "GET",
+    "/health": "GET",
+    "/metrics": "GET",
+    "none": "",
+}
+"""Paths that HTTP requests are counted by, and their methods; all others are counted together."""
+_STATUSES = ("2xx", "3xx", "4xx", "5xx")
+_DURATIONS = (0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_HTTP_DURATION, _HTTP_REQUESTS = "http_request_duration_seconds", "http_requests_total"
 
 
 class _Layout:
@@ -71,7 +90,10 @@ class _Layout:
 
 
 _ENGINE_LAYOUT = _Layout(ENGINE_HISTOGRAMS, FINISH_REASONS)
-_PROCESS_LAYOUT = _Layout(_PROCESS_HISTOGRAMS, (*_PROCESS_COUNTERS, _IN_FLIGHT))
+_PROCESS_LAYOUT = _Layout(
+    {**_PROCESS_HISTOGRAMS, **{f"{_HTTP_DURATION}{path}": (_DURATIONS, "") for path in HANDLERS}},
+    (*_PROCESS_COUNTERS, _IN_FLIGHT, *(f"{status}{path}" for path in HANDLERS for status in _STATUSES)),
+)
 
 
 def pages_bytes(num_processes: int, num_engines: int) -> int:
@@ -114,6 +136,12 @@ class Pages:
     def in_flight(self, change: int) -> None:
         self.count(_IN_FLIGHT, change)
 
+    def http_request(self, path: str, status: int, seconds: float) -> None:
+        """One has been answered with this status, or would have been."""
+        path = path if path in HANDLERS else "none"
+        self.count(f"{min(max(status // 100, 2), 5)}xx{path}")
+        _observe(self.process, _PROCESS_LAYOUT.at[f"{_HTTP_DURATION}{path}"], _DURATIONS, seconds)
+
     def total_in_flight(self) -> int:
         return int(self.total(_PROCESS_LAYOUT.at[_IN_FLIGHT], 1)[0])
 
@@ -155,6 +183,7 @@ class RequestMeter:
         self._take("request_params_n", stream.params.n)
         self._take("request_params_max_tokens", stream.params.max_tokens)
         self._take("request_generation_tokens", metrics.num_generation_tokens)
+        self._take("request_max_num_generation_tokens", max(len(each.token_ids) for each in stream.sequences))
         if reason == "abort":
             return
         self._take("time_to_first_token_seconds", metrics.first_token_latency)
@@ -239,6 +268,7 @@ class Exposition:
                 for reason, count in stats.num_waiting_by_reason.items():
                     reasons.add_metric((*_labels(engine), reason), count)
         yield reasons
+        yield from self._step_families()
         up = GaugeMetricFamily(f"{self._prefix}:engine_up", "Whether the engine is there.", labels=("engine",))
         info = GaugeMetricFamily(
             f"{self._prefix}:cache_config_info",
@@ -252,16 +282,36 @@ class Exposition:
                 info.add_metric((str(engine.index), str(welcome.block_size), str(welcome.num_blocks)), 1.0)
         yield from (up, info)
 
+    def _step_families(self) -> Iterator[Any]:
+        from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+
+        labels = ("model_name", "engine")
+        tokens = HistogramMetricFamily(f"{self._prefix}:iteration_tokens_total", "Tokens of a step.", labels=labels)
+        asleep = GaugeMetricFamily(
+            f"{self._prefix}:engine_sleep_state", "1 for the state that it is in.", labels=(*labels, "sleep_state")
+        )
+        for engine in self._pool.engines:
+            stats = self._last_stats.get(engine.index)
+            if stats is None:
+                continue
+            counts = stats.times.step_tokens or (0,) * (len(STEP_TOKEN_BOUNDS) + 1)
+            bounds = tuple(map(float, STEP_TOKEN_BOUNDS))
+            tokens.add_metric(_labels(engine), _buckets(bounds, counts), sum_value=stats.times.step_tokens_sum)
+            for state, value in (("awake", not stats.sleeping), ("weights_offloaded", stats.sleeping)):
+                asleep.add_metric((*_labels(engine), state), float(value))
+        yield from (tokens, asleep)
+
     def _request_families(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
         labels = ("model_name", "engine")
         for name, (bounds, text) in ENGINE_HISTOGRAMS.items():
-            family = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=labels)
-            for engine in self._pool.engines:
-                at = self._engine_offset(engine) + _ENGINE_LAYOUT.at[name]
-                self._add_histogram(family, _labels(engine), at, bounds)
-            yield family
+            for spelt in filter(None, (name, _ALSO_KNOWN_AS.get(name))):
+                family = HistogramMetricFamily(f"{self._prefix}:{spelt}", text, labels=labels)
+                for engine in self._pool.engines:
+                    at = self._engine_offset(engine) + _ENGINE_LAYOUT.at[name]
+                    self._add_histogram(family, _labels(engine), at, bounds)
+                yield family
         success = CounterMetricFamily(
             f"{self._prefix}:{_SUCCESS}", "Requests that ended, by how.", labels=(*labels, "finished_reason")
         )
@@ -285,16 +335,35 @@ class Exposition:
             self._add_histogram(family, (), _PROCESS_LAYOUT.at[name], bounds)
             yield family
 
+        yield from self._http_families()
+
+    def _http_families(self) -> Iterator[Any]:
+        """Under the names of prometheus_fastapi_instrumentator, which vLLM counts with: no prefix."""
+        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+        durations = HistogramMetricFamily(
+            _HTTP_DURATION, "From a request's arrival to the end of its answer.", labels=("handler", "method")
+        )
+        requests = CounterMetricFamily(_HTTP_REQUESTS, "HTTP requests.", labels=("handler", "method", "status"))
+        for path, method in HANDLERS.items():
+            self._add_histogram(durations, (path, method), _PROCESS_LAYOUT.at[f"{_HTTP_DURATION}{path}"], _DURATIONS)
+            for status in _STATUSES:
+                (value,) = self._pages.total(_PROCESS_LAYOUT.at[f"{status}{path}"], 1)
+                requests.add_metric((path, method, status), value)
+        yield from (durations, requests)
+
     def _engine_offset(self, engine: Engine) -> int:
         return _PROCESS_LAYOUT.size + engine.index * _ENGINE_LAYOUT.size
 
     def _add_histogram(self, family: Any, labels: tuple[str, ...], at: int, bounds: tuple[float, ...]) -> None:
         *counts, total = self._pages.total(at, len(bounds) + 2)
-        buckets, cumulative = [], 0.0
-        for bound, count in zip((*map(str, bounds), "+Inf"), counts, strict=True):
-            cumulative += count
-            buckets.append((bound, cumulative))
-        family.add_metric(labels, buckets, sum_value=total)
+        family.add_metric(labels, _buckets(bounds, counts), sum_value=total)
+
+
+def _buckets(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
+    """Cumulative, from counts of each bucket and of what lies above all."""
+    cumulative = itertools.accumulate(counts)
+    return list(zip((*map(str, bounds), "+Inf"), cumulative, strict=True))
 
 
 _OF_ENGINES: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
@@ -306,11 +375,18 @@ _OF_ENGINES: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = 
         "Share of the KV cache in use; 1 is all of it.",
         lambda s: 1.0 - s.num_free_blocks / max(s.num_blocks, 1),
     ),
+    (
+        "gauge",
+        "gpu_cache_usage_perc",
+        "The same, under the name of earlier versions of vLLM.",
+        lambda s: 1.0 - s.num_free_blocks / max(s.num_blocks, 1),
+    ),
     ("gauge", "num_clients", "Frontends that are attached.", lambda s: s.num_clients),
     ("counter", "prefix_cache_queries", "Prompt tokens looked up in the cache.", lambda s: s.num_prompt_tokens),
     ("counter", "prefix_cache_hits", "Prompt tokens found there.", lambda s: s.num_cached_prompt_tokens),
     ("counter", "num_preemptions", "Preemptions.", lambda s: s.num_preemptions),
     ("counter", "prompt_tokens", "Prompt tokens of all clients.", lambda s: s.num_prompt_tokens),
+    ("counter", "prompt_tokens_cached", "Prompt tokens found in the cache.", lambda s: s.num_cached_prompt_tokens),
     ("counter", "generation_tokens", "Tokens generated for all clients.", lambda s: s.num_generated_tokens),
     ("counter", "spec_decode_num_drafts", "Requests that got draft tokens, in all steps.", lambda s: s.num_drafts),
     ("counter", "spec_decode_num_draft_tokens", "Draft tokens.", lambda s: s.num_draft_tokens),

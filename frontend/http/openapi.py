@@ -33,7 +33,7 @@ def document(routes: Sequence[RouteSpec], root_path: str, *, guarded: bool) -> b
         properties = components[kind.__name__]["properties"]
         for name, field in neutral.items():
             properties[name] = {"description": f"Taken where it asks for nothing: {field.reason}"}
-            if ANY not in field.values:
+            if ANY not in field.values and not field.is_harmless:
                 properties[name]["enum"] = [None, *field.values]
     paths: dict[str, Any] = {}
     for route in routes:

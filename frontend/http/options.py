@@ -102,6 +102,15 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float, Option(LIMITS, "Silence in a stream after which a comment is sent to keep it open", "seconds", minimum=1)
     ] = 15.0
 
+    strict_requests: Annotated[
+        bool,
+        Option(
+            LIMITS,
+            "Refuse request fields that are not known, or known and without effect, which are otherwise taken as vLLM "
+            "and OpenAI take them",
+        ),
+    ] = False
+
     chat_template: Annotated[
         str | None,
         Option(CHAT, "A chat template, or a file with one", default_text="the model's own"),

@@ -19,6 +19,7 @@ Many = Annotated[list[T], Meta(max_length=16384)]
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: Annotated[bool, Meta(description="End the stream with an event that counts its tokens")] = False
     continuous_usage_stats: Annotated[bool, Meta(description="Count the tokens so far in every event")] = False
+    include_obfuscation: Annotated[bool | None, Meta(description="Taken, and not read: events are not padded")] = None
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -85,6 +86,12 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     annotations: Few[Any] | None = None
     audio: None = None
     function_call: None = None
+    # What clients keep beside a message, or hint to other servers.
+    id: Annotated[Any, Meta(description="Taken, and not read")] = None
+    cache_control: Annotated[Any, Meta(description="Taken, and not read: equal prefixes are cached without it")] = None
+
+
+UNREAD_IN_MESSAGES = ("id", "cache_control")
 
 
 # How a conversation becomes a prompt.
@@ -106,6 +113,7 @@ class ChatCompletionRequest(GenerationRequest):
     continue_final_message: ContinueFinal = None
     chat_template: Template = None
     chat_template_kwargs: TemplateVariables = None
+    enable_thinking: Annotated[bool | None, Meta(description="The template's variable of that name")] = None
     tools: Tools = None
     tool_choice: Annotated[str | dict[str, Any] | None, Meta(description="auto, or none to leave tools out")] = None
     documents: Annotated[Few[dict[str, Any]] | None, Meta(description="Passed to the template")] = None

@@ -13,7 +13,6 @@ import headrace
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.http.chat import prepare_chat
 from headrace.frontend.http.completions import prepare_completion
-from headrace.frontend.http.decoding import decode_one_of, decode_request
 from headrace.frontend.http.engines import Engine
 from headrace.frontend.http.errors import ApiError, bad_field, unavailable
 from headrace.frontend.http.exchange import Exchange
@@ -39,17 +38,17 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def completions(state: ServerState, exchange: Exchange) -> None:
-    await _generate(state, exchange, lambda body: decode_request(body, CompletionRequest))
+    await _generate(state, exchange, lambda body: state.decoder.decode(body, CompletionRequest))
 
 
 async def chat_completions(state: ServerState, exchange: Exchange) -> None:
-    await _generate(state, exchange, lambda body: decode_request(body, ChatCompletionRequest))
+    await _generate(state, exchange, lambda body: state.decoder.decode(body, ChatCompletionRequest))
 
 
 async def invocations(state: ServerState, exchange: Exchange) -> None:
     """SageMaker's one route for whatever a model does."""
     kinds: dict[str, type[Any]] = {"messages": ChatCompletionRequest, "prompt": CompletionRequest}
-    await _generate(state, exchange, lambda body: decode_one_of(body, kinds))
+    await _generate(state, exchange, lambda body: state.decoder.decode_one_of(body, kinds))
 
 
 async def _generate(
@@ -80,7 +79,9 @@ async def one_model(state: ServerState, exchange: Exchange) -> None:
 
 
 async def tokenize(state: ServerState, exchange: Exchange) -> None:
-    await exchange.answer(await exchange.prepare(lambda body: _tokens_of(state, decode_request(body, TokenizeRequest))))
+    await exchange.answer(
+        await exchange.prepare(lambda body: _tokens_of(state, state.decoder.decode(body, TokenizeRequest)))
+    )
 
 
 def _tokens_of(state: ServerState, request: TokenizeRequest) -> bytes:
@@ -100,7 +101,9 @@ def _tokens_of(state: ServerState, request: TokenizeRequest) -> bytes:
 
 
 async def detokenize(state: ServerState, exchange: Exchange) -> None:
-    await exchange.answer(await exchange.prepare(lambda body: _text_of(state, decode_request(body, DetokenizeRequest))))
+    await exchange.answer(
+        await exchange.prepare(lambda body: _text_of(state, state.decoder.decode(body, DetokenizeRequest)))
+    )
 
 
 def _text_of(state: ServerState, request: DetokenizeRequest) -> bytes:

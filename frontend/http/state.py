@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headrace.frontend.http.chat_prompt import ChatPrompts
+from headrace.frontend.http.decoding import RequestDecoder
 from headrace.frontend.http.engines import EnginePool
 from headrace.frontend.http.errors import unavailable
 from headrace.frontend.http.events import KeepAlive
@@ -36,6 +37,7 @@ class ServerState:
         """`keys` guard every route but health; `template` is the server's own chat template."""
         self.options, self.pool, self.pages = options, pool, pages
         self.keys = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
+        self.decoder = RequestDecoder(strict=options.strict_requests)
         self.bodies = LargeBodies(options.max_body_bytes)
         self.chat_prompts = ChatPrompts(template, trusts_requests=options.trust_request_chat_template)
         self.exposition = Exposition(pages, pool, options.metrics_prefix)
