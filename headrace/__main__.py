@@ -2,6 +2,6 @@
 
 import sys
 
-from headrace.frontend.cli.main import main
+from headrace.programs import headrace
 
-sys.exit(main())
+sys.exit(headrace())

@@ -12,6 +12,7 @@ import os
 import secrets
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 import zmq
@@ -30,6 +31,8 @@ QUEUE_MESSAGES = 100_000
 LINGER_MS = 500
 NEVER_MS = 7 * 24 * 3600 * 1000
 _UNIX_PATH_BYTES = 107
+_LEAST_ASKED_S = 60.0
+"""A socket that is younger may have been bound and not listen yet."""
 
 
 class AddressError(HeadraceError, ValueError):
@@ -58,11 +61,20 @@ def runtime_directory() -> Path:
 
 
 def sweep_sockets() -> Path:
-    """Removes the sockets of processes that are gone from the runtime directory, which it returns."""
+    """Removes sockets that nobody listens on from the runtime directory, which it returns.
+
+    That is told by the process that a socket's name holds, and where another has that number by now, by asking.
+    """
     directory = runtime_directory()
     for leftover in directory.glob("*.sock"):
         pid = leftover.stem.split("-")[-2:-1]
-        if pid and pid[0].isdigit() and not Path(f"/proc/{pid[0]}").exists():
+        if not pid or not pid[0].isdigit():
+            continue
+        try:
+            age_s = time.time() - leftover.stat().st_mtime
+        except FileNotFoundError:
+            continue
+        if not Path(f"/proc/{pid[0]}").exists() or (age_s > _LEAST_ASKED_S and _refuses(leftover)):
             leftover.unlink(missing_ok=True)
     return directory
 
@@ -132,7 +144,7 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> tuple[
     """
     wanted = check_address(address) if address else new_ipc_address("engine")
     path = ipc_path(wanted)
-    if path is not None and path.exists() and _answers(path):
+    if path is not None and path.exists() and not _refuses(path):
         raise AddressError(f"cannot listen at {wanted}: another process does")
     socket = context.socket(zmq.ROUTER)
     configure(socket, wanted)
@@ -162,14 +174,16 @@ def ipc_path(address: str) -> Path | None:
     return Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
 
 
-def _answers(path: Path) -> bool:
-    """Whether somebody listens on this Unix socket (a leftover file of a dead process refuses)."""
+def _refuses(path: Path) -> bool:
+    """Whether this is a leftover file of a dead process: nobody listens on it."""
     import socket as plain
 
     with plain.socket(plain.AF_UNIX, plain.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
             probe.connect(os.fspath(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
         except OSError:
-            return False
-        return True
+            return False  # it takes no more connections just now, or is another's
+        return False

@@ -31,7 +31,7 @@ from headrace.ipc.messages import (
     StepOutputs,
     Welcome,
 )
-from headrace.ipc.sockets import ipc_path
+from headrace.ipc.sockets import ipc_path, sweep_sockets
 
 NULL = "headrace.executor.testing.null:NullExecutor"
 FOREVER = 30_000
@@ -376,6 +376,47 @@ def test_an_address_in_use_is_refused(shared_engine):
     with WireClient(shared_engine) as client:
         client.add(1, [5], max_tokens=2)
         assert client.finish(1).reason == FinishReason.LENGTH
+
+
+def test_no_socket_stays_when_the_parent_of_an_engine_is_killed(runtime_directory, tmp_path):
+    script = (
+        "import sys; from headrace import LLM; llm = LLM('null', **eval(sys.argv[1])); print('up', flush=True);"
+        "sys.stdin.read()"
+    )
+    options = {
+        "distributed_executor_backend": "headrace.executor.testing.null:NullExecutor",
+        "skip_tokenizer_init": True,
+    }
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script, repr(options)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"up\n"
+        assert len(list(runtime_directory.glob("*.sock"))) == 1
+    finally:
+        parent.kill()
+        parent.communicate()
+    wait_until(lambda: not list(runtime_directory.glob("*.sock")), 10, "the socket's end")
+
+
+def test_a_leftover_socket_is_swept_though_another_process_has_its_number(runtime_directory):
+    def leave_socket(name: str, age_s: float) -> Path:
+        path = runtime_directory / name
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+        os.utime(path, (time.time() - age_s, time.time() - age_s))
+        return path
+
+    old = leave_socket(f"engine-{os.getpid()}-0123abcd.sock", 3600)
+    young = leave_socket(f"engine-{os.getpid()}-4567abcd.sock", 0)
+    alive = runtime_directory / f"engine-{os.getpid()}-89ababcd.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(alive))
+        listener.listen()
+        os.utime(alive, (0, 0))
+        sweep_sockets()
+        assert (old.exists(), young.exists(), alive.exists()) == (False, True, True)
 
 
 def test_a_killed_engines_socket_goes_with_it_and_others_leftovers_with_the_next_start(runtime_directory):

@@ -103,13 +103,12 @@ def test_the_commands_are_declared_and_can_be_found(wheel: Path) -> None:
     parser.read_string(archive.read(entry).decode())
     commands = dict(parser["console_scripts"])
     assert commands == {
-        "headrace": "headrace.frontend.cli.main:main",
-        "engine-core": "headrace.core.process.daemon:main",
+        "headrace": "headrace.programs:headrace",
+        "engine-core": "headrace.programs:engine_core",
     }
     for target in commands.values():
-        module = target.partition(":")[0].replace(".", "/") + ".py"
-        assert module in archive.namelist()
-        assert "\ndef main(" in archive.read(module).decode()
+        module, _, function = target.partition(":")
+        assert f"\ndef {function}(" in archive.read(module.replace(".", "/") + ".py").decode()
 
 
 def test_the_base_install_is_the_client_alone(wheel: Path) -> None:

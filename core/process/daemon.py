@@ -24,7 +24,6 @@ from headrace.core.process.supervisor import START_GRACE_S
 from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.child import (
     STOP_SIGNALS,
-    die_with_parent,
     exit_when_slow,
     leave,
     leave_signals_to_parent,
@@ -116,6 +115,7 @@ def run_as_node(options: Options) -> int:
     """The workers of a host that computes for an engine core elsewhere; ends with that core."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         importlib.import_module("headrace.executor.placement.node_agent").run_node(
             options
         )  # by name: the core imports no executor
@@ -132,7 +132,7 @@ def run_as_node(options: Options) -> int:
 
 def run_as_child(fd: int) -> int:
     """Told what to do by the parent's Start; ends with the parent."""
-    die_with_parent()
+    # No parent-death signal: `obey_parent` sees the end too, and then the socket and the workers end in order.
     protect_stderr()
     leave_signals_to_parent()
     show_stacks_when_asked()

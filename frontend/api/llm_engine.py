@@ -13,7 +13,7 @@ import argparse
 import queue
 from collections.abc import Callable, Iterable
 from copy import copy
-from dataclasses import Field, dataclass, field, make_dataclass
+from dataclasses import Field, dataclass, field, fields, make_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -42,10 +42,14 @@ class EngineArgs:
         parse_options(**options)
         vars(self).update(options)
 
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]] = make_dataclass(
-        "_Fields",
-        [(spec.name, Any, field(default_factory=partial(copy, spec.default))) for spec in option_specs().values()],
-    ).__dataclass_fields__
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]] = {
+        each.name: each
+        for each in fields(
+            make_dataclass(
+                "Fields", [(n, Any, field(default_factory=partial(copy, s.default))) for n, s in option_specs().items()]
+            )
+        )
+    }
     """For dataclasses.asdict, fields and replace: every option."""
 
     def __getattr__(self, name: str) -> Any:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from headrace.frontend.bench.load import Load
 from headrace.frontend.bench.metrics import columns, number, percentile
 from headrace.frontend.bench.offline import finish
 from headrace.frontend.bench.options import OverheadOptions, ResultOptions
-from headrace.frontend.bench.serve import run_loop
+from headrace.frontend.client.event_loop import run_async
 from headrace.frontend.client.transport import ZmqTransport
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import EngineDeadError, Failure, OptionError
@@ -63,10 +64,10 @@ def bench_overhead(arguments: argparse.Namespace) -> int:
     counts = _counts(asked)
     records.check_writable(result)
     record = records.new_record("overhead", result, records.given(asked), 0)
-    core = {str(count): run_loop(core_step_cost(count, asked.num_steps)) for count in counts}
-    socket_us = run_loop(socket_round_trips())
+    core = {str(count): run_async(partial(core_step_cost, count, asked.num_steps)) for count in counts}
+    socket_us = run_async(socket_round_trips)
     ring_us = ring_round_trips()
-    http = run_loop(http_costs(asked.num_idle_streams))
+    http = run_async(partial(http_costs, asked.num_idle_streams))
     record["results"] = {
         "core_us_per_step": {name: cost["core_us"] for name, cost in core.items()},
         "core_busiest_thread_us_per_step": {name: cost["busiest_thread_us"] for name, cost in core.items()},

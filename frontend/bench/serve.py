@@ -10,7 +10,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -43,6 +43,7 @@ from headrace.frontend.bench.workload import (
     schedule,
 )
 from headrace.frontend.cli.engine_arguments import as_flag_error
+from headrace.frontend.client.event_loop import run_async
 from headrace.ipc.failure import HeadraceError, InvalidRequestError, OptionError
 
 T = TypeVar("T")
@@ -86,10 +87,10 @@ def bench_serve(arguments: argparse.Namespace) -> int:
     check(asked)
     requests, traffic = requests_of(asked)
     if asked.target.backend == _CHAT and any(isinstance(request.prompt, list) for request in requests):
-        requests = run_loop(_as_texts(asked, requests))
+        requests = run_async(lambda: _as_texts(asked, requests))
     due_s = schedule(requests, traffic, asked.workload.seed)
     record = records.new_record("serve", asked.result, records.given(*asked), asked.workload.seed)
-    outcome = run_loop(_run(asked, requests, due_s))
+    outcome = run_async(lambda: _run(asked, requests, due_s))
     load, model, server = outcome
     shown = dict.fromkeys(
         parse_metrics(asked.result.percentile_metrics), parse_percentiles(asked.result.metric_percentiles)
@@ -176,15 +177,6 @@ def body_of(asked: ServingRun, model: str, request: BenchRequest) -> dict[str, A
             fields["logprobs"] = asked.sampling.logprobs
         prompt = {"prompt": request.prompt, "max_tokens": request.output_len}
     return {**common, **prompt, **fields, **asked.sampling.extra_body}
-
-
-def run_loop(work: Coroutine[Any, Any, T]) -> T:
-    """On uvloop where it can be had, for the generator must not be what is measured."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(work)
-    return uvloop.run(work)
 
 
 async def _as_texts(asked: ServingRun, requests: list[BenchRequest]) -> list[BenchRequest]:

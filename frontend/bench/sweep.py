@@ -24,7 +24,8 @@ from headrace.frontend.bench.child_server import ChildServer, running
 from headrace.frontend.bench.http_client import ExchangeError, Pool, Whole
 from headrace.frontend.bench.metrics import columns, number
 from headrace.frontend.bench.options import ResultOptions, TargetOptions
-from headrace.frontend.bench.serve import run_loop, target_of
+from headrace.frontend.bench.serve import target_of
+from headrace.frontend.client.event_loop import run_async
 from headrace.ipc.failure import HeadraceError, OptionError
 
 SUMMARY = "summary.json"
@@ -130,7 +131,7 @@ def _server(
         yield None
         return
     with running([*own_program(serve), *flags(params)]) as server:
-        run_loop(_until_ready(server, bench, arguments.server_ready_timeout))
+        run_async(lambda: _until_ready(server, bench, arguments.server_ready_timeout))
         yield server
 
 

@@ -25,12 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import asyncio
-
     from headrace.frontend.client.engine_watch import check_seen, engine_addresses, look_at, table
+    from headrace.frontend.client.event_loop import run_async
 
     asked: list[str] = arguments.engine or []
-    snapshots = asyncio.run(look_at(asked or engine_addresses(), with_gone=bool(asked)))
+    snapshots = run_async(lambda: look_at(asked or engine_addresses(), with_gone=bool(asked)))
     if arguments.json:
         import json
 

@@ -32,10 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import asyncio
-
     from headrace.frontend.batch_file.file import Results
     from headrace.frontend.batch_file.run import BatchRun, engine_source
+    from headrace.frontend.client.event_loop import run_async
     from headrace.ipc.failure import OptionError
 
     if arguments.max_concurrency is not None and arguments.max_concurrency < 1:
@@ -49,6 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
     results = Results(result_path, resume=arguments.resume)
     try:
         batch = BatchRun(source_path, results, arguments.max_concurrency)
-        return asyncio.run(batch.run(engine_source(arguments)))
+        return run_async(lambda: batch.run(engine_source(arguments)))
     finally:
         results.close()

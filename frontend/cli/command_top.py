@@ -1,6 +1,6 @@
 """Watch running engines: load, KV cache, tokens per second, latencies.
 
-Shows what `headrace ps` lists, or the engines at --engine, anew every second. q or Ctrl-C ends it.
+Shows what `headrace ps` lists, or the engines at --engine, anew every second. q ends it, and so does Ctrl-C.
 
 FIRST is the time from a request's arrival to its first token, NEXT from one token to the next, TOTAL from arrival to
 end: means over the requests of the last interval. GAP is how long the model stands still between two steps, HITS the
@@ -50,14 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import asyncio
-
+    from headrace.frontend.client.event_loop import run_async
     from headrace.ipc.failure import OptionError
 
     if not 0.1 <= arguments.interval <= 3600:
         raise OptionError(f"--interval={arguments.interval:g}: it must be 0.1 to 3600 seconds")
     try:
-        return asyncio.run(_watch(arguments.engine, arguments.interval, once=arguments.once))
+        return run_async(lambda: _watch(arguments.engine, arguments.interval, once=arguments.once))
     except KeyboardInterrupt:
         return 0  # the way to end it
 

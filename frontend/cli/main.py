@@ -12,9 +12,12 @@ import errno
 import importlib
 import os
 import pkgutil
+import signal
 import sys
+import threading
+import warnings
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import headrace.frontend.cli
 from headrace.core.options.parsing import OptionParser
@@ -38,10 +41,16 @@ class CommandModule(Protocol):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     _open_what_is_closed()
+    # What an interrupt tears apart before it has begun is no news to whoever pressed Ctrl-C.
+    warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
+    before = signal.getsignal(signal.SIGINT)
     try:
+        _set_interrupt(signal.default_int_handler)
         status = _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
+        _set_interrupt(before)
     except KeyboardInterrupt:
+        _set_interrupt(before)
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output has had enough
         _forget_output()
@@ -52,6 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _forget_output()
         return _complain(HeadraceError("cannot write the output: there is no space left on the device"), EXIT_ERROR)
     return status
+
+
+def _set_interrupt(handler: Any) -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, handler)
 
 
 def _run(given: list[str]) -> int:

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from headrace.frontend.client.event_loop import new_event_loop
+
 T = TypeVar("T")
 
 _CANCEL_WAIT_S = 5.0
@@ -19,7 +21,7 @@ class BackgroundLoop:
     """Runs coroutines for other threads. Works beside a loop that runs in the caller's thread, as in a notebook."""
 
     def __init__(self, name: str) -> None:
-        self.loop = _new_loop()
+        self.loop = new_event_loop()
         # A daemon: a user's script that ends without closing must not hang.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -79,11 +81,3 @@ def _pass_on(task: asyncio.Task[T], result: concurrent.futures.Future[T]) -> Non
         result.set_exception(error)
     else:
         result.set_result(task.result())
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from headrace.core.options.engine_options import Options
 from headrace.core.process.supervisor import Child, start_engine
+from headrace.frontend.client.event_loop import run_async
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.phases import PhaseLog, process_began_s, say
 from headrace.ipc.child import STOP_SIGNALS
@@ -46,7 +47,7 @@ def _serve_here(engine_options: Options, options: ServeOptions, child: Child | N
     # Imported while the engine loads.
     from headrace.frontend.http.engines import Attached, Owned, Source
     from headrace.frontend.http.metrics import Pages
-    from headrace.frontend.http.server import HttpServer, listen, run_loop, url_of
+    from headrace.frontend.http.server import HttpServer, listen, url_of
 
     sock = listen(options)
     server = HttpServer(options, sock, Pages(len(options.engine) or 1))
@@ -66,8 +67,7 @@ def _serve_here(engine_options: Options, options: ServeOptions, child: Child | N
         _stop_on_signals(server.stop, engine_options.shutdown_timeout)
         return await server.run(sources)
 
-    status: int = run_loop(serve())
-    return status
+    return run_async(serve)
 
 
 def _start_again(options: Options) -> Child:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.frontend.client.event_loop import run_async
 from headrace.frontend.http.engines import Attached, Source
 from headrace.frontend.http.launch import say_engine_ended, set_up_server_logging
 from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.parent_engine import EngineDown, EngineLost, EngineUp, ParentEngine
-from headrace.frontend.http.server import EXIT_ERROR, HttpServer, listen, run_loop, url_of
+from headrace.frontend.http.server import EXIT_ERROR, HttpServer, listen, url_of
 from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.child import die_with_parent, leave_signals_to_parent
 from headrace.ipc.failure import Failure, HeadraceError
@@ -78,8 +79,7 @@ def _serve(options: WorkerOptions, channel: Channel) -> int:
     threading.Thread(
         target=obey_parent, args=(channel, server.stop_threadsafe, EXIT_ERROR, kept.tell), name="parent", daemon=True
     ).start()
-    status: int = run_loop(server.run(sources))
-    return status
+    return run_async(lambda: server.run(sources))
 
 
 if __name__ == "__main__":
