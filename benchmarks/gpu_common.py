@@ -356,7 +356,7 @@ class Feeder:
             step=self._step,
             released_rows=np.array(self._released, i32),
             new_rows=tuple(new),
-            block_rows=np.array([row for row, _ in appended], i32),
+            block_tables=np.array([row for row, _ in appended], i32),
             block_ids=np.array([block for _, block in appended], i32),
             rows=np.array(rows, i32),
             num_tokens=np.array(counts, i32),

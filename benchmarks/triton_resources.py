@@ -140,7 +140,7 @@ def row_cases() -> dict[str, Run]:
         "activate gelu": lambda: activation.activate(meta(64, 4096), "gelu"),
         "activate relu": lambda: activation.activate(meta(64, 4096), "relu"),
         "decode_inputs": lambda: decode.decode_inputs(
-            meta(64, dtype=INT32), RowsState(meta(257, 8192, dtype=INT32), *[meta(257, dtype=INT32)] * 3), 16, 8192
+            meta(64, dtype=INT32), RowsState(meta(1, 257, 8192, dtype=INT32), *[meta(257, dtype=INT32)] * 3), 16, 8192
         ),
         "embed": lambda: embedding.embed(meta(64, dtype=INT64), meta(VOCABULARY // 2, 4096), VOCABULARY // 2, 1.5),
     }

@@ -24,7 +24,8 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_computed_tokens: int
     """Leading tokens whose keys and values are in the cache already."""
     block_ids: np.ndarray
-    """[num_blocks] int32: its block table so far, this step's blocks included"""
+    """[num_groups * num_blocks] int32: its block tables so far, one cache group's after another's, this step's blocks
+    included; 0 where a sliding window has passed"""
     sampling: Sampling
     seed: int
     """The resolved 64-bit seed, never None."""
@@ -56,8 +57,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     released_rows: np.ndarray
     """[num_released] int32: rows whose request left since the plan before"""
     new_rows: tuple[NewRow, ...]
-    block_rows: np.ndarray
-    """[num_new_blocks] int32: the running rows that get one more block each, in order"""
+    block_tables: np.ndarray
+    """[num_new_blocks] int32: the tables of running rows that get one more block each, in order. Row r's table of
+    cache group g is number g * max_num_seqs + r."""
     block_ids: np.ndarray
     """[num_new_blocks] int32: those blocks"""
     rows: np.ndarray

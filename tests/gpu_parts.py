@@ -51,10 +51,10 @@ class TensorHashModel:
 
     def forward(self, inputs: StepInputs, kv_cache: Tensor) -> Tensor:
         """kv_cache: [num_slots] int64 token ids. Returns [num_tokens, 1] int64; negative with POISON in context."""
-        kv_cache[inputs.slot_mapping] = inputs.token_ids
+        kv_cache[inputs.slot_mapping[0]] = inputs.token_ids
         tokens = torch.arange(len(inputs.token_ids))
         seqs = torch.searchsorted(inputs.query_start[1:], tokens, right=True)
-        tables = inputs.block_tables[seqs].long()
+        tables = inputs.block_tables[0][seqs].long()
         slots = (tables[:, :, None] * inputs.block_size + torch.arange(inputs.block_size)).flatten(1)
         if inputs.shared_tokens is not None:
             slots = torch.where(torch.arange(slots.shape[1]) < inputs.shared_tokens, slots[:1], slots)

@@ -108,10 +108,10 @@ class Driver:
         return StepArrays(
             token_ids=np.array([tokens[i][p] for i, p in zip(owners, positions, strict=True)], np.int32),
             positions=np.array(positions, np.int32),
-            slot_mapping=np.array(slots, np.int64),
+            slot_mapping=np.array([slots], np.int64),
             query_start=np.array([0, *ends], np.int32),
             seq_lens=np.array([start + count for _, start, count in step], np.int32),
-            block_tables=np.array([tables[i] + [0] * (width - len(tables[i])) for i, _, _ in step], np.int32),
+            block_tables=np.array([[tables[i] + [0] * (width - len(tables[i])) for i, _, _ in step]], np.int32),
             logits_indices=ends.astype(np.int32) - 1,
             prompt_lens=np.array([prompt_lens[i] for i, _, _ in step], np.int32),
             block_size=size,

@@ -10,6 +10,10 @@ from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow, StepPlan
 
 
+OTHER_BLOCKS = 1000
+"""In each cache group, block numbers are higher by so many than in the group before."""
+
+
 def i32(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
@@ -19,11 +23,15 @@ class PlanMaker:
     """Writes plans by hand, and keeps by plain lists what the batch state should then hold."""
 
     block_size: int = 4
+    num_groups: int = 1
+    num_rows: int = 0
+    """Of the batch; needed with several groups."""
     step: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)
     prompts: dict[int, int] = field(default_factory=dict)
     computed: dict[int, int] = field(default_factory=dict)
     blocks: dict[int, list[int]] = field(default_factory=dict)
+    """Of the first group."""
     next_block: int = 1
     _released: list[int] = field(default_factory=list)
     _new: list[NewRow] = field(default_factory=list)
@@ -52,7 +60,7 @@ class PlanMaker:
                 token_ids=np.array(tokens, np.int32),
                 num_prompt_tokens=self.prompts[row],
                 num_computed_tokens=self.computed[row],
-                block_ids=np.array(self.blocks[row], np.int32),
+                block_ids=self._in_groups(self.blocks[row], OTHER_BLOCKS),
                 sampling=Sampling(max_tokens=99, **sampling),  # type: ignore[arg-type]
                 seed=seed,
             )
@@ -90,8 +98,8 @@ class PlanMaker:
             step=self.step,
             released_rows=i32(*self._released),
             new_rows=tuple(self._new),
-            block_rows=i32(*(row for row, _ in self._appended)),
-            block_ids=i32(*(block for _, block in self._appended)),
+            block_tables=self._in_groups([row for row, _ in self._appended], self.num_rows),
+            block_ids=self._in_groups([block for _, block in self._appended], OTHER_BLOCKS),
             rows=i32(*rows),
             num_tokens=counts,
             num_computed_tokens=computed,
@@ -103,6 +111,9 @@ class PlanMaker:
         self.step += 1
         self._released, self._new, self._appended, self._work = [], [], [], []
         return plan
+
+    def _in_groups(self, numbers: list[int], apart: int) -> np.ndarray:
+        return np.concatenate([i32(*numbers) + i32(group * apart) for group in range(self.num_groups)])
 
     def sampled(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
         for row, token in zip(rows.tolist(), token_ids.tolist(), strict=True):

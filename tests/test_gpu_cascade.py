@@ -60,7 +60,7 @@ def test_common_blocks_follow_whatever_enters_and_leaves(monkeypatch: pytest.Mon
             plan = maker.plan()
             batch.apply(plan)
             common.apply(plan, batch)
-            tables = [batch.block_table[row, : batch.num_blocks[row]].tolist() for row in maker.tokens]
+            tables = [batch.block_tables[0, row, : batch.num_blocks[row]].tolist() for row in maker.tokens]
             expected = common_by_hand(tables)
             assert common.count <= expected, "never more than there is"
             exact += common.count == expected > 0

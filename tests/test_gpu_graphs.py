@@ -191,7 +191,7 @@ def test_padding_touches_no_request_whether_it_is_in_the_batch_or_not() -> None:
     assert set((written // BLOCK_SIZE).tolist()) <= {0} | blocks
     assert int((written >= BLOCK_SIZE).sum()) == 3, "one slot for each request"
     assert int(state.num_computed[state.padding_row]) == 0
-    assert not state.block_table[state.padding_row].any()
+    assert not state.block_tables[:, state.padding_row].any()
 
 
 def test_an_operation_that_must_wait_is_refused_as_in_a_real_capture() -> None:

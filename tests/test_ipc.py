@@ -79,7 +79,7 @@ def test_numpy_fields_cross_the_wire_as_arrays():
         step=1,
         released_rows=empty,
         new_rows=(new,),
-        block_rows=empty,
+        block_tables=empty,
         block_ids=empty,
         rows=np.array([3], np.int32),
         num_tokens=np.array([500], np.int32),

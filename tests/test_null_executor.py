@@ -40,7 +40,7 @@ def make_step(step: int, *work: tuple[int, int, int, bool], **changes: Any) -> S
     values: dict[str, Any] = {
         "released_rows": i32(),
         "new_rows": (),
-        "block_rows": i32(),
+        "block_tables": i32(),
         "block_ids": i32(),
         **changes,
     }
@@ -155,10 +155,10 @@ WRONG_PLANS = {
     "1 of 1 computed": make_step(1, new_rows=(new_row(1, [1], [3], num_computed_tokens=1),)),
     "outside the vocabulary": make_step(1, new_rows=(new_row(1, [100], [3]),)),
     "token -1": make_step(1, new_rows=(new_row(1, [-1], [3]),)),
-    "to row 4, which is free": make_step(1, block_rows=i32(4), block_ids=i32(3)),
-    "a block occurs twice": make_step(1, block_rows=i32(0), block_ids=i32(1)),
-    "no such block": make_step(1, block_rows=i32(0), block_ids=i32(64)),
-    r"no such block in \[1, 2, 0\]": make_step(1, block_rows=i32(0), block_ids=i32(0)),
+    "to row 4, which is free": make_step(1, block_tables=i32(4), block_ids=i32(3)),
+    "a block occurs twice": make_step(1, block_tables=i32(0), block_ids=i32(1)),
+    "no such block": make_step(1, block_tables=i32(0), block_ids=i32(64)),
+    r"no such block in \[1, 2, 0\]": make_step(1, block_tables=i32(0), block_ids=i32(0)),
     "different lengths": msgspec.structs.replace(make_step(1, (0, 1, 5, True)), num_tokens=i32(1, 1)),
     "a row occurs twice": make_step(1, (0, 1, 5, True), (0, 1, 5, True)),
     "over the budget": make_step(1, (1, 33, 0, True), new_rows=(new_row(1, [1] * 33, [*range(3, 12)]),)),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_maker import PlanMaker, i32
+from plan_maker import OTHER_BLOCKS, PlanMaker, i32
 from torch import Tensor
 
 from headrace.executor.cpu.batch import BatchState, Draws, StepArrays
@@ -46,15 +46,18 @@ def check_arrays(batch: BatchState, maker: PlanMaker, plan: StepPlan) -> None:
         last += [len(positions) - 1] if sampled else []
     assert arrays.token_ids.tolist() == token_ids
     assert arrays.positions.tolist() == positions
-    assert arrays.slot_mapping.tolist() == slots
+    moved = [group * OTHER_BLOCKS * BLOCK_SIZE for group in range(batch.num_groups)]
+    assert arrays.slot_mapping.tolist() == [[slot + first for slot in slots] for first in moved]
     assert arrays.query_start.tolist() == starts
     assert arrays.logits_indices.tolist() == last
     assert arrays.seq_lens.tolist() == [maker.computed[row] for row in plan.rows.tolist()]
     assert arrays.prompt_lens.tolist() == [maker.prompts[row] for row in plan.rows.tolist()]
-    width = arrays.block_tables.shape[1]
+    width = arrays.block_tables.shape[2]
     assert width == max((-(-maker.computed[row] // BLOCK_SIZE) for row in plan.rows.tolist()), default=0)
-    for row, table in zip(plan.rows.tolist(), arrays.block_tables.tolist(), strict=True):
-        assert table == (maker.blocks[row] + [0] * width)[:width]
+    for group, tables in enumerate(arrays.block_tables.tolist()):
+        for row, table in zip(plan.rows.tolist(), tables, strict=True):
+            blocks = [block + group * OTHER_BLOCKS for block in maker.blocks[row]]
+            assert table == (blocks + [0] * width)[:width]
     kinds = {name: getattr(arrays, name).dtype.name for name in ("token_ids", "positions", "slot_mapping", "seq_lens")}
     assert kinds == {"token_ids": "int32", "positions": "int32", "slot_mapping": "int64", "seq_lens": "int32"}
 
@@ -62,7 +65,9 @@ def check_arrays(batch: BatchState, maker: PlanMaker, plan: StepPlan) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_batch_state_equals_a_model_of_plain_lists_under_any_plans(data: st.DataObject) -> None:
-    batch, maker = BatchState(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE), PlanMaker()
+    num_groups = data.draw(st.integers(1, 3), label="groups")
+    batch = BatchState(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, num_groups=num_groups)
+    maker = PlanMaker(num_groups=num_groups, num_rows=NUM_ROWS)
     for _ in range(data.draw(st.integers(1, 12), label="steps")):
         for row in range(NUM_ROWS):
             action = data.draw(st.sampled_from(("stay", "stay", "leave", "enter")), label="action")
@@ -86,7 +91,7 @@ def test_batch_state_equals_a_model_of_plain_lists_under_any_plans(data: st.Data
         maker.sampled(rows[fits], token_ids[fits])
         for row in range(NUM_ROWS):
             assert batch.tokens[row, : batch.num_tokens[row]].tolist() == maker.tokens.get(row, [])
-            assert batch.num_blocks[row] == len(maker.blocks.get(row, []))
+            assert set(batch.num_blocks[row::NUM_ROWS].tolist()) == {len(maker.blocks.get(row, []))}
 
 
 def test_a_token_beyond_max_model_len_is_not_kept() -> None:
@@ -114,9 +119,9 @@ class PagedHashModel:
 
     def forward(self, inputs: StepInputs, kv_cache: Tensor) -> Tensor:
         """kv_cache: [num_slots] int64 token ids. Returns [num_tokens, 1] int64, the hash of each token's context."""
-        kv_cache[inputs.slot_mapping] = inputs.token_ids
+        kv_cache[inputs.slot_mapping[0]] = inputs.token_ids
         hidden = []
-        for seq, table in enumerate(inputs.block_tables):
+        for seq, table in enumerate(inputs.block_tables[0]):
             slots = (table[:, None] * inputs.block_size + torch.arange(inputs.block_size)).reshape(-1)
             context = kv_cache[slots][: inputs.seq_lens[seq]].tolist()
             for position in inputs.positions[inputs.query_start[seq] : inputs.query_start[seq + 1]].tolist():

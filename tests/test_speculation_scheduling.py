@@ -267,7 +267,7 @@ def test_tokens_count_as_far_as_drafts_are_right_and_something_could_be_sampled(
         step=0,
         released_rows=np.zeros(0, np.int32),
         new_rows=(),
-        block_rows=np.zeros(0, np.int32),
+        block_tables=np.zeros(0, np.int32),
         block_ids=np.zeros(0, np.int32),
         rows=np.arange(len(rows), dtype=np.int32),
         num_tokens=np.array([len(row) + 1 for row, _ in rows], np.int32),

@@ -66,7 +66,7 @@ def plan(
         step=step,
         released_rows=np.array(released, np.int32),
         new_rows=new,
-        block_rows=NONE,
+        block_tables=NONE,
         block_ids=NONE,
         rows=columns[0],
         num_tokens=columns[1],

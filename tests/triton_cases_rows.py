@@ -129,7 +129,7 @@ def case_inputs_of_a_decode_are_gathered_and_its_rows_move_on() -> None:
     for max_blocks, num_blocks in ((3, 3), (2100, 2100), (2100, 5)):
         computed = [4 * num_blocks - 1, 0, 17 % (4 * num_blocks), 2, 0]
         columns = [torch.randint(0, 1000, (5,), dtype=torch.int32) for _ in range(2)]
-        table = torch.randint(0, 1 << 30, (5, max_blocks), dtype=torch.int32)
+        table = torch.randint(0, 1 << 30, (3, 5, max_blocks), dtype=torch.int32)  # of three cache groups
         batch_rows = torch.tensor([3, 0, 2, 4, 4], dtype=torch.int32)
         states = [RowsState(table, columns[0], torch.tensor(computed, dtype=torch.int32), columns[1]) for _ in range(2)]
         expected = ops()["decode_inputs"].reference(batch_rows, states[0], 4, num_blocks)

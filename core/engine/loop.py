@@ -95,6 +95,7 @@ class Loop:
             SchedulerConfig(
                 num_blocks=facts.num_blocks,
                 block_size=plan.block_size,
+                cache_groups=plan.model.cache_groups,
                 max_model_len=facts.max_model_len,
                 max_num_seqs=plan.max_num_seqs,
                 max_num_batched_tokens=plan.max_num_batched_tokens,

@@ -189,6 +189,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = False
 
     block_size: Annotated[int, Option(CACHE, "Size of one block", "tokens", minimum=1, maximum=256)] = 16
+    disable_hybrid_kv_cache_manager: Annotated[
+        bool, Option(CACHE, "Keep all tokens of layers with a sliding window too, as if they attended to all")
+    ] = False
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "int8"],
         Option(

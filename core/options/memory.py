@@ -1,7 +1,11 @@
-"""How the device's memory is divided: a pure function from plan and reading to the number of KV blocks."""
+"""How the device's memory is divided: a pure function from plan and reading to the number of KV blocks.
+
+All cache groups draw from one pool, so what a request takes is the sum of what each group holds of it at once.
+"""
 
 from __future__ import annotations
 
+from headrace.core.options.cache_groups import CacheGroup, longest_request, request_blocks
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Facts, MemoryReading, Plan
 from headrace.ipc.failure import OptionError
@@ -16,15 +20,26 @@ NULL_BLOCKS = 1
 
 
 def block_bytes(plan: Plan) -> int:
-    """Bytes of one KV block over all layers."""
+    """Bytes of one KV block over the layers that have a place in it."""
     model, element_bytes = plan.model, DTYPE_BYTES[plan.kv_cache_dtype]
     scale_bytes = SCALE_BYTES * model.kv_rows_per_token if element_bytes == 1 else 0
     return plan.block_size * (model.kv_elements_per_token * element_bytes + scale_bytes)
 
 
 def blocks_for(num_tokens: int, plan: Plan) -> int:
-    """Blocks that hold one request of this many tokens."""
-    return -(-num_tokens // plan.block_size)
+    """Blocks that hold one request of this many tokens while its prompt is computed."""
+    return request_blocks(plan.model.cache_groups, num_tokens, plan.block_size, plan.max_num_batched_tokens)
+
+
+def decode_blocks_for(num_tokens: int, plan: Plan) -> int:
+    """Blocks that hold one request of this many tokens while it decodes."""
+    return request_blocks(plan.model.cache_groups, num_tokens, plan.block_size)
+
+
+def requests_at_once(num_blocks: int, num_tokens: int, plan: Plan) -> float:
+    """How many requests of this many tokens num_blocks hold, null block included: one computes its prompt while the
+    others decode. A step's tokens are shared by all requests, so more prompts at once take no more."""
+    return 1 + (num_blocks - NULL_BLOCKS - blocks_for(num_tokens, plan)) / decode_blocks_for(num_tokens, plan)
 
 
 def fit_cache(plan: Plan, reading: MemoryReading) -> Facts:
@@ -50,11 +65,12 @@ def fit_cache(plan: Plan, reading: MemoryReading) -> Facts:
             f"{source} asks for a KV cache of {num_blocks * size:,} bytes, but {available:,} are free once the "
             f"weights and a step's activations are in memory; ask for at most {_most(source, available, size)}"
         )
-    holds = (num_blocks - NULL_BLOCKS) * plan.block_size
+    groups, step_tokens = plan.model.cache_groups, plan.max_num_batched_tokens
+    holds = longest_request(groups, num_blocks - NULL_BLOCKS, plan.block_size, step_tokens, plan.max_model_len)
     if holds < 1:
         raise OptionError(
             f"no room for a KV cache: {_room(source, num_blocks * size, options)}, and the least is "
-            f"{(1 + NULL_BLOCKS) * size:,} bytes; {_remedy(source)}"
+            f"{(blocks_for(1, plan) + NULL_BLOCKS) * size:,} bytes; {_remedy(source)}"
         )
     warnings: tuple[str, ...] = ()
     max_model_len = plan.max_model_len
@@ -79,8 +95,11 @@ def fit_cache(plan: Plan, reading: MemoryReading) -> Facts:
 
 def ledger(facts: Facts, plan: Plan) -> str:
     """Where the bytes go, as a small table."""
+    groups, reading, length = plan.model.cache_groups, facts.memory, facts.max_model_len
+    requests = requests_at_once(facts.num_blocks, length, plan)
     tokens = (facts.num_blocks - NULL_BLOCKS) * plan.block_size
-    reading = facts.memory
+    if len(groups) > 1 or groups[0].window:
+        tokens = int(requests * length)
     rows = [
         ("weights", reading.weights_bytes, plan.model.name),
         ("activations", reading.activation_bytes, f"peak of a step of {plan.max_num_batched_tokens} tokens"),
@@ -88,7 +107,7 @@ def ledger(facts: Facts, plan: Plan) -> str:
             "KV cache",
             facts.kv_cache_bytes,
             f"{facts.num_blocks} blocks of {plan.block_size} tokens in {plan.kv_cache_dtype}: {tokens} tokens, "
-            f"{tokens / facts.max_model_len:.1f} requests of {facts.max_model_len}",
+            f"{requests:.1f} requests of {length}",
         ),
     ]
     if reading.device != "cpu":
@@ -97,14 +116,32 @@ def ledger(facts: Facts, plan: Plan) -> str:
         )
         rows.insert(3, ("graphs", reading.graph_bytes, "of decode steps, captured while requests are served"))
     total = sum(count for _, count, _ in rows)
+    rows += _group_rows(facts, plan)
     rows.append(("total", total, f"of {_human(reading.total_bytes)} on the {reading.device}"))
     return "\n".join(f"{name:<12}{_human(count):>12}  {what}" for name, count, what in rows)
+
+
+def _group_rows(facts: Facts, plan: Plan) -> list[tuple[str, int, str]]:
+    """What each kind of layer takes of the cache for one request of max_model_len."""
+    kinds: dict[int, list[CacheGroup]] = {}
+    for group in plan.model.cache_groups:
+        kinds.setdefault(group.window, []).append(group)
+    if not any(kinds):
+        return []
+    rows = []
+    for window, groups in kinds.items():
+        blocks = request_blocks(groups, facts.max_model_len, plan.block_size)
+        layers = sum(len(group.layers) for group in groups)
+        what = f"a window of {window} tokens" if window else "all tokens"
+        text = f"of it, a request's in {layers} layers of {what}: {blocks} blocks in {len(groups)} groups"
+        rows.append(("  request", blocks * block_bytes(plan), text))
+    return rows
 
 
 def _useful_blocks(plan: Plan, reading: MemoryReading) -> int:
     """More could never be in use at once; on a CPU the default is modest too, but holds one longest request."""
     one = blocks_for(plan.max_model_len, plan)
-    useful = plan.max_num_seqs * one + NULL_BLOCKS
+    useful = one + (plan.max_num_seqs - 1) * decode_blocks_for(plan.max_model_len, plan) + NULL_BLOCKS
     if reading.device == "cpu":
         return min(useful, max(CPU_CACHE_BYTES // block_bytes(plan), one + NULL_BLOCKS))
     return useful

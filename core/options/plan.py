@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup
 from headrace.core.options.engine_options import Options
 from headrace.core.options.speculation import Speculation
 
@@ -26,12 +27,15 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int
     intermediate_size: int
     kv_elements_per_token: int
-    """Keys and values of one token, summed over layers."""
+    """Keys and values of one token in a block, summed over the layers that have a place in it: where there is one cache
+    group, over all."""
     kv_rows_per_token: int
     """Vectors of head_dim elements that those are: a quantised cache keeps a scale for each."""
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, Any]
     """From generation_config.json, under SamplingParams' names."""
+    cache_groups: tuple[CacheGroup, ...] = ONE_GROUP
+    """Its layers by what they keep of a request; see cache_groups.py."""
     device_bytes: int = 0
     """Memory of the GPU that runs it, of the smallest among several; 0 on a CPU."""
     why_no_prefix_caching: str = ""

@@ -4,7 +4,7 @@ A block is in exactly one state:
 
     free   - nobody holds it and its content is worthless
     cached - nobody holds it, but its content can be found by its hash; reclaimed least recently used first
-    held   - one or more requests hold it (reference count > 0); found by its hash too once it is full
+    held   - rows, or others that have registered as holders, hold it (reference count > 0); found too once it is full
 
        allocate            release, has a hash
     free -----> held ---------------------------> cached --+
@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -28,8 +29,44 @@ from headrace.core.schedule.block_hashes import BlockHash
 NULL_BLOCK = 0
 
 
+class BlockHolder(Protocol):
+    """What takes references: the block tables of running rows, or a transfer to or from other memory."""
+
+    def held_blocks(self) -> Iterable[int]:
+        """Each block as often as it has a reference from here."""
+        ...
+
+
+class BlockObserver(Protocol):
+    """Is told which blocks can be found; called within the scheduler's step, so it must be quick and not raise."""
+
+    def stored(self, block: int, name: BlockHash) -> None:
+        """The block is found under this name from now on."""
+        ...
+
+    def evicted(self, block: int, name: BlockHash) -> None:
+        """It is not any more."""
+        ...
+
+
+class BlockCounter:
+    """How many blocks were stored and evicted so far."""
+
+    def __init__(self) -> None:
+        self.num_stored = self.num_evicted = 0
+
+    def stored(self, block: int, name: BlockHash) -> None:
+        self.num_stored += 1
+
+    def evicted(self, block: int, name: BlockHash) -> None:
+        self.num_evicted += 1
+
+
 class BlockPool:
-    """Who holds which block. Sequences are of block ids in the order of the request's tokens."""
+    """Which blocks are held, and which can be found. Sequences are of block ids in the order of the request's tokens.
+
+    A block's name is the hash of its tokens, of those before it, and of its cache group (`BlockTables.name`).
+    """
 
     def __init__(self, num_blocks: int) -> None:
         """`num_blocks` counts the null block."""
@@ -41,6 +78,9 @@ class BlockPool:
         self._block_of: dict[BlockHash, int] = {}
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))  # a stack: recently used blocks are warm in cache
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self.holders: list[BlockHolder] = []
+        """All that take references, for `check`."""
+        self.observers: list[BlockObserver] = []
 
     @property
     def num_available(self) -> int:
@@ -77,6 +117,10 @@ class BlockPool:
             found.append(block)
         return found
 
+    def named(self, name: BlockHash) -> int:
+        """The block of this name, or NULL_BLOCK. Takes no reference."""
+        return self._block_of.get(name, NULL_BLOCK)
+
     def num_unheld(self, blocks: Sequence[int]) -> int:
         """How many of these count as available now, and would not once acquired."""
         return sum(1 for block in blocks if self._references[block] == 0)
@@ -93,6 +137,8 @@ class BlockPool:
         if block_hash not in self._block_of and self._hash_of[block] is None:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
+            for observer in self.observers:
+                observer.stored(block, block_hash)
 
     def release(self, blocks: Sequence[int]) -> None:
         """One reference less to each. The last blocks of a sequence are reclaimed first: prefixes are shared most."""
@@ -107,27 +153,33 @@ class BlockPool:
                     self._cached[block] = None
 
     def reset_cache(self) -> None:
-        """Forgets every hash. Blocks in use stay with their requests, and are free once released."""
-        self._block_of.clear()
-        self._hash_of = [None] * self.num_blocks
-        self._free.extend(self._cached)
-        self._cached.clear()
+        """Forgets every hash. Blocks in use stay with their holders, and are free once released."""
+        self.forget(list(self._block_of))
 
-    def forget(self, blocks: Sequence[int]) -> None:
-        """From now on these held blocks cannot be found."""
-        for block in blocks:
+    def forget(self, names: Iterable[BlockHash]) -> None:
+        """From now on blocks of these names cannot be found."""
+        for name in names:
+            block = self._block_of.get(name)
+            if block is None:
+                continue
             self._forget(block)
+            if self._references[block] == 0:
+                del self._cached[block]
+                self._free.append(block)
 
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of[block]
         if block_hash is not None:
             del self._block_of[block_hash]
             self._hash_of[block] = None
+            for observer in self.observers:
+                observer.evicted(block, block_hash)
 
-    def check(self, held: Sequence[Sequence[int]]) -> None:
-        """Raises AssertionError unless the books agree with `held`, the block tables of all running requests."""
-        counts = np.bincount(np.fromiter(itertools.chain.from_iterable(held), np.int64), minlength=self.num_blocks)
-        assert np.array_equal(counts, self._references), "reference counts differ from what requests hold"
+    def check(self) -> None:
+        """Raises AssertionError unless the books agree with what all holders say they hold."""
+        held = itertools.chain.from_iterable(holder.held_blocks() for holder in self.holders)
+        counts = np.bincount(np.fromiter(held, np.int64), minlength=self.num_blocks)
+        assert np.array_equal(counts, self._references), "reference counts differ from what is held"
         listed = np.bincount(np.array([*self._free, *self._cached], np.int64), minlength=self.num_blocks)
         unheld = counts == 0
         unheld[NULL_BLOCK] = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from headrace.core.schedule.block_tables import BlockTables
 from headrace.core.schedule.requests import RowTable
 from headrace.ipc.step import Attachment, Drafts, NewRow, StepPlan
 
@@ -17,7 +18,7 @@ class PlanBuilder:
         self.budget = self._all_tokens = budget_tokens
         self.decodes: np.ndarray = _NO_ROWS
         self._drafts: dict[int, np.ndarray] = {}  # of decodes, by their index and in its order
-        self._block_rows: list[int] = []
+        self._block_tables: list[int] = []
         self._block_ids: list[int] = []
         self._granted: dict[int, int] = {}
         self._admitted: dict[int, int] = {}
@@ -26,34 +27,35 @@ class PlanBuilder:
     def is_empty(self) -> bool:
         return len(self.decodes) == 0 and not self._granted
 
-    def add_decodes(self, rows: np.ndarray, rows_with_new_block: np.ndarray, blocks: list[int]) -> None:
-        """One token for each of `rows`, [num_decodes]; `rows_with_new_block` get one of `blocks` each."""
+    def add_decodes(self, rows: np.ndarray, tables: np.ndarray, blocks: np.ndarray) -> None:
+        """One token for each of `rows`, [num_decodes]; `tables` got one of `blocks` each."""
         self.decodes = rows
-        self._block_rows += rows_with_new_block.tolist()
-        self._block_ids += blocks
+        self._block_tables += tables.tolist()
+        self._block_ids += blocks.tolist()
         self.budget -= len(rows)
 
     @property
     def total_tokens(self) -> int:
         return self._all_tokens - self.budget
 
-    def add_draft(self, index: int, token_ids: np.ndarray, blocks: list[int]) -> None:
-        """Guessed tokens, [num_drafts] int32, of the decode at `index`, which was given `blocks` for them."""
+    def add_draft(self, index: int, token_ids: np.ndarray, tables: list[int], blocks: list[int]) -> None:
+        """Guessed tokens, [num_drafts] int32, of the decode at `index`, for which `tables` of its row got one of
+        `blocks` each."""
         self._drafts[index] = token_ids
         self.budget -= len(token_ids)
-        self._block_rows += [int(self.decodes[index])] * len(blocks)
+        self._block_tables += tables
         self._block_ids += blocks
 
     def admit(self, row: int, num_cached_tokens: int) -> None:
         """A request entered `row` in this step: it will be sent in full, its blocks included."""
         self._admitted[row] = num_cached_tokens
 
-    def extend(self, row: int, count: int, blocks: list[int]) -> None:
-        """`count` more tokens of a prefill, for which it was given `blocks`."""
+    def extend(self, row: int, count: int, tables: list[int], blocks: list[int]) -> None:
+        """`count` more tokens of a prefill, for which `tables` of the row got one of `blocks` each."""
         self._granted[row] = self.granted(row) + count
         self.budget -= count
         if row not in self._admitted:
-            self._block_rows += [row] * len(blocks)
+            self._block_tables += tables
             self._block_ids += blocks
 
     def granted(self, row: int) -> int:
@@ -63,7 +65,7 @@ class PlanBuilder:
         """Rows with a grant, in the order they got it."""
         return list(self._granted)
 
-    def seal(self, step: int, table: RowTable, released: list[int]) -> StepPlan:
+    def seal(self, step: int, table: RowTable, tables: BlockTables, released: list[int]) -> StepPlan:
         prefills = np.fromiter(self._granted, np.int32, len(self._granted))
         counts = np.fromiter(self._granted.values(), np.int32, len(self._granted))
         rows = np.concatenate([self.decodes.astype(np.int32), prefills])
@@ -78,8 +80,8 @@ class PlanBuilder:
         return StepPlan(
             step=step,
             released_rows=np.array(released, np.int32),
-            new_rows=tuple(self._new_row(row, table) for row in self._admitted),
-            block_rows=np.array(self._block_rows, np.int32),
+            new_rows=tuple(self._new_row(row, table, tables) for row in self._admitted),
+            block_tables=np.array(self._block_tables, np.int32),
             block_ids=np.array(self._block_ids, np.int32),
             rows=rows,
             num_tokens=num_tokens,
@@ -89,7 +91,7 @@ class PlanBuilder:
             attachments=attachments,
         )
 
-    def _new_row(self, row: int, table: RowTable) -> NewRow:
+    def _new_row(self, row: int, table: RowTable, tables: BlockTables) -> NewRow:
         request = table.requests[row]
         assert request is not None
         return NewRow(
@@ -97,7 +99,7 @@ class PlanBuilder:
             token_ids=table.token_ids[row, : table.num_tokens[row]].copy(),
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=int(table.num_computed_tokens[row]),
-            block_ids=table.block_table[row, : table.num_blocks[row]].copy(),
+            block_ids=tables.table[:, row, : tables.num_blocks[row]].flatten(),
             sampling=request.sampling,
             seed=request.seed,
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from headrace.core.schedule.blocks import BlockPool
+from headrace.core.schedule.block_tables import BlockTables
 from headrace.core.schedule.requests import RowTable
 from headrace.ipc.step import StepPlan
 
@@ -24,13 +24,13 @@ class RepeatedDecode:
         self,
         plan: StepPlan,
         table: RowTable,
-        pool: BlockPool,
+        tables: BlockTables,
         eos_token_ids: Sequence[int],
         publish: Callable[[np.ndarray], None],
     ) -> None:
         """After the plan's tokens have been counted in the table. `publish` is told of rows, some with a full block."""
         self.rows = plan.rows
-        self._plan, self._table, self._pool, self._publish = plan, table, pool, publish
+        self._plan, self._table, self._tables, self._publish = plan, table, tables, publish
         self._num_planned = 0  # steps that the table does not count yet
         self._taken: list[np.ndarray] = []  # one step's tokens each, not in the table yet
         self.steps_left = int((table.max_tokens_total[plan.rows] - table.num_tokens[plan.rows]).min())
@@ -50,15 +50,14 @@ class RepeatedDecode:
         """None where the stages have to decide: a request is about to end, or there are not enough blocks."""
         if self.steps_left <= 0:
             return None
-        block_rows, block_ids = _NO_ROWS, _NO_ROWS
+        block_tables, block_ids = _NO_ROWS, _NO_ROWS
         if not self._room:
             self.settle()
-            block_rows = self._rows_without_room()
-            if len(block_rows) > self._pool.num_available:
+            full = self._rows_without_room()
+            self._tables.give_back(full, self._table)
+            if len(full) > self._tables.num_free_to_grow():
                 return None
-            block_ids = np.array(self._pool.allocate(len(block_rows)), np.int32)
-            self._table.block_table[block_rows, self._table.num_blocks[block_rows]] = block_ids
-            self._table.num_blocks[block_rows] += 1
+            block_tables, block_ids = self._tables.extend_each(full)
             self._room = self._steps_to_full_block()
         self.steps_left -= 1
         self._num_planned += 1
@@ -71,7 +70,7 @@ class RepeatedDecode:
             step=step,
             released_rows=_NO_ROWS,
             new_rows=(),
-            block_rows=block_rows,
+            block_tables=block_tables,
             block_ids=block_ids,
             rows=self.rows,
             num_tokens=before.num_tokens,
@@ -83,14 +82,13 @@ class RepeatedDecode:
 
     def _steps_to_full_block(self) -> int:
         """Or to the end of what a row holds, which may be several blocks: it got them for drafts that were wrong."""
-        table, computed = self._table, self._table.num_computed_tokens[self.rows]
-        held_tokens = table.num_blocks[self.rows] * table.block_size
-        return int(np.minimum(held_tokens - computed, table.block_size - computed % table.block_size).min())
+        tables, computed = self._tables, self._table.num_computed_tokens[self.rows]
+        held_tokens, size = tables.num_blocks[self.rows] * tables.block_size, tables.block_size
+        return int(np.minimum(held_tokens - computed, size - computed % size).min())
 
     def _rows_without_room(self) -> np.ndarray:
-        table = self._table
-        held_tokens = table.num_blocks[self.rows] * table.block_size
-        return self.rows[table.num_computed_tokens[self.rows] >= held_tokens]
+        held_tokens = self._tables.num_blocks[self.rows] * self._tables.block_size
+        return self.rows[self._table.num_computed_tokens[self.rows] >= held_tokens]
 
     def take(self, token_ids: np.ndarray) -> bool:
         """A step's tokens, [num_rows] int32. False, with nothing done, where they may end a request."""

@@ -136,9 +136,8 @@ class WaitingQueue:
 class RowTable:
     """One row per running request. Columns of rows that are not active hold leftovers."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         rows = max_num_seqs
-        self.block_size = block_size
         self.requests: list[Request | None] = [None] * rows
         self.free = list(range(rows - 1, -1, -1))
         self.active = np.zeros(rows, bool)
@@ -148,8 +147,6 @@ class RowTable:
         self.num_tokens = self.planned[0]  # prompt and generated, those of steps in flight included
         self.num_computed_tokens = self.planned[1]  # of those, whose keys and values exist or are planned
         self.num_known_tokens = np.zeros(rows, np.int32)  # of those, which no step in flight has still to tell
-        self.block_table = np.zeros((rows, -(-max_model_len // block_size)), np.int32)
-        self.num_blocks = np.zeros(rows, np.int32)
         self.num_prompt_tokens = np.zeros(rows, np.int32)
         self.max_tokens_total = np.zeros(rows, np.int32)  # the request ends when num_tokens reaches it
         self.min_tokens_total = np.zeros(rows, np.int32)  # no stop token counts up to here
@@ -172,7 +169,6 @@ class RowTable:
         self.num_known_tokens[row] = len(tokens)
         self.entered_step[row] = step
         self.num_computed_tokens[row] = 0
-        self.num_blocks[row] = 0
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.max_tokens_total[row] = min(request.num_prompt_tokens + sampling.max_tokens, max_model_len)
         self.min_tokens_total[row] = min(request.num_prompt_tokens + sampling.min_tokens, max_model_len)
@@ -206,12 +202,3 @@ class RowTable:
     def still_there(self, rows: np.ndarray, step: int) -> np.ndarray:
         """[num_rows] bool: which rows still hold the request that they held in the plan of `step`."""
         return self.active[rows] & (self.entered_step[rows] <= step)
-
-    def blocks(self, row: int) -> list[int]:
-        """The row's block table."""
-        return self.block_table[row, : self.num_blocks[row]].tolist()
-
-    def append_blocks(self, row: int, blocks: list[int]) -> None:
-        start = self.num_blocks[row]
-        self.block_table[row, start : start + len(blocks)] = blocks
-        self.num_blocks[row] += len(blocks)

@@ -24,8 +24,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup, request_blocks
 from headrace.core.options.speculation import Speculation
-from headrace.core.schedule.block_hashes import BlockHasher
+from headrace.core.schedule.block_hashes import BlockHash, BlockHasher
+from headrace.core.schedule.block_tables import BlockTables, PrefixHit
 from headrace.core.schedule.blocks import BlockPool
 from headrace.core.schedule.ngram_drafter import DraftCounts, NgramDrafter
 from headrace.core.schedule.plan_builder import PlanBuilder
@@ -44,6 +46,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     num_blocks: int
     block_size: int
+    cache_groups: tuple[CacheGroup, ...] = ONE_GROUP
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -118,7 +121,9 @@ class Scheduler:
     """Owns the rows, the waiting queue and the blocks. For one thread."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        blocks_of_one = -(-config.max_model_len // config.block_size)
+        blocks_of_one = request_blocks(
+            config.cache_groups, config.max_model_len, config.block_size, config.max_num_batched_tokens
+        )
         if config.num_blocks - 1 < blocks_of_one:
             raise ValueError(
                 f"{config.num_blocks - 1} blocks of {config.block_size} tokens cannot hold one request of "
@@ -130,9 +135,17 @@ class Scheduler:
                 f"{config.max_num_seqs}: a step must have room for one token of each running request"
             )
         self.config = config
-        self.rows = RowTable(config.max_num_seqs, config.max_model_len, config.block_size)
+        self.rows = RowTable(config.max_num_seqs, config.max_model_len)
         self.waiting = WaitingQueue()
         self.pool = BlockPool(config.num_blocks)
+        self.tables = BlockTables(
+            self.pool,
+            config.max_num_seqs,
+            config.max_model_len,
+            config.block_size,
+            config.cache_groups,
+            config.max_num_batched_tokens,
+        )
         self.hasher = BlockHasher(config.hash_algorithm, config.block_size) if config.prefix_caching else None
         self._prefill_limits = PrefillLimits(config.max_num_batched_tokens, config.chunked_prefill)
         self.num_preemptions = 0
@@ -169,7 +182,7 @@ class Scheduler:
             self.waiting.remove(request)
         elif request.state is State.RUNNING:
             if forget_blocks:
-                self.pool.forget(self.rows.blocks(request.row))
+                self.tables.forget(request.block_hashes)
             self._leave(request.row)
             request.state = State.FINISHED
 
@@ -219,7 +232,7 @@ class Scheduler:
         False, with nothing done, when one would have to give way while a step is in flight: its result may end a
         request and free blocks, and a request that gives way loses no token that is being computed.
         """
-        table, block_size = self.rows, self.config.block_size
+        table, tables = self.rows, self.tables
         while True:
             running = table.active.nonzero()[0]
             decodes = running[table.num_tokens[running] - table.num_computed_tokens[running] == 1]
@@ -232,16 +245,14 @@ class Scheduler:
                 decodes = decodes[in_turn(is_pending, last_step, self.config.max_steps_in_flight)]
             if self._drafter is not None and self.num_in_flight:
                 decodes = decodes[~self._drafter.waits(table, decodes)]
-            full = decodes[table.num_computed_tokens[decodes] >= table.num_blocks[decodes] * block_size]
-            if len(full) <= self.pool.num_available:
+            full = decodes[table.num_computed_tokens[decodes] >= tables.num_blocks[decodes] * tables.block_size]
+            tables.give_back(full, table)
+            if len(full) <= tables.num_free_to_grow():
                 break
             if self.num_in_flight:
                 return False
             self.preempt(self.rows.last_served())
-        blocks = self.pool.allocate(len(full))
-        table.block_table[full, table.num_blocks[full]] = blocks
-        table.num_blocks[full] += 1
-        builder.add_decodes(decodes, full, blocks)
+        builder.add_decodes(decodes, *tables.extend_each(full))
         return True
 
     def _extend_prefills(self, builder: PlanBuilder) -> None:
@@ -260,25 +271,27 @@ class Scheduler:
 
     def _admit_waiting(self, builder: PlanBuilder) -> None:
         """In order, and only when the whole prompt finds blocks: half-admitted prompts would block each other."""
-        table = self.rows
+        table, block_size = self.rows, self.config.block_size
         while builder.budget > 0 and table.free and (request := self.waiting.head()) is not None:
-            cached, blocks_missing = self._look_up(request)
-            growth = self.num_running  # each running request may want a block before this one is done
-            if blocks_missing + growth > self.pool.num_available - self.pool.num_unheld(cached):
+            hit = self._look_up(request)
+            blocks_missing = self.tables.num_missing(len(request.token_ids), hit)
+            # Each running request may want a block before this one is done.
+            growth = self.num_running * len(self.tables.groups)
+            if blocks_missing + growth > self.pool.num_available - self.pool.num_unheld(hit.all_blocks):
                 break
-            missing = len(request.token_ids) - len(cached) * self.config.block_size
+            num_cached = hit.num_blocks * block_size
+            missing = len(request.token_ids) - num_cached
             count = prefill_share(missing, builder.budget, self._prefill_limits, others_wait=len(self.waiting) > 1)
             if count == 0:
                 break
             self.waiting.pop()
             row = table.enter(request, self.config.max_model_len, self._step + 1)
-            self.pool.acquire(cached)
-            table.append_blocks(row, cached)
-            table.num_computed_tokens[row] = len(cached) * self.config.block_size
-            builder.admit(row, len(cached) * self.config.block_size)
+            self.tables.enter(row, hit)
+            table.num_computed_tokens[row] = num_cached
+            builder.admit(row, num_cached)
             if request.num_preemptions == 0:
                 self.num_prompt_tokens += request.num_prompt_tokens
-                self.num_cached_prompt_tokens += len(cached) * self.config.block_size
+                self.num_cached_prompt_tokens += num_cached
             self._extend(builder, row, count)
 
     def _top_up_prefills(self, builder: PlanBuilder) -> None:
@@ -295,14 +308,15 @@ class Scheduler:
         """Decodes get drafts of their next tokens, as far as there is room for them in the step and in the cache."""
         if self._drafter is None or not len(builder.decodes):
             return
-        table, block_size, _drafts = self.rows, self.config.block_size, dict[int, np.ndarray]()
+        table, tables, block_size = self.rows, self.tables, self.config.block_size
         due = self._drafter.due(table, builder.decodes)
         budget = min(builder.budget, self._drafter.speculation.most_step_tokens - builder.total_tokens)
         for nth, index in enumerate(due.tolist()):
             row = int(builder.decodes[index])
-            num_tokens, held = int(table.num_tokens[row]), int(table.num_blocks[row])
+            num_tokens, held = int(table.num_tokens[row]), int(tables.num_blocks[row])
+            tables.give_back([row], table)
             # Each running request may want a block before this one is done with those it gets for drafts.
-            spare = max(0, self.pool.num_available - self.num_running)
+            spare = max(0, tables.num_free_to_grow() - self.num_running)
             limit = min(
                 budget // (len(due) - nth),
                 int(table.max_tokens_total[row]) - num_tokens - 1,
@@ -310,14 +324,13 @@ class Scheduler:
             )
             draft = self._drafter.propose(row, table.token_ids[row, :num_tokens], limit)
             if len(draft):
-                blocks = self.pool.allocate(max(0, -(-(num_tokens + len(draft)) // block_size) - held))
-                table.append_blocks(row, blocks)
-                builder.add_draft(index, draft, blocks)
+                more = max(0, -(-(num_tokens + len(draft)) // block_size) - held)
+                builder.add_draft(index, draft, *tables.extend(row, more))
                 budget -= len(draft)
 
     def _seal(self, builder: PlanBuilder) -> StepPlan:
         self._step += 1
-        plan = builder.seal(self._step, self.rows, self._released)
+        plan = builder.seal(self._step, self.rows, self.tables, self._released)
         self._released = []
         table = self.rows
         table.num_computed_tokens[plan.rows] += plan.num_tokens
@@ -331,7 +344,7 @@ class Scheduler:
         self.num_in_flight += 1
         decodes_alone = len(builder.decodes) == self.num_running == len(plan.rows) and not self.waiting
         if decodes_alone and self.config.rows_run_ahead and not self._has_own_stages and quiet_steps != 0:
-            self._repeated = RepeatedDecode(plan, table, self.pool, self.config.eos_token_ids, self._publish_full)
+            self._repeated = RepeatedDecode(plan, table, self.tables, self.config.eos_token_ids, self._publish_full)
             self._repeated.limit(quiet_steps)
         return plan
 
@@ -407,36 +420,35 @@ class Scheduler:
 
     def _extend(self, builder: PlanBuilder, row: int, count: int) -> None:
         """Plans up to `count` more tokens of a row, as far as there are blocks for them."""
-        table, block_size = self.rows, self.config.block_size
-        start = int(table.num_computed_tokens[row]) + builder.granted(row)
-        held = int(table.num_blocks[row])
-        room = (held + self.pool.num_available) * block_size - start
+        tables, block_size = self.tables, self.config.block_size
+        start = int(self.rows.num_computed_tokens[row]) + builder.granted(row)
+        held = int(tables.num_blocks[row])
+        tables.give_back([row], self.rows)
+        room = (held + tables.num_free_to_grow()) * block_size - start
         if room < count and not self.config.chunked_prefill:
             return
         count = min(count, room)
         if count <= 0:
             return
-        blocks = self.pool.allocate(max(0, -(-(start + count) // block_size) - held))
-        table.append_blocks(row, blocks)
-        builder.extend(row, count, blocks)
+        builder.extend(row, count, *tables.extend(row, max(0, -(-(start + count) // block_size) - held)))
         if self.hasher is not None:
             self._publish(row, start, count)
 
-    def _look_up(self, request: Request) -> tuple[list[int], int]:
-        """Cached blocks that the request's tokens start with, and how many more blocks the rest needs.
+    def _look_up(self, request: Request) -> PrefixHit:
+        """Cached blocks that the request's tokens start with.
 
         At least one token is always computed, since its logits choose the next one. Prompt log-probabilities
         need the logits of every prompt position, so such a request takes nothing from the cache.
         """
         num_tokens, block_size = len(request.token_ids), self.config.block_size
-        cached: list[int] = []
+        hashes: list[BlockHash] = []
         if self.hasher is not None:
             if not request.block_hashes:
                 usable = request.token_ids[: num_tokens // block_size * block_size]
                 request.block_hashes = self.hasher.extend(self.hasher.root(request.cache_salt), usable)
             if request.sampling.prompt_logprobs is None:
-                cached = self.pool.find(request.block_hashes[: (num_tokens - 1) // block_size])
-        return cached, -(-num_tokens // block_size) - len(cached)
+                hashes = request.block_hashes[: (num_tokens - 1) // block_size]
+        return self.tables.find(hashes)
 
     def _publish(self, row: int, start: int, count: int) -> None:
         """The blocks that this step fills by computing tokens [start, start + count) can be found from now on.
@@ -456,7 +468,7 @@ class Scheduler:
             parent = hashes[-1] if hashes else self.hasher.root(request.cache_salt)
             hashes += self.hasher.extend(parent, table.token_ids[row, len(hashes) * block_size : end * block_size])
         for index in range(first, end):
-            self.pool.publish(int(table.block_table[row, index]), hashes[index])
+            self.tables.publish(row, index, hashes[index])
 
     def _publish_full(self, rows: np.ndarray) -> None:
         """Of these decodes, those whose planned token fills a block and is known; `advance` does the others."""
@@ -480,7 +492,7 @@ class Scheduler:
 
     def _leave(self, row: int) -> Request:
         self.settle(ended=True)
-        self.pool.release(self.rows.blocks(row))
+        self.tables.release(row)
         self._released.append(row)
         return self.rows.leave(row)
 
@@ -494,7 +506,9 @@ class Scheduler:
     def check(self) -> None:
         """Raises AssertionError unless blocks and rows agree. Cheap enough for whenever the loop goes idle."""
         active = np.flatnonzero(self.rows.active).tolist()
-        self.pool.check([self.rows.blocks(row) for row in active])
+        self.pool.check()
+        held = self.tables.num_blocks.nonzero()[0].tolist()
+        assert set(held) <= set(active), f"of rows {held}, which hold blocks, only {active} are active"
         assert len(active) + len(self.rows.free) == self.config.max_num_seqs, "a row is lost"
         for row in active:
             request = self.rows.requests[row]

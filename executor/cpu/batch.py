@@ -46,10 +46,10 @@ class StepArrays:
 
     token_ids: np.ndarray  # [num_tokens] int32
     positions: np.ndarray  # [num_tokens] int32
-    slot_mapping: np.ndarray  # [num_tokens] int64: block id * block_size + offset, where keys and values go
+    slot_mapping: np.ndarray  # [num_groups, num_tokens] int64: block id * block_size + offset, where keys and values go
     query_start: np.ndarray  # [num_seqs + 1] int32
     seq_lens: np.ndarray  # [num_seqs] int32: tokens in the cache once this step ran
-    block_tables: np.ndarray  # [num_seqs, max_blocks] int32, 0 beyond a sequence's last block
+    block_tables: np.ndarray  # [num_groups, num_seqs, max_blocks] int32, 0 beyond a sequence's last block
     logits_indices: np.ndarray  # [num_sampled] int32: the tokens whose logits are sampled from
     prompt_lens: np.ndarray  # [num_seqs] int32
     block_size: int
@@ -137,20 +137,31 @@ def has_penalties(sampling: Sampling) -> bool:
 
 
 class BatchState:
-    """Every row's tokens, block table and sampling parameters.
+    """Every row's tokens, block tables and sampling parameters.
+
+    A row has a block table for each cache group; they are numbered as in `StepPlan.block_tables`. What a sliding window
+    has passed stays in its table, and is never read.
 
     Arrays are np.zeros of their largest size: the system hands out a page of them when it is first written.
     """
 
-    def __init__(self, num_rows: int, max_model_len: int, block_size: int, eos_token_ids: Sequence[int] = ()) -> None:
-        self.block_size = block_size
+    def __init__(
+        self,
+        num_rows: int,
+        max_model_len: int,
+        block_size: int,
+        eos_token_ids: Sequence[int] = (),
+        num_groups: int = 1,
+    ) -> None:
+        self.block_size, self.num_groups = block_size, num_groups
         max_blocks = -(-max_model_len // block_size)
         self.tokens = np.zeros((num_rows, max_model_len), np.int32)
         self.num_tokens = np.zeros(num_rows, np.int32)
         """Known tokens: the prompt and what was sampled since; 0 for a free row."""
         self.num_prompt_tokens = np.zeros(num_rows, np.int32)
-        self.block_table = np.zeros((num_rows, max_blocks), np.int32)
-        self.num_blocks = np.zeros(num_rows, np.int32)
+        self.block_tables = np.zeros((num_groups, num_rows, max_blocks), np.int32)
+        self.num_blocks = np.zeros(num_groups * num_rows, np.int32)
+        """Of each table."""
         self.sampling = SamplingColumns(num_rows, eos_token_ids)
         self._repeated_rows = np.zeros(0, np.int32)
         self._repeated: list[np.ndarray] = []  # tokens of repeated steps, one array each, not in `tokens` yet
@@ -162,12 +173,12 @@ class BatchState:
             self._take_repeated()
         if plan.released_rows.size:
             self.num_tokens[plan.released_rows] = 0
-            self.num_blocks[plan.released_rows] = 0
+            self.num_blocks.reshape(self.num_groups, -1)[:, plan.released_rows] = 0
             self.sampling.needs[plan.released_rows] = 0
         for new in plan.new_rows:
             self._enter(new)
-        if plan.block_rows.size:
-            self.append_blocks(plan.block_rows, plan.block_ids)
+        if plan.block_tables.size:
+            self.append_blocks(plan.block_tables, plan.block_ids)
         if plan.drafts is not None:
             self._put_drafts(plan, plan.drafts)
 
@@ -250,7 +261,7 @@ class BatchState:
         else:
             logits_indices = places.logits_indices(query_start, plan.sampled)
         block_indices, offsets = np.divmod(positions, self.block_size)
-        slot_mapping = self.block_table[token_rows, block_indices] * np.int64(self.block_size) + offsets
+        slot_mapping = self.block_tables[:, token_rows, block_indices] * np.int64(self.block_size) + offsets
         width = -(-int(np.maximum.reduce(seq_lens, initial=0)) // self.block_size)
         return StepArrays(
             token_ids=self.tokens[token_rows, positions],
@@ -258,7 +269,7 @@ class BatchState:
             slot_mapping=slot_mapping,
             query_start=query_start,
             seq_lens=seq_lens,
-            block_tables=self.block_table[rows, :width],
+            block_tables=self.block_tables[:, rows, :width],
             logits_indices=logits_indices,
             prompt_lens=self.num_prompt_tokens[rows],
             block_size=self.block_size,
@@ -266,13 +277,13 @@ class BatchState:
         )
 
     def _enter(self, new: NewRow) -> None:
-        row, num_tokens, num_blocks = new.row, len(new.token_ids), len(new.block_ids)
+        row, num_tokens, num_blocks = new.row, len(new.token_ids), len(new.block_ids) // self.num_groups
         self.tokens[row, :num_tokens] = new.token_ids
         self.num_tokens[row] = num_tokens
         self.num_prompt_tokens[row] = new.num_prompt_tokens
-        self.block_table[row, :num_blocks] = new.block_ids
-        self.block_table[row, num_blocks:] = 0
-        self.num_blocks[row] = num_blocks
+        self.block_tables[:, row, :num_blocks] = new.block_ids.reshape(self.num_groups, num_blocks)
+        self.block_tables[:, row, num_blocks:] = 0
+        self.num_blocks.reshape(self.num_groups, -1)[:, row] = num_blocks
         self.sampling.enter(row, new.sampling, new.seed)
 
     def _take_repeated(self) -> None:
@@ -282,10 +293,11 @@ class BatchState:
         self.num_tokens[rows] += steps
         self._repeated.clear()
 
-    def append_blocks(self, rows: np.ndarray, block_ids: np.ndarray) -> None:
-        """A row may occur several times; its blocks keep their order."""
-        order = np.argsort(rows, kind="stable")
-        rows, block_ids = rows[order], block_ids[order]
-        nth_of_row = np.arange(len(rows)) - np.searchsorted(rows, rows)
-        self.block_table[rows, self.num_blocks[rows] + nth_of_row] = block_ids
-        np.add.at(self.num_blocks, rows, 1)
+    def append_blocks(self, tables: np.ndarray, block_ids: np.ndarray) -> None:
+        """A table may occur several times; its blocks keep their order."""
+        order = np.argsort(tables, kind="stable")
+        tables, block_ids = tables[order], block_ids[order]
+        nth_of_table = np.arange(len(tables)) - np.searchsorted(tables, tables)
+        every = self.block_tables.reshape(len(self.num_blocks), -1)
+        every[tables, self.num_blocks[tables] + nth_of_table] = block_ids
+        np.add.at(self.num_blocks, tables, 1)

@@ -101,11 +101,13 @@ class CpuDecoder:
         buffers, columns = self._written.buffers, self._written.columns
         count = buffers.step.num_seqs
         buffers.token_ids[:count] = columns.token_ids[:count]
-        for moves_on in (buffers.positions, buffers.slot_mapping, buffers.seq_lens, columns.position):
+        for moves_on in (buffers.positions, buffers.seq_lens, columns.position):
             moves_on[:count] += 1
+        buffers.slot_mapping[:, :count] += 1
         if begun is not None:
-            buffers.slot_mapping[begun.sequences] = begun.block_ids * np.int64(self._written.kv_cache.block_size)
-            _block_tables(buffers)[begun.sequences, begun.places] = begun.block_ids
+            first_slots = begun.block_ids * np.int64(self._written.kv_cache.block_size)
+            buffers.slot_mapping[:, begun.sequences] = first_slots
+            buffers.block_tables[:, begun.sequences, begun.places] = begun.block_ids
         self._written.program.run_filled(buffers)
         return Chosen(columns.token_ids[:count].copy(), columns.best[:count])
 
@@ -178,19 +180,15 @@ class CpuRank(CpuDecoder):
 def _fill(buffers: StepBuffers, arrays: StepArrays) -> None:
     step, tables = buffers.step, arrays.block_tables
     num_tokens, num_seqs, num_logits = len(arrays.token_ids), len(arrays.seq_lens), len(arrays.logits_indices)
-    own_tables = _block_tables(buffers)
     step.num_tokens, step.num_seqs, step.num_logits = num_tokens, num_seqs, num_logits
-    step.block_table_stride = own_tables.shape[1]  # whatever the step's width, so that a row may gain a block in place
+    step.block_table_stride = buffers.block_tables.shape[
+        2
+    ]  # of whatever width, so that a row may gain a block in place
     step.only_highest = not arrays.reads_logits
     buffers.token_ids[:num_tokens] = arrays.token_ids
     buffers.positions[:num_tokens] = arrays.positions
-    buffers.slot_mapping[:num_tokens] = arrays.slot_mapping
+    buffers.slot_mapping[:, :num_tokens] = arrays.slot_mapping
     buffers.query_start[: num_seqs + 1] = arrays.query_start
     buffers.seq_lens[:num_seqs] = arrays.seq_lens
     buffers.logits_rows[:num_logits] = arrays.logits_indices
-    own_tables[:num_seqs, : tables.shape[1]] = tables
-
-
-def _block_tables(buffers: StepBuffers) -> np.ndarray:
-    """[max_seqs, max_blocks] int32"""
-    return buffers.block_tables.reshape(len(buffers.seq_lens), -1)
+    buffers.block_tables[:, :num_seqs, : tables.shape[2]] = tables

@@ -259,7 +259,16 @@ class ProgramWriter:
         self._model, self._spec, self._kv_cache, self._limits = model, model.spec, kv_cache, limits
         self._place, self._runtime = place, runtime
         self._builder = Builder(runtime, max_tokens=limits.max_tokens, max_logits=limits.max_logits, alone_s=ALONE_S)
-        num_positions = min(limits.max_positions, kv_cache.num_blocks * kv_cache.block_size)
+        num_positions = limits.max_positions
+        if any(layer.sliding_window is None for layer in model.spec.layers):  # whose blocks hold all of a sequence
+            num_positions = min(num_positions, kv_cache.num_blocks * kv_cache.block_size)
+        self._buffers = StepBuffers(
+            max_tokens=limits.max_tokens,
+            max_seqs=limits.max_seqs,
+            max_logits=limits.max_logits,
+            max_blocks=-(-limits.max_positions // kv_cache.block_size),
+            num_groups=kv_cache.num_groups,
+        )
         self._ops = ProgramOps(self._builder, model, place, limits, num_positions)
         self._ranks = self._ops.ranks
         self._hidden = self._ops.tokens.hidden
@@ -282,19 +291,20 @@ class ProgramWriter:
             if self._ranks is not None:
                 rank_meet(self._builder, self._ranks.group, self._hidden)
         program = self._builder.build(output)
-        buffers = StepBuffers(
-            max_tokens=self._limits.max_tokens,
-            max_seqs=self._limits.max_seqs,
-            max_logits=self._limits.max_logits,
-            max_blocks=-(-self._limits.max_positions // self._kv_cache.block_size),
-        )
-        return WrittenProgram(self._kv_cache, program, buffers, self._hidden.tensor, logits, columns)
+        return WrittenProgram(self._kv_cache, program, self._buffers, self._hidden.tensor, logits, columns)
 
     def _layer_cache(self, index: int) -> LayerCache:
         cache, scales = self._kv_cache, None
         if cache.key_scales:
             scales = CacheScales(keys=cache.key_scales[index], values=cache.value_scales[index])
-        return LayerCache(cache.keys[index], cache.values[index], scales)
+        group, buffers = cache.groups[index], self._buffers
+        return LayerCache(
+            cache.keys[index],
+            cache.values[index],
+            scales,
+            slots_offset=group * buffers.slot_mapping[0].size,
+            tables_offset=group * buffers.block_tables[0].size,
+        )
 
     def _embed(self) -> None:
         model, spec, builder = self._model, self._spec, self._builder

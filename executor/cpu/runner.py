@@ -58,15 +58,16 @@ class _Repeating:
             return False
         return plan.rows is self._rows or np.array_equal(plan.rows, self._rows)
 
-    def begun_blocks(self, plan: StepPlan, block_table: np.ndarray) -> BegunBlocks | None:
-        """Where rows of the plan, which goes on, begin a block. block_table: [num_rows, max_blocks], up to date."""
+    def begun_blocks(self, plan: StepPlan, block_tables: np.ndarray) -> BegunBlocks | None:
+        """Where rows of the plan, which goes on, begin a block. block_tables: [num_groups, num_rows, max_blocks], up to
+        date."""
         self._steps_to_block -= 1
         if self._steps_to_block:
             return None
         self._steps_to_block = self._until_block(plan)
         begun = np.flatnonzero(plan.num_computed_tokens % self._block_size == 0)
         places = plan.num_computed_tokens[begun] // self._block_size
-        return BegunBlocks(begun.tolist(), places, block_table[plan.rows[begun], places])
+        return BegunBlocks(begun.tolist(), places, block_tables[:, plan.rows[begun], places])
 
     def _until_block(self, plan: StepPlan) -> int:
         """Steps after the plan until a row begins a block."""
@@ -125,9 +126,9 @@ class ModelRunner:
 
     def _repeat(self, plan: StepPlan, repeating: _Repeating) -> StepResult:
         batch = self._batch
-        if plan.block_rows.size:
-            batch.append_blocks(plan.block_rows, plan.block_ids)
-        begun = repeating.begun_blocks(plan, batch.block_table)
+        if plan.block_tables.size:
+            batch.append_blocks(plan.block_tables, plan.block_ids)
+        begun = repeating.begun_blocks(plan, batch.block_tables)
         self._began_s = time.monotonic()
         chosen = repeating.model.repeat(begun)
         self._ended_s = time.monotonic()

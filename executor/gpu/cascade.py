@@ -112,7 +112,7 @@ class CommonBlocks:
         """After `batch.apply(plan)`. Does nothing unless a row is released or entered."""
         if not plan.new_rows and not plan.released_rows.size:
             return
-        tables, lengths = batch.block_table, batch.num_blocks
+        tables, lengths = batch.block_tables[0], batch.num_blocks  # of full attention
         self._occupied[plan.released_rows] = False
         self._occupied[[new.row for new in plan.new_rows]] = False
         if self._leader >= 0 and not self._occupied[self._leader]:
@@ -162,7 +162,7 @@ class Cascade:
 
     def __init__(self, rule: CascadeRule, batch: BatchState, deltas: Deltas) -> None:
         self._rule, self._batch, self._deltas = rule, batch, deltas
-        self._common = CommonBlocks(len(batch.block_table))
+        self._common = CommonBlocks(len(batch.num_tokens))
         self._told = 0
 
     def apply(self, plan: StepPlan) -> None:

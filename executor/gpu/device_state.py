@@ -5,7 +5,7 @@ copy from pinned memory and one scatter, however many columns and rows are conce
 
     words: | seed | top_p | min_p | block_table | last_token | num_computed | ... | batch_rows | shared_tokens |
              2 words a row, first so    W words    1 word each                      the rows of this step's decode
-             that they are aligned                                                  batch, and 1 word of all of them
+             that they are aligned      a group                                     batch, and 1 word of all of them
 
 Row `num_rows` belongs to nobody: batches are padded with it. Its block table is all block 0, the null block, and its
 num_computed stays 0, so a padding row reads and writes slot 0 of block 0, which no request ever holds.
@@ -123,14 +123,15 @@ class StateShape:
     num_rows: int
     """max_num_seqs; the padding row comes on top."""
     max_blocks: int
-    """Of one request."""
+    """Of one request in one cache group."""
+    num_groups: int = 1
 
     def offsets(self) -> tuple[dict[str, int], int]:
         """Where each column begins, in words, and how many words there are in all."""
         rows, at, offsets = self.num_rows + 1, 0, dict[str, int]()
         for name in WIDE_COLUMNS:
             offsets[name], at = at, at + 2 * rows
-        offsets["block_table"], at = at, at + rows * self.max_blocks
+        offsets["block_table"], at = at, at + self.num_groups * rows * self.max_blocks
         for name in COLUMNS:
             offsets[name], at = at, at + rows
         offsets["batch_rows"], at = at, at + rows
@@ -153,7 +154,8 @@ class DeviceState:
         self.seed = column("seed", 2).view(torch.int64)  # [num_rows + 1], the bits of an unsigned one
         self.top_p = column("top_p", 2).view(torch.float64)  # [num_rows + 1]
         self.min_p = column("min_p", 2).view(torch.float64)  # [num_rows + 1]
-        self.block_table = column("block_table", shape.max_blocks).view(rows, shape.max_blocks)
+        tables = column("block_table", shape.num_groups * shape.max_blocks)
+        self.block_tables = tables.view(shape.num_groups, rows, shape.max_blocks)
         self.last_token = column("last_token")  # [num_rows + 1]: the last known token, which a decode computes
         self.num_computed = column("num_computed")  # [num_rows + 1]
         self.prompt_len = column("prompt_len")  # [num_rows + 1]
@@ -235,11 +237,11 @@ class Deltas:
         """values [n] of a one-word column for rows [n]."""
         self._put(self._offsets[column] + rows, values.astype(np.float32 if column in FLOATS else np.int32))
 
-    def set_blocks(self, rows: np.ndarray, places: np.ndarray, block_ids: np.ndarray) -> None:
-        """Entries `places` [n] of the block tables of rows [n] become block_ids [n]."""
-        self._put(
-            self._offsets["block_table"] + rows.astype(np.int64) * self._state.shape.max_blocks + places, block_ids
-        )
+    def set_blocks(self, tables: np.ndarray, places: np.ndarray, block_ids: np.ndarray) -> None:
+        """Entries `places` [n] of tables [n], which are numbered as in `StepPlan`, become block_ids [n]."""
+        shape = self._state.shape
+        rows = tables.astype(np.int64) + tables // shape.num_rows  # each group has a padding row too
+        self._put(self._offsets["block_table"] + rows * shape.max_blocks + places, block_ids)
 
     def enter(self, row: int, sampling: Sampling, seed: int) -> None:
         """The sampling parameters of a row that is given to a request."""

@@ -235,7 +235,8 @@ class GpuExecutor(UniprocExecutor):
     def _new_cache(self, plan: Plan, num_blocks: int) -> kv_cache.KVCache:
         assert self._spec is not None, "describe comes before load"
         dtype = cache_dtype(plan, is_program=False)
-        return kv_cache.allocate(self._spec, num_blocks, plan.block_size, dtype, self._device, self._place)
+        groups = plan.model.cache_groups
+        return kv_cache.allocate(self._spec, num_blocks, plan.block_size, dtype, self._device, self._place, groups)
 
     def _measure(self, plan: Plan, decoder: Decoder, facts: GpuFacts) -> MemoryReading:
         backend = self._backend
@@ -287,6 +288,7 @@ def runner_limits(plan: Plan, max_model_len: int, cascade: CascadeRule | None = 
         block_size=plan.block_size,
         vocab_size=plan.model.vocab_size,
         eos_token_ids=plan.model.eos_token_ids,
+        num_cache_groups=len(plan.model.cache_groups),
         capture_sizes=sizes,
         cascade=cascade,
     )

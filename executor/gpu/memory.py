@@ -78,7 +78,6 @@ def largest_prefill(runner: GpuRunner, device: Device, limits: RunnerLimits, num
     host = {
         "token_ids": np.zeros(total),
         "positions": np.concatenate([np.arange(count) for count in counts]),
-        "slot_mapping": np.arange(total) % limits.block_size,
         "query_start": np.array([0, *ends]),
         "seq_lens": np.array(counts),
         "rows": np.full(num_seqs, padding_row),
@@ -86,7 +85,8 @@ def largest_prefill(runner: GpuRunner, device: Device, limits: RunnerLimits, num
         "sampled_rows": np.full(num_seqs, padding_row),
     }
     tensors = {name: torch.from_numpy(values.astype(np.int32)).to(device.device) for name, values in host.items()}
-    sent = MixedInputs(**tensors)
+    slots = torch.arange(total, dtype=torch.int32, device=device.device) % limits.block_size
+    sent = MixedInputs(**tensors, slot_mapping=(slots,) * limits.num_cache_groups)
     _, logits = runner.steps.mixed(sent, -(-max(counts) // limits.block_size), max(counts))
     runner.steps.take(logits, sent.sampled_rows.long(), sent.seq_lens.long(), Choice.TRUNCATE)
     runner.state.num_computed.zero_()

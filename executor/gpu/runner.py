@@ -50,6 +50,7 @@ class RunnerLimits:
     block_size: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+    num_cache_groups: int = 1
     capture_sizes: tuple[int, ...] = ()
     """Batch sizes of decode graphs, ascending."""
     cascade: CascadeRule | None = None
@@ -57,7 +58,7 @@ class RunnerLimits:
 
     @property
     def state_shape(self) -> StateShape:
-        return StateShape(self.max_num_seqs, -(-self.max_model_len // self.block_size))
+        return StateShape(self.max_num_seqs, -(-self.max_model_len // self.block_size), self.num_cache_groups)
 
 
 class GpuRunner:
@@ -80,7 +81,13 @@ class GpuRunner:
         self.tokens = TokenStates(limits.max_num_seqs if self.chooses else 0, limits.vocab_size, device.device)
         self.steps = self._make_steps(model, kv_cache)
         self.graphs = DecodeGraphs(limits.capture_sizes, capturer, self._decode_nothing)
-        self.batch = BatchState(limits.max_num_seqs, limits.max_model_len, limits.block_size, limits.eos_token_ids)
+        self.batch = BatchState(
+            limits.max_num_seqs,
+            limits.max_model_len,
+            limits.block_size,
+            limits.eos_token_ids,
+            limits.num_cache_groups,
+        )
         self.times = StepTimes()
         self._staging = Staging(device, STAGING_BUFFERS)
         self.deltas = Deltas(self.state, self._staging)
@@ -164,12 +171,12 @@ class GpuRunner:
             self._cascade.apply(plan)
         for new in plan.new_rows:
             self._enter(new)
-        if plan.block_rows.size:
-            order = np.argsort(plan.block_rows, kind="stable")
-            block_rows = plan.block_rows[order]
-            # Counted from the end of what the row holds by now: the last of its new blocks is its last block.
-            from_last = np.searchsorted(block_rows, block_rows, "right") - np.arange(len(block_rows))
-            deltas.set_blocks(block_rows, batch.num_blocks[block_rows] - from_last, plan.block_ids[order])
+        if plan.block_tables.size:
+            order = np.argsort(plan.block_tables, kind="stable")
+            tables = plan.block_tables[order]
+            # Counted from the end of what the table holds by now: the last of its new blocks is its last block.
+            from_last = np.searchsorted(tables, tables, "right") - np.arange(len(tables))
+            deltas.set_blocks(tables, batch.num_blocks[tables] - from_last, plan.block_ids[order])
         moved = self._num_computed[plan.rows] != plan.num_computed_tokens
         if moved.any():
             deltas.set("num_computed", plan.rows[moved], plan.num_computed_tokens[moved])
@@ -181,7 +188,10 @@ class GpuRunner:
         deltas.enter(row, new.sampling, new.seed)
         deltas.set("last_token", at, new.token_ids[-1:])
         deltas.set("prompt_len", at, np.array([new.num_prompt_tokens]))
-        deltas.set_blocks(np.full(len(new.block_ids), row), np.arange(len(new.block_ids)), new.block_ids)
+        num_groups, num_rows = self._limits.num_cache_groups, self._limits.max_num_seqs
+        num_blocks = len(new.block_ids) // num_groups
+        tables = np.repeat(np.arange(num_groups) * num_rows + row, num_blocks)
+        deltas.set_blocks(tables, np.tile(np.arange(num_blocks), num_groups), new.block_ids)
         if self.chooses:
             self.tokens.enter(new, self.batch.sampling.rules.get(row), self._staging)
 
@@ -236,10 +246,11 @@ class GpuRunner:
         with self.times.phase("ship"):
             self.deltas.ship()
             arrays = self.batch.arrays(plan)
-            sent = MixedInputs(
-                *self._staging.send(
-                    *(arrays.token_ids, arrays.positions, arrays.slot_mapping.astype(np.int32), arrays.query_start),
+            sent = MixedInputs.of(
+                self._staging.send(
+                    *(arrays.token_ids, arrays.positions, arrays.query_start),
                     *(arrays.seq_lens, plan.rows, arrays.logits_indices, step.rows),
+                    *arrays.slot_mapping.astype(np.int32),
                 )
             )
         with self.times.phase("mixed"):

@@ -41,12 +41,18 @@ class MixedInputs:
 
     token_ids: Tensor  # [num_tokens]; of a sampled row's last token anything, as the device knows it
     positions: Tensor  # [num_tokens]
-    slot_mapping: Tensor  # [num_tokens]
     query_start: Tensor  # [num_seqs + 1]
     seq_lens: Tensor  # [num_seqs]
     rows: Tensor  # [num_seqs]
     logits_indices: Tensor  # [num_sampled]
     sampled_rows: Tensor  # [num_sampled]
+    slot_mapping: tuple[Tensor, ...]  # for each cache group [num_tokens]
+
+    @classmethod
+    def of(cls, sent: list[Tensor]) -> MixedInputs:
+        """The fields in their order, the slots group by group."""
+        token_ids, positions, query_start, seq_lens, rows, logits_indices, sampled_rows, *slots = sent
+        return cls(token_ids, positions, query_start, seq_lens, rows, logits_indices, sampled_rows, tuple(slots))
 
 
 class DeviceSteps:
@@ -61,7 +67,7 @@ class DeviceSteps:
         self._counting = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._indices = torch.arange(rows, device=device)
         self._decode_inputs = kernels.choose("decode_inputs", device=device)
-        self._rows = RowsState(state.block_table, state.last_token, state.num_computed, state.prompt_len)
+        self._rows = RowsState(state.block_tables, state.last_token, state.num_computed, state.prompt_len)
         self.results = torch.zeros(rows, NUM_RESULTS, dtype=torch.int32, device=device)
         """[num_rows + 1, NUM_RESULTS]: one line for each sampled row of the last step, in the plan's order."""
 
@@ -82,10 +88,10 @@ class DeviceSteps:
         inputs = StepInputs(
             token_ids=found.token_ids,
             positions=found.positions,
-            slot_mapping=found.slot_mapping,
+            slot_mapping=tuple(found.slot_mapping),
             query_start=self._counting[: size + 1],
             seq_lens=found.seq_lens,
-            block_tables=found.block_tables,
+            block_tables=tuple(found.block_tables),
             logits_indices=self._indices[:size],
             block_size=block_size,
             prompt_lens=found.prompt_lens,
@@ -111,10 +117,10 @@ class DeviceSteps:
         inputs = StepInputs(
             token_ids=token_ids,
             positions=sent.positions.long(),
-            slot_mapping=sent.slot_mapping.long(),
+            slot_mapping=tuple(slots.long() for slots in sent.slot_mapping),
             query_start=sent.query_start,
             seq_lens=sent.seq_lens,
-            block_tables=state.block_table[:, :num_blocks][rows],
+            block_tables=tuple(table[:, :num_blocks][rows] for table in state.block_tables),
             logits_indices=logits_indices,
             block_size=self._block_size,
             prompt_lens=state.prompt_len[rows],

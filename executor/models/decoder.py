@@ -121,9 +121,10 @@ class Decoder:
         returns them.
         """
         hidden, delta = self._embed(inputs) if self._place.is_first_stage else self._receive(len(inputs.token_ids))
-        step = Step(inputs.paged_batch, tuple(rotary.cos_sin(inputs) for rotary in self._rotaries))
-        for layer, cache in zip(self._layers, kv_cache.layers, strict=True):
-            hidden, delta = layer(hidden, delta, step, cache)
+        cos_sin = tuple(rotary.cos_sin(inputs) for rotary in self._rotaries)
+        steps = [Step(batch, cos_sin) for batch in inputs.paged_batches]
+        for layer, cache, group in zip(self._layers, kv_cache.layers, kv_cache.groups, strict=True):
+            hidden, delta = layer(hidden, delta, steps[group], cache)
         if not self._place.is_last_stage:
             self._place.link.send(torch.stack([hidden] if delta is None else [hidden, delta]))
             return hidden

@@ -23,14 +23,15 @@ class StepInputs:
     """[num_tokens] int64"""
     positions: Tensor
     """[num_tokens] int64"""
-    slot_mapping: Tensor
-    """[num_tokens] int64: block_id * block_size + offset, where the token's key and value go"""
+    slot_mapping: tuple[Tensor, ...]
+    """For each cache group [num_tokens] int64: block_id * block_size + offset, where the token's key and value go"""
     query_start: Tensor
     """[num_seqs + 1] int32: sequence i computes tokens query_start[i] .. query_start[i + 1]"""
     seq_lens: Tensor
     """[num_seqs] int32: tokens in context after this step"""
-    block_tables: Tensor
-    """[num_seqs, max_blocks] int32; entries beyond a sequence's own blocks are never read"""
+    block_tables: tuple[Tensor, ...]
+    """For each cache group [num_seqs, max_blocks] int32; entries beyond a sequence's blocks, and those that a sliding
+    window has passed, are never read"""
     logits_indices: Tensor
     """[num_logits] int64: the rows of `hidden` whose logits are wanted"""
     block_size: int
@@ -43,16 +44,19 @@ class StepInputs:
     """[1] int32: with which all begin, in the same blocks, where that is to be read once; see `PagedBatch`."""
 
     @cached_property
-    def paged_batch(self) -> PagedBatch:
-        """The part that attention and the cache write need."""
-        return PagedBatch(
-            self.query_start,
-            self.seq_lens,
-            self.block_tables,
-            self.slot_mapping,
-            self.block_size,
-            max_query_len=self.max_query_len,
-            shared_tokens=self.shared_tokens,
+    def paged_batches(self) -> tuple[PagedBatch, ...]:
+        """The part that attention and the cache write need, for each cache group."""
+        return tuple(
+            PagedBatch(
+                self.query_start,
+                self.seq_lens,
+                block_tables,
+                slot_mapping,
+                self.block_size,
+                max_query_len=self.max_query_len,
+                shared_tokens=self.shared_tokens,
+            )
+            for block_tables, slot_mapping in zip(self.block_tables, self.slot_mapping, strict=True)
         )
 
     @classmethod
@@ -61,10 +65,12 @@ class StepInputs:
         values = dict(vars(arrays))
         block_size = values.pop("block_size")
         del values["reads_logits"]
-        tensors = {name: torch.from_numpy(array).to(device) for name, array in values.items()}
+        tensors: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in values.items()}
         for name in ("token_ids", "positions", "logits_indices"):
             tensors[name] = tensors[name].long()
         longest = int(np.diff(arrays.query_start).max(initial=0))
+        for name in ("slot_mapping", "block_tables"):
+            tensors[name] = tuple(tensors[name])
         return cls(block_size=block_size, max_query_len=longest, **tensors)
 
 
@@ -73,8 +79,8 @@ class BegunBlocks(NamedTuple):
 
     sequences: list[int]
     """By their place in the step."""
-    places: np.ndarray  # [num_sequences] int32: the block's, in its sequence's block table
-    block_ids: np.ndarray  # [num_sequences] int32
+    places: np.ndarray  # [num_sequences] int32: the block's, in its sequence's block tables
+    block_ids: np.ndarray  # [num_groups, num_sequences] int32
 
 
 class Chosen(NamedTuple):

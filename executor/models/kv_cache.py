@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup, group_layers
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.ipc.failure import ModelError
@@ -23,15 +26,21 @@ SCALED = (torch.int8, torch.float8_e4m3fn)
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """One key and one value tensor per layer, each [num_blocks, num_kv_heads, block_size, head_dim].
+    """A key and a value tensor for each of a rank's layers, [num_blocks, num_kv_heads, block_size, head_dim].
 
-    In int8 and fp8 (float8_e4m3fn) each row of head_dim elements is stored divided by its scale.
+    Layers of different cache groups share tensors, as a block belongs to one group at a time: the first layer of each
+    group has the first pair, and so on. In int8 and fp8 (float8_e4m3fn) each row of head_dim elements is stored divided
+    by its scale.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     key_scales: tuple[Tensor, ...] = ()  # per layer, where scaled: [num_blocks, num_kv_heads, block_size] float32
     value_scales: tuple[Tensor, ...] = ()
+    groups: tuple[int, ...] = ()
+    """Of each layer: the number of its cache group, whose block tables it reads."""
+    num_groups: int = 1
+    """Of the whole model; a stage of a pipeline may have no layer of some."""
     pages: tuple[mmap.mmap, ...] = ()
     """A CPU's memory of all of them, from which pages can be given back."""
 
@@ -73,13 +82,41 @@ class KVCache:
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
-        return (*self.keys, *self.values, *self.key_scales, *self.value_scales)
+        every = (*self.keys, *self.values, *self.key_scales, *self.value_scales)
+        return tuple({id(tensor): tensor for tensor in every}.values())
 
 
-def block_bytes(spec: ArchSpec, block_size: int, dtype: torch.dtype, place: RankPlace = SINGLE) -> int:
-    """Memory of one block over all of a rank's layers, keys and values."""
+def cache_groups(spec: ArchSpec, max_model_len: int | None = None) -> tuple[CacheGroup, ...]:
+    """The groups of a model whose requests have at most max_model_len tokens: a window that hides none of them is
+    none."""
+    longest = min(spec.max_positions, max_model_len or spec.max_positions)
+    windows = (layer.sliding_window for layer in spec.layers)
+    return group_layers([window if window and window < longest else None for window in windows])
+
+
+def group_of_layers(num_layers: int, place: RankPlace, groups: Sequence[CacheGroup]) -> tuple[int, ...]:
+    """For each of a rank's layers: the number of its group."""
+    if len(groups) == 1:
+        return (0,) * len(place.layers(num_layers))
+    numbers = {layer: number for number, group in enumerate(groups) for layer in group.layers}
+    return tuple(numbers[layer] for layer in place.layers(num_layers))
+
+
+def layers_in_block(num_layers: int, place: RankPlace, groups: Sequence[CacheGroup]) -> int:
+    """How many layers of a rank have a place in each block: those of the group that has most of them here."""
+    return max(Counter(group_of_layers(num_layers, place, groups)).values())
+
+
+def block_bytes(
+    spec: ArchSpec,
+    block_size: int,
+    dtype: torch.dtype,
+    place: RankPlace = SINGLE,
+    groups: Sequence[CacheGroup] = ONE_GROUP,
+) -> int:
+    """Memory of one block of a rank, keys and values."""
     row_bytes = spec.head_dim * dtype.itemsize + (torch.float32.itemsize if dtype in SCALED else 0)
-    num_layers = len(place.layers(spec.num_layers))
+    num_layers = layers_in_block(spec.num_layers, place, groups)
     return 2 * num_layers * spec.local_kv_heads(place.tp_size) * block_size * row_bytes
 
 
@@ -90,12 +127,14 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     place: RankPlace = SINGLE,
+    groups: Sequence[CacheGroup] = ONE_GROUP,
 ) -> KVCache:
     """A rank's zeroed cache; on a CPU its pages take memory once they are written. Raises ModelError if it cannot."""
     if num_blocks < 1 or block_size < 1:
         raise ModelError(f"a cache needs at least one block of one token, got {num_blocks} blocks of {block_size}")
     shape = (num_blocks, spec.local_kv_heads(place.tp_size), block_size, spec.head_dim)
-    num_layers = len(place.layers(spec.num_layers))
+    own_groups = group_of_layers(spec.num_layers, place, groups)
+    places = [own_groups[:index].count(group) for index, group in enumerate(own_groups)]  # each layer's in its group
     pages: list[mmap.mmap] = []
 
     def make(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -109,13 +148,15 @@ def allocate(
                 pages[-1].madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(pages[-1], dtype=dtype).view(shape)
 
+    def for_layers(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        made = [make(shape, dtype) for _ in range(max(places) + 1)]
+        return tuple(made[place] for place in places)
+
     try:
-        keys = tuple(make(shape, dtype) for _ in range(num_layers))
-        values = tuple(make(shape, dtype) for _ in range(num_layers))
-        num_scales = num_layers if dtype in SCALED else 0
-        key_scales = tuple(make(shape[:-1], torch.float32) for _ in range(num_scales))
-        value_scales = tuple(make(shape[:-1], torch.float32) for _ in range(num_scales))
+        keys, values = for_layers(shape, dtype), for_layers(shape, dtype)
+        key_scales = for_layers(shape[:-1], torch.float32) if dtype in SCALED else ()
+        value_scales = for_layers(shape[:-1], torch.float32) if dtype in SCALED else ()
     except (OSError, OverflowError, RuntimeError) as error:
-        total = num_blocks * block_bytes(spec, block_size, dtype, place)
+        total = num_blocks * block_bytes(spec, block_size, dtype, place, groups)
         raise ModelError(f"a cache of {num_blocks} blocks needs {total:,} bytes on {device}: {error}") from error
-    return KVCache(keys, values, key_scales, value_scales, tuple(pages))
+    return KVCache(keys, values, key_scales, value_scales, own_groups, len(groups), tuple(pages))

@@ -277,8 +277,8 @@ def ring_layouts(plan: Plan, num_workers: int, steps_in_flight: int) -> tuple[Ri
     A slot has room for a step of the plan's size: a decode of all rows, and as many prompt tokens as a step computes.
     A prompt that is longer than a step's budget comes whole with its first step, and may take the side channel.
     """
-    seqs, tokens = plan.max_num_seqs, plan.max_num_batched_tokens
-    step_bytes = 1024 + seqs * (4 * 4 + 1 + 8 + 200) + tokens * 4 + (tokens // plan.block_size + seqs) * 4
+    seqs, tokens, groups = plan.max_num_seqs, plan.max_num_batched_tokens, len(plan.model.cache_groups)
+    step_bytes = 1024 + seqs * (4 * 4 + 1 + 8 + 200) + tokens * 4 + (tokens // plan.block_size + seqs) * 8 * groups
     width = min(plan.max_logprobs + 1, LOGPROBS_IN_SLOT)
     result_bytes = 1024 + seqs * (4 + 4 + 4 + 4 + 8 * width)
     slots = steps_in_flight + 1

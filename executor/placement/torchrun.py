@@ -55,7 +55,7 @@ class ExternalExecutor(UniprocExecutor):
         # The largest share is every rank's, or the cores would make caches of different sizes and plan other steps.
         sizes = self._place.tp_size, self._place.pp_size
         stages = [RankPlace.of(rank, *sizes, self._place.layer_partition) for rank in range(self._place.world_size)]
-        rows = max(own_kv_rows(self._spec, place) for place in stages)
+        rows = max(own_kv_rows(self._spec, place, described.cache_groups) for place in stages)
         return msgspec.structs.replace(
             described, kv_rows_per_token=rows, kv_elements_per_token=rows * self._spec.head_dim
         )

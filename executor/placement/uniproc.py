@@ -7,11 +7,13 @@ import logging
 import os
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -100,6 +102,10 @@ class UniprocExecutor(Executor):
         checkpoint = self._checkpoint = replace(open_checkpoint(self._options), on_read=reader_of(report))
         spec = self._spec = spec_from_config(checkpoint.config)
         check_shares(spec, self._place)
+        groups = kv_cache.cache_groups(spec, self._options.max_model_len)
+        if self._options.disable_hybrid_kv_cache_manager:
+            groups = ONE_GROUP
+        kv_rows = own_kv_rows(spec, self._place, groups)
         return ModelDescription(
             name=checkpoint.name,
             architecture=spec.architecture,
@@ -109,8 +115,9 @@ class UniprocExecutor(Executor):
             num_layers=spec.num_layers,
             hidden_size=spec.hidden_size,
             intermediate_size=spec.intermediate_size,
-            kv_elements_per_token=own_kv_rows(spec, self._place) * spec.head_dim,
-            kv_rows_per_token=own_kv_rows(spec, self._place),
+            kv_elements_per_token=kv_rows * spec.head_dim,
+            kv_rows_per_token=kv_rows,
+            cache_groups=groups,
             eos_token_ids=tuple(checkpoint.eos_token_ids),
             generation_defaults=dict(checkpoint.generation_config),
             why_no_prefix_caching=_why_no_prefix_caching(spec),
@@ -163,9 +170,10 @@ class UniprocExecutor(Executor):
         assert plan is not None, "load comes before allocate"
         assert model is not None, "load comes before allocate"
         dtype = cache_dtype(plan, is_program=isinstance(model, CpuDecoder))
-        cache = kv_cache.allocate(model.spec, num_blocks, plan.block_size, dtype, self._device, self._place)
+        groups = plan.model.cache_groups
+        cache = kv_cache.allocate(model.spec, num_blocks, plan.block_size, dtype, self._device, self._place, groups)
         self._cache = cache
-        batch_args = (plan.max_num_seqs, max_model_len, plan.block_size, plan.model.eos_token_ids)
+        batch_args = (plan.max_num_seqs, max_model_len, plan.block_size, plan.model.eos_token_ids, len(groups))
         self._runner = make_runner(model, cache, batch_args, self._place, vocab_size=model.spec.vocab_size)
         if isinstance(model, CpuDecoder):
             model.bind(cache)  # before the first request waits for it
@@ -309,12 +317,13 @@ def load_model(
     return model
 
 
-def own_kv_rows(spec: ArchSpec, place: RankPlace) -> int:
-    """Keys and values of one token that this rank keeps, each a row of head_dim elements.
+def own_kv_rows(spec: ArchSpec, place: RankPlace, groups: Sequence[CacheGroup]) -> int:
+    """Keys and values of one token in a block of this rank's, each a row of head_dim elements.
 
-    The ranks' sum is more than `spec.kv_rows_per_token` where there are fewer key/value heads than ranks.
+    The ranks' sum may be more than a single rank has: where there are fewer key/value heads than ranks, and where
+    stages have a group's layers in unequal numbers.
     """
-    return 2 * len(place.layers(spec.num_layers)) * spec.local_kv_heads(place.tp_size)
+    return 2 * kv_cache.layers_in_block(spec.num_layers, place, groups) * spec.local_kv_heads(place.tp_size)
 
 
 def cache_dtype(plan: Plan, *, is_program: bool) -> torch.dtype:

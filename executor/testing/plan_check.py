@@ -1,8 +1,8 @@
 """An oracle for step plans: keeps its own naive account of every row and block, and asserts on each plan.
 
-Besides counts it follows content. Each cache slot remembers the chain hash of the tokens up to the one whose keys
-and values it holds, so a block that was reused too early, shared wrongly or never computed is found when a row
-reads it, whatever the block manager believes.
+Besides counts it follows content. Each cache slot remembers the cache group and the chain hash of the tokens up to the
+one whose keys and values it holds, so a block that was reused too early, given back while a sliding window shows it,
+shared wrongly or never computed is found when a row reads it, whatever the block manager believes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ NEVER_WRITTEN = 0
 class _Row:
     tokens: list[int]
     num_computed: int
-    blocks: list[int]
+    tables: list[list[int]]
+    """Of each cache group. Blocks that a sliding window has passed stay in it, as executors keep them."""
     chain: list[int] = field(default_factory=list)  # chain[i]: hash of tokens[: i + 1]
     drafts: list[int] = field(default_factory=list)  # which the step at hand computes after its tokens
 
@@ -49,6 +50,7 @@ class PlanCheck:
 
     def __init__(self, plan: Plan, num_blocks: int, max_model_len: int) -> None:
         self._plan, self._num_blocks, self._max_model_len = plan, num_blocks, max_model_len
+        self._groups = plan.model.cache_groups
         self._rows: dict[int, _Row] = {}
         self._content = np.full(num_blocks * plan.block_size, NEVER_WRITTEN, np.uint64)
 
@@ -59,9 +61,11 @@ class PlanCheck:
             del self._rows[row]
         for new in plan.new_rows:
             self._enter(plan.step, new)
-        for row, block in zip(plan.block_rows.tolist(), plan.block_ids.tolist(), strict=True):
+        for table, block in zip(plan.block_tables.tolist(), plan.block_ids.tolist(), strict=True):
+            group, row = self._table(table)
             assert row in self._rows, f"step {plan.step} appends block {block} to row {row}, which is free"
-            self._rows[row].blocks.append(block)
+            assert group < len(self._groups), f"step {plan.step} appends block {block} to group {group}"
+            self._rows[row].tables[group].append(block)
         for row, drafts in self._drafts_of(plan).items():
             self._rows[row].drafts = drafts
         self._check_tables(plan)
@@ -85,13 +89,20 @@ class PlanCheck:
         tokens = [int(token) for token in new.token_ids]
         assert min(tokens) >= 0, f"{where}: token {min(tokens)}"
         assert max(tokens) < self._plan.model.vocab_size, f"{where}: token {max(tokens)} is outside the vocabulary"
-        self._rows[new.row] = _Row(tokens, new.num_computed_tokens, [int(block) for block in new.block_ids])
+        num_groups = len(self._groups)
+        assert len(new.block_ids) % num_groups == 0, f"{where}: {len(new.block_ids)} blocks in {num_groups} groups"
+        tables = new.block_ids.reshape(num_groups, -1).tolist()
+        self._rows[new.row] = _Row(tokens, new.num_computed_tokens, tables)
 
     def _check_tables(self, plan: StepPlan) -> None:
         for number, row in self._rows.items():
             where = f"step {plan.step}, row {number}"
-            assert len(set(row.blocks)) == len(row.blocks), f"{where}: a block occurs twice in {row.blocks}"
-            assert all(0 < block < self._num_blocks for block in row.blocks), f"{where}: no such block in {row.blocks}"
+            read = list[int]()
+            for group, table in zip(self._groups, row.tables, strict=True):
+                shown = table[group.first_read(row.num_computed) // self._plan.block_size :]
+                assert all(0 < block < self._num_blocks for block in shown), f"{where}: no such block in {shown}"
+                read += shown
+            assert len(set(read)) == len(read), f"{where}: a block occurs twice in {row.tables}"
 
     def _drafts_of(self, plan: StepPlan) -> dict[int, list[int]]:
         """By row."""
@@ -130,35 +141,44 @@ class PlanCheck:
             )
             assert sampled or not drafts, f"{where}: has {drafts} drafts, and is not sampled"
             assert end <= self._max_model_len, f"{where}: computes up to {end} of {self._max_model_len} tokens"
-            held = len(row.blocks) * self._plan.block_size
-            assert end <= held, f"{where}: computes up to {end}, its {len(row.blocks)} blocks hold {held}"
+            for table in row.tables:
+                held = len(table) * self._plan.block_size
+                assert end <= held, f"{where}: computes up to {end}, its {len(table)} blocks hold {held}"
 
     def _compute(self, plan: StepPlan) -> None:
-        """Writes all rows, then reads them, as the layers of a model do."""
+        """Writes all rows, then reads them, as each layer of a model does."""
         writers, chains = dict[int, int](), dict[int, np.ndarray]()
         work = list(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))
         for number, count in work:
             row = self._rows[number]
             chains[number] = row.chain_with_drafts()
             positions = np.arange(row.num_computed, row.num_computed + count)
-            for block in {row.blocks[position // self._plan.block_size] for position in positions.tolist()}:
-                other = writers.setdefault(block, number)
-                assert other == number, f"step {plan.step}: rows {other} and {number} both write block {block}"
-            self._content[self._slots(row, positions)] = chains[number][positions]
-            row.num_computed += count
-        for number, _ in work:
+            for group, table in enumerate(row.tables):
+                for block in {table[position // self._plan.block_size] for position in positions.tolist()}:
+                    other = writers.setdefault(block, number)
+                    assert other == number, f"step {plan.step}: rows {other} and {number} both write block {block}"
+                self._content[self._slots(table, positions)] = chains[number][positions] + np.uint64(group)
+        for number, count in work:
             row = self._rows[number]
-            found = self._content[self._slots(row, np.arange(row.num_computed))]
-            wrong = np.flatnonzero(found != chains[number][: row.num_computed])
-            if wrong.size:
-                position = int(wrong[0])
-                block = row.blocks[position // self._plan.block_size]
-                state = "was never written" if found[position] == NEVER_WRITTEN else "holds another sequence"
-                raise AssertionError(
-                    f"step {plan.step}, row {number}: block {block} {state} at position {position} of the "
-                    f"{row.num_computed} tokens it reads"
-                )
+            end = row.num_computed + count
+            for group, table in enumerate(row.tables):
+                positions = np.arange(self._groups[group].first_read(row.num_computed), end)
+                found = self._content[self._slots(table, positions)]
+                wrong = np.flatnonzero(found != chains[number][positions] + np.uint64(group))
+                if wrong.size:
+                    position = int(positions[wrong[0]])
+                    block = table[position // self._plan.block_size]
+                    state = "was never written" if found[wrong[0]] == NEVER_WRITTEN else "holds another sequence"
+                    raise AssertionError(
+                        f"step {plan.step}, row {number}: block {block} {state} at position {position} of the "
+                        f"{end} tokens it reads"
+                    )
+            row.num_computed = end
 
-    def _slots(self, row: _Row, positions: np.ndarray) -> np.ndarray:
-        blocks = np.array(row.blocks, np.int64)
-        return blocks[positions // self._plan.block_size] * self._plan.block_size + positions % self._plan.block_size
+    def _table(self, number: int) -> tuple[int, int]:
+        """The group and row of a table that a plan names."""
+        return divmod(number, self._plan.max_num_seqs)
+
+    def _slots(self, table: list[int], positions: np.ndarray) -> np.ndarray:
+        size = self._plan.block_size
+        return np.array(table, np.int64)[positions // size] * size + positions % size

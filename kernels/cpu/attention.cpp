@@ -142,7 +142,7 @@ void prepare_query(const RotaryArgs& args, const Step& step, int64_t row, int he
 
 void write_key_value(const RotaryArgs& args, const Step& step, int64_t row, int kv_head, float* work) {
   const KvCache& cache = args.cache;
-  const int64_t slot = step.slot_mapping[row];
+  const int64_t slot = step.slot_mapping[cache.slots_offset + row];
   if (slot < 0) return;
   const int64_t index = cache_row(cache, slot, kv_head);
   prepare_head(args, step, row, head_at(args.key, row, args.key_stride, kv_head, args), args.key_norm, work);

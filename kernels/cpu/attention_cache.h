@@ -34,6 +34,8 @@ struct KvCache {
   int32_t head_dim;
   int32_t block_size;
   CacheLayout layout;
+  int64_t slots_offset;   // where this layer's slots begin in Step::slot_mapping, in elements
+  int64_t tables_offset;  // where its block tables begin in Step::block_table, in elements
 };
 
 // The largest head that the kernels take.

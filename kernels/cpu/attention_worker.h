@@ -283,7 +283,8 @@ class Worker {
 
   // The cache's row of a position.
   int64_t row_of(const Item& item, int position) const {
-    const int64_t block = step_.block_table[item.seq * step_.block_table_stride + position / cache_.block_size];
+    const int32_t* const table = step_.block_table + cache_.tables_offset + item.seq * step_.block_table_stride;
+    const int64_t block = table[position / cache_.block_size];
     return (block * cache_.num_kv_heads + item.kv_head) * cache_.block_size + position % cache_.block_size;
   }
 

@@ -111,6 +111,10 @@ class LayerCache:
     keys: Tensor
     values: Tensor
     scales: CacheScales | None = None
+    slots_offset: int = 0
+    """Where this layer's slots begin in the step's, in elements: layers of one group share slots and block tables."""
+    tables_offset: int = 0
+    """The same of its block tables."""
 
     @property
     def layout(self) -> int:
@@ -134,6 +138,7 @@ class Attention:
 def rotary_args(qkv: Buffer, layer: Attention) -> RotaryArgs:
     """What a layer's attention knows of queries, keys and values. Raises ValueError for what does not fit."""
     cache = describe_cache(layer.cache.keys, layer.cache.values, layer.cache.scales, layer.cache.layout)
+    cache.slots_offset, cache.tables_offset = layer.cache.slots_offset, layer.cache.tables_offset
     head_dim, num_kv_heads = cache.head_dim, cache.num_kv_heads
     if layer.num_heads % num_kv_heads:
         raise ValueError(f"{layer.num_heads} query heads cannot share {num_kv_heads} KV heads evenly.")

@@ -34,16 +34,21 @@ class StepArrays:
 
 class StepBuffers:
     """Arrays to fill in for each step, whose place a program knows: finding out seven addresses takes longer than
-    filling them. They are those of `StepArrays`; a step's own part comes first in each, and `step` has its counts."""
+    filling them. They are those of `StepArrays`; a step's own part comes first in each, and `step` has its counts.
 
-    def __init__(self, *, max_tokens: int, max_seqs: int, max_logits: int, max_blocks: int) -> None:
+    Slots and block tables are there once for each group of layers that has its own; `LayerCache` says which a layer
+    reads. A step of `Program.run` has one for all.
+    """
+
+    def __init__(
+        self, *, max_tokens: int, max_seqs: int, max_logits: int, max_blocks: int, num_groups: int = 1
+    ) -> None:
         self.token_ids = np.zeros(max_tokens, np.int32)
         self.positions = np.zeros(max_tokens, np.int32)
-        self.slot_mapping = np.zeros(max_tokens, np.int64)
+        self.slot_mapping = np.zeros((num_groups, max_tokens), np.int64)
         self.query_start = np.zeros(max_seqs + 1, np.int32)
         self.seq_lens = np.zeros(max_seqs, np.int32)
-        self.block_tables = np.zeros(max_seqs * max_blocks, np.int32)
-        """Of a step: [num_seqs, its own width], so that rows follow each other without gaps."""
+        self.block_tables = np.zeros((num_groups, max_seqs, max_blocks), np.int32)
         self.logits_rows = np.zeros(max_logits, np.int32)
         self.step = Step(
             token_ids=self.token_ids.ctypes.data,

@@ -15,7 +15,7 @@ from torch import Tensor
 class RowsState:
     """What the device knows of each row. The last row belongs to nobody: it has no context, and never gets one."""
 
-    block_table: Tensor  # [num_rows, max_blocks] int32
+    block_tables: Tensor  # [num_groups, num_rows, max_blocks] int32
     last_token: Tensor  # [num_rows] int32
     num_computed: Tensor  # [num_rows] int32
     prompt_len: Tensor  # [num_rows] int32
@@ -27,11 +27,11 @@ class DecodeInputs(NamedTuple):
     rows: Tensor  # [size] int64
     token_ids: Tensor  # [size] int64
     positions: Tensor  # [size] int64
-    slot_mapping: Tensor  # [size] int64
+    slot_mapping: Tensor  # [num_groups, size] int64
     next_positions: Tensor  # [size] int64: of the token that is chosen; a row of nobody stays at 0
     seq_lens: Tensor  # [size] int32: the same
     prompt_lens: Tensor  # [size] int32
-    block_tables: Tensor  # [size, num_blocks] int32
+    block_tables: Tensor  # [num_groups, size, num_blocks] int32
 
 
 def decode_inputs(batch_rows: Tensor, state: RowsState, block_size: int, num_blocks: int) -> DecodeInputs:
@@ -42,8 +42,8 @@ def decode_inputs(batch_rows: Tensor, state: RowsState, block_size: int, num_blo
     """
     rows = batch_rows.long()
     positions = state.num_computed[rows].long()
-    tables = state.block_table[:, :num_blocks][rows]
-    blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0]
+    tables = state.block_tables[:, rows, :num_blocks]
+    blocks = tables[:, torch.arange(len(rows), device=rows.device), positions // block_size]
     next_positions = positions + (rows < len(state.num_computed) - 1)
     seq_lens = next_positions.int()
     state.num_computed[rows] = seq_lens

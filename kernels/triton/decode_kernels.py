@@ -9,42 +9,48 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_blocks", "table_stride", "last_row"])
+@triton.jit(do_not_specialize=["num_blocks", "table_stride", "last_row", "num_groups", "slots_stride", "tables_stride"])
 def decode_inputs_kernel(
     batch_rows,  # [size] int32
-    block_table,  # [num_rows, table_stride] int32
+    block_table,  # [num_groups, last_row + 1, table_stride] int32
     last_token,  # [num_rows] int32, and the next two
     num_computed,
     prompt_len,
     rows_out,  # [size] int64, as the next four; what they are is in `reference_decode.DecodeInputs`
     token_ids,
     positions,
-    slot_mapping,
+    slot_mapping,  # [num_groups, slots_stride]
     next_positions,
     seq_lens,  # [size] int32
     prompt_lens,  # [size] int32
-    block_tables,  # [size, num_blocks] int32
+    block_tables,  # [num_groups, tables_stride] int32, of each group [size, num_blocks]
     num_blocks,
     table_stride,
     last_row,  # which belongs to nobody
+    num_groups,
+    slots_stride,
+    tables_stride,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Grid (size, ceil(num_blocks / BLOCK))."""
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(batch_rows + index).to(tl.int64)
-    table = block_table + row * table_stride
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_blocks
-    tl.store(block_tables + index * num_blocks + columns, tl.load(table + columns, mask=inside, other=0), mask=inside)
+    position = tl.load(num_computed + row)
+    for group in range(num_groups):
+        table = block_table + (group * (last_row + 1) + row) * table_stride
+        wanted = tl.load(table + columns, mask=inside, other=0)
+        tl.store(block_tables + group * tables_stride + index * num_blocks + columns, wanted, mask=inside)
+        if tl.program_id(1) == 0:
+            block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+            tl.store(slot_mapping + group * slots_stride + index, block * BLOCK_SIZE + position % BLOCK_SIZE)
     if tl.program_id(1) == 0:
-        position = tl.load(num_computed + row)
         following = position + (row < last_row).to(tl.int32)
-        block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
         tl.store(rows_out + index, row)
         tl.store(token_ids + index, tl.load(last_token + row).to(tl.int64))
         tl.store(positions + index, position.to(tl.int64))
-        tl.store(slot_mapping + index, block * BLOCK_SIZE + position % BLOCK_SIZE)
         tl.store(next_positions + index, following.to(tl.int64))
         tl.store(seq_lens + index, following)
         tl.store(prompt_lens + index, tl.load(prompt_len + row))
