@@ -7,6 +7,7 @@ from typing import Any
 from headrace.core.engine.loop import Loop
 from headrace.core.engine.memory_port import MemoryPort
 from headrace.core.engine.sessions import Inbox, Sessions
+from headrace.core.options.cache_groups import group_layers, request_blocks
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Facts, MemoryReading, ModelDescription, Plan
 from headrace.core.options.speculation import speculation_of
@@ -26,16 +27,24 @@ from headrace.ipc.messages import (
 )
 
 VOCAB_SIZE = 100
+WINDOWS = ((None,), (None, 6), (5,), (None, 9, 9, 9), (3, 8), (1,), (None, None, None, 13, 4))
+"""Of the layers of models whose cache has one group or several."""
 EOS = 2
 
 
 def make_plan(**changes: Any) -> tuple[Plan, Facts]:
-    """A small plan and its facts; `num_blocks` counts the null block, the rest are fields of Options and Plan."""
+    """A small plan and its facts; `num_blocks` counts the null block, the rest are fields of Options and Plan.
+
+    With `windows`, those of the model's layers, there are as many blocks more as its cache groups need more.
+    """
     num_blocks = changes.pop("num_blocks", 64)
     max_model_len = changes.pop("max_model_len", 64)
+    groups = group_layers(changes.pop("windows", (None,)))
     values = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32, **changes}
     plan_fields = {name: values[name] for name in ("block_size", "max_num_seqs", "max_num_batched_tokens")}
     options = Options(**values)
+    size, step_tokens = values["block_size"], values["max_num_batched_tokens"]
+    num_blocks += request_blocks(groups, max_model_len, size, step_tokens) - -(-max_model_len // size)
     description = ModelDescription(
         name="null",
         architecture="NullForCausalLM",
@@ -47,6 +56,7 @@ def make_plan(**changes: Any) -> tuple[Plan, Facts]:
         intermediate_size=64,
         kv_elements_per_token=128,
         kv_rows_per_token=2,
+        cache_groups=groups,
         eos_token_ids=(EOS,),
         generation_defaults={},
     )

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headrace.core.options.plan import Plan
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow, StepPlan
 
-
 OTHER_BLOCKS = 1000
-"""In each cache group, block numbers are higher by so many than in the group before."""
+"""In each cache group, block numbers are by default higher by so many than in the group before."""
 
 
 def i32(*values: int) -> np.ndarray:
@@ -26,6 +26,7 @@ class PlanMaker:
     num_groups: int = 1
     num_rows: int = 0
     """Of the batch; needed with several groups."""
+    blocks_apart: int = OTHER_BLOCKS
     step: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)
     prompts: dict[int, int] = field(default_factory=dict)
@@ -37,6 +38,12 @@ class PlanMaker:
     _new: list[NewRow] = field(default_factory=list)
     _appended: list[tuple[int, int]] = field(default_factory=list)
     _work: list[tuple[int, int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, plan: Plan, num_blocks: int) -> PlanMaker:
+        """For an executor that was given this plan and this many blocks."""
+        groups = len(plan.model.cache_groups)
+        return cls(plan.block_size, groups, plan.max_num_seqs, blocks_apart=(num_blocks - 1) // groups)
 
     def enter(
         self,
@@ -60,7 +67,7 @@ class PlanMaker:
                 token_ids=np.array(tokens, np.int32),
                 num_prompt_tokens=self.prompts[row],
                 num_computed_tokens=self.computed[row],
-                block_ids=self._in_groups(self.blocks[row], OTHER_BLOCKS),
+                block_ids=self._in_groups(self.blocks[row], self.blocks_apart),
                 sampling=Sampling(max_tokens=99, **sampling),  # type: ignore[arg-type]
                 seed=seed,
             )
@@ -99,7 +106,7 @@ class PlanMaker:
             released_rows=i32(*self._released),
             new_rows=tuple(self._new),
             block_tables=self._in_groups([row for row, _ in self._appended], self.num_rows),
-            block_ids=self._in_groups([block for _, block in self._appended], OTHER_BLOCKS),
+            block_ids=self._in_groups([block for _, block in self._appended], self.blocks_apart),
             rows=i32(*rows),
             num_tokens=counts,
             num_computed_tokens=computed,
@@ -121,4 +128,5 @@ class PlanMaker:
 
     def _take(self, count: int) -> list[int]:
         self.next_block += max(count, 0)
+        assert self.num_groups == 1 or self.next_block - 1 <= self.blocks_apart, "groups' blocks are not apart"
         return list(range(self.next_block - max(count, 0), self.next_block))

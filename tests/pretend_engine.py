@@ -20,6 +20,7 @@ from headrace.executor.gpu.executor import GpuExecutor
 from headrace.executor.placement.uniproc import UniprocExecutor
 from headrace.kernels.registry import choose_reference
 
+NUM_BLOCKS = 64
 BLOCK_SIZE = 4
 NEW_TOKENS = 6
 
@@ -70,7 +71,7 @@ def executor_for(folder: Path, where: str = "gpu", **options: Any) -> Any:
         executor.choose = _choose
     plan = resolve(asked, executor.describe(_ignore))
     executor.load(plan, _ignore)
-    executor.allocate(64, 64)
+    executor.allocate(NUM_BLOCKS, 64)
     torch.set_num_threads(1)  # the CPU's path has taken all cores, which such small matrices do not need
     return executor
 
@@ -87,7 +88,7 @@ def _ignore(*_: Any, **__: Any) -> None:
 
 def drive(executor: Any, requests: list[Request], ahead: int, new_tokens: int = NEW_TOKENS) -> Answers:
     """The requests enter one a step, the first in two pieces, and go until each has new_tokens."""
-    maker, answers, replays_before = PlanMaker(block_size=BLOCK_SIZE), Answers(), GPU.num_replays
+    maker, answers, replays_before = PlanMaker.of(executor._plan, NUM_BLOCKS), Answers(), GPU.num_replays
     in_flight: deque[tuple[Any, list[int]]] = deque()
 
     def read() -> None:

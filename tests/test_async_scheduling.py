@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from all_at_once import generate_all_at_once
-from engine_parts import EOS, VOCAB_SIZE, SteppedCore
+from engine_parts import EOS, VOCAB_SIZE, WINDOWS, SteppedCore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,6 +84,7 @@ EVENT = st.one_of(
 LIMITS = st.fixed_dictionaries(
     {
         "num_blocks": st.integers(17, 40),
+        "windows": st.sampled_from(WINDOWS),
         "max_num_seqs": st.integers(1, 8),
         "max_num_batched_tokens": st.sampled_from([8, 16, 64]),
         "scheduling_policy": st.sampled_from(["fcfs", "priority"]),

@@ -185,7 +185,7 @@ def generate(
     executor.allocate(facts.num_blocks, facts.max_model_len)
     while executor.idle():
         pass
-    maker, pending = PlanMaker(block_size=plan.block_size), list[tuple[list[int], list[int]]]()
+    maker, pending = PlanMaker.of(plan, facts.num_blocks), list[tuple[list[int], list[int]]]()
 
     def read() -> None:
         rows, columns = pending.pop(0)

@@ -21,7 +21,6 @@ THREADS = f"{GpuRankThreads.__module__}:{GpuRankThreads.__name__}"
 TIGHT: dict[str, Any] = {
     "dtype": "float32",
     "block_size": 8,
-    "num_gpu_blocks_override": 24,
     "max_num_batched_tokens": 24,
     "max_num_seqs": 4,
     "max_model_len": 96,
@@ -57,7 +56,8 @@ def prompts_of(lengths: tuple[int, ...] = (41, 2, 30, 17, 23)) -> list[list[int]
 
 def generate(model: Path, **options: Any) -> list[list[int]]:
     """Twice: the second time, graphs are there from the beginning."""
-    with LLM(str(model), in_process=True, **(TIGHT | options)) as llm:
+    blocks = tiny_models.blocks_of_one_request(model, TIGHT) + 12
+    with LLM(str(model), in_process=True, **(TIGHT | {"num_gpu_blocks_override": blocks} | options)) as llm:
         outputs = [each for _ in range(2) for each in llm.generate(prompts_of(), PARAMS, use_tqdm=False)]
     return [list(output.outputs[0].token_ids) for output in outputs]
 

@@ -36,7 +36,6 @@ WORLDS = [(2, 1), (4, 1), (1, 2), (2, 2)]
 TIGHT: dict[str, Any] = {
     "dtype": "float32",
     "block_size": 8,
-    "num_gpu_blocks_override": 16,
     "max_num_batched_tokens": 40,
     "max_num_seqs": 6,
     "max_model_len": 96,
@@ -74,10 +73,14 @@ def prompts_of(lengths: tuple[int, ...] = (61, 2, 40, 17, 33)) -> list[list[int]
     return prompts
 
 
+def tight(model: Path) -> dict[str, Any]:
+    return TIGHT | {"num_gpu_blocks_override": tiny_models.blocks_of_one_request(model, TIGHT) + 4}
+
+
 def generate(model: Path, **options: Any) -> tuple[list[list[int]], int]:
     """The tokens of every prompt, and how many tokens of prompts were found in the prefix cache."""
     params = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
-    with LLM(str(model), in_process=True, **(TIGHT | options)) as llm:
+    with LLM(str(model), in_process=True, **(tight(model) | options)) as llm:
         outputs = generate_all_at_once(llm, prompts_of(), params)
         assert sum(o.metrics.num_preemptions for o in outputs if o.metrics) > 0
         few = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -143,7 +146,7 @@ def test_sampling_and_its_reports_are_those_of_one(folder: Path, computed_as: st
     ]
     answers = []
     for options in ({}, FOUR):
-        with LLM(str(saved(folder, "qwen3")), in_process=True, **(TIGHT | options)) as llm:
+        with LLM(str(saved(folder, "qwen3")), in_process=True, **(tight(saved(folder, "qwen3")) | options)) as llm:
             answers.append(llm.generate(prompts_of(), params, use_tqdm=False))
     for one, many in zip(*answers, strict=True):
         assert many.outputs[0].token_ids == one.outputs[0].token_ids
@@ -177,7 +180,9 @@ def test_half_precision_is_near_that_of_one(folder: Path, name: str, dtype: str,
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
     found = []
     for options in ({}, FOUR):
-        with LLM(str(saved(folder, name)), in_process=True, **(TIGHT | options | {"dtype": dtype})) as llm:
+        with LLM(
+            str(saved(folder, name)), in_process=True, **(tight(saved(folder, name)) | options | {"dtype": dtype})
+        ) as llm:
             found.append(numbers(llm.generate(prompts_of(), params, use_tqdm=False)[0].prompt_logprobs))
     assert found[1] == pytest.approx(found[0], abs=0.25 if dtype == "bfloat16" else 0.05)
     assert len(found[0]) == 60
@@ -189,7 +194,7 @@ FLOATS = "a rank's share of the rows of weights of type Q8_0 is no whole number 
 
 def first_logprobs(path: Path, **options: Any) -> list[float]:
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
-    with LLM(str(path), in_process=True, **(TIGHT | {"dtype": "auto"} | options)) as llm:
+    with LLM(str(path), in_process=True, **(TIGHT | {"dtype": "auto", "num_gpu_blocks_override": 16} | options)) as llm:
         return numbers(llm.generate(prompts_of()[:3], params, use_tqdm=False)[0].prompt_logprobs)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_parts import EOS, VOCAB_SIZE, SteppedClient, SteppedCore
+from engine_parts import EOS, VOCAB_SIZE, WINDOWS, SteppedClient, SteppedCore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_async_scheduling import PipelinedNull, StagedNull
@@ -67,6 +67,7 @@ EVENT = st.one_of(
 LIMITS = st.fixed_dictionaries(
     {
         "num_blocks": st.integers(17, 60),
+        "windows": st.sampled_from(WINDOWS),
         "max_num_seqs": st.integers(1, 8),
         "max_num_batched_tokens": st.sampled_from([8, 16, 64]),
         "enable_prefix_caching": st.booleans(),

@@ -6,6 +6,7 @@ chat template. `build(name)` gives the transformers model itself. Both depend on
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+
+from headrace.core.options.cache_groups import CacheGroup, request_blocks
+from headrace.executor.models.families import spec_from_config
+from headrace.executor.models.kv_cache import cache_groups
 
 VOCAB_SIZE = 320
 BOS, EOS = 0, 1
@@ -214,3 +219,14 @@ def _randomise(model: Any, seed: int, embedding_std: float) -> None:
             else:
                 parameter.copy_(noise * (embedding_std if "embed" in parameter_name else 0.25))
     model.tie_weights()
+
+
+def cache_groups_of(folder: Path, max_model_len: int) -> tuple[CacheGroup, ...]:
+    """The cache groups of a saved model, as the engine makes them."""
+    return cache_groups(spec_from_config(json.loads((folder / "config.json").read_text())), max_model_len)
+
+
+def blocks_of_one_request(folder: Path, engine: dict[str, Any]) -> int:
+    """The blocks that a request of the engine's max_model_len holds at once."""
+    groups = cache_groups_of(folder, engine["max_model_len"])
+    return request_blocks(groups, engine["max_model_len"], engine["block_size"], engine["max_num_batched_tokens"])
