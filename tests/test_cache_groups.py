@@ -93,7 +93,7 @@ def test_a_row_holds_its_window_and_a_block_and_what_a_step_needs(windows, step_
     core = SteppedCore(windows=windows, max_num_batched_tokens=step_tokens, max_num_seqs=1, max_model_len=200)
     client = core.open()
     client.add(0, [3 + i % 5 for i in range(120)], max_tokens=60, ignore_eos=True)
-    tables, most = core.loop.scheduler.tables, Counter()
+    tables, most = core.loop.scheduler.tables, Counter[int]()
     while not core.inbox.empty() or core.loop.has_work:
         core.loop.turn()
         core.loop.scheduler.check()
