@@ -20,12 +20,11 @@ import pytest
 from fake_tokenizers import bundle_of, byte_level_tokenizer
 from http_server import Server, ask, serving, wait_until
 
-from headrace.frontend.http.decoding import RequestDecoder
 from headrace.frontend.http.errors import LONGEST_MESSAGE, LONGEST_PARAM, ApiError
-from headrace.frontend.http.large_bodies import MOST_CONTAINERS, LargeBodies, check_shape
+from headrace.frontend.http.exchange import MOST_CONTAINERS, LargeBodies, check_shape
 from headrace.frontend.http.options import ServeOptions
-from headrace.frontend.http.requests import ChatCompletionRequest, CompletionRequest
-from headrace.frontend.http.sampling import tokenize_texts
+from headrace.frontend.http.prompts import tokenize_texts
+from headrace.frontend.http.requests import ChatCompletionRequest, CompletionRequest, RequestDecoder
 from headrace.frontend.http.server import read_keys
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import OptionError

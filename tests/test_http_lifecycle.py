@@ -28,8 +28,8 @@ from http_server import (
 
 from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.options import ServeOptions
-from headrace.frontend.http.parent_engine import ParentEngine
 from headrace.frontend.http.server import HttpServer, listen
+from headrace.frontend.http.worker import ParentEngine
 
 COMPLETIONS = "/v1/completions"
 ENDLESS = {"prompt": [5, 6], "max_tokens": 30_000, "ignore_eos": True}

@@ -17,11 +17,10 @@ from fake_tokenizers import bundle_of, byte_level_tokenizer, sentencepiece_token
 from headrace import LLM, InvalidRequestError, SamplingParams
 from headrace.executor.sampling.token_rules import rules_of
 from headrace.frontend.api.token_rules import MOST_BAD_WORDS, tokenize_bad_words
-from headrace.frontend.http.decoding import RequestDecoder
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.options import ServeOptions
-from headrace.frontend.http.requests import ChatCompletionRequest, CompletionRequest
-from headrace.frontend.http.sampling import sampling_params
+from headrace.frontend.http.prompts import sampling_params
+from headrace.frontend.http.requests import ChatCompletionRequest, CompletionRequest, RequestDecoder
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.messages import AddRequest, Sampling
 

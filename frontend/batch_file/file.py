@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.frontend.http.decoding import RequestDecoder
 from headrace.frontend.http.errors import ApiError, bad_field
+from headrace.frontend.http.requests import RequestDecoder
 from headrace.ipc.failure import OptionError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

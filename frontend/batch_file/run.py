@@ -32,14 +32,13 @@ from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.own_engine import STOP_DEADLINE_S
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.http.chat import prepare_chat
-from headrace.frontend.http.chat_prompt import ChatPrompts
 from headrace.frontend.http.completions import prepare_completion
-from headrace.frontend.http.decoding import RequestDecoder
 from headrace.frontend.http.engines import Attached, EnginePool, Owned, Source
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.generation import PreparedRequest
 from headrace.frontend.http.options import ServeOptions
-from headrace.frontend.http.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from headrace.frontend.http.prompts import ChatPrompts
+from headrace.frontend.http.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, RequestDecoder
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError, QueueFullError
 
 _RETRY_AFTER_S = 0.2

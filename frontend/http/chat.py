@@ -11,15 +11,21 @@ from msgspec import UNSET, UnsetType
 from headrace.frontend.api.outputs import CompletionOutput
 from headrace.frontend.api.prompts import Prompt
 from headrace.frontend.client.request import RequestStream, SequenceState
-from headrace.frontend.http.answer import Answer, TextEvent, event, prompt_is_told, usage_of, usage_so_far
-from headrace.frontend.http.chat_prompt import ChatPrompts
 from headrace.frontend.http.engines import Engine
 from headrace.frontend.http.errors import bad_field
 from headrace.frontend.http.generation import Job, PreparedRequest
-from headrace.frontend.http.logprobs import chat_logprobs, prompt_logprobs
 from headrace.frontend.http.options import ServeOptions
+from headrace.frontend.http.prompts import (
+    ChatPrompts,
+    cache_salt,
+    check_length,
+    check_outputs,
+    sampling_params,
+    tokenize_texts,
+)
 from headrace.frontend.http.requests import ChatCompletionRequest
 from headrace.frontend.http.responses import (
+    Answer,
     AssistantMessage,
     ChatChoice,
     ChatChunk,
@@ -28,9 +34,15 @@ from headrace.frontend.http.responses import (
     ChatResponse,
     Delta,
     PromptLogprobs,
+    TextEvent,
     Usage,
+    chat_logprobs,
+    event,
+    prompt_is_told,
+    prompt_logprobs,
+    usage_of,
+    usage_so_far,
 )
-from headrace.frontend.http.sampling import cache_salt, check_length, check_outputs, sampling_params, tokenize_texts
 
 _WHOLE, _CHUNK = "chat.completion", "chat.completion.chunk"
 

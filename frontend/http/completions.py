@@ -10,15 +10,26 @@ from msgspec import UNSET
 from headrace.frontend.api.outputs import CompletionOutput
 from headrace.frontend.api.prompts import Prompt, parse_prompt
 from headrace.frontend.client.request import RequestStream, SequenceState
-from headrace.frontend.http.answer import Answer, TextEvent, event, prompt_is_told, usage_of, usage_so_far
 from headrace.frontend.http.engines import Engine
 from headrace.frontend.http.errors import bad_field
 from headrace.frontend.http.generation import Job, PreparedRequest
-from headrace.frontend.http.logprobs import completion_logprobs, prompt_logprobs
 from headrace.frontend.http.options import ServeOptions
+from headrace.frontend.http.prompts import cache_salt, check_length, check_outputs, sampling_params, tokenize_texts
 from headrace.frontend.http.requests import CompletionRequest
-from headrace.frontend.http.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
-from headrace.frontend.http.sampling import cache_salt, check_length, check_outputs, sampling_params, tokenize_texts
+from headrace.frontend.http.responses import (
+    Answer,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionResponse,
+    TextEvent,
+    Usage,
+    completion_logprobs,
+    event,
+    prompt_is_told,
+    prompt_logprobs,
+    usage_of,
+    usage_so_far,
+)
 from headrace.frontend.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16

@@ -16,12 +16,11 @@ from msgspec import Meta
 
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.control import QUICK_S, pause_command, sleep_command, wake_command
-from headrace.frontend.http.decoding import decode_query
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.exchange import Exchange
 from headrace.frontend.http.options import ServeOptions
-from headrace.frontend.http.routes import Handler, RouteSpec
-from headrace.frontend.http.state import ServerState
+from headrace.frontend.http.requests import decode_query
+from headrace.frontend.http.routes import Handler, RouteSpec, ServerState
 from headrace.ipc.control import (
     Commands,
     DescribeEngine,

@@ -15,9 +15,8 @@ from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.request_table import RequestTable
 from headrace.frontend.client.transport import ZmqTransport
 from headrace.frontend.http.errors import ApiError, unavailable
-from headrace.frontend.http.phases import say_workers
 from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError
-from headrace.ipc.messages import EngineStats
+from headrace.ipc.messages import EngineStats, Ready
 
 if TYPE_CHECKING:
     from headrace.core.process.supervisor import Child
@@ -77,6 +76,7 @@ class Owned:
         self._ready_s = math.inf
         self.address = ""
         self.on_progress: Callable[[str], None] | None = None
+        self.on_ready: Callable[[Ready], None] = lambda ready: None
 
     @property
     def comes_back(self) -> bool:
@@ -101,8 +101,7 @@ class Owned:
             self._child.wait_ready,
             on_progress=None if report is None else lambda progress: report(progress.phase),
         )
-        if report is not None:
-            say_workers(ready)
+        self.on_ready(ready)
         self.address = ready.address
         client = CoreClient(ZmqTransport(ready.address), cause_grace_s=CAUSE_GRACE_S)
         await client.start()

@@ -3,6 +3,8 @@
 one:      this process speaks HTTP itself        --> engine-core child
 several:  this process --> HTTP children (http/worker.py), which share the port and the engines
                        --> engine-core child
+
+A start prints a line for each phase with its seconds, which sum to the time since the program began.
 """
 
 from __future__ import annotations
@@ -10,16 +12,71 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from headrace.core.options.engine_options import Options
+from headrace.core.process.child_output import startup_table
 from headrace.core.process.supervisor import Child, start_engine
 from headrace.frontend.client.event_loop import run_async
 from headrace.frontend.http.options import ServeOptions
-from headrace.frontend.http.phases import PhaseLog, process_began_s, say
 from headrace.ipc.child import STOP_SIGNALS
 from headrace.ipc.failure import Failure
 from headrace.ipc.log import protect_stderr, set_up_logging
+from headrace.ipc.messages import Ready
+
+
+class PhaseLog:
+    """Thread-safe."""
+
+    def __init__(self, first: str, began_s: float) -> None:
+        """`began_s` is when the program began, in seconds since the epoch."""
+        self._lock = threading.Lock()
+        self._began_s = self._entered_s = began_s
+        self._phase: str | None = first
+
+    def enter(self, phase: str) -> None:
+        """The phase before has ended: its line is printed."""
+        with self._lock:
+            self._end()
+            self._phase = phase
+
+    def finish(self, text: str) -> None:
+        """The last phase has ended, and this is what the user waited for."""
+        with self._lock:
+            self._end()
+            say(f"{text} ({self._entered_s - self._began_s:.2f} s)")
+
+    def _end(self) -> None:
+        now_s = time.time()
+        if self._phase is not None:
+            say(f"[{now_s - self._entered_s:7.3f} s] {self._phase}")
+        self._entered_s, self._phase = now_s, None
+
+
+def say_workers(ready: Ready) -> None:
+    """Where the time of an engine's start went, process by process, if it has several."""
+    if ready.ranks_startup_s:
+        say(f"the engine's start by process\n{startup_table(ready.startup_s, ready.ranks_startup_s)}")
+
+
+def say(text: str) -> None:
+    """A line for the person who started the server."""
+    print(f"headrace: {text}", file=sys.stderr, flush=True)
+
+
+def process_began_s() -> float:
+    """When this process was started, in seconds since the epoch; now, where the system does not say."""
+    now_s = time.time()
+    try:
+        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        ticks = int(after_name[19])  # field 22 of proc(5): since boot
+        return now_s - max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError, AttributeError):
+        return now_s
 
 
 def launch(engine_options: Options, options: ServeOptions) -> int:
@@ -59,6 +116,7 @@ def _serve_here(engine_options: Options, options: ServeOptions, child: Child | N
     else:
         owned = Owned(lambda: _start_again(engine_options), child, restarts=options.restart_engine)
         owned.on_progress = lambda phase: phases.enter(f"engine: {phase}")
+        owned.on_ready = say_workers
         sources = [owned]
     server.on_ready = lambda: phases.finish(ready_text(url))
     server.on_engine_end = say_engine_ended

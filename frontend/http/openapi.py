@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import headrace
-from headrace.frontend.http.decoding import ANY, NEUTRAL_OF
 from headrace.frontend.http.errors import ErrorResponse
+from headrace.frontend.http.requests import ANY, NEUTRAL_OF
 from headrace.frontend.http.responses import ChatChunk
 
 if TYPE_CHECKING:

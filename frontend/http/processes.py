@@ -19,11 +19,9 @@ import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.core.process.supervisor import Child, ChildOptions, start_engine
-from headrace.frontend.http.launch import ready_text
+from headrace.frontend.http.launch import PhaseLog, ready_text, say, say_workers
 from headrace.frontend.http.metrics import pages_bytes
 from headrace.frontend.http.options import ServeOptions
-from headrace.frontend.http.parent_engine import EngineDown, EngineLost, EngineUp
-from headrace.frontend.http.phases import PhaseLog, say, say_workers
 from headrace.frontend.http.server import (
     EXIT_DONE,
     EXIT_ENGINE_FAILED,
@@ -33,7 +31,7 @@ from headrace.frontend.http.server import (
     raise_file_limit,
     url_of,
 )
-from headrace.frontend.http.worker import WorkerOptions
+from headrace.frontend.http.worker import EngineDown, EngineLost, EngineUp, WorkerOptions
 from headrace.ipc.channel import ChannelClosedError
 from headrace.ipc.child import STOP_SIGNALS
 from headrace.ipc.failure import EngineStartError, Failure

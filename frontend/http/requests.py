@@ -1,14 +1,23 @@
 """The bodies of requests. A field stands here once: decoding, its checks and the OpenAPI document come from it.
 
-Ranges of sampling fields are `SamplingParams`'. None is the same as leaving a field out.
+Ranges of sampling fields are `SamplingParams`'. None is the same as leaving a field out. Every field has the right type
+and does something, or no answer depends on it, or it is refused by name.
 """
 
 from __future__ import annotations
 
+import difflib
+import logging
+import types
+import urllib.parse
+from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
+
+from headrace.frontend.http.errors import LONGEST_PARAM, ApiError, bad_field, shortened
 
 T = TypeVar("T")
 # Bounds of lists that are worked through one by one. Lists of token ids have those of a body (large_bodies.py).
@@ -139,3 +148,215 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
     tokens: list[int]
     model: str | None = None
+
+
+S = TypeVar("S", bound=msgspec.Struct)
+logger = logging.getLogger(__name__)
+ANY = object()
+"""In `Neutral.values`: every value asks for nothing."""
+
+
+class Neutral(msgspec.Struct, frozen=True):
+    """A field of OpenAI's or vLLM's that is taken at values which ask for nothing, and refused at others."""
+
+    reason: str
+    values: tuple[Any, ...] = ()
+    is_harmless: bool = False
+    """No answer depends on it: every value is taken, unless the server is strict."""
+
+
+_STRUCTURED = "structured outputs are not supported yet"
+_BEAMS = "beam search is not supported"
+_TOOLS = "tool calls are not parsed: an answer that calls a tool holds the call as text"
+_TEXT_ONLY = "models read and write text alone"
+_STORED = "nothing is stored by this server"
+
+NEUTRAL: Mapping[str, Neutral] = types.MappingProxyType(
+    {
+        "user": Neutral("names the end user for abuse reports; nothing depends on it", (ANY,)),
+        "safety_identifier": Neutral("names the end user for abuse reports; nothing depends on it", (ANY,)),
+        "metadata": Neutral("labels stored completions, and none are stored", (ANY,)),
+        "prompt_cache_key": Neutral("a hint; equal prefixes are cached without one", (ANY,)),
+        "prompt_cache_retention": Neutral("a hint; what is cached stays as long as there is room", is_harmless=True),
+        "store": Neutral(_STORED, (False,), is_harmless=True),
+        "service_tier": Neutral("there is one tier", ("auto", "default"), is_harmless=True),
+        "response_format": Neutral(_STRUCTURED, ({"type": "text"},)),
+        "structured_outputs": Neutral(_STRUCTURED),
+        "guided_json": Neutral(_STRUCTURED),
+        "guided_regex": Neutral(_STRUCTURED),
+        "guided_choice": Neutral(_STRUCTURED),
+        "guided_grammar": Neutral(_STRUCTURED),
+        "guided_decoding_backend": Neutral(_STRUCTURED),
+        "use_beam_search": Neutral(_BEAMS, (False,)),
+        "length_penalty": Neutral(_BEAMS, (1.0,)),
+        "early_stopping": Neutral(_BEAMS, (False,)),
+        "logits_processors": Neutral("code in requests is not supported", ([],)),
+        "truncate_prompt_tokens": Neutral("not supported yet; shorten the prompt"),
+        "prompt_embeds": Neutral("not supported yet; give text or token ids"),
+        "mm_processor_kwargs": Neutral(_TEXT_ONLY),
+        "kv_transfer_params": Neutral("an engine keeps its cache to itself"),
+        "vllm_xargs": Neutral("there are no plug-ins that would read it", ({},)),
+        "prediction": Neutral("not supported"),
+    }
+)
+NEUTRAL_OF: Mapping[type[msgspec.Struct], Mapping[str, Neutral]] = types.MappingProxyType(
+    {
+        CompletionRequest: types.MappingProxyType(
+            {**NEUTRAL, "suffix": Neutral("filling in the middle is not supported; give a prompt alone", ("",))}
+        ),
+        ChatCompletionRequest: types.MappingProxyType(
+            {
+                **NEUTRAL,
+                "best_of": Neutral("not part of chat completions; use n", (1,)),
+                "echo": Neutral("not supported in chat", (False,)),
+                "functions": Neutral("retired by OpenAI; use tools", ([],)),
+                "function_call": Neutral("retired by OpenAI; use tools", ("none",)),
+                "parallel_tool_calls": Neutral(_TOOLS, (True,), is_harmless=True),
+                "modalities": Neutral(_TEXT_ONLY, (["text"],)),
+                "audio": Neutral(_TEXT_ONLY),
+                "reasoning_effort": Neutral("not supported yet; see chat_template_kwargs for what templates take"),
+                "include_reasoning": Neutral("reasoning is not told apart from the answer", (True,)),
+                "thinking_token_budget": Neutral("not supported yet"),
+                "verbosity": Neutral("not supported", ("medium",)),
+                "web_search_options": Neutral("not supported"),
+            }
+        ),
+    }
+)
+
+
+class RequestDecoder:
+    """Bodies to requests. Everything raises ApiError, which names the field.
+
+    Fields that no answer depends on are taken with any value, and so are those that nobody knows, but for ones that
+    look like a known field's name misspelt. `strict` refuses both.
+    """
+
+    def __init__(self, *, strict: bool) -> None:
+        self._strict = strict
+        self._ignored: set[str] = set()  # names that have been logged
+
+    def decode(self, body: bytes, kind: type[S]) -> S:
+        return self._request(_fields(body), kind)
+
+    def decode_one_of(self, body: bytes, kinds: Mapping[str, type[S]]) -> S:
+        """As the first kind whose field, which names it here, the body has."""
+        fields = _fields(body)
+        kind = next((kinds[name] for name in kinds if name in fields), None)
+        if kind is None:
+            raise bad_field(next(iter(kinds)), f"the body must have {' or '.join(kinds)}", "missing_required_parameter")
+        return self._request(fields, kind)
+
+    def _request(self, fields: dict[str, Any], kind: type[S]) -> S:
+        _take_neutral(fields, NEUTRAL_OF.get(kind, {}), strict=self._strict)
+        known = kind.__struct_fields__
+        for name in [name for name in fields if name not in known]:
+            if self._strict or len(fields) > _MOST_FIELDS or _closest(name, known) is not None:
+                raise _unknown(name, known)
+            del fields[name]
+            self._note_ignored(name)
+        if self._strict and isinstance(messages := fields.get("messages"), list):
+            _refuse_unread(messages)
+        try:
+            return msgspec.convert(fields, kind)
+        except msgspec.ValidationError as error:
+            raise _invalid(str(error)) from None
+        except RecursionError:
+            raise ApiError(HTTPStatus.BAD_REQUEST, "the body is nested too deeply", code="invalid_json") from None
+
+    def _note_ignored(self, name: str) -> None:
+        """One line for each name, and only for so many: clients choose them."""
+        name = shortened(name, _LONGEST_NAME)
+        if name not in self._ignored and len(self._ignored) < _MOST_IGNORED:
+            self._ignored.add(name)
+            logger.warning("a field %r of requests is not known and does nothing; see --strict-requests", name)
+
+
+def _fields(body: bytes) -> dict[str, Any]:
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(HTTPStatus.BAD_REQUEST, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise ApiError(HTTPStatus.BAD_REQUEST, "the body is nested too deeply", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise ApiError(HTTPStatus.BAD_REQUEST, "the body must be a JSON object", code="invalid_json")
+    return fields
+
+
+def decode_query(query: str, kind: type[S]) -> S:
+    """The parameters after the ? of an address. Raises ApiError, which names the parameter.
+
+    One whose default is a tuple may be given several times; of others the last counts.
+    """
+    fields: dict[str, Any] = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+    given = urllib.parse.parse_qs(query, keep_blank_values=True)
+    several = [field.name for field in msgspec.structs.fields(kind) if isinstance(field.default, tuple)]
+    fields |= {name: given[name] for name in several if name in given}
+    for name in fields:
+        if name not in kind.__struct_fields__:
+            raise _unknown(name, kind.__struct_fields__)
+    try:
+        return msgspec.convert(fields, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+
+
+def _refuse_unread(messages: list[Any]) -> None:
+    """Raises ApiError for fields of messages that mean nothing here."""
+    for index, message in enumerate(messages):
+        for name in UNREAD_IN_MESSAGES if isinstance(message, dict) else ():
+            if message.get(name) is not None:
+                raise bad_field(f"messages[{index}].{name}", f"unknown field {name!r}", "unknown_parameter")
+
+
+def _take_neutral(fields: dict[str, Any], table: Mapping[str, Neutral], *, strict: bool) -> None:
+    for name in [name for name in fields if name in table]:
+        value, neutral = fields.pop(name), table[name]
+        if value is None or ANY in neutral.values or any(_same(value, each) for each in neutral.values):
+            continue
+        if neutral.is_harmless and not strict:
+            continue
+        raise bad_field(name, f"{name} is not supported: {neutral.reason}", "unsupported_parameter")
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+
+
+def _unknown(name: str, known: tuple[str, ...]) -> ApiError:
+    close = _closest(name, known)
+    name = shortened(name, _LONGEST_NAME)
+    hint = f"; did you mean {close}?" if close is not None else ""
+    return bad_field(name, f"unknown field {name!r}{hint}", "unknown_parameter")
+
+
+def _closest(name: str, known: tuple[str, ...]) -> str | None:
+    close = difflib.get_close_matches(shortened(name, _LONGEST_NAME), known, n=1, cutoff=_MISSPELT)
+    return close[0] if close else None
+
+
+_MISSPELT = 0.75
+"""How alike two names are of which one is taken for the other misspelt (difflib's ratio)."""
+_MOST_FIELDS = 256
+_MOST_IGNORED = 100
+_LONGEST_NAME = 64
+"""Characters of a field's name that are looked at and quoted; a client may send millions."""
+_MISSING, _EXTRA = "Object missing required field `", "Object contains unknown field `"
+
+
+def _invalid(text: str) -> ApiError:
+    """msgspec's words: 'Expected `int`, got `str` - at `$.max_tokens`'. It quotes names in full."""
+    what, at, where = text.rpartition(" - at `$")
+    if not at:
+        what, where = text, ""
+    where = shortened(where.removeprefix(".").removesuffix("`"), LONGEST_PARAM)
+    for begin, code in ((_MISSING, "missing_required_parameter"), (_EXTRA, "unknown_parameter")):
+        if not what.startswith(begin):
+            continue
+        name = shortened(what[len(begin) :].removesuffix("`"), _LONGEST_NAME)
+        where = f"{where}.{name}" if where else name
+        message = f"{where} is required" if begin == _MISSING else f"unknown field {where}"
+        return bad_field(where, message, code)
+    what = shortened(what, LONGEST_PARAM).replace("`", "")
+    return bad_field(where, f"{where}: {what[:1].lower()}{what[1:]}", "invalid_type")

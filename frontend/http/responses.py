@@ -1,11 +1,18 @@
-"""The bodies of responses, in the order in which their fields are written."""
+"""The bodies of responses, in the order in which their fields are written, and how answers fill them."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
+
+from headrace.frontend.api.outputs import Logprob, LogprobsOfPosition
+from headrace.frontend.client.request import RequestStream
+from headrace.frontend.http.requests import GenerationRequest
+from headrace.frontend.text.tokenizer import Tokenizer
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -186,3 +193,143 @@ class LoadResponse(msgspec.Struct):
 class HealthResponse(msgspec.Struct):
     status: str
     """ok, or why not."""
+
+
+LOWEST = -9999.0
+"""Stands for minus infinity, which JSON cannot write; the same number as vLLM's."""
+
+
+class TokenSpelling:
+    """How tokens are written in log-probabilities: as their text, or as token_id:NUMBER."""
+
+    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool) -> None:
+        self._tokenizer = None if as_ids else tokenizer
+
+    def __call__(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.decode_token(token_id)
+
+
+def completion_logprobs(
+    token_ids: Sequence[int], positions: Sequence[LogprobsOfPosition | None], spell: TokenSpelling, offset: int
+) -> tuple[CompletionLogprobs, int]:
+    """Of adjacent tokens that begin `offset` characters into the text, and where the text goes on after them."""
+    result = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    for token_id, position in zip(token_ids, positions, strict=True):
+        token = spell(token_id)
+        result.text_offset.append(offset)
+        result.tokens.append(token)
+        offset += len(token)
+        if position is None:
+            result.token_logprobs.append(None)
+            result.top_logprobs.append(None)
+            continue
+        result.token_logprobs.append(_finite(position[token_id]))
+        top: dict[str, float] = {}
+        for each, logprob in position.items():
+            top.setdefault(spell(each), _finite(logprob))
+        result.top_logprobs.append(top)
+    return result, offset
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], positions: Sequence[LogprobsOfPosition], spell: TokenSpelling, num_top: int
+) -> ChatLogprobs:
+    """With the `num_top` likeliest of each position."""
+    content = []
+    for token_id, position in zip(token_ids, positions, strict=True):
+        likeliest = sorted((e for e in position.items() if (e[1].rank or 0) <= num_top), key=lambda e: e[1].rank or 0)
+        token = spell(token_id)
+        content.append(
+            TokenLogprob(
+                token=token,
+                logprob=_finite(position[token_id]),
+                bytes=list(token.encode()),
+                top_logprobs=[_top(spell(each), logprob) for each, logprob in likeliest[:num_top]],
+            )
+        )
+    return ChatLogprobs(content)
+
+
+def prompt_logprobs(positions: Sequence[LogprobsOfPosition | None]) -> PromptLogprobs:
+    return [
+        None
+        if position is None
+        else {
+            str(token_id): PromptLogprob(_finite(logprob), logprob.rank, logprob.decoded_token)
+            for token_id, logprob in position.items()
+        }
+        for position in positions
+    ]
+
+
+def _top(token: str, logprob: Logprob) -> TopLogprob:
+    return TopLogprob(token=token, logprob=_finite(logprob), bytes=list(token.encode()))
+
+
+def _finite(logprob: Logprob) -> float:
+    return max(logprob.logprob, LOWEST)
+
+
+_TEXT = "\x00text\x00"
+_TEXT_JSON = msgspec.json.encode(_TEXT)
+_encode = msgspec.json.Encoder().encode
+
+
+class Answer:
+    """One response's constants: the same in its whole form and in each of its events."""
+
+    def __init__(self, request: GenerationRequest, id: str, model: str, tokenizer: Tokenizer | None) -> None:
+        """`model` is the name that the answer gives."""
+        self.id, self.model, self.created = id, model, int(time.time())
+        options = request.stream_options
+        self.include_usage = options is not None and options.include_usage
+        self.continuous_usage = self.include_usage and options is not None and options.continuous_usage_stats
+        self.return_token_ids = bool(request.return_token_ids)
+        self.tokenizer = tokenizer
+        self.spell = TokenSpelling(tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+
+    def no_usage(self) -> UnsetType | None:
+        """The usage field of an event that does not count: null where a later one does, absent where none does."""
+        return None if self.include_usage else UNSET
+
+
+def usage_of(streams: Sequence[RequestStream]) -> Usage:
+    """Exact: every token of the prompts, and every token that was sampled for them."""
+    num_prompt = sum(len(stream.prompt.token_ids or ()) for stream in streams)
+    num_output = sum(len(sequence.token_ids) for stream in streams for sequence in stream.sequences)
+    cached = sum(stream.num_cached_tokens or 0 for stream in streams)
+    return Usage(num_prompt, num_prompt + num_output, num_output, PromptTokensDetails(cached))
+
+
+def usage_so_far(stream: RequestStream, num_output: int) -> Usage:
+    """Of one output while it grows."""
+    num_prompt = len(stream.prompt.token_ids or ())
+    return Usage(num_prompt, num_prompt + num_output, num_output)
+
+
+def prompt_is_told(stream: RequestStream) -> bool:
+    """Whether the log-probabilities of the whole prompt have come, where they were asked for.
+
+    With n > 1 the core computes them for the first output, and another may begin before it.
+    """
+    return stream.prompt_logprobs is None or len(stream.prompt_logprobs) == len(stream.prompt.token_ids or ())
+
+
+class TextEvent:
+    """An event of which only the text changes: everything around it is encoded once."""
+
+    __slots__ = ("_head", "_tail")
+
+    def __init__(self, chunk_with_text: Any) -> None:
+        """Of a chunk that holds `TextEvent.PLACE` where the text goes."""
+        head, tail = _encode(chunk_with_text).split(_TEXT_JSON)
+        self._head, self._tail = b"data: " + head, tail + b"\n\n"
+
+    PLACE = _TEXT
+
+    def of(self, text: str) -> bytes:
+        return self._head + _encode(text) + self._tail
+
+
+def event(chunk: Any) -> bytes:
+    return b"data: " + _encode(chunk) + b"\n\n"

@@ -19,12 +19,12 @@ from typing import Any
 import uvicorn
 
 from headrace.frontend.http.app import make_app
-from headrace.frontend.http.chat_prompt import load_template
 from headrace.frontend.http.connection import with_limits
 from headrace.frontend.http.engines import EnginePool, Source
 from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.options import ServeOptions
-from headrace.frontend.http.state import ServerState
+from headrace.frontend.http.prompts import load_template
+from headrace.frontend.http.routes import ServerState
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 from headrace.ipc.gc_pauses import gc_watched
 
