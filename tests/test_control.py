@@ -352,6 +352,18 @@ MODEL = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 64}
 PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 
+def test_an_engine_with_dummy_weights_told_to_reload_from_a_path_reads_the_path(checkpoints):
+    with LLM(checkpoints["other"], in_process=True, **MODEL) as llm:
+        expected = tokens_of(llm)
+    with LLM(checkpoints["one"], load_format="dummy", in_process=True, **MODEL) as llm:
+        random = tokens_of(llm)
+        assert random != expected
+        llm.reload_weights(checkpoints["other"])
+        assert tokens_of(llm) == expected
+        llm.reload_weights()
+        assert tokens_of(llm) == random
+
+
 def tokens_of(llm: LLM) -> list[int]:
     return llm.generate([[5, 6, 7] * 6], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
 

@@ -17,7 +17,11 @@ def open_again(path: str, options: Options, plan: Plan, spec: ArchSpec) -> Check
 
     Raises ModelError when it is missing, or another model: one whose config differs.
     """
-    checkpoint = open_checkpoint(msgspec.structs.replace(options, model=path) if path else options)
+    if path:
+        # Random weights were for want of a checkpoint; whoever names one wants what is in it.
+        load_format = "auto" if options.load_format == "dummy" else options.load_format
+        options = msgspec.structs.replace(options, model=path, load_format=load_format)
+    checkpoint = open_checkpoint(options)
     other = spec_from_config(checkpoint.config)
     if other != spec:
         differing = [name for name in spec.__dataclass_fields__ if getattr(spec, name) != getattr(other, name)]
