@@ -53,7 +53,13 @@ MODELS = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "gemma3": ("gemma3", GEMMA3),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 16}),
     "smollm3": ("smollm3", {}),
+    "mixtral": ("mixtral", {"num_key_value_heads": 2}),
+    "qwen2moe": ("qwen2_moe", {}),
+    "qwen3moe": ("qwen3_moe", {}),
+    "qwen3moe, not renormalised": ("qwen3_moe", {"norm_topk_prob": False}),
+    "olmoe": ("olmoe", {}),
 }
 
 
@@ -70,9 +76,7 @@ def test_a_gguf_file_gives_the_config_and_the_weights_of_the_checkpoint_it_came_
     assert spec_from_config(checkpoint.config) == spec_from_config(original)
     assert (checkpoint.format, checkpoint.dtype_name, checkpoint.eos_token_ids) == ("gguf", "float32", (1,))
     weights = checkpoint.weights()
-    state = model.state_dict()
-    if model.config.tie_word_embeddings:
-        del state["lm_head.weight"]
+    state = tiny_models.state_of(model)
     assert weights.names() == state.keys()
     for weight, expected in state.items():
         assert weights.shape(weight) == tuple(expected.shape)

@@ -9,6 +9,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import tiny_models
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
 from torch import Tensor
@@ -18,8 +19,13 @@ ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "SmolLM3ForCausalLM": "smollm3",
+    "MixtralForCausalLM": "llama",
+    "Qwen2MoeForCausalLM": "qwen2moe",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "OlmoeForCausalLM": "olmoe",
 }
 
 
@@ -32,13 +38,15 @@ def save_gguf(model: Any, path: Path, kind: Kind = Kind.F32, tokenizer: Mapping[
     for key, value in (tokenizer or {}).items():
         _write(writer, key, value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
+    for name, tensor in _stacked(tiny_models.state_of(model)).items():
         stem, suffix = name.rsplit(".", 1)
         values = _as_converted(arch, name, tensor, config).float().numpy()
-        wanted = kind if values.ndim == 2 else Kind.F32
-        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", gguf.quants.quantize(values, wanted), raw_dtype=wanted)
+        is_router = stem.endswith((".mlp.gate", ".shared_expert_gate", ".block_sparse_moe.gate"))
+        wanted = Kind.F32 if is_router or values.ndim == 1 else kind
+        found = f"{names.get_name(stem)}.{suffix}"
+        if stem.endswith(".shared_expert_gate"):
+            values = values.squeeze()
+        writer.add_tensor(found, gguf.quants.quantize(values, wanted), raw_dtype=wanted)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(rope, config.head_dim))
@@ -68,9 +76,25 @@ def save_tensors(path: Path, tensors: Mapping[str, tuple[np.ndarray, Kind]]) -> 
     return finish(writer, path)
 
 
+def _stacked(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """With one tensor of each matrix of a layer's experts, as the converter merges them."""
+    found: dict[str, Tensor] = {}
+    stacks: dict[str, list[Tensor]] = {}
+    for name, tensor in state.items():
+        start, dot, rest = name.partition(".experts.")
+        if dot:
+            number, _, kind = rest.partition(".")
+            stack = stacks.setdefault(f"{start}.experts.{kind}", [])
+            assert int(number) == len(stack), "experts come in order"
+            stack.append(tensor)
+        else:
+            found[name] = tensor
+    return found | {name: torch.stack(stack) for name, stack in stacks.items()}
+
+
 def _as_converted(arch: str, name: str, tensor: Tensor, config: Any) -> Tensor:
     """What the converter stores for a tensor of the checkpoint."""
-    if arch == "gemma3" and name.endswith("norm.weight"):
+    if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
         return tensor + 1
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if arch in PERMUTED and heads:
@@ -91,13 +115,18 @@ def _write_config(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(full["rope_theta"])
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if arch in ("qwen3", "gemma3") or head_dim * config.num_attention_heads != config.hidden_size:
+    if arch in ("qwen3", "gemma2", "gemma3") or head_dim * config.num_attention_heads != config.hidden_size:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if arch in PERMUTED:
         writer.add_rope_dimension_count(head_dim)
-    if arch == "gemma3":
+    if arch in ("gemma2", "gemma3"):
         writer.add_sliding_window(config.sliding_window)
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if hasattr(config, "num_experts_per_tok"):
+        _write_experts(writer, arch, config)
     if full.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
         writer.add_rope_scaling_factor(full["factor"])
@@ -107,6 +136,18 @@ def _write_config(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
         token_id = getattr(config, f"{name}_token_id", None)
         if token_id is not None:
             writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
+
+
+def _write_experts(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
+    writer.add_expert_count(config.num_local_experts if arch == "llama" else config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if arch in ("qwen2moe", "qwen3moe"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    renormalised = getattr(config, "norm_topk_prob", True)
+    if renormalised != (arch in ("llama", "qwen3moe")):  # what the architecture is known for goes without saying
+        writer.add_expert_weights_norm(renormalised)
+    if arch == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
 def _write(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

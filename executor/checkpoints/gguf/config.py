@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -43,6 +43,31 @@ GEMMA_LAYER = MappingProxyType(
         "post_ffw_norm": "post_feedforward_layernorm",
     }
 )
+EXPERTS_LAYER = MappingProxyType(
+    {
+        **LAYER,
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    }
+)
+EXPERT = MappingProxyType(
+    {
+        "ffn_gate": "mlp.experts.{}.gate_proj",
+        "ffn_up": "mlp.experts.{}.up_proj",
+        "ffn_down": "mlp.experts.{}.down_proj",
+    }
+)
+MIXTRAL_LAYER = MappingProxyType({**LAYER, "ffn_gate_inp": "block_sparse_moe.gate"})
+MIXTRAL_EXPERT = MappingProxyType(
+    {
+        "ffn_gate": "block_sparse_moe.experts.{}.w1",
+        "ffn_up": "block_sparse_moe.experts.{}.w3",
+        "ffn_down": "block_sparse_moe.experts.{}.w2",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +78,19 @@ class GGUFArchitecture:
     layer: Mapping[str, str]
     permuted: bool = False
     offset_norms: bool = False
+    expert: Mapping[str, str] = field(default_factory=dict)
+    """Of one expert's matrices, which a file has one by one (`ffn_up.7`) or all in one tensor (`ffn_up_exps`)."""
+    renormalised: bool = False
+    """Whether chosen experts' weights add up to 1, where the file does not say."""
+
+    def is_stack(self, name: str) -> bool:
+        """Whether this is the same matrix of every expert."""
+        match = re.fullmatch(r"blk\.\d+\.(\w+)_exps\.weight", name)
+        return match is not None and match[1] in self.expert
+
+    def expert_name(self, name: str, expert: int) -> str:
+        """The Hugging Face name of one expert's matrix in a stack."""
+        return self.hf_name(name.replace("_exps.", f".{expert}."))
 
     def hf_name(self, name: str) -> str:
         """The Hugging Face name; one that has none stays as it is, for the decoder to refuse."""
@@ -62,6 +100,9 @@ class GGUFArchitecture:
         match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
         if match and match[2] in self.layer:
             return f"model.layers.{match[1]}.{self.layer[match[2]]}.{kind}"
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(\d+)", stem)
+        if match and match[2] in self.expert:
+            return f"model.layers.{match[1]}.{self.expert[match[2]].format(match[3])}.{kind}"
         return name
 
 
@@ -70,11 +111,21 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
         "llama": GGUFArchitecture("LlamaForCausalLM", "llama", LAYER, permuted=True),
         "qwen2": GGUFArchitecture("Qwen2ForCausalLM", "qwen2", LAYER),
         "qwen3": GGUFArchitecture("Qwen3ForCausalLM", "qwen3", LAYER),
+        "gemma2": GGUFArchitecture("Gemma2ForCausalLM", "gemma2", GEMMA_LAYER, offset_norms=True),
         "gemma3": GGUFArchitecture("Gemma3ForCausalLM", "gemma3_text", GEMMA_LAYER, offset_norms=True),
         "smollm3": GGUFArchitecture("SmolLM3ForCausalLM", "smollm3", LAYER, permuted=True),
+        "qwen2moe": GGUFArchitecture("Qwen2MoeForCausalLM", "qwen2_moe", EXPERTS_LAYER, expert=EXPERT),
+        "qwen3moe": GGUFArchitecture(
+            "Qwen3MoeForCausalLM", "qwen3_moe", EXPERTS_LAYER, expert=EXPERT, renormalised=True
+        ),
+        "olmoe": GGUFArchitecture("OlmoeForCausalLM", "olmoe", EXPERTS_LAYER, expert=EXPERT),
     }
 )
-GEMMA_27B_LAYERS = 62
+MIXTRAL = GGUFArchitecture(
+    "MixtralForCausalLM", "mixtral", MIXTRAL_LAYER, permuted=True, expert=MIXTRAL_EXPERT, renormalised=True
+)
+"""What a file of architecture llama is that has experts."""
+GEMMA_27B_LAYERS = MappingProxyType({"gemma2": 46, "gemma3_text": 62})
 # What ends a turn, for files that name only the token that ends a document.
 END_OF_TURN = (b"<|eot_id|>", b"<|im_end|>", b"<end_of_turn>", b"<|end|>")
 SAMPLING_KEYS = MappingProxyType(
@@ -131,9 +182,9 @@ def architecture_of(header: GGUFHeader) -> GGUFArchitecture:
         raise ModelError(
             f"{header.path} is of architecture {name}; supported in GGUF files are {', '.join(ARCHITECTURES)}"
         )
-    found = ARCHITECTURES[name]
-    if header.metadata.get(f"{name}.expert_count"):
-        raise ModelError(f"{header.path} is a mixture of experts ({name}), which is not supported in GGUF files")
+    found = MIXTRAL if name == "llama" and header.metadata.get("llama.expert_count") else ARCHITECTURES[name]
+    if header.metadata.get(f"{name}.expert_count") and not found.expert:
+        raise ModelError(f"{header.path} is a mixture of experts ({name}), which this architecture is not known to be")
     return found
 
 
@@ -154,7 +205,7 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         "model_type": architecture.model_type,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden_size,
-        "intermediate_size": fields.integer("feed_forward_length"),
+        "intermediate_size": fields.integer("feed_forward_length", 0 if architecture.expert else None),
         "num_hidden_layers": fields.integer("block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": fields.integer("attention.head_count_kv", num_heads),
@@ -172,8 +223,10 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         config["hidden_act"] = "silu"
         config["attention_bias"] = "blk.0.attn_output.bias" in tensors
         config["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
-    if architecture.model_type == "gemma3_text":
-        config |= _gemma3(fields, config)
+    if architecture.offset_norms:
+        config |= _gemma(fields, config)
+    if architecture.expert:
+        config |= _experts(fields, config, architecture)
     return config | _token_ids(header)
 
 
@@ -228,16 +281,36 @@ def _llama3_scaling(header: GGUFHeader, factors: np.ndarray, config: dict[str, A
     )
 
 
-def _gemma3(fields: _Fields, config: dict[str, Any]) -> dict[str, Any]:
-    """What the file leaves to llama.cpp's model code: the query scale and the base of the sliding layers."""
+def _experts(fields: _Fields, config: dict[str, Any], architecture: GGUFArchitecture) -> dict[str, Any]:
+    """Of a mixture, every layer of which has experts."""
+    header, inner = fields.header, config["intermediate_size"]
+    found = {
+        "num_local_experts" if architecture is MIXTRAL else "num_experts": fields.integer("expert_count"),
+        "num_experts_per_tok": fields.integer("expert_used_count"),
+        "norm_topk_prob": bool(header.metadata.get(f"{fields.prefix}.expert_weights_norm", architecture.renormalised)),
+        "moe_intermediate_size": fields.integer("expert_feed_forward_length", inner),
+    }
+    if architecture.model_type == "qwen2_moe":
+        shared = header.tensors.get("blk.0.ffn_up_shexp.weight")
+        length = fields.integer("expert_shared_feed_forward_length", 0 if shared is None else shared.shape[0])
+        found |= {"shared_expert_intermediate_size": length, "qkv_bias": "blk.0.attn_q.bias" in header.tensors}
+    return found
+
+
+def _gemma(fields: _Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """What the file leaves to llama.cpp's model code: the query scale and, of Gemma 3, the base of sliding layers."""
     layers = config["num_hidden_layers"]
     per_head = config["hidden_size"] // config["num_attention_heads"]
+    is_27b = layers == GEMMA_27B_LAYERS[config["model_type"]]
     found: dict[str, Any] = {
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": per_head if layers == GEMMA_27B_LAYERS else config["head_dim"],
-        "rope_local_base_freq": fields.number("rope.freq_base_swa", 10000.0),
-        "rope_theta": fields.number("rope.freq_base", 1_000_000.0),
+        "query_pre_attn_scalar": per_head if is_27b else config["head_dim"],
     }
+    if config["model_type"] == "gemma3_text":
+        found["rope_local_base_freq"] = fields.number("rope.freq_base_swa", 10000.0)
+        found["rope_theta"] = fields.number("rope.freq_base", 1_000_000.0)
+    if fields.has("attn_logit_softcapping"):
+        found["attn_logit_softcapping"] = fields.number("attn_logit_softcapping")
     window = fields.integer("attention.sliding_window", 0)
     if window:
         found["sliding_window"] = window

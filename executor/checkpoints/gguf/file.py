@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,15 @@ class GGUFWeights:
         num_kv_heads: int,
     ) -> None:
         self._path = path
-        self._records = {architecture.hf_name(n): r for n, r in tensors.items() if not NOT_WEIGHTS.fullmatch(n)}
+        self._records: dict[str, TensorRecord] = {}
+        for name, record in tensors.items():
+            if architecture.is_stack(name):
+                self._records |= {architecture.expert_name(name, i): each for i, each in enumerate(_unstacked(record))}
+            elif not NOT_WEIGHTS.fullmatch(name):
+                self._records[architecture.hf_name(name)] = record
+        for name, record in self._records.items():
+            if name.endswith("mlp.shared_expert_gate.weight") and len(record.shape) == 1:
+                self._records[name] = replace(record, shape=(1, *record.shape))  # converters leave the 1 out
         self._offset_norms = architecture.offset_norms
         self._permuted_heads = {"q_proj": num_heads, "k_proj": num_kv_heads} if architecture.permuted else {}
         self._check_types()
@@ -171,6 +180,12 @@ class GGUFWeights:
 
     def _without_offset(self, name: str, tensor: Tensor) -> Tensor:
         return tensor.to(torch.float32) - 1.0 if self._is_offset(name) else tensor
+
+
+def _unstacked(record: TensorRecord) -> list[TensorRecord]:
+    """Each expert's part of a tensor [num_experts, rows, columns]."""
+    count, *shape = record.shape
+    return [replace(record, shape=tuple(shape), data=part) for part in np.split(record.data, count)]
 
 
 def _decode(record: TensorRecord, data: np.ndarray) -> Tensor:
