@@ -95,8 +95,15 @@ class CallExtension(Command, frozen=True):
     payload: dict[str, Any]
 
 
+class ResetMMCache(Command, frozen=True):
+    """Forgets processed images and sounds, and what encoders made of them. Answered with nothing.
+
+    No model of this version takes any, so there is nothing to forget.
+    """
+
+
 ForWorkersToo = Sleep | WakeUp | StartProfile | StopProfile | DescribeEngine | CallExtension
-Commands = PauseGeneration | ResumeGeneration | ReloadWeights | ForWorkersToo
+Commands = PauseGeneration | ResumeGeneration | ReloadWeights | ResetMMCache | ForWorkersToo
 
 
 class PrepareWeights(Command, frozen=True):

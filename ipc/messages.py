@@ -357,6 +357,12 @@ class Refused(Message):
     version: str
 
 
+class Dismissed(Message):
+    """This client is served no more: its requests ended, with this cause, and nothing follows. It may attach anew."""
+
+    failure: Failure
+
+
 class Draining(Message):
     """The core takes no new requests and ends within `deadline_s`; running ones go on until then."""
 
@@ -369,7 +375,7 @@ class EngineFailed(Message):
     failure: Failure
 
 
-CoreMessage = Welcome | StepOutputs | Reply | Load | Refused | Draining | EngineFailed
+CoreMessage = Welcome | StepOutputs | Reply | Load | Refused | Dismissed | Draining | EngineFailed
 
 
 # --- parent -> child program and back, on an inherited socket (see channel.py) -----------------------------------

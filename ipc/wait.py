@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from headrace.ipc.failure import HeadraceError
+
+T = TypeVar("T")
 
 
 class WaitTimeoutError(HeadraceError, TimeoutError):
@@ -53,3 +57,40 @@ def wait_readable(fd: int, deadline: Deadline, *, what: str, watch_pidfds: Itera
 def open_pidfd(pid: int) -> int:
     """A file descriptor that becomes readable when the process ends (Linux). The caller closes it."""
     return os.pidfd_open(pid)
+
+
+class BoundedCalls:
+    """Calls of what may hang, such as files on a dead network mount or a user's code, with a deadline. For one caller.
+
+    A call that exceeds it goes on in a thread of its own, where nothing can end it; its result is dropped, and further
+    calls are refused until it has ended.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._hanging: tuple[str, threading.Thread] | None = None
+
+    def run(self, what: str, call: Callable[..., T], *arguments: Any) -> T:
+        """Its result. Raises what it raises, and WaitTimeoutError. `what` begins a sentence."""
+        if self._hanging is not None and self._hanging[1].is_alive():
+            raise HeadraceError(f"{self._hanging[0]} of before still hangs; try again when it has ended")
+        results: list[T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(call(*arguments))
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name=what, daemon=True)
+        thread.start()
+        thread.join(self._timeout_s)
+        if thread.is_alive():
+            self._hanging = what, thread
+            raise WaitTimeoutError(
+                f"{what} did not end within {self._timeout_s:g} s (control_timeout); the engine goes on without it"
+            )
+        if errors:
+            raise errors[0]
+        return results[0]

@@ -92,7 +92,7 @@ class SteppedCore:
         self.inbox = Inbox()
         self.port = MemoryPort()
         self.loop = Loop(self.plan, facts, executor, self.port, self.inbox)
-        self.port.serve(Sessions(self.inbox, _welcome(self.plan, facts), None))
+        self.port.serve(Sessions(self.inbox, welcome_of(self.plan, facts), None))
 
     def open(self) -> SteppedClient:
         return SteppedClient(self)
@@ -152,7 +152,7 @@ class SteppedClient:
         return {a.slot: a.num_cached_tokens for message in self.outputs() for a in message.admitted}
 
 
-def _welcome(plan: Plan, facts: Facts) -> Welcome:
+def welcome_of(plan: Plan, facts: Facts) -> Welcome:
     return Welcome(
         version="test",
         engine_id="test",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -335,6 +337,8 @@ class Extension:
     def handle(self, payload: dict[str, Any]) -> dict[str, Any]:
         if payload.get("fail"):
             raise ValueError("told to fail")
+        if payload.get("hang"):
+            threading.Event().wait()
         self._calls += 1
         return {"calls": self._calls, "executor": type(self._executor).__name__, **payload}
 
@@ -404,3 +408,40 @@ def test_a_worker_extension_that_cannot_be_is_refused_in_a_sentence(checkpoints,
     with pytest.raises(OptionError) as caught:
         LLM(checkpoints["one"], in_process=True, worker_extension_cls=name, **MODEL)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [{"in_process": True}, {"tensor_parallel_size": 2}])
+def test_a_reload_that_hangs_is_answered_at_its_deadline_and_the_engine_serves_on(
+    checkpoints, tmp_path, monkeypatch, ranks
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    folder = shutil.copytree(checkpoints["one"], tmp_path / "on a dead mount")
+    pipe = folder / "model.safetensors"
+    pipe.unlink()
+    os.mkfifo(pipe)  # whoever opens it waits until somebody writes
+    with LLM(checkpoints["one"], control_timeout=0.5, **ranks, **MODEL) as llm:
+        before = tokens_of(llm)
+        with pytest.raises(HeadraceError, match=r"reading the weights did not end within 0.5 s \(control_timeout\)"):
+            llm.reload_weights(str(folder))
+        assert tokens_of(llm) == before
+        with pytest.raises(HeadraceError, match="reading the weights of before still hangs"):
+            llm.reload_weights(checkpoints["other"])
+        assert tokens_of(llm) == before
+
+
+def test_a_worker_extension_that_hangs_is_answered_at_its_deadline(checkpoints, monkeypatch):
+    with LLM(
+        checkpoints["one"],
+        in_process=True,
+        worker_extension_cls="test_control:Extension",
+        control_timeout=0.2,
+        **MODEL,
+    ) as llm:
+        with pytest.raises(HeadraceError, match=r"the call of the worker extension did not end within 0\.2 s"):
+            llm.call_extension({"hang": True})
+        assert len(tokens_of(llm)) == 12
+
+
+def test_resetting_the_media_cache_succeeds_with_nothing_to_do_for_models_of_text(checkpoints):
+    with LLM(checkpoints["one"], in_process=True, **MODEL) as llm:
+        assert llm.reset_mm_cache() is None

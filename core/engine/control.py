@@ -28,6 +28,7 @@ from headrace.ipc.control import (
     PrepareWeights,
     ProfileFiles,
     ReloadWeights,
+    ResetMMCache,
     ResumeGeneration,
     Sleep,
     StartProfile,
@@ -179,6 +180,8 @@ class Controller:
             case WakeUp():
                 self._executor.control(command)
                 self.asleep -= set(command.tags) or ASLEEP
+            case ResetMMCache():
+                pass  # no model of this version has such a cache
             case ResumeGeneration() if self.asleep:
                 raise HeadraceError("the engine sleeps, and cannot compute; wake_up takes its memory again and resumes")
         return None

@@ -17,6 +17,7 @@ from headrace.ipc.messages import (
     SCHEMA_HASH,
     ClientMessage,
     CoreMessage,
+    Dismissed,
     FetchTokenizer,
     Goodbye,
     Hello,
@@ -81,6 +82,11 @@ class Sessions:
 
     def gone(self, client: int) -> None:
         self._inbox.put((client, ClientGone()))
+
+    def dismissal(self) -> Dismissed:
+        """For a client whose queue of answers was full."""
+        why = "this client did not read its answers; its requests were ended, and it is served no more"
+        return Dismissed(failure=msgspec.structs.replace(self._failure(why), type="Dismissed"))
 
     def port_failed(self, failure: Failure) -> None:
         """The port hears no client any more: the engine ends with it."""

@@ -7,7 +7,11 @@
 A step's outputs leave on the loop's thread: to wake another for it would take longer, and that one would then want the
 interpreter's lock and a core just when the next step wants them. A lock passes the socket between the two threads.
 
-The loop never blocks on a client: the queue to each is bounded, and one that does not read is let go.
+The loop never blocks on a client: the queue to each is bounded, and one that does not read is dismissed. Its requests
+end at once; it hears of that (Dismissed) as soon as its queue has room again, and closes its connection then.
+
+A client that is found gone or was dismissed may have sent messages before it could know. Those are dropped: they are no
+message before Hello, which is what they were once taken for when the machine was busy.
 """
 
 from __future__ import annotations
@@ -32,6 +36,9 @@ PROBE_BUSY_S = 1.0
 """How often a client with requests is sent the load, which also shows whether it still lives."""
 PROBE_IDLE_S = 30.0
 REFUSAL_LOG_EVERY_S = 1.0
+FORMER_CLIENTS = 4096
+"""How many identities of clients that left are remembered, to tell their late messages from those of strangers."""
+_SENT, _FULL, _GONE = "sent", "full", "gone"
 _NO_WAIT, _MORE_FOLLOWS = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
@@ -55,6 +62,8 @@ class ZmqPort:
         self._identity_of: dict[int, bytes] = {}
         self._load = Load(num_running=0, num_waiting=0)
         self._busy_clients: frozenset[int] = frozenset()
+        self._dismissed: set[bytes] = set()  # identities that have to be sent Dismissed
+        self._former: dict[bytes, None] = {}  # identities of clients that left, oldest first
         self._num_refused, self._next_refusal_log_s = 0, 0.0
         self._thread: threading.Thread | None = None
 
@@ -112,11 +121,15 @@ class ZmqPort:
         next_busy_probe = next_idle_probe = time.monotonic()
         while not self._closing:
             self._receive_all()  # before the wait: the descriptor's notice may be taken already
-            wait_s = PROBE_BUSY_S if self._busy_clients else PROBE_IDLE_S if self._identity_of else None
+            wait_s = (
+                PROBE_BUSY_S if self._busy_clients or self._dismissed else PROBE_IDLE_S if self._identity_of else None
+            )
             poll.poll(None if wait_s is None else wait_s * 1e3)
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
             now = time.monotonic()
+            if self._dismissed:
+                self._send_dismissals()
             if now >= next_idle_probe:
                 self._probe(self.clients)
                 next_idle_probe, next_busy_probe = now + PROBE_IDLE_S, now + PROBE_BUSY_S
@@ -150,7 +163,7 @@ class ZmqPort:
             else:
                 self._send_to(identity, self._codec.encode(answer))
         elif client is None:
-            if not isinstance(message, Goodbye):  # a client that was found gone may have said so before it went
+            if identity not in self._former and not isinstance(message, Goodbye):
                 self._refuse(identity, f"{type(message).__name__} before Hello")
         else:
             reply = self._sessions.receive(client, message)
@@ -167,6 +180,12 @@ class ZmqPort:
             logger.warning("refused a message (the %dth): %s", self._num_refused, why)
         self._send_to(identity, self._codec.encode(self._sessions.refuse(why)))
 
+    def _send_dismissals(self) -> None:
+        frames = self._codec.encode(self._sessions.dismissal())
+        for identity in list(self._dismissed):
+            if self._try_to_send(identity, frames) != _FULL:
+                self._dismissed.discard(identity)
+
     def _probe(self, clients: list[int]) -> None:
         load = self._codec.encode(self._load)
         for client in clients:
@@ -181,7 +200,16 @@ class ZmqPort:
             self._sessions.gone(client)
 
     def _send_to(self, identity: bytes, frames: list[Frame]) -> bool:
-        """False when the peer is gone, or reads so little that its queue is full."""
+        """False when the peer is gone, or reads so little that its queue is full; then it is dismissed."""
+        outcome = self._try_to_send(identity, frames)
+        if outcome == _FULL and identity in self._client_of:
+            logger.warning("a client does not read its answers; it is dismissed")
+            self._dismissed.add(identity)
+            self._wake()
+        return outcome == _SENT
+
+    def _try_to_send(self, identity: bytes, frames: list[Frame]) -> str:
+        """_SENT, _FULL or _GONE."""
         try:
             with self._socket_lock:
                 if len(frames) == 1:  # to copy one that is small takes less than to keep track of it
@@ -190,14 +218,16 @@ class ZmqPort:
                 else:
                     self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
         except zmq.Again:
-            logger.warning("a client does not read its answers; it is let go")
-            return False
+            return _FULL
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            return False
-        return True
+            return _GONE
+        return _SENT
 
     def _forget(self, client: int) -> None:
         if (identity := self._identity_of.pop(client, None)) is not None:
             self._client_of.pop(identity, None)
+            self._former[identity] = None
+            if len(self._former) > FORMER_CLIENTS:
+                del self._former[next(iter(self._former))]

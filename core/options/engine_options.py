@@ -405,6 +405,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     shutdown_timeout: Annotated[
         float, Option(PROCESS, "How long running requests may take to finish at shutdown", "seconds", minimum=0)
     ] = 30.0
+    control_timeout: Annotated[
+        float,
+        Option(
+            PROCESS,
+            "How long reading weights again (reload_weights) or a call of the worker extension may take; after that it "
+            "is answered as failed and the engine serves on",
+            "seconds",
+            minimum=0.1,
+        ),
+    ] = 1800.0
     worker_extension_cls: Annotated[
         str,
         Option(

@@ -103,6 +103,8 @@ class SafetensorsFile:
         from safetensors import safe_open
 
         self.path = path
+        with path.open("rb") as file:  # a mount that hangs does so here: safe_open would hold the interpreter's lock
+            file.read(1)
         self._file = safe_open(path, framework="pt")
         self.names = frozenset(self._file.keys())
 

@@ -55,6 +55,7 @@ from headrace.ipc.control import (
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
+from headrace.ipc.wait import BoundedCalls
 from headrace.kernels.cpu import build
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class UniprocExecutor(Executor):
         self._prepared: Decoder | CpuDecoder | None = None  # weights to take the old ones' place
         self._compiling = threading.Thread()
         self._profile = WorkerProfile(options.profiler_config.get("torch_profiler_dir"), self._place.rank)
+        self._bounded = BoundedCalls(options.control_timeout)
         self._extension = Extension(options.worker_extension_cls, self)
 
     def describe(self, report: Report) -> ModelDescription:
@@ -203,7 +205,7 @@ class UniprocExecutor(Executor):
             case DescribeEngine():
                 return (WorkerAnswer(rank=rank, facts=self.facts()),)
             case CallExtension():
-                return (WorkerAnswer(rank=rank, payload=self._extension.call(command.payload)),)
+                return (WorkerAnswer(rank=rank, payload=self._call_extension(command.payload)),)
             case PrepareWeights():
                 self._prepare(command.path)
             case UseWeights():
@@ -216,7 +218,10 @@ class UniprocExecutor(Executor):
 
     def _prepare(self, path: str) -> None:
         """Reads new weights beside those that serve."""
-        self._prepared = self._read_again(path)
+        self._prepared = self._bounded.run("reading the weights", self._read_again, path)
+
+    def _call_extension(self, payload: dict[str, Any]) -> dict[str, Any]:
+        return self._bounded.run("the call of the worker extension", self._extension.call, payload)
 
     def _read_again(self, path: str) -> Decoder | CpuDecoder:
         assert self._spec is not None, "describe comes before control"

@@ -30,6 +30,7 @@ from headrace.ipc.failure import (
 from headrace.ipc.messages import (
     SCHEMA_HASH,
     CoreMessage,
+    Dismissed,
     Draining,
     EngineFailed,
     FetchTokenizer,
@@ -235,6 +236,9 @@ class CoreClient(AsyncControls):
             self._draining = True
         elif isinstance(message, EngineFailed):
             self.fail(message.failure)
+        elif isinstance(message, Dismissed):
+            self.fail(message.failure)
+            self._transport.close()
 
     def _on_closed(self, failure: Failure) -> None:
         if self._cause_grace_s:

@@ -18,6 +18,7 @@ from headrace.ipc.control import (
     EngineReport,
     PauseGeneration,
     ReloadWeights,
+    ResetMMCache,
     ResumeGeneration,
     Sleep,
     StartProfile,
@@ -89,6 +90,10 @@ class AsyncControls:
     async def reset_prefix_cache(self) -> None:
         """Forgets every cached block that no request is using."""
         await self.call(ResetPrefixCache)
+
+    async def reset_mm_cache(self) -> None:
+        """Forgets processed images and sounds. Models of this version take none, so there is nothing to forget."""
+        await self.control(ResetMMCache())
 
     async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
         """Stops computing until `resume_generation`; new requests wait meanwhile. Returns once nothing runs.
@@ -188,6 +193,7 @@ class Controls:
         raise NotImplementedError
 
     reset_prefix_cache = blocking(AsyncControls.reset_prefix_cache)
+    reset_mm_cache = blocking(AsyncControls.reset_mm_cache)
     pause_generation = blocking(AsyncControls.pause_generation)
     resume_generation = blocking(AsyncControls.resume_generation)
     get_stats = blocking(AsyncControls.get_stats)
