@@ -188,27 +188,24 @@ def test_a_program_routes_and_adds_experts_and_a_gated_shared_one(dtype: torch.d
     experts = make_experts((name, name), 7, hidden, inner, used)
     table, norm_weight, bias = torch.randn(50, hidden), torch.rand(hidden), torch.rand(7) * 0.1
     router = packed_matrix(name, 7, hidden, 1, used)
-    shared_up, shared_down = (packed_matrix(name, *shape, 2, used, gated) for *shape, gated in (
-        (2 * inner, hidden, True), (hidden, inner, False)))  # fmt: skip
-    shared_gate = packed_matrix(name, 1, hidden, 3, used)
+    shared, shared_router = make_experts((name, name), 1, hidden, 24, used), packed_matrix(name, 1, hidden, 3, used)
 
     builder = Builder(used, max_tokens=40, max_logits=1)
     stream, normed = builder.buffer(hidden, torch.float32), builder.buffer(hidden, dtype, own=True)
     logits, ids = builder.buffer(7, torch.float32), builder.buffer(3, torch.int32)
-    weights, gate = builder.buffer(3, torch.float32), builder.buffer(1, torch.float32)
-    activated, shared = builder.buffer(inner, dtype), builder.buffer(hidden, torch.float32)
+    weights, delta = builder.buffer(3, torch.float32), builder.buffer(hidden, torch.float32)
+    gate, only, share = (builder.buffer(1, each) for each in (torch.float32, torch.int32, torch.float32))
     builder.embedding(table, stream)
     builder.norm(stream, normed, Norm("rms", 1e-6, norm_weight))
     builder.linear(router, normed, logits)
     builder.route(logits, ids, weights, scoring="sigmoid", renormalise=True, scale=1.5, bias=bias)
     builder.experts(experts, normed, ids, weights, stream, add=True)
-    builder.linear(shared_up, normed, activated, activation="silu")
-    builder.linear(shared_down, activated, shared)
-    builder.linear(shared_gate, normed, gate)
-    builder.add(shared, stream, gate=gate)
+    builder.linear(shared_router, normed, gate)
+    builder.route(gate, only, share, scoring="sigmoid", renormalise=False)
+    builder.experts(shared, normed, only, share, stream, add=True)
     builder.norm(stream, normed, Norm("rms", 1e-6, norm_weight))
-    builder.experts(experts, normed, ids, weights, shared)
-    builder.add(shared, stream)
+    builder.experts(experts, normed, ids, weights, delta)
+    builder.add(delta, stream)
     program = builder.build(stream)
 
     whole = None
@@ -224,8 +221,8 @@ def test_a_program_routes_and_adds_experts_and_a_gated_shared_one(dtype: torch.d
         assert torch.equal(ids.tensor[: len(x)], chosen)
         assert experts.experts_read.item() == 2 * len(chosen.unique())
         expected = x + by_linear_layers(experts, normal, chosen, shares)[0].float()
-        own = shared_down.apply(shared_up.apply(normal, activation="silu"), out_dtype=torch.float32)
-        expected += own * shared_gate.apply(normal, out_dtype=torch.float32).sigmoid()
+        own = shared_router.apply(normal, out_dtype=torch.float32).sigmoid()
+        expected += by_linear_layers(shared, normal, torch.zeros_like(own, dtype=torch.int32), own)[0].float()
         again = ops()["rms_norm"].reference(expected, None, norm_weight, 1e-6)[0].to(dtype)
         expected += by_linear_layers(experts, again, chosen, shares)[0].float()
         bound = 1e-5 if dtype == torch.float32 else 2e-2

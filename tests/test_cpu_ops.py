@@ -129,6 +129,9 @@ def test_support_records_say_why_not() -> None:
     assert "not 264" in attention.choose(**cpu, head_dim=264).refused[0][1]
     norm = kernels.ops()["rms_norm"]
     assert norm.choose(**cpu, size=576).name == "cpu_native"
+    assert "up to 32768 values, not 40000" in norm.choose(**cpu, size=40000).refused[0][1]
+    with pytest.raises(ValueError, match="not 40000"):
+        norm.versions[0].function(torch.zeros(1, 40000), None, torch.ones(40000), 1e-6)
     assert "not on meta" in norm.choose(device=torch.device("meta"), dtype=torch.float32).refused[0][1]
     assert "not in torch.float64" in norm.choose(device=torch.device("cpu"), dtype=torch.float64).refused[0][1]
 

@@ -157,18 +157,9 @@ void add(const void* raw, const Step& step, int thread, int num_threads) {
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     const void* from = row_at(args.input, row, args.input_stride, args.input_type);
     void* to = row_at(args.output, row, args.output_stride, args.output_type);
-    float scale = args.scale;
-    if (args.gate) {
-      const float gate = load_one(args.gate, row * args.gate_stride, args.gate_type);
-      scale /= 1.0f + exponential<true>(all_lanes(-gate))[0];
-    }
-    int64_t i = 0;
-    for (; i + kLanes <= args.size; i += kLanes)
-      store_vector(to, i, args.output_type,
-                   load_vector(to, i, args.output_type) + load_vector(from, i, args.input_type) * scale);
-    for (; i < args.size; ++i)
+    for (int64_t i = 0; i < args.size; ++i)
       store_one(to, i, args.output_type,
-                load_one(to, i, args.output_type) + load_one(from, i, args.input_type) * scale);
+                load_one(to, i, args.output_type) + load_one(from, i, args.input_type) * args.scale);
   }
 }
 

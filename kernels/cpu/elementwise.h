@@ -76,9 +76,7 @@ struct EmbeddingArgs {
 
 struct AddArgs {
   const void* input;  // [rows, input_stride]
-  void* output;       // [rows, output_stride] += input * scale [* sigmoid(gate)]
-  const void* gate;   // one value for each row, or null
-  int64_t gate_stride;
+  void* output;       // [rows, output_stride] += input * scale
   int64_t input_stride;
   int64_t output_stride;
   int64_t size;
@@ -86,7 +84,6 @@ struct AddArgs {
   Rows rows;
   DType input_type;
   DType output_type;
-  DType gate_type;
   float scale;
 };
 

@@ -115,6 +115,8 @@ class CpuOps:
     def _norm(
         self, kind: int, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
+        if reason := _why_no_norm(x.device, x.dtype, x.shape[-1]):
+            raise ValueError(reason)
         x = x.contiguous()
         total = x if residual is None else residual.clone(memory_format=torch.contiguous_format)
         out, size = torch.empty_like(x), x.shape[-1]
@@ -287,12 +289,21 @@ def _offer(op: str, why_not: Callable[..., str] = why_no_op) -> Version:
     return Version(op, "cpu_native", serve, why_not)
 
 
+def _why_no_norm(
+    device: torch.device | None = None, dtype: torch.dtype | None = None, size: int | None = None, **_: Any
+) -> str:
+    if size is not None and size > MOST_ROW_VALUES:
+        return f"the CPU norms hold rows of up to {MOST_ROW_VALUES} values, not {size}."
+    return why_no_op(device, dtype)
+
+
 def _why_no_paged_attention(**facts: Any) -> str:
     return why_no_op(**facts) or why_no_attention(**facts)
 
 
 VERSIONS = (
-    *(_offer(op) for op in ("rms_norm", "layer_norm", "rotary", "activate", "activate_and_multiply")),
+    *(_offer(op, _why_no_norm) for op in ("rms_norm", "layer_norm")),
+    *(_offer(op) for op in ("rotary", "activate", "activate_and_multiply")),
     _offer("write_cache", _why_no_paged_attention),
     _offer("paged_attention", _why_no_paged_attention),
 )

@@ -338,11 +338,9 @@ class Builder:
         )
         self._add("activation", "hr_op_activation_multiply", args, (gate_up,), (out,))
 
-    def add(self, source: Buffer, out: Buffer, scale: float = 1.0, gate: Buffer | None = None) -> None:
-        """out += source * scale, or with a gate of one column out += source * scale * sigmoid(gate). Linear layers can
-        add their own output to a residual."""
+    def add(self, source: Buffer, out: Buffer, scale: float = 1.0) -> None:
+        """out += source * scale. Linear layers can add their own output to a residual."""
         require_same(source.columns, out.columns, "an addition's input", "its output")
-        require_same(1 if gate is None else gate.columns, 1, "the columns of an addition's gate", "one")
         args = AddArgs(
             input=source.address,
             output=out.address,
@@ -354,9 +352,7 @@ class Builder:
             output_type=out.type,
             scale=scale,
         )
-        if gate is not None:
-            args.gate, args.gate_stride, args.gate_type = gate.address, gate.stride, gate.type
-        self._add("add", "hr_op_add", args, (source, out, *(() if gate is None else (gate,))), (out,))
+        self._add("add", "hr_op_add", args, (source, out), (out,))
 
     def op(
         self,

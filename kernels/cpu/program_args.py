@@ -134,8 +134,6 @@ class AddArgs(ctypes.Structure):
     _fields_ = (
         ("input", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
-        ("gate", ctypes.c_void_p),
-        ("gate_stride", ctypes.c_int64),
         ("input_stride", ctypes.c_int64),
         ("output_stride", ctypes.c_int64),
         ("size", ctypes.c_int64),
@@ -143,7 +141,6 @@ class AddArgs(ctypes.Structure):
         ("rows", ctypes.c_int32),
         ("input_type", ctypes.c_int32),
         ("output_type", ctypes.c_int32),
-        ("gate_type", ctypes.c_int32),
         ("scale", ctypes.c_float),
     )
 
