@@ -25,6 +25,7 @@ from headrace.core.options.parsing import (
     struct_from_arguments,
 )
 from headrace.core.options.values import option_specs, parse_size
+from headrace.core.options.vllm_environment import take_vllm_variables
 from headrace.core.options.vllm_options import renamed_options, successor, unsupported_options
 from headrace.ipc.failure import OptionError
 
@@ -409,3 +410,30 @@ def test_reading_options_loads_no_heavy_library() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.strip() == "[]"
+
+
+def test_variables_of_vllm_stand_for_ours_and_others_are_named_once():
+    environment = {
+        "VLLM_API_KEY": "theirs",
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+        "HEADRACE_LOG_LEVEL": "INFO",
+        "VLLM_CACHE_ROOT": "/c",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_HOST_IP": "10.0.0.1",
+        "VLLM_FLASH_ATTN_VERSION": "3",
+    }
+    warning = take_vllm_variables(environment)
+    assert warning.endswith("do nothing here: VLLM_FLASH_ATTN_VERSION, VLLM_HOST_IP (use --master-addr and --host)")
+    assert (environment["HEADRACE_API_KEY"], environment["HEADRACE_LOG_LEVEL"]) == ("theirs", "INFO")
+    assert environment["HEADRACE_CACHE"] == "/c"
+    assert take_vllm_variables({"VLLM_NO_USAGE_STATS": "1", "HOME": "/"}) == ""
+
+
+def test_the_cache_space_of_vllms_environment_is_a_default(monkeypatch):
+    assert parse_options(model="x").kv_cache_memory_bytes is None
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    assert parse_options(model="x").kv_cache_memory_bytes == 2 << 30
+    assert parse_options(model="x", kv_cache_memory_bytes="1GiB").kv_cache_memory_bytes == 1 << 30
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "much")
+    with pytest.raises(OptionError, match="VLLM_CPU_KVCACHE_SPACE=much: it must be the cache's size in GiB"):
+        parse_options(model="x")

@@ -20,6 +20,7 @@ import msgspec
 from headrace.core.options.engine_options import Options
 from headrace.core.options.resolve import check_sampling_defaults
 from headrace.core.options.values import OptionSpec, nearest, option_specs, range_text, read_options
+from headrace.core.options.vllm_environment import options_from_variables
 from headrace.core.options.vllm_options import is_vllm_option, renamed_options, successor, unsupported_options
 from headrace.ipc.failure import OptionError
 
@@ -231,15 +232,20 @@ def struct_from_arguments(args: argparse.Namespace, struct: type[T]) -> T:
 def _read(
     struct: type[T], given: dict[str, Any], spell: Callable[[str], str], config: str | os.PathLike[str] | None
 ) -> tuple[T, tuple[str, ...]]:
-    """`read_options`, and what a config file says of options that are not given."""
+    """`read_options`, and what a config file and vLLM's environment say of options that are not given."""
     options, notes = read_options(struct, given, spell)
-    if config is None:
-        return options, notes
-    in_file, file_notes = read_config(Path(config), struct, getattr(config, "structs", ()))
-    names = option_specs(struct).keys()
-    reached = {name.replace("-", "_") for name in given}
-    set_here = {name if name in names else successor(name) for name in reached if name in names or _is_retired(name)}
-    return msgspec.structs.replace(in_file, **{name: getattr(options, name) for name in set_here}), notes + file_notes
+    if config is not None:
+        in_file, file_notes = read_config(Path(config), struct, getattr(config, "structs", ()))
+        names = option_specs(struct).keys()
+        reached = {name.replace("-", "_") for name in given}
+        set_here = {
+            name if name in names else successor(name) for name in reached if name in names or _is_retired(name)
+        }
+        options = msgspec.structs.replace(in_file, **{name: getattr(options, name) for name in set_here})
+        notes += file_notes
+    named = options_from_variables() if struct is Options else {}
+    unset = {name: value for name, value in named.items() if getattr(options, name) is None}
+    return msgspec.structs.replace(options, **unset), notes
 
 
 def read_config(path: Path, struct: type[T], structs: Sequence[type[msgspec.Struct]] = ()) -> tuple[T, tuple[str, ...]]:

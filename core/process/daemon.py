@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import logging
+import os
 import signal
 import sys
 import threading
@@ -19,6 +20,7 @@ from types import FrameType
 from headrace.core.engine.zmq_port import ZmqPort
 from headrace.core.options.engine_options import Options
 from headrace.core.options.parsing import OptionParser, add_options, options_from_arguments, parse_options
+from headrace.core.options.vllm_environment import take_vllm_variables
 from headrace.core.process.child_output import LoadBar
 from headrace.core.process.supervisor import START_GRACE_S
 from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
@@ -72,8 +74,11 @@ def main() -> None:
 
 def run_alone(options: Options, address: str) -> int:
     """A daemon: prints its address once it is ready; SIGTERM or Ctrl-C drains it, a second one ends it at once."""
+    warning = take_vllm_variables(os.environ)
     protect_stderr()
     set_up_logging("engine-core", "INFO")
+    if warning:
+        logger.warning("%s", warning)
     show_stacks_when_asked()
     if options.node_rank:
         return run_as_node(options)

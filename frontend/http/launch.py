@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headrace.core.options.engine_options import Options
+from headrace.core.options.vllm_environment import take_vllm_variables
 from headrace.core.process.child_output import startup_table
 from headrace.core.process.supervisor import Child, start_engine
 from headrace.frontend.client.event_loop import run_async
@@ -81,7 +82,10 @@ def process_began_s() -> float:
 
 def launch(engine_options: Options, options: ServeOptions) -> int:
     """Serves until it is told to stop; the exit status. Raises HeadraceError when the start fails."""
+    warning = take_vllm_variables(os.environ)
     set_up_server_logging()
+    if warning:
+        logging.getLogger(__name__).warning("%s", warning)
     phases = PhaseLog("read options", process_began_s())
     child: Child | None = None
     if not options.engine:

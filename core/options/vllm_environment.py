@@ -1,0 +1,71 @@
+"""vLLM's environment variables: those that matter stand for ours, others that are set are named in one warning."""
+
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Mapping, MutableMapping
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from headrace.ipc.failure import OptionError
+
+STANDS_FOR: Mapping[str, str] = types.MappingProxyType(
+    {
+        "VLLM_API_KEY": "HEADRACE_API_KEY",
+        "VLLM_LOGGING_LEVEL": "HEADRACE_LOG_LEVEL",
+        "VLLM_CACHE_ROOT": "HEADRACE_CACHE",
+        "VLLM_SERVER_DEV_MODE": "HEADRACE_SERVER_DEV_MODE",
+    }
+)
+CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+"""GiB of KV cache on a CPU."""
+NEEDLESS = frozenset(
+    {
+        "VLLM_NO_USAGE_STATS",  # nothing is sent to anybody
+        "VLLM_DO_NOT_TRACK",
+        "VLLM_USAGE_SOURCE",
+        "VLLM_USE_V1",
+        "VLLM_WORKER_MULTIPROC_METHOD",  # workers are started as programs: neither forked nor spawned
+        "VLLM_CONFIGURE_LOGGING",
+        "VLLM_TARGET_DEVICE",
+    }
+)
+"""What they ask for is so anyway."""
+INSTEAD: Mapping[str, str] = types.MappingProxyType(
+    {
+        "VLLM_HOST_IP": "--master-addr and --host",
+        "VLLM_PORT": "--master-port and --port",
+        "VLLM_USE_MODELSCOPE": "a folder with the model: none is fetched from ModelScope",
+        "VLLM_CPU_OMP_THREADS_BIND": "taskset, which engines keep to",
+        "VLLM_ATTENTION_BACKEND": "nothing: the engine chooses its kernels",
+        "VLLM_PLUGINS": "worker_cls, scheduler_cls and distributed_executor_backend",
+    }
+)
+
+
+def take_vllm_variables(environment: MutableMapping[str, str]) -> str:
+    """Sets ours that are not set; the warning about those of vLLM's that do nothing, empty where there is none."""
+    for theirs, ours in STANDS_FOR.items():
+        if environment.get(theirs):
+            environment.setdefault(ours, environment[theirs])
+    known = {*STANDS_FOR, CACHE_SPACE, *NEEDLESS}
+    others = sorted(name for name in environment if name.startswith("VLLM_") and name not in known)
+    if not others:
+        return ""
+    named = ", ".join(f"{name} (use {INSTEAD[name]})" if name in INSTEAD else name for name in others)
+    return f"these variables of vLLM's do nothing here: {named}"
+
+
+def options_from_variables(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Options that vLLM takes from its environment. Raises OptionError."""
+    text = environment.get(CACHE_SPACE, "")
+    if text in ("", "0"):  # vLLM's own default, which means: choose
+        return {}
+    try:
+        size = int(Decimal(text) * (1 << 30))
+    except (InvalidOperation, ValueError, OverflowError):
+        size = 0
+    if size < 1:
+        raise OptionError(f"{CACHE_SPACE}={text}: it must be the cache's size in GiB")
+    return {"kv_cache_memory_bytes": size}
