@@ -89,7 +89,7 @@ class SteppedCore:
         executor = self.executor = executor_class(self.plan.options, model)
         executor.load(self.plan, lambda phase: None)
         executor.allocate(facts.num_blocks, facts.max_model_len)
-        self.inbox = Inbox()
+        self.inbox = Inbox(int(self.plan.options.max_client_inbox_mb * 1e6))
         self.port = MemoryPort()
         self.loop = Loop(self.plan, facts, executor, self.port, self.inbox)
         self.port.serve(Sessions(self.inbox, welcome_of(self.plan, facts), None))

@@ -166,3 +166,35 @@ def test_requests_that_left_a_blocked_queue_are_not_kept() -> None:
     core.run_until_idle()
     assert len(client.finishes()) == 1000
     assert len(core.loop.scheduler.waiting._heap) <= 64
+
+
+def test_a_client_that_sends_faster_than_the_loop_takes_is_rejected_request_by_request_and_others_are_not() -> None:
+    core = SteppedCore(max_client_inbox_mb=0.05)
+    flood, other = core.open(), core.open()
+    for slot in range(200):
+        flood.add(slot, [5, 6], max_tokens=1)
+    other.add(0, [5, 6], max_tokens=1)
+    assert core.inbox.qsize() < 100
+    core.run_until_idle()
+    assert sorted(finish.slot for finish in flood.finishes()) == list(range(200)), "a request has no terminal answer"
+    rejected = [finish for finish in flood.finishes() if finish.reason is FinishReason.REJECTED]
+    assert 100 < len(rejected) < 200
+    assert rejected[0].failure is not None
+    assert (rejected[0].failure.type, rejected[0].failure.retry_after_s) == ("QueueFullError", 1.0)
+    assert [finish.reason for finish in other.finishes()] == [FinishReason.LENGTH]
+    flood.add(200, [5, 6], max_tokens=1)
+    core.run_until_idle()
+    assert flood.finishes()[-1].reason is FinishReason.LENGTH
+
+
+def test_a_client_may_have_so_many_unfinished_requests_and_no_more() -> None:
+    core = SteppedCore(max_client_requests=3)
+    greedy, other = core.open(), core.open()
+    for slot in range(5):
+        greedy.add(slot, [5, 6], max_tokens=20)
+    other.add(0, [5, 6], max_tokens=20)
+    core.run_until_idle()
+    reasons = {finish.slot: finish.reason for finish in greedy.finishes()}
+    assert [reasons[slot] for slot in (3, 4)] == [FinishReason.REJECTED] * 2
+    assert FinishReason.REJECTED not in [reasons[slot] for slot in range(3)]
+    assert len(other.finishes()) == 1

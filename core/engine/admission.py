@@ -39,6 +39,7 @@ class Admission:
 
     def __init__(self, plan: Plan, facts: Facts) -> None:
         self.max_waiting = plan.options.max_waiting_requests
+        self.max_of_client = plan.options.max_client_requests
         self._model = plan.model.name
         self._max_model_len = facts.max_model_len
         self._vocab_size = plan.model.vocab_size
@@ -135,6 +136,12 @@ class Admission:
         return self.refusal(
             f"the queue is full ({self.max_waiting} requests wait); try again in about {retry_after_s:.0f} s",
             retry_after_s=retry_after_s,
+        )
+
+    def too_many(self, wait_s: float) -> Failure:
+        return self.refusal(
+            f"this client has {self.max_of_client} unfinished requests, as many as one may have (max_client_requests)",
+            retry_after_s=min(max(1.0, wait_s), 600.0),
         )
 
     def asleep(self) -> Failure:

@@ -76,7 +76,7 @@ class EngineCore:
     def __init__(self, options: Options, port: ZmqPort | MemoryPort, executor: Executor | None = None) -> None:
         self._options, self.port = options, port
         self._executor = executor
-        self._inbox: Inbox = Inbox()
+        self._inbox = Inbox(int(options.max_client_inbox_mb * 1e6))
         self._loop: Loop | None = None
         self.plan: Plan | None = None
         self.facts: Facts | None = None

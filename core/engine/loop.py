@@ -234,6 +234,8 @@ class Loop:
             return
         elif self._num_waiting >= self._admission.max_waiting:
             failure = self._admission.queue_full(self._statistics.seconds_per_request() * self._num_waiting)
+        elif len(live) >= self._admission.max_of_client:
+            failure = self._admission.too_many(self._statistics.seconds_per_request())
         elif self._controller.asleep:
             failure = self._admission.asleep()
         else:

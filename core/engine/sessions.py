@@ -12,17 +12,24 @@ import queue
 import msgspec
 
 from headrace.core.engine.gates import GateFailed, GateOpened
+from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import (
     SCHEMA_HASH,
+    Abort,
+    AddRequest,
     ClientMessage,
     CoreMessage,
     Dismissed,
     FetchTokenizer,
+    Finish,
+    FinishReason,
+    Generate,
     Goodbye,
     Hello,
     Refused,
     Reply,
+    StepOutputs,
     TokenizerBundle,
     Welcome,
 )
@@ -45,7 +52,55 @@ class ExecutorFailed(msgspec.Struct, frozen=True):
 
 
 InboxMessage = ClientMessage | ClientGone | StopOrder | ExecutorFailed | GateOpened | GateFailed
-Inbox = queue.SimpleQueue[tuple[int, InboxMessage]]
+InboxItem = tuple[int, InboxMessage]
+
+
+class Inbox(queue.SimpleQueue[InboxItem]):
+    """Messages on their way to the loop. Bounds what one client may have in it, which ports ask before they put more.
+
+    A port's thread counts up and the loop's thread counts down, each in a dict of its own, so neither needs a lock.
+    """
+
+    def __init__(self, max_client_bytes: int = 256 << 20) -> None:
+        self._max_client_bytes = max_client_bytes
+        self._put_bytes: dict[int, int] = {}  # by client
+        self._taken_bytes: dict[int, int] = {}
+
+    def offer(self, client: int, message: InboxMessage) -> bool:
+        """Puts a client's message. False, and it is not taken, when the client has too much in here already."""
+        put_bytes = self._put_bytes.get(client, 0) + _size_bytes(message)
+        if put_bytes - self._taken_bytes.get(client, 0) > self._max_client_bytes:
+            return False
+        self._put_bytes[client] = put_bytes
+        self.put((client, message))
+        return True
+
+    def get(self, block: bool = True, timeout: float | None = None) -> InboxItem:
+        client, message = super().get(block, timeout)
+        if isinstance(message, ClientGone):
+            self._put_bytes.pop(client, None)
+            self._taken_bytes.pop(client, None)
+        elif client:  # 0 is the engine itself
+            self._taken_bytes[client] = self._taken_bytes.get(client, 0) + _size_bytes(message)
+        return client, message
+
+
+def _size_bytes(message: InboxMessage) -> int:
+    """About how much memory a message takes."""
+    size_bytes = 512
+    if isinstance(message, AddRequest):
+        size_bytes += len(message.prompt_token_ids.data) + len(message.cache_salt) + len(message.request_id)
+        if isinstance(message.task, Generate):
+            sampling = message.task.sampling
+            num_ids = len(sampling.allowed_token_ids) + len(sampling.stop_token_ids) + sum(map(len, sampling.bad_words))
+            size_bytes += 40 * num_ids + 120 * len(sampling.logit_bias)
+    elif isinstance(message, Abort):
+        size_bytes += 40 * len(message.slots)
+    return size_bytes
+
+
+TRY_LATER = "read the answers that have come, and try again"
+_NONE = Tensor.of("int32", [])
 
 
 class Sessions:
@@ -77,7 +132,15 @@ class Sessions:
             return Reply(call=message.call, result=self._tokenizer)
         if isinstance(message, Hello):
             return self.refuse("a second Hello in one session")
-        self._inbox.put((client, ClientGone() if isinstance(message, Goodbye) else message))
+        if isinstance(message, Goodbye):
+            self.gone(client)
+        elif not self._inbox.offer(client, message):
+            failure = self._failure(f"this client has too much on its way to the engine; {TRY_LATER}")
+            if not isinstance(message, AddRequest):
+                return Refused(failure=failure, schema_hash=SCHEMA_HASH, version=self._welcome.version)
+            failure = msgspec.structs.replace(failure, type="QueueFullError", retry_after_s=1.0)
+            finish = Finish(slot=message.slot, reason=FinishReason.REJECTED, failure=failure)
+            return StepOutputs(step=0, slots=_NONE, token_ids=_NONE, finished=(finish,))
         return None
 
     def gone(self, client: int) -> None:

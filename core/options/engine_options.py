@@ -270,6 +270,25 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             SCHEDULER, "Longest queue; a request beyond it is rejected with a time to come back", "requests", minimum=1
         ),
     ] = 100_000
+    max_client_requests: Annotated[
+        int,
+        Option(
+            SCHEDULER,
+            "Most unfinished requests of one client, such as a process of the HTTP server; further ones are rejected "
+            "with a time to come back",
+            "requests",
+            minimum=1,
+        ),
+    ] = 100_000
+    max_client_inbox_mb: Annotated[
+        float,
+        Option(
+            SCHEDULER,
+            "Most that one client's messages may take on their way to the scheduler; further requests are rejected",
+            "MB",
+            minimum=0.001,
+        ),
+    ] = 256.0
     enable_chunked_prefill: Annotated[
         bool, Option(SCHEDULER, "Compute long prompts in pieces between other requests' tokens")
     ] = True
