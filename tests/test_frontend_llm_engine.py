@@ -13,6 +13,7 @@ from fake_llm import core, llm
 from headrace import LLM, EngineArgs, InvalidRequestError, LLMEngine, OptionError, RequestFailedError, SamplingParams
 from headrace.core.options.engine_options import Options
 from headrace.core.options.parsing import parse_options
+from headrace.frontend.api.sync_stream import MOST_UNREAD
 from headrace.ipc.messages import Abort
 
 __all__ = ["core", "llm"]  # fixtures
@@ -117,3 +118,22 @@ def test_engine_args_are_a_dataclass_to_those_who_ask() -> None:
 def test_engine_args_name_what_they_lack() -> None:
     with pytest.raises(AttributeError, match="EngineArgs has no 'create_engine_config': what the engine decided is in"):
         EngineArgs().create_engine_config()
+
+
+def test_outputs_that_nobody_takes_do_not_pile_up_and_the_last_one_is_whole(llm: LLM) -> None:
+    engine = LLMEngine(llm)
+    engine.add_request("slow reader", "Hello", SamplingParams(max_tokens=100))
+    llm.generate("Hello", SamplingParams(max_tokens=200), use_tqdm=False)  # ends later than the other
+    assert engine._news.qsize() <= MOST_UNREAD
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+    assert outputs[-1].finished
+    assert len(outputs[-1].outputs[0].token_ids) == 100
+
+
+def test_a_streams_unread_pieces_do_not_pile_up_and_none_is_lost(llm: LLM) -> None:
+    with llm.stream("Hello", SamplingParams(max_tokens=100)) as stream:
+        llm.generate("Hello", SamplingParams(max_tokens=200), use_tqdm=False)
+        pieces = [piece.outputs[0].token_ids for piece in stream]
+    assert len(pieces) <= MOST_UNREAD + 3
+    assert sum(map(len, pieces)) == 100

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.frontend.api.batch import params_for, run_batch
@@ -16,7 +15,7 @@ from headrace.frontend.api.chat_prompts import chat_options, chat_prompt, refuse
 from headrace.frontend.api.outputs import RequestOutput
 from headrace.frontend.api.prompts import Prompt, parse_prompts, parse_single_prompt, tokenize
 from headrace.frontend.api.sampling_params import RequestOutputKind, SamplingParams
-from headrace.frontend.api.sync_stream import Put, SyncStream, start_pump
+from headrace.frontend.api.sync_stream import Pump, Put, SyncStream
 from headrace.frontend.api.unsupported import NamesWhatIsMissing
 from headrace.frontend.client.background import BackgroundLoop
 from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient
@@ -157,15 +156,16 @@ class LLM(Controls, NamesWhatIsMissing):
 
     def start_request(
         self, request_id: str, prompt: Any, sampling_params: SamplingParams | None, priority: int, put: Put
-    ) -> Callable[[], None]:
-        """Submits one prompt; `put` hears of it from the client's thread (see sync_stream.py). Gives what aborts it.
+    ) -> Pump:
+        """Submits one prompt; `put` is called with its outputs from the client's thread (see sync_stream.py).
 
         Outputs are cumulative unless `sampling_params.output_kind` says else. Raises as `generate` does.
         """
         kind = sampling_params.output_kind if sampling_params is not None else RequestOutputKind.CUMULATIVE
         parsed, params = self._prepare(prompt, sampling_params, kind)
-        task = self._background.run(start_pump(self._client, (request_id, parsed, params, priority), put))
-        return functools.partial(self._background.call_soon, task.cancel)
+        pump = Pump(self._background, self._client, put)
+        pump.start((request_id, parsed, params, priority))
+        return pump
 
     def get_tokenizer(self) -> Tokenizer:
         """Raises InvalidRequestError when the engine runs without one."""

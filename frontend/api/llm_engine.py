@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import queue
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import Field, dataclass, field, fields, make_dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from headrace.frontend.api.async_llm import AsyncLLM
 from headrace.frontend.api.llm import LLM
 from headrace.frontend.api.outputs import RequestOutput
 from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.frontend.api.sync_stream import Pump
 from headrace.frontend.api.unsupported import DECISIONS, no_attribute
 from headrace.ipc.failure import InvalidRequestError
 
@@ -80,7 +81,7 @@ class _Running:
     """One submission: its id may be used again, and what is still queued of an aborted one is not the new one's."""
 
     request_id: str
-    abort: Callable[[], None] = lambda: None
+    pump: Pump | None = None
 
 
 class LLMEngine:
@@ -117,7 +118,7 @@ class LLMEngine:
         def put(item: RequestOutput | BaseException | None) -> None:
             self._news.put((running, item))
 
-        running.abort = self._llm.start_request(request_id, prompt, params, priority, put)
+        running.pump = self._llm.start_request(request_id, prompt, params, priority, put)
         self._running[request_id] = running
 
     def step(self) -> list[RequestOutput]:
@@ -141,14 +142,16 @@ class LLMEngine:
                 del self._running[running.request_id]
             if item is not None:
                 outputs.append(item)
+                if running.pump is not None:
+                    running.pump.taken()
         return outputs
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """Ends requests without another output; ids that are not running are ignored."""
         for each in (request_id,) if isinstance(request_id, str) else tuple(request_id):
             running = self._running.pop(each, None)
-            if running is not None:
-                running.abort()
+            if running is not None and running.pump is not None:
+                running.pump.cancel()
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step would return something."""

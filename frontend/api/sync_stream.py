@@ -12,9 +12,13 @@ from headrace.frontend.api.prompts import Prompt
 from headrace.frontend.api.sampling_params import SamplingParams
 from headrace.frontend.client.background import BackgroundLoop
 from headrace.frontend.client.client import CoreClient
+from headrace.frontend.client.request import RequestStream
 
 Put = Callable[[RequestOutput | BaseException | None], Any]
 """Takes a request's outputs as they come; then None at its end, or what ended it."""
+
+MOST_UNREAD = 8
+"""Outputs of one request that wait for a reader in another thread."""
 
 
 class SyncStream:
@@ -23,11 +27,11 @@ class SyncStream:
     def __init__(
         self, background: BackgroundLoop, client: CoreClient, request: tuple[str, Prompt, SamplingParams, int]
     ) -> None:
-        self._background = background
         self._outputs: queue.SimpleQueue[RequestOutput | BaseException | None] = queue.SimpleQueue()
         self._ended = False
-        # The task knows the queue and not this object, so that forgetting this object ends the task.
-        self._task: asyncio.Task[None] = background.run(start_pump(client, request, self._outputs.put))
+        # The pump knows the queue and not this object, so that forgetting this object ends its task.
+        self._pump = Pump(background, client, self._outputs.put)
+        self._pump.start(request)
 
     def __iter__(self) -> SyncStream:
         return self
@@ -42,6 +46,7 @@ class SyncStream:
             self.close()
             raise
         if isinstance(item, RequestOutput):
+            self._pump.taken()
             return item
         self._ended = True
         if item is None:
@@ -51,7 +56,7 @@ class SyncStream:
     def close(self) -> None:
         """Aborts the request if it still runs. May be called again."""
         self._ended = True
-        self._background.call_soon(self._task.cancel)
+        self._pump.cancel()
 
     def __enter__(self) -> SyncStream:
         return self
@@ -60,24 +65,45 @@ class SyncStream:
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_task") and not self._ended:
+        if hasattr(self, "_pump") and not self._ended:
             self.close()
 
 
-async def start_pump(
-    client: CoreClient, request: tuple[str, Prompt, SamplingParams, int], put: Put
-) -> asyncio.Task[None]:
-    """Submits a request, and puts its outputs as they come; then None, or what ended it. Cancelling it aborts."""
-    stream = client.submit(*request)
+class Pump:
+    """Passes a request's outputs to a thread that is not the client's, a few ahead of it at most.
 
-    async def pump() -> None:
+    What comes meanwhile waits in the stream, which gives it as one larger output.
+    """
+
+    def __init__(self, background: BackgroundLoop, client: CoreClient, put: Put) -> None:
+        self._background, self._client, self._put = background, client, put
+        self._room = asyncio.Semaphore(MOST_UNREAD)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, request: tuple[str, Prompt, SamplingParams, int]) -> None:
+        """Submits the request. Raises what `CoreClient.submit` does."""
+        self._background.run(self._start(request))
+
+    def taken(self) -> None:
+        """The other thread has taken an output."""
+        self._background.call_soon(self._room.release)
+
+    def cancel(self) -> None:
+        """Aborts the request, if it still runs. From any thread."""
+        if self._task is not None:
+            self._background.call_soon(self._task.cancel)
+
+    async def _start(self, request: tuple[str, Prompt, SamplingParams, int]) -> None:
+        stream = self._client.submit(*request)
+        self._task = asyncio.get_running_loop().create_task(self._run(stream))
+
+    async def _run(self, stream: RequestStream) -> None:
         try:
             async for output in stream:
-                put(output)
-            put(None)
+                self._put(output)
+                await self._room.acquire()
+            self._put(None)
         except BaseException as error:
-            put(None if isinstance(error, asyncio.CancelledError) else error)
+            self._put(None if isinstance(error, asyncio.CancelledError) else error)
         finally:
-            client.abort_stream(stream)
-
-    return asyncio.get_running_loop().create_task(pump())
+            self._client.abort_stream(stream)
