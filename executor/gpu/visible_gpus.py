@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 
 from headrace.ipc.failure import OptionError
-
-LIBRARY = "libnvidia-ml.so.1"
 
 
 def check_gpus(asked: str, num_ranks: int, count: int | None) -> None:
@@ -38,24 +35,22 @@ def too_few_gpus(asked: str, num_ranks: int, count: int) -> OptionError:
     )
 
 
-def visible_gpus(library: str = LIBRARY) -> int | None:
-    """Of this process, as CUDA_VISIBLE_DEVICES leaves them; None where the library cannot be had or does not say.
+def visible_gpus() -> int | None:
+    """Of this process, as CUDA_VISIBLE_DEVICES leaves them; None where there is no driver, or it does not say.
 
-    Asking NVML (its reference: nvmlInit_v2, nvmlDeviceGetCount_v2) creates no context on any GPU.
+    Asking NVML creates no context on any GPU.
     """
+    import pynvml  # of nvidia-ml-py
+
     try:
-        nvml = ctypes.CDLL(library)
-        if nvml.nvmlInit_v2() != 0:
-            return None
+        pynvml.nvmlInit()
         try:
-            count = ctypes.c_uint()
-            if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-                return None
+            count = pynvml.nvmlDeviceGetCount()
         finally:
-            nvml.nvmlShutdown()
-    except (OSError, AttributeError):
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
         return None
-    return left_visible(os.environ.get("CUDA_VISIBLE_DEVICES"), count.value)
+    return left_visible(os.environ.get("CUDA_VISIBLE_DEVICES"), count)
 
 
 def left_visible(variable: str | None, count: int) -> int:

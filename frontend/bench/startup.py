@@ -20,6 +20,7 @@ from headrace.frontend.bench import record as records
 from headrace.frontend.bench.metrics import columns, percentile
 from headrace.frontend.bench.offline import finish, progress
 from headrace.frontend.bench.options import ResultOptions, StartupOptions
+from headrace.ipc.cache import cache_folder
 from headrace.ipc.failure import EngineStartError, OptionError
 
 START_TIMEOUT_S = 3600.0
@@ -78,7 +79,7 @@ def one_start(options: str, environment: dict[str, str]) -> dict[str, Any]:
 @contextlib.contextmanager
 def empty_cache() -> Iterator[str]:
     """A cache folder without compiled kernels; a demo model that was fetched already is fetched from the user's own."""
-    own = os.environ.get("HEADRACE_CACHE") or os.path.expanduser("~/.cache/headrace")
+    own = cache_folder()
     with tempfile.TemporaryDirectory(prefix="headrace-cold-") as folder:
         for name in os.listdir(own) if os.path.isdir(own) else ():
             if name.endswith(".gguf"):

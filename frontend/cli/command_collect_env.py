@@ -6,7 +6,6 @@ Values of environment variables that may be secret are not shown.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib.metadata
 import json
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import headrace
+from headrace.ipc.cache import cache_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -176,7 +176,7 @@ def _compiler() -> dict[str, Any]:
 
 
 def _kernel_cache() -> dict[str, Any]:
-    folder = Path(os.environ.get("HEADRACE_CACHE") or Path.home() / ".cache" / "headrace") / "kernels"
+    folder = cache_folder() / "kernels"
     libraries = sorted(folder.glob("*.so"), key=_changed_s)
     return {
         "folder": str(folder),
@@ -187,30 +187,33 @@ def _kernel_cache() -> dict[str, Any]:
 
 
 def _gpus() -> dict[str, Any]:
-    """As the driver's own tool tells it, or why there is none."""
-    names = ("index", "name", "memory.total", "compute_cap", "driver_version")
-    text = _output(["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"])
-    return gpus_of(text or "") or {"none": _why_no_gpu()}
+    """As the driver tells it (NVML), or why there is none."""
+    import pynvml  # of nvidia-ml-py
 
-
-def _why_no_gpu() -> str:
-    """As far as can be told without torch."""
     try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return "there is no NVIDIA driver (libcuda.so.1)"
-    return "there is an NVIDIA driver (libcuda.so.1), and nvidia-smi shows no GPU"
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return {"none": f"the NVIDIA driver's library says: {error}"}
+    try:
+        driver = _as_text(pynvml.nvmlSystemGetDriverVersion())
+        gpus = {}
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
+            major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(gpu)
+            gpus[str(index)] = (
+                f"{_as_text(pynvml.nvmlDeviceGetName(gpu))}, {pynvml.nvmlDeviceGetMemoryInfo(gpu).total >> 20} MiB, "
+                f"compute capability {major}.{minor}, driver {driver}"
+            )
+        return gpus or {"none": f"the NVIDIA driver {driver} has no GPU"}
+    except pynvml.NVMLError as error:
+        return {"none": f"the NVIDIA driver's library says: {error}"}
+    finally:
+        pynvml.nvmlShutdown()
 
 
-def gpus_of(text: str) -> dict[str, Any]:
-    """From nvidia-smi's lines: `0, NVIDIA H200, 143771 MiB, 9.0, 570.86.15`."""
-    gpus = {}
-    for line in text.splitlines():
-        parts = [part.strip() for part in line.split(",")]
-        if len(parts) == 5:
-            index, name, memory, capability, driver = parts
-            gpus[index] = f"{name}, {memory}, compute capability {capability}, driver {driver}"
-    return gpus
+def _as_text(name: str | bytes) -> str:
+    """Older versions of the library give bytes."""
+    return name.decode(errors="replace") if isinstance(name, bytes) else name
 
 
 def _output(command: Sequence[str]) -> str | None:

@@ -14,15 +14,11 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.ipc.cache import cache_folder
 from headrace.ipc.failure import ModelError
 from headrace.ipc.messages import TokenizerBundle, TokenizerInfo
 
 _HASH = re.compile(r"[0-9a-f]{64}")
-
-
-def cache_folder() -> Path:
-    named = os.environ.get("HEADRACE_CACHE")
-    return Path(named) if named else Path.home() / ".cache" / "headrace"
 
 
 def load_bundle(info: TokenizerInfo) -> TokenizerBundle | None:

@@ -142,8 +142,7 @@ def cache_folder() -> Path | None:
 
 
 def _cache_path() -> Path:
-    root = os.environ.get("HEADRACE_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "headrace")
-    return Path(root) / "kernels"
+    return Path(os.environ.get("HEADRACE_CACHE") or "~/.cache/headrace").expanduser() / "kernels"
 
 
 def find_compiler() -> tuple[str, ...]:
