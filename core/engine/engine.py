@@ -28,6 +28,7 @@ from headrace.core.options.resolve import resolve, steps_in_flight
 from headrace.core.process.child_output import LoadBar, startup_table
 from headrace.ipc.failure import Failure, HeadraceError, OptionError
 from headrace.ipc.messages import TokenizerBundle, TokenizerInfo, Welcome
+from headrace.ipc.plugins import load_plugin, plugins, warn_of_vllm_plugins
 
 if TYPE_CHECKING:
     from headrace.executor.placement.base import Executor
@@ -162,6 +163,7 @@ def load_executor(options: Options) -> Executor:
 
     Raises OptionError when the name is not `uni`, `mp` or an importable module:Class, and for options it cannot serve.
     """
+    warn_of_vllm_plugins()
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
     backend = options.distributed_executor_backend
     if backend == "auto":
@@ -178,9 +180,14 @@ def load_executor(options: Options) -> Executor:
         )
     module, colon, name = EXECUTORS.get(backend, backend).partition(":")
     if not colon:
-        raise OptionError(
-            f"distributed_executor_backend is {backend!r}; it must be uni, mp, ray, external_launcher, or module:Class"
-        )
+        entry = plugins().get(backend)
+        if entry is None:
+            raise OptionError(
+                f"distributed_executor_backend is {backend!r}; it must be uni, mp, ray, external_launcher, a plugin's "
+                f"name ({', '.join(plugins()) or 'none is installed'}) or module:Class"
+            )
+        found: Executor = load_plugin(entry)(options)
+        return found
     try:
         if backend in EXECUTORS and world_size > 1:  # fail before any worker starts
             importlib.import_module("headrace.executor.parallel.divisibility").check_world(options)

@@ -53,7 +53,7 @@ from headrace.ipc.messages import (
     Reply,
     ResetPrefixCache,
 )
-from headrace.ipc.named_class import load_class
+from headrace.ipc.plugins import load_class
 from headrace.ipc.step import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)

@@ -320,7 +320,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     scheduler_cls: Annotated[
         str,
         Option(
-            SCHEDULER, "module:Class derived from headrace.core.schedule.scheduler.Scheduler", default_text="that one"
+            SCHEDULER,
+            "module:Class, or a plugin's name, of a class derived from headrace.core.schedule.scheduler.Scheduler",
+            default_text="that one",
         ),
     ] = ""
 
@@ -357,7 +359,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             PARALLEL,
             "What runs the model: uni (the engine core's own process), mp (a worker process for each rank), "
             "ray (the same, placed by Ray), external_launcher (the caller is one of several ranks that torchrun "
-            "started, all with the same requests), or module:Class of an Executor",
+            "started, all with the same requests), or module:Class or a plugin's name of an Executor",
             default_text="auto: mp where there is more than one rank, else uni",
         ),
     ] = "auto"

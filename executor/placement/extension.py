@@ -8,7 +8,7 @@ import msgspec
 
 from headrace.executor.placement.base import Executor
 from headrace.ipc.failure import HeadraceError, OptionError
-from headrace.ipc.named_class import load_class
+from headrace.ipc.plugins import load_class
 
 
 class Extension:

@@ -1,4 +1,7 @@
-"""Adapters from a checkpoint's config to an `ArchSpec`. A new family is one new module with a constant `FAMILY`."""
+"""Adapters from a checkpoint's config to an `ArchSpec`. A new family is one new module with a constant `FAMILY`.
+
+It is here, or in another package that registers it under `headrace.plugins`; then it may bring blocks of its own.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.ipc.failure import ModelError
+from headrace.ipc.plugins import load_plugins
 
 Config = Mapping[str, Any]
 
@@ -36,6 +40,19 @@ def families() -> Mapping[str, Family]:
     return MappingProxyType(found)
 
 
+@functools.cache
+def family_of_plugin(architecture: str) -> Family:
+    """The family of another package, which registers it under `headrace.plugins`: see `ipc.plugins`. Raises ModelError
+    when none has this architecture, naming those that could not be loaded."""
+    found, problems = load_plugins(Family)
+    others = {name: family for family in found for name in family.architectures}
+    if architecture in others:
+        return others[architecture]
+    known = ", ".join([*families(), *others])
+    failed = "".join(f"; {problem}" for problem in problems)
+    raise ModelError(f"the architecture {architecture} is not supported; known are {known}{failed}")
+
+
 def spec_from_config(config: Config) -> ArchSpec:
     """The model that a Hugging Face `config.json` describes.
 
@@ -45,9 +62,7 @@ def spec_from_config(config: Config) -> ArchSpec:
     named = config.get("architectures")
     if not isinstance(named, list | tuple) or not named or not isinstance(named[0], str):
         raise ModelError(f'the config has no "architectures"; one of {", ".join(families())} is expected')
-    family = families().get(named[0])
-    if family is None:
-        raise ModelError(f"the architecture {named[0]} is not supported; known are {', '.join(families())}")
+    family = families().get(named[0]) or family_of_plugin(named[0])
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
         raise ModelError(

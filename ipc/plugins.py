@@ -1,0 +1,109 @@
+"""What other packages put beside or in place of ours: entry points of the group `headrace.plugins`, and named classes.
+
+    [project.entry-points."headrace.plugins"]          # in the other package's pyproject.toml
+    tiny = "tiny_family:FAMILY"                         # a Family: models of its architectures are served
+    gentle = "gentle.scheduler:GentleScheduler"         # a class: scheduler_cls=gentle
+    lab = "lab.executor:LabExecutor"                    # a class: distributed_executor_backend=lab
+
+A plugin is loaded when it is asked for by name, families when a model is of no architecture of ours. What is wrong with
+one is said where it is missed; the others are served.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from headrace.ipc.failure import OptionError
+
+GROUP = "headrace.plugins"
+VLLM_GROUP = "vllm.general_plugins"
+logger = logging.getLogger(__name__)
+
+
+def plugins() -> dict[str, EntryPoint]:
+    """Those installed, by name. Raises OptionError where two packages use one name."""
+    found: dict[str, EntryPoint] = {}
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        other = found.setdefault(entry.name, entry)
+        if other != entry:
+            raise OptionError(
+                f"two packages have a plugin {entry.name}: {_package(other)} and {_package(entry)}; uninstall one"
+            )
+    return found
+
+
+def load_plugin(entry: EntryPoint) -> Any:
+    """What it names. Raises OptionError, naming plugin and package, when that cannot be had."""
+    try:
+        return entry.load()
+    except Exception as error:  # whatever the module does when it is imported
+        raise OptionError(
+            f"the plugin {entry.name} of {_package(entry)} ({entry.value}) cannot be loaded: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def load_plugins(kind: type) -> tuple[list[Any], list[str]]:
+    """Every plugin that is a `kind`, and a sentence for each that cannot be loaded."""
+    found, problems = [], []
+    for entry in plugins().values():
+        try:
+            loaded = load_plugin(entry)
+        except OptionError as error:
+            problems.append(str(error))
+            continue
+        if isinstance(loaded, kind):
+            found.append(loaded)
+    return found, problems
+
+
+def warn_of_vllm_plugins() -> None:
+    """Says why vLLM's plugins that are installed do nothing here."""
+    for entry in entry_points(group=VLLM_GROUP):
+        logger.warning(
+            "the plugin %s of %s is registered for vLLM (%s): it changes vLLM's own modules, which are not in use "
+            "here; a package registers families, schedulers and executors for Headrace under %s",
+            entry.name,
+            _package(entry),
+            VLLM_GROUP,
+            GROUP,
+        )
+
+
+def load_class(option: str, name: str, base: type | None = None) -> Any:
+    """The class that `option` names as module:Class, as module.Class, or by a plugin's name.
+
+    Raises OptionError, in one sentence, when there is none or when it is not derived from `base`.
+    """
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        module, _, attribute = name.rpartition(".")
+    if entry := plugins().get(name) if not module else None:
+        found = load_plugin(entry)
+    else:
+        found = _named(option, name, module, attribute)
+    if not isinstance(found, type):
+        raise OptionError(f"{option}={name} is a {type(found).__name__}; it must be a class")
+    if base is not None and not issubclass(found, base):
+        raise OptionError(f"{option}={name} must be derived from {base.__module__}.{base.__qualname__}")
+    return found
+
+
+def _named(option: str, name: str, module: str, attribute: str) -> Any:
+    if not module or not attribute:
+        installed = ", ".join(plugins())
+        raise OptionError(
+            f"{option} is {name!r}; it must name a class, as module:Class or module.Class"
+            + (f", or a plugin, of which there are {installed}" if installed else "")
+        )
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # whatever the module does when it is imported
+        raise OptionError(f"{option}={name} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _package(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else "an unknown package"
