@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from headrace.core.options.plan import Plan
 from headrace.ipc.messages import Sampling
-from headrace.ipc.step import NewRow, StepPlan
+from headrace.ipc.step import Drafts, NewRow, StepPlan
 
 OTHER_BLOCKS = 1000
 """In each cache group, block numbers are by default higher by so many than in the group before."""
@@ -38,6 +39,7 @@ class PlanMaker:
     _new: list[NewRow] = field(default_factory=list)
     _appended: list[tuple[int, int]] = field(default_factory=list)
     _work: list[tuple[int, int]] = field(default_factory=list)
+    _drafts: dict[int, list[int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: Plan, num_blocks: int) -> PlanMaker:
@@ -87,9 +89,10 @@ class PlanMaker:
             del state[row]
         self._released.append(row)
 
-    def compute(self, row: int, count: int | None = None) -> None:
-        """The row's next `count` tokens, by default all that are known."""
-        count = len(self.tokens[row]) - self.computed[row] if count is None else count
+    def compute(self, row: int, count: int | None = None, drafts: Sequence[int] = ()) -> None:
+        """The row's next `count` tokens, by default all that are known and, after those, drafts."""
+        count = len(self.tokens[row]) - self.computed[row] + len(drafts) if count is None else count
+        self._drafts[row] = list(drafts)
         needed = -(-(self.computed[row] + count) // self.block_size) - len(self.blocks[row])
         for block in self._take(needed):
             self.blocks[row].append(block)
@@ -110,21 +113,31 @@ class PlanMaker:
             rows=i32(*rows),
             num_tokens=counts,
             num_computed_tokens=computed,
-            sampled=computed + counts == known,
+            sampled=computed + counts >= known,
             total_tokens=int(counts.sum()),
+            attachments=self._attachments(rows),
         )
         for row, count in self._work:
             self.computed[row] += count
         self.step += 1
-        self._released, self._new, self._appended, self._work = [], [], [], []
+        self._released, self._new, self._appended, self._work, self._drafts = [], [], [], [], {}
         return plan
 
     def _in_groups(self, numbers: list[int], apart: int) -> np.ndarray:
         return np.concatenate([i32(*numbers) + i32(group * apart) for group in range(self.num_groups)])
 
-    def sampled(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
-        for row, token in zip(rows.tolist(), token_ids.tolist(), strict=True):
+    def _attachments(self, rows: list[int]) -> tuple[Drafts, ...]:
+        drafts = [self._drafts[row] for row in rows]
+        token_ids = i32(*(token for each in drafts for token in each))
+        return (Drafts(counts=i32(*map(len, drafts)), token_ids=token_ids),) if len(token_ids) else ()
+
+    def sampled(self, rows: np.ndarray, token_ids: np.ndarray, counts: np.ndarray | None = None) -> None:
+        """counts: as in `StepResult`."""
+        row_of = rows if counts is None else np.repeat(rows, counts)
+        for row, token in zip(row_of.tolist(), token_ids.tolist(), strict=True):
             self.tokens[row].append(token)
+        for row in rows.tolist():
+            self.computed[row] = min(self.computed[row], len(self.tokens[row]) - 1)
 
     def _take(self, count: int) -> list[int]:
         self.next_block += max(count, 0)

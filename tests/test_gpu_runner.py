@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,13 +68,13 @@ class Twins:
         self._expected: deque[StepResult] = deque()
         self._ended_s = 0.0
 
-    def step(self, *work: int | tuple[int, int]) -> StepResult:
+    def step(self, *work: int | tuple[Any, ...]) -> StepResult:
         for item in work:
             self.maker.compute(*(item if isinstance(item, tuple) else (item,)))
         plan = self.maker.plan()
         self.runner.submit(plan)
         result = self.reference.step(plan)
-        self.maker.sampled(result.rows, result.token_ids)
+        self.maker.sampled(result.rows, result.token_ids, result.counts)
         self._expected.append(result)
         if len(self._expected) == self._ahead:
             self.compare()
@@ -96,6 +97,9 @@ def same(found: StepResult, expected: StepResult) -> None:
     assert found.step == expected.step
     assert found.rows.tolist() == expected.rows.tolist()
     assert found.token_ids.tolist() == expected.token_ids.tolist()
+    assert (found.counts is None) == (expected.counts is None)
+    if found.counts is not None and expected.counts is not None:
+        assert found.counts.tolist() == expected.counts.tolist()
     assert [(each.row, each.failure.message) for each in found.failures] == [
         (each.row, each.failure.message) for each in expected.failures
     ]
@@ -145,6 +149,50 @@ def play(seed: int, twins: Twins, steps: int = 30) -> None:
 @pytest.mark.parametrize("seed", range(25))
 def test_every_result_is_the_cpu_runners_with_two_steps_in_flight(seed: int) -> None:
     play(seed, Twins())
+
+
+def answers_without_drafts(samplings: tuple[dict[str, Any], ...], num_tokens: int) -> dict[int, list[int]]:
+    """Prompt and answer of each row."""
+    maker = PlanMaker(block_size=BLOCK_SIZE)
+    runner = ModelRunner(
+        HostModel(), new_cache(), BatchState(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, (3,)), vocab_size=VOCAB_SIZE
+    )
+    for row, sampling in enumerate(samplings):
+        maker.enter(row, [row + 1, *range(5, 8 + row)], seed=row, **sampling)
+    for _ in range(num_tokens):
+        for row in maker.tokens:
+            maker.compute(row)
+        result = runner.step(maker.plan())
+        maker.sampled(result.rows, result.token_ids)
+    return maker.tokens
+
+
+@pytest.mark.parametrize("first", range(len(SAMPLINGS)))
+def test_with_drafts_of_which_some_are_right_both_runners_give_the_tokens_without(first: int) -> None:
+    """Beside rows without drafts, whose last tokens the host does not know yet."""
+    dice, samplings = random.Random(first), (SAMPLINGS[first:] + SAMPLINGS)[: min(NUM_ROWS, 5)]
+    truth, num_several = answers_without_drafts(samplings, 22), 0
+    twins = Twins(device=LateDevice())
+    for row, sampling in enumerate(samplings):
+        twins.maker.enter(row, [row + 1, *range(5, 8 + row)], seed=row, **sampling)
+    twins.step(*range(len(samplings)))
+    tokens = twins.maker.tokens
+    while min(len(tokens[row]) - len(truth[row]) for row in tokens) < 0:
+        work: list[tuple[Any, ...]] = []
+        for row in dice.sample(sorted(tokens), dice.randint(1, len(tokens))):
+            known, whole = len(tokens[row]), len(truth[row])
+            drafts = truth[row][known : known + dice.choice((0, 0, 1, 3, 4))]
+            if drafts and dice.random() < 0.6:
+                place = dice.randrange(len(drafts))
+                drafts[place] = (drafts[place] + 1) % POISON
+            if known + len(drafts) < whole:
+                work.append((row, None, drafts))
+        if work:
+            counts = twins.step(*work).counts
+            num_several += counts is not None and bool((counts > 1).any())
+    twins.drain()
+    assert tokens == truth
+    assert num_several > 3
 
 
 @pytest.mark.parametrize("seed", range(15))

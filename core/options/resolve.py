@@ -12,7 +12,7 @@ import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Decision, ModelDescription, Plan
-from headrace.core.options.speculation import speculation_of
+from headrace.core.options.speculation import CPU_STEP_TOKENS, speculation_of
 from headrace.ipc.failure import OptionError
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
@@ -64,6 +64,8 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
         decide("sampling defaults", msgspec.json.encode(defaults).decode(), defaults_reason)
     speculation = speculation_of(options.speculative_config, on_gpu=model.device_bytes > 0)
     if speculation is not None:
+        most = min(speculation.most_step_tokens, max(max_num_seqs, CPU_STEP_TOKENS))  # as memory is measured for
+        speculation = msgspec.structs.replace(speculation, most_step_tokens=most)
         lookup = f"{speculation.prompt_lookup_min} to {speculation.prompt_lookup_max}"
         decide(
             "speculative_config",

@@ -40,10 +40,6 @@ def speculation_of(config: Mapping[str, Any], *, on_gpu: bool) -> Speculation | 
     """What `speculative_config` asks for; None where it is empty. Raises OptionError, naming the field."""
     if not config:
         return None
-    if on_gpu:
-        raise OptionError(
-            "speculative_config is not supported on GPUs yet; leave it out, outputs are the same without it"
-        )
     values = {name: value for name, value in config.items() if value is not None}
     method, model = values.pop("method", None), values.pop("model", None)
     asked = method if method is not None else model

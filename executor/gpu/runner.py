@@ -7,6 +7,9 @@ the host knows what step N sampled, which the device feeds to it by itself.
     submit(N+1)  the same, behind it in the stream
     collect(N)   waits for event N
 
+A step with drafts is started eagerly, and the host waits for it to choose and compare tokens: the core plans those rows
+again only once it knows how many drafts were right.
+
 The host's copy of the rows (`BatchState`) is ahead of the truth by the tokens in flight: it counts them, and holds -1
 in their places until `collect` fills them in.
 """
@@ -31,6 +34,7 @@ from headrace.executor.gpu.step_times import DeviceClock, StepTimes
 from headrace.executor.gpu.steps import NUM_RESULTS, DeviceSteps, MixedInputs, StepInFlight
 from headrace.executor.models.inputs import HiddenStateModel
 from headrace.executor.sampling.sampler import sample
+from headrace.executor.sampling.verification import SampledPositions, verify
 from headrace.ipc.step import NewRow, StepPlan, StepResult
 
 STEPS_IN_FLIGHT = 2
@@ -126,7 +130,9 @@ class GpuRunner:
             self._marks.rotate(-1)
             step = StepInFlight(plan, rows, columns, self._generation[rows], buffer, began, done)
         began.record()
-        if len(plan.rows):
+        if plan.drafts is not None:
+            self._start_drafted(plan, SampledPositions(plan, plan.drafts), step)
+        elif len(plan.rows):
             self._start(plan, step)
         else:
             self.deltas.ship()
@@ -215,6 +221,26 @@ class GpuRunner:
         if step.sampled is not None:
             self._fill_in(step)
 
+    def _start_drafted(self, plan: StepPlan, places: SampledPositions, step: StepInFlight) -> None:
+        """Computes a step with drafts, and chooses tokens as far as those are right."""
+        batch, needs = self.batch, self.batch.needs(plan.rows)
+        self._settle_earlier()
+        logits = self._mixed(plan, step, needs, places)
+        assert logits is not None, "rows with drafts are sampled"
+        with self.times.phase("sample"):
+            num_tokens = batch.num_tokens[places.row_of] + places.nth
+            step.places, step.sampled = places, sample(logits, batch, places.row_of, None, num_tokens)
+            verified = verify(places, step.sampled, {})
+            batch.append_sampled(places.rows, verified.appended, verified.num_appended)
+            ends = np.cumsum(verified.num_appended)
+            self.deltas.set("last_token", places.rows, verified.appended[ends - 1])
+            if needs & Needs.PENALTIES:
+                for nth in range(int(verified.num_appended.max())):  # of different rows at a time
+                    more = verified.num_appended > nth
+                    new = verified.appended[(ends - verified.num_appended)[more] + nth]
+                    rows, token_ids = self._staging.send(places.rows[more], new.astype(np.int32))
+                    self.tokens.add(rows.long(), token_ids.long())
+
     def _compute(self, plan: StepPlan, step: StepInFlight, needs: int) -> Tensor | None:
         """Starts the model, and the choice of tokens where it is part of a decode; the logits when it is not."""
         is_decode = plan.total_tokens == len(plan.rows) and bool(plan.sampled.all())
@@ -242,10 +268,14 @@ class GpuRunner:
         with self.times.phase("eager decode"):
             return self.steps.decode(size, choice, _num_blocks(plan, self._limits.block_size), cascade)
 
-    def _mixed(self, plan: StepPlan, step: StepInFlight, needs: int) -> Tensor | None:
+    def _mixed(
+        self, plan: StepPlan, step: StepInFlight, needs: int, places: SampledPositions | None = None
+    ) -> Tensor | None:
+        """Starts a step that is no plain decode; its logits. places: of a plan with drafts, whose rows' tokens are all
+        known to the host."""
         with self.times.phase("ship"):
             self.deltas.ship()
-            arrays = self.batch.arrays(plan)
+            arrays = self.batch.arrays(plan, places)
             sent = MixedInputs.of(
                 self._staging.send(
                     *(arrays.token_ids, arrays.positions, arrays.query_start),
@@ -255,7 +285,10 @@ class GpuRunner:
             )
         with self.times.phase("mixed"):
             hidden, logits = self.steps.mixed(
-                sent, _num_blocks(plan, self._limits.block_size), int(plan.num_tokens.max())
+                sent,
+                _num_blocks(plan, self._limits.block_size),
+                int(plan.num_tokens.max()),
+                feeds_back=places is None,
             )
         if needs & Needs.PROMPT_LOGPROBS:
             self._report_prompts(hidden, plan, arrays.query_start, step)

@@ -23,6 +23,7 @@ from headrace.executor.gpu.steps import DeviceSteps, StepInFlight
 from headrace.executor.models.inputs import HiddenStateModel, StepInputs
 from headrace.executor.parallel.rank_place import Collectives, RankPlace
 from headrace.executor.parallel.stages import MOST_UNKNOWN
+from headrace.executor.sampling.verification import SampledPositions, verify
 from headrace.ipc.step import StepPlan, StepResult
 
 NOTHING = np.zeros(0, np.int32)
@@ -62,6 +63,8 @@ class _Unknown:
     rows: np.ndarray  # [num_sampled] int32
     columns: np.ndarray  # [num_sampled]: where in its row each token goes
     generations: np.ndarray  # [num_sampled]: which occupant of the row it is for
+    is_drafted: bool = False
+    """How many tokens each row has is not known either."""
 
 
 class GpuStageRunner(GpuRunner):
@@ -97,23 +100,40 @@ class GpuStageRunner(GpuRunner):
         if len(step.rows):
             self._unknown.append(_Unknown(plan.step, step.rows, step.columns, step.generations))
 
+    def _start_drafted(self, plan: StepPlan, places: SampledPositions, step: StepInFlight) -> None:
+        self._mixed(plan, step, 0, places)
+        self._unknown.append(_Unknown(plan.step, step.rows, step.columns, step.generations, is_drafted=True))
+
     def _report_prompts(self, hidden: Tensor, plan: StepPlan, query_start: np.ndarray, step: StepInFlight) -> None:
         """The last stage does."""
 
     def _take_tokens(self, plan: StepPlan) -> None:
         """Those that have come, and by all means those that the plan computes."""
         batch, last = self.batch, plan.num_computed_tokens + plan.num_tokens - 1
+        if plan.drafts is not None:
+            last = last - plan.drafts.counts
         while self._unknown:
-            is_needed = bool((batch.tokens[plan.rows, last] == PENDING).any())
+            is_known = (last < batch.num_tokens[plan.rows]) & (batch.tokens[plan.rows, last] != PENDING)
+            is_needed = not is_known.all()
             taken = self.link.sampled(wait=is_needed or len(self._unknown) > MOST_UNKNOWN)
             if taken is None:
                 return
             self._put_tokens(self._unknown.popleft(), *taken)
 
     def _put_tokens(self, unknown: _Unknown, step: int, rows: np.ndarray, token_ids: np.ndarray) -> None:
+        counts = np.ones(len(unknown.rows), np.int32)
+        if unknown.is_drafted and len(rows):
+            starts = np.flatnonzero(np.diff(rows, prepend=-1))  # a row's tokens are adjacent
+            rows, counts = rows[starts], np.diff(starts, append=len(rows))
         if step != unknown.step or rows.tolist() != unknown.rows.tolist():
             raise RuntimeError(f"tokens of step {step} came where those of step {unknown.step} were due")
         kept = self._generation[rows] == unknown.generations
+        if unknown.is_drafted:
+            token_ids = token_ids[np.repeat(kept, counts)]
+            rows, counts = rows[kept], counts[kept]
+            self.batch.append_sampled(rows, token_ids, counts)
+            self.deltas.set("last_token", rows, token_ids[np.cumsum(counts) - 1])
+            return
         kept &= unknown.columns < self.batch.tokens.shape[1]
         rows, columns, token_ids = rows[kept], unknown.columns[kept], token_ids[kept]
         self.batch.tokens[rows, columns] = token_ids
@@ -130,7 +150,11 @@ class LastGpuRunner(GpuRunner):
         result = super().collect()
         if len(step.rows):
             assert step.sampled is not None, "it has been collected"
-            self.link.publish(step.plan.step, step.rows, step.sampled.token_ids)
+            rows, token_ids = step.rows, step.sampled.token_ids
+            if step.places is not None:
+                verified = verify(step.places, step.sampled, {})
+                rows, token_ids = np.repeat(rows, verified.num_appended), verified.appended
+            self.link.publish(step.plan.step, rows, token_ids)
         return result
 
 

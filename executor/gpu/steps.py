@@ -23,6 +23,7 @@ from headrace.executor.gpu.sampler import Choice, Choose, choose
 from headrace.executor.models.inputs import HiddenStateModel, StepInputs
 from headrace.executor.sampling.logprobs import padded
 from headrace.executor.sampling.sampler import ALL_FORBIDDEN, Sampled, find_problems, row_failure
+from headrace.executor.sampling.verification import SampledPositions, verify
 from headrace.ipc.messages import LogprobRows
 from headrace.ipc.step import PromptLogprobRun, StepPlan, StepResult
 from headrace.kernels.reference.decode import RowsState
@@ -105,15 +106,17 @@ class DeviceSteps:
         return None
 
     @torch.inference_mode()
-    def mixed(self, sent: MixedInputs, num_blocks: int, longest: int) -> tuple[Tensor, Tensor]:
+    def mixed(self, sent: MixedInputs, num_blocks: int, longest: int, feeds_back: bool = True) -> tuple[Tensor, Tensor]:
         """Computes what was sent. Returns hidden [num_tokens, hidden_size] and logits [num_sampled, vocab_size].
 
-        num_blocks: as in `decode`; longest: the most tokens that any row computes.
+        num_blocks: as in `decode`; longest: the most tokens that any row computes; feeds_back: sampled rows' last
+        tokens are those of the state, whatever was sent.
         """
         state = self._state
         rows, logits_indices = sent.rows.long(), sent.logits_indices.long()
         token_ids = sent.token_ids.long()
-        token_ids[logits_indices] = state.last_token[sent.sampled_rows.long()].long()
+        if feeds_back:
+            token_ids[logits_indices] = state.last_token[sent.sampled_rows.long()].long()
         inputs = StepInputs(
             token_ids=token_ids,
             positions=sent.positions.long(),
@@ -199,6 +202,8 @@ class StepInFlight:
     """Row, first position told of, and the log-probabilities."""
     sampled: Sampled | None = None
     """Chosen on the host instead, or read from the device already."""
+    places: SampledPositions | None = None
+    """Of a step with drafts, which `sampled` is of; it has been taken into the host's copy of the rows."""
     began_s: float = 0.0
     ended_s: float = 0.0
 
@@ -222,6 +227,8 @@ class StepInFlight:
         reported."""
         sampled = self.settle()
         runs, problems = self._prompt_logprobs()
+        if self.places is not None:
+            return self._verified(self.places, sampled, runs, problems)
         for index, why in sampled.problems.items():
             problems.setdefault(int(self.rows[index]), why)
         good = ~np.isin(self.rows, list(problems))
@@ -240,6 +247,26 @@ class StepInFlight:
             logprobs=logprobs if reporting is not None and len(reporting) else None,
             prompt_logprobs=runs,
             failures=tuple(row_failure(row, why) for row, why in problems.items()),
+            **self._times(),
+        )
+
+    def _verified(
+        self,
+        places: SampledPositions,
+        sampled: Sampled,
+        runs: tuple[PromptLogprobRun, ...],
+        problems: dict[int, str],
+    ) -> StepResult:
+        verified = verify(places, sampled, problems)
+        return StepResult(
+            step=self.plan.step,
+            rows=verified.rows,
+            token_ids=verified.token_ids,
+            counts=verified.counts,
+            logprob_indices=verified.logprob_indices,
+            logprobs=verified.logprobs,
+            prompt_logprobs=runs,
+            failures=tuple(row_failure(row, why) for row, why in verified.problems.items()),
             **self._times(),
         )
 
