@@ -224,7 +224,9 @@ def engines(folder: Path, prompts: list[list[int]], gpu_options: dict[str, Any],
         with LLM(str(folder / "llama"), distributed_executor_backend=backend, **settings, **more) as llm:
             outputs = llm.generate(asked, params, use_tqdm=False)
             answers.append([list(output.outputs[0].token_ids) for output in outputs])
-            found = {**llm.describe_engine().workers[0], "num_preemptions": llm.get_stats().num_preemptions}
+            stats = llm.get_stats()
+            found = {**llm.describe_engine().workers[0], "num_preemptions": stats.num_preemptions}
+            found["num_draft_tokens"] = stats.num_draft_tokens
     assert answers[0] == answers[1]
     return found
 
@@ -233,6 +235,15 @@ def case_an_engine_whose_requests_give_way(folder: Path) -> None:
     """The core, its blocks running out, with graphs that are captured while requests run."""
     prompts = [[3 + index, *range(20, 29)] for index in range(4)]
     assert engines(folder, prompts, {}, num_gpu_blocks_override=20)["num_preemptions"] > 0
+
+
+def case_an_engine_that_speculates(folder: Path) -> None:
+    """Decodes by graphs and steps with drafts take turns."""
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    prompts = [[3 + index, *[20, 21, 22] * 4] for index in range(4)]
+    found = engines(folder, prompts, {"speculative_config": config}, num_gpu_blocks_override=60)
+    assert found["num_draft_tokens"] > 5
+    assert found["graphs"] > 1
 
 
 def case_a_beginning_that_all_share_is_read_once(folder: Path) -> None:

@@ -78,6 +78,25 @@ def test_ranks_on_gpus_answer_like_one_process(folder: Path, name: str, tp_size:
     assert len({rank.recorder.num_replays for rank in ranks}) == 1, "ranks run the same graphs"
 
 
+def test_ranks_on_gpus_speculate_with_the_tokens_of_one_process(folder: Path) -> None:
+    def answers(**options: Any) -> tuple[list[list[int]], int]:
+        prompts = [([7, 8, 9 + index] * 8)[: 9 + 4 * index] for index in range(4)]
+        params = [
+            SamplingParams(max_tokens=40, temperature=0.7 * (index % 2), seed=index, allowed_token_ids=[20, 21, 22],
+                           repetition_penalty=1.1 if index == 2 else 1.0, logprobs=1 if index > 1 else None)
+            for index in range(4)
+        ]  # fmt: skip
+        with LLM(str(saved(folder, "llama")), in_process=True, **(TIGHT | options)) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            return [list(output.outputs[0].token_ids) for output in outputs], llm.get_stats().num_accepted_tokens
+
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    found = answers(distributed_executor_backend=THREADS, speculative_config=config, **RANKS, **sizes)
+    assert found[0] == answers(device="cpu")[0]
+    assert found[1] > 5
+
+
 class OneCannotCapture(GpuRankThreads):
     """The second rank runs out of memory at its second graph; the first measures."""
 
