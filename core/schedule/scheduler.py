@@ -357,7 +357,7 @@ class Scheduler:
         now, or none (`outputs.drop_departed`).
         """
         self.num_in_flight -= 1
-        table, rows, token_ids, _counts = self.rows, result.rows, result.token_ids, result.counts
+        table, rows, token_ids = self.rows, result.rows, result.token_ids
         if self._repeated is not None:
             names_blocks = self.hasher is not None and self.num_in_flight
             if rows is self._repeated.rows and not names_blocks and self._repeated.take(token_ids):
