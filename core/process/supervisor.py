@@ -86,7 +86,8 @@ class Child:
         self._bar = LoadBar(self.options.shows_loading)  # for the watching thread
         self._arguments = arguments
         self._phase = "start"
-        self._stopping = False
+        self._stopping = self._signalled = False
+        """It was asked to stop; it was sent a signal that ends it."""
         self._changed = threading.Condition()
         self._exited = False
         self._progress: list[Progress] = []
@@ -139,7 +140,7 @@ class Child:
                 self._on_exit.append(callback)
                 return
             failure = self.failure
-        if failure and not self._stopping:
+        if failure and self._is_unexpected:
             callback(failure)
 
     @property
@@ -174,9 +175,14 @@ class Child:
             self.kill()
 
     def kill(self) -> None:
-        self._stopping = True
+        self._stopping = self._signalled = True
         self._signal(signal.SIGKILL)
         self._wait_exited(5.0)
+
+    @property
+    def _is_unexpected(self) -> bool:
+        """Its end: it was not asked for, or another's signal came before it."""
+        return not self._stopping or (self.status is not None and self.status < 0 and not self._signalled)
 
     def _wait_exited(self, timeout_s: float) -> bool:
         with self._changed:
@@ -282,7 +288,7 @@ class Child:
                 self.failure = self._describe_end(status)
             failure, callbacks = self.failure, self._on_exit
             self._changed.notify_all()
-        if not self._stopping:
+        if self._is_unexpected:
             for callback in callbacks:
                 callback(failure)
 

@@ -169,7 +169,7 @@ class ResultOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     result_dir: Annotated[str | None, Option(RESULT, "Its folder", default_text="the current one")] = None
     result_filename: Annotated[str | None, Option(RESULT, "Its name")] = None
     label: Annotated[str | None, Option(RESULT, "A name of this run, kept in the result")] = None
-    metadata: Annotated[tuple[str, ...], Option(RESULT, "ParentEngine in the result, as KEY=VALUE")] = ()
+    metadata: Annotated[tuple[str, ...], Option(RESULT, "Kept in the result, as KEY=VALUE")] = ()
     machine_probe: Annotated[
         bool, Option(RESULT, "Measure memory bandwidth and matrix rates for the result (3 s, before the run)")
     ] = True
