@@ -161,6 +161,21 @@ def test_bf16_attention_is_within_its_roundings(ops: CpuOps, dtype: torch.dtype,
     assert error.mean() < 0.002
 
 
+@pytest.mark.parametrize("window", [1, 20, 140])
+@pytest.mark.parametrize("block_size", [1, 8, 16, 32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_blocks_that_a_window_has_passed_may_hold_anything(
+    ops: CpuOps, window: int, block_size: int, dtype: torch.dtype
+) -> None:
+    """They serve other requests by then; here each is a block of NaN."""
+    case, params = make_case(MIXED, (9, 3, 64), block_size, dtype, dtype), AttentionParams(0.2, sliding_window=window)
+    expected = attend(ops, case, params)
+    tables, nobodys = case.tables.clone(), next(block for block in range(len(case.keys)) if block not in case.tables)
+    for seq, (tokens, context) in enumerate(MIXED):
+        tables[seq, : max(0, context - tokens - window + 1) // block_size] = nobodys
+    assert torch.equal(attend(ops, replace(case, tables=tables), params), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_scores_far_apart_leave_the_highest_key_alone(ops: CpuOps, dtype: torch.dtype) -> None:
     case = make_case([(1, 300), (40, 131)], (6, 2, 64), 16, dtype, dtype)

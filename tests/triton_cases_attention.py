@@ -37,6 +37,11 @@ def compare(
     """heads: query heads, key/value heads, values of each."""
     num_heads, num_kv_heads, head_dim = heads
     batch, keys, values = make_batch(lengths, block_size, num_kv_heads, head_dim, dtype)
+    if params.sliding_window is not None:  # what a window has passed serves other requests by then
+        nobodys = int(keys.isnan().flatten(1).all(1).nonzero()[0])
+        for seq, (new, context) in enumerate(lengths):
+            passed = max(0, context - new - params.sliding_window + 1) // block_size
+            batch.block_tables[seq, :passed] = nobodys
     # As a model has it: a part of the rows of a wider matrix.
     joined = torch.randn(sum(new for new, _ in lengths), num_heads + 2, head_dim).to(dtype)
     query = joined[:, :num_heads]

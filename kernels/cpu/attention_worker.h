@@ -313,6 +313,10 @@ class Worker {
     for (int group = 0; group < places_->groups; ++group) {
       T* const made = scratch_.made + group * group_size();
       scratch_.groups[group] = made;
+      if (is_hidden(item, group * kGroupKeys + kGroupKeys - 1)) {
+        std::fill_n(made, group_size(), T{});
+        continue;
+      }
       if (cache_.layout == CacheLayout::kRows) {
         group_values(rows_of(item, cache_.values, group), shape_.padded, made);
         continue;
@@ -331,6 +335,12 @@ class Worker {
     return scratch_.groups;
   }
 
+  // Whether a window hides a key from all of an item's tokens. It may be another sequence's by now, and no number, which
+  // a weight of zero would not hide; so nothing of it is used.
+  bool is_hidden(const Item& item, int key) const {
+    return places_->base + key < first_visible(item.first_position, args_.window);
+  }
+
   int64_t group_size() const { return int64_t{kGroupKeys} * shape_.padded; }
   int keys_of(int group) const { return std::min(kGroupKeys, places_->count - group * kGroupKeys); }
 
@@ -339,6 +349,10 @@ class Worker {
     const int64_t padded = shape_.padded;
     const int count = keys_of(group);
     for (int key = 0; key < count; ++key) {
+      if (is_hidden(item, group * kGroupKeys + key)) {
+        std::fill_n(scratch_.rows + key * padded, padded, T{});
+        continue;
+      }
       const int64_t index = row_of(item, places_->base + group * kGroupKeys + key);
       widen_row(cache_.type, static_cast<const char*>(from) + index * row_bytes_, cache_.head_dim, shape_.padded,
                 scratch_.rows + key * padded);
@@ -363,6 +377,7 @@ class Worker {
         std::memcpy(to + key, from + row_of(item, places_->base + key), sizeof(float) * kGroupKeys);
     else
       for (int key = 0; key < places_->count; ++key) to[key] = from[row_of(item, places_->base + key)];
+    for (int key = 0; key < places_->count && is_hidden(item, key); ++key) to[key] = 0.0f;
     std::fill(to + places_->count, to + kTileKeys, 0.0f);
     return to;
   }

@@ -67,10 +67,14 @@ def attend_range(
     """Adds keys [first_tile * BLOCK_N, end_tile * BLOCK_N) to the running softmax. Unless MASKED, all are visible."""
     dims = tl.arange(0, BLOCK_D)
     in_head = dims < HEAD_DIM
+    # Up to there nobody sees a key. It may be another sequence's by now.
+    hidden = tl.min(positions, 0) - window
     for tile in range(first_tile, end_tile):
         at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if MASKED:
             written = at < context_len
+            if WINDOW:
+                written &= at > hidden
             blocks = tl.load(table_row + at // BLOCK_SIZE, mask=written, other=0)
         else:
             blocks = tl.load(table_row + at // BLOCK_SIZE)
@@ -79,7 +83,7 @@ def attend_range(
         elements = rows[:, None] + dims[None, :]
         # What is not masked need not be compared: one kernel serves padded heads and whole ones.
         if MASKED:
-            # Unwritten slots may hold NaN, which a weight of zero would not hide.
+            # Other slots may hold NaN, which a weight of zero would not hide.
             stored_keys = tl.load(key_cache + elements, mask=written[:, None] & in_head[None, :], other=0)
             stored_values = tl.load(value_cache + elements, mask=written[:, None] & in_head[None, :], other=0)
         elif HEAD_DIM != BLOCK_D:
