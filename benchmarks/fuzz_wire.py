@@ -183,7 +183,7 @@ class Generator:
 
 
 @functools.cache
-def _fields_of(kind: type[Any]) -> tuple[dict[str, Any], tuple[msgspec.structs.FieldInfo, ...]]:
+def _fields_of(kind: Any) -> tuple[dict[str, Any], tuple[msgspec.structs.FieldInfo, ...]]:
     return typing.get_type_hints(kind, include_extras=True), msgspec.structs.fields(kind)
 
 
@@ -414,7 +414,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-report", action="store_true", help="Print the figures, and write no file")
     arguments = parser.parse_args()
-    counts, problems, samples = Counts(), [], []
+    counts, samples = Counts(), []
+    problems: list[str] = []
     numbers, began_s = random.Random(arguments.seed), time.monotonic()
     with tempfile.TemporaryDirectory() as folder, engine(Path(folder)) as (address, process, child):
         while (elapsed_s := time.monotonic() - began_s) < 60 * arguments.minutes and not problems:

@@ -20,11 +20,11 @@ import msgspec
 from headrace.ipc.codec import Tensor
 from headrace.ipc.control import Commands, ControlResult
 from headrace.ipc.failure import Failure
-from headrace.ipc.ranges import FLOAT32, INT32, INT64, Longest, Range
+from headrace.ipc.ranges import FLOAT32, INT32, INT64, VOCABULARY, Longest, Range
 
 WIRE_VERSION = 1
 
-TokenId = Annotated[int, Range(0, INT32)]
+TokenId = Annotated[int, Range(0, INT32), VOCABULARY]
 Bias = Annotated[float, Range(-math.inf, 1e9)]
 """What would become +inf in float32 would spoil the row."""
 Name = Annotated[str, Longest(4096)]
@@ -64,6 +64,9 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_
     """Runs of tokens, whose last is forbidden where the output ends in the others."""
     logit_bias: dict[TokenId, Bias] = {}
     """Token id -> what is added to its logit; -inf forbids it."""
+    logprob_token_ids: Annotated[tuple[TokenId, ...], Longest(1024)] = ()
+    """Tokens whose log-probabilities are reported per output token, in this order, in the place of the most likely
+    ones; `logprobs` is 0 then."""
 
 
 class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):

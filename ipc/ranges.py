@@ -41,6 +41,9 @@ class Longest(msgspec.Struct, frozen=True):
     count: int
 
 
+VOCABULARY = "a token id"
+"""Marks a number that must also be a token of the model: `names_marked` finds the fields with such numbers."""
+
 Check = Callable[[str, Any], str | None]
 """Takes a field's name and value; gives the sentence that refuses it, or None."""
 
@@ -68,6 +71,16 @@ def ranges_of(kind: type[msgspec.Struct]) -> Mapping[str, Range]:
 
 
 @functools.cache
+def names_marked(kind: type[msgspec.Struct], mark: object) -> tuple[str, ...]:
+    """The struct's own fields of which some part is annotated with the mark."""
+
+    def has_mark(hint: Any) -> bool:
+        return mark in getattr(hint, "__metadata__", ()) or any(has_mark(part) for part in typing.get_args(hint))
+
+    return tuple(name for name, hint in typing.get_type_hints(kind, include_extras=True).items() if has_mark(hint))
+
+
+@functools.cache
 def _checks_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, Check], ...]:
     checks = ((name, _check_of(hint)) for name, hint in typing.get_type_hints(kind, include_extras=True).items())
     return tuple((name, check) for name, check in checks if check is not None)
@@ -75,8 +88,9 @@ def _checks_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, Check], ...]:
 
 def _check_of(hint: Any) -> Check | None:
     """None for what has nothing to check."""
-    checks = [_check_of_mark(mark) for mark in getattr(hint, "__metadata__", ())]
-    if checks:
+    marks = getattr(hint, "__metadata__", ())
+    checks = [_check_of_mark(mark) for mark in marks if isinstance(mark, Range | Longest)]
+    if marks:
         hint = hint.__origin__
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):

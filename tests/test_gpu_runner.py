@@ -36,6 +36,7 @@ PAIRS = ((7,), *((first, second) for first in range(0, VOCAB_SIZE, 2) for second
 SAMPLINGS = (
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 0.0, "logprobs": 0, "logprob_token_ids": (7, 3, 9)},
     {"temperature": 1.3},
     {"temperature": 0.8, "top_k": 5},
     {"temperature": 1.0, "top_p": 0.7, "min_p": 0.02},

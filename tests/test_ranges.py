@@ -24,7 +24,7 @@ from headrace.ipc.messages import (
     ResetPrefixCache,
     Sampling,
 )
-from headrace.ipc.ranges import INT32, Range, out_of_range, ranges_of
+from headrace.ipc.ranges import INT32, VOCABULARY, Range, names_marked, out_of_range, ranges_of
 
 REQUEST = AddRequest(
     slot=0,
@@ -56,7 +56,7 @@ def answer(request: AddRequest) -> tuple[SteppedCore, SteppedClient, Finish]:
 def test_every_number_of_a_request_has_a_range() -> None:
     for kind in (Sampling, AddRequest):
         numeric = [f.name for f in msgspec.inspect.type_info(kind).fields if "IntType" in repr(f.type)]
-        lists = {"stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias", "task"}
+        lists = {*names_marked(kind, VOCABULARY), "task"}
         assert set(numeric) - lists <= set(ranges_of(kind)), f"{kind.__name__} has a number without a range"
 
 

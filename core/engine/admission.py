@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterable
 from importlib.metadata import version
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ from headrace.core.options.plan import Facts, Plan
 from headrace.core.schedule.requests import Request
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import SCHEMA_HASH, AddRequest, Generate, Pool, Refused, Sampling
-from headrace.ipc.ranges import FLOAT32, out_of_range
+from headrace.ipc.ranges import FLOAT32, VOCABULARY, names_marked, out_of_range
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would only overflow."""
@@ -32,6 +33,11 @@ def nth_seed(seed: int, n: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
+
+
+def _token_ids(value: Any) -> Iterable[int]:
+    """Of token ids, of runs of them, or of a dict by token id."""
+    return itertools.chain.from_iterable(each if isinstance(each, tuple) else (each,) for each in value)
 
 
 class Admission:
@@ -84,14 +90,8 @@ class Admission:
         return self._check_token_rules(sampling)
 
     def _check_token_rules(self, sampling: Sampling) -> Failure | None:
-        named: tuple[tuple[str, Iterable[int]], ...] = (
-            ("allowed_token_ids", sampling.allowed_token_ids),
-            ("stop_token_ids", sampling.stop_token_ids),
-            ("bad_words", itertools.chain.from_iterable(sampling.bad_words)),
-            ("logit_bias", sampling.logit_bias),
-        )
-        for name, token_ids in named:
-            outside = next((each for each in token_ids if not 0 <= each < self._vocab_size), None)
+        for name in names_marked(Sampling, VOCABULARY):
+            outside = next((each for each in _token_ids(getattr(sampling, name)) if each >= self._vocab_size), None)
             if outside is not None:
                 return self.refusal(f"{name} has token {outside}, outside the vocabulary of {self._vocab_size} tokens")
         if not all(sampling.bad_words):

@@ -142,13 +142,14 @@ class ZmqPort:
             while True:
                 with self._socket_lock:
                     identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                sender = bytes(identity.bytes)
                 try:
-                    self._receive(identity.bytes, [frame.buffer for frame in frames])
+                    self._receive(sender, [frame.buffer for frame in frames])
                 except CodecError as error:
-                    self._refuse(identity, str(error))
+                    self._refuse(sender, str(error))
                 except Exception as error:  # whatever one client sends must not end the others' engine
                     logger.exception("a message could not be taken")
-                    self._refuse(identity, f"the message could not be taken: {type(error).__name__}")
+                    self._refuse(sender, f"the message could not be taken: {type(error).__name__}")
 
     def _receive(self, identity: bytes, frames: list[memoryview]) -> None:
         """Raises CodecError for what is no message."""

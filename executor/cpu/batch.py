@@ -92,10 +92,13 @@ class SamplingColumns:
         self.num_prompt_logprobs = np.full(num_rows, -2, np.int32)
         self.ending_token_ids: list[np.ndarray] = [np.zeros(0, np.int64)] * num_rows
         """What min_tokens forbids: end-of-sequence tokens and the request's own stop tokens."""
+        self.params: list[Sampling | None] = [None] * num_rows
+        """As they came: what few requests ask for is read from here, and needs no column."""
         self.rules: dict[int, TokenRules] = {}
         """Only of rows that need TOKEN_RULES."""
 
     def enter(self, row: int, sampling: Sampling, seed: int) -> None:
+        self.params[row] = sampling
         self.temperature[row] = sampling.temperature
         self.top_p[row] = sampling.top_p
         self.top_k[row] = sampling.top_k

@@ -11,7 +11,7 @@ from headrace.executor.cpu.batch import CHANGES, BatchState, Needs
 from headrace.executor.gpu.device_state import Device, DeviceState, Staging
 from headrace.executor.gpu.sampler import Changes, Choice, TokenStates, choice_for
 from headrace.executor.gpu.steps import RAW_BEST, DeviceSteps, LogprobsInFlight, ReportLogprobs, StepInFlight
-from headrace.executor.sampling.logprobs import limited
+from headrace.executor.sampling.logprobs import asked_tokens, limited
 from headrace.executor.sampling.token_rules import additions
 from headrace.ipc.step import StepPlan
 
@@ -62,9 +62,11 @@ class Choosing:
         if needs & Needs.PENALTIES:
             self._tokens.add(rows, token_ids.long())
         if raw is not None and told is not None:
+            asked = asked_tokens(self._batch.sampling, step.rows[reporting])
             counts = limited(self._batch.sampling.num_logprobs[step.rows[reporting]], logits.shape[1])
+            counts[[len(tokens) > 0 for tokens in asked]] = logits.shape[1]
             step.reporting = reporting.astype(np.int32)
-            step.logprobs = LogprobsInFlight(self._device, raw, token_ids[told].long(), counts, self._report)
+            step.logprobs = LogprobsInFlight(self._device, raw, token_ids[told].long(), counts, self._report, asked)
 
     def _change(self, logits: Tensor, host_rows: np.ndarray, rows: Tensor) -> None:
         """What is added to single logits commutes with what forbids others, so allowed tokens can wait for the launch

@@ -21,7 +21,7 @@ from headrace import kernels
 from headrace.executor.gpu.device_state import Device, DeviceState, Mark
 from headrace.executor.gpu.sampler import Choice, Choose, choose
 from headrace.executor.models.inputs import HiddenStateModel, StepInputs
-from headrace.executor.sampling.logprobs import padded
+from headrace.executor.sampling.logprobs import Asked, padded, with_asked
 from headrace.executor.sampling.sampler import ALL_FORBIDDEN, Sampled, find_problems, row_failure
 from headrace.executor.sampling.verification import SampledPositions, verify
 from headrace.ipc.messages import LogprobRows
@@ -155,10 +155,19 @@ class LogprobsInFlight:
     """Log-probabilities on their way to the host: num_rows rows of 1 + width tokens each."""
 
     def __init__(
-        self, device: Device, logits: Tensor, own_ids: Tensor, counts: np.ndarray, report: ReportLogprobs
+        self,
+        device: Device,
+        logits: Tensor,
+        own_ids: Tensor,
+        counts: np.ndarray,
+        report: ReportLogprobs,
+        asked: Asked | None = None,
     ) -> None:
-        """logits [num_rows, vocab_size] float32; own_ids [num_rows] int64; counts [num_rows] `limited`."""
-        self._counts = counts
+        """logits [num_rows, vocab_size] float32; own_ids [num_rows] int64; counts [num_rows] `limited`.
+
+        A row of which tokens are asked for counts the whole vocabulary, and they are picked out on the host.
+        """
+        self._counts, self._asked = counts, asked or []
         found = report(logits, own_ids, int(counts.max(initial=0)))
         finite = logits.amax(1).isfinite().all()
         flat = torch.cat(
@@ -174,7 +183,13 @@ class LogprobsInFlight:
         words = self._host.numpy()[: num_rows * (2 * columns + 1)]
         ids, values, ranks = np.split(words, [num_rows * columns, 2 * num_rows * columns])
         ids, values = ids.reshape(num_rows, columns), values.view(np.float32).reshape(num_rows, columns)
-        return padded(ids[kept], values[kept], ranks[kept], self._counts[kept])
+        ids, values = ids[kept], values[kept]
+        asked = [self._asked[row] for row in np.arange(num_rows)[kept]] if self._asked else []
+
+        def values_of(row: int, tokens: np.ndarray) -> np.ndarray:
+            return values[row, 1:][np.argsort(ids[row, 1:])[tokens]]  # [vocab_size]: each token once
+
+        return with_asked(padded(ids, values, ranks[kept], self._counts[kept]), asked, values_of)
 
     @property
     def finite(self) -> bool:

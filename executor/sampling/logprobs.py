@@ -7,6 +7,9 @@ sort that produced it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,10 +18,23 @@ from headrace.ipc.codec import Tensor as WireTensor
 from headrace.ipc.messages import LogprobRows
 from headrace.kernels.reference.sampling import token_logprobs
 
+if TYPE_CHECKING:
+    from headrace.executor.cpu.batch import SamplingColumns
+
 WHOLE_VOCABULARY = -1
 
 
-def logprob_rows(logits: Tensor, token_ids: np.ndarray, counts: np.ndarray) -> LogprobRows:
+Asked = list[np.ndarray]
+"""Of each row, the tokens that the request names (logprob_token_ids), [n] int64; empty for the likeliest ones."""
+
+
+def asked_tokens(columns: SamplingColumns, rows: np.ndarray) -> Asked:
+    """Of these rows."""
+    params = [columns.params[row] for row in rows.tolist()]
+    return [np.array(() if each is None else each.logprob_token_ids, np.int64) for each in params]
+
+
+def logprob_rows(logits: Tensor, token_ids: np.ndarray, counts: np.ndarray, asked: Asked | None = None) -> LogprobRows:
     """The log-probability and rank of one token per row, and of the likeliest ones.
 
     logits: [num_rows, vocab_size] float32, as the model gave them; token_ids: [num_rows], the row's own token;
@@ -28,7 +44,31 @@ def logprob_rows(logits: Tensor, token_ids: np.ndarray, counts: np.ndarray) -> L
     own_ids = torch.from_numpy(token_ids.astype(np.int64)).to(logits.device)
     found = token_logprobs(logits, own_ids, int(counts.max(initial=0)))
     ids, values, ranks = (each.cpu().numpy() for each in found)
-    return padded(ids, values, ranks, counts)
+    rows = padded(ids, values, ranks, counts)
+
+    def values_of(row: int, tokens: np.ndarray) -> np.ndarray:
+        chosen = logits[row, torch.from_numpy(tokens)] - logits[row].logsumexp(0)
+        return chosen.cpu().numpy()
+
+    return with_asked(rows, asked or [], values_of)
+
+
+def with_asked(rows: LogprobRows, asked: Asked, values_of: Callable[[int, np.ndarray], np.ndarray]) -> LogprobRows:
+    """With the tokens that were asked for in the place of the likeliest ones. values_of: their log-probabilities."""
+    if not any(len(tokens) for tokens in asked):
+        return rows
+    ids, values = rows.token_ids.numpy(), rows.logprobs.numpy()
+    kept = [1 if len(tokens) else int((ids[row] >= 0).sum()) for row, tokens in enumerate(asked)]
+    width = max(count + len(tokens) for count, tokens in zip(kept, asked, strict=True))
+    all_ids, all_values = np.full((len(ids), width), -1, np.int32), np.full((len(ids), width), -np.inf, np.float32)
+    for row, (count, tokens) in enumerate(zip(kept, asked, strict=True)):
+        all_ids[row, :count], all_values[row, :count] = ids[row, :count], values[row, :count]
+        if len(tokens):
+            end = count + len(tokens)
+            all_ids[row, count:end], all_values[row, count:end] = tokens, values_of(row, tokens)
+    return LogprobRows(
+        token_ids=WireTensor.from_numpy(all_ids), logprobs=WireTensor.from_numpy(all_values), ranks=rows.ranks
+    )
 
 
 def limited(counts: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headrace.executor.cpu.batch import CHANGES, BatchState, Draws, Needs
 from headrace.executor.models.inputs import Chosen
-from headrace.executor.sampling.logprobs import logprob_rows
+from headrace.executor.sampling.logprobs import asked_tokens, logprob_rows
 from headrace.executor.sampling.random_numbers import draw, gumbel_noise, row_keys, token_steps
 from headrace.executor.sampling.token_rules import additions
 from headrace.ipc.failure import Failure
@@ -96,7 +96,8 @@ def sample(
         reporting, raw = reporting[good], raw[_column(good, raw)]
     if raw is None or not len(raw):
         return Sampled(chosen.token_ids, problems)
-    logprobs = logprob_rows(raw, chosen.token_ids[reporting], batch.sampling.num_logprobs[rows[reporting]])
+    asked = asked_tokens(batch.sampling, rows[reporting])
+    logprobs = logprob_rows(raw, chosen.token_ids[reporting], batch.sampling.num_logprobs[rows[reporting]], asked)
     return Sampled(chosen.token_ids, problems, reporting.astype(np.int32), logprobs)
 
 

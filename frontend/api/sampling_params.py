@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from headrace.frontend.api.token_rules import openai_bias, verify_token_rules
+from headrace.frontend.api.token_rules import openai_bias, verify_token_ids, verify_token_rules
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Sampling
 
@@ -119,6 +119,8 @@ class SamplingParams:
     """How many of the likeliest tokens to report at each position, besides the sampled one; -1 is all."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens."""
+    logprob_token_ids: list[int] | None = None
+    """Tokens to report at each position besides the sampled one, in the place of the likeliest ones; without a rank."""
     detokenize: bool = True
     """False leaves the output's text empty."""
     skip_special_tokens: bool = True
@@ -135,6 +137,8 @@ class SamplingParams:
         if self.top_k == -1:
             self.top_k = 0
         self.verify()
+        if self.logprob_token_ids and self.logprobs is None:
+            self.logprobs = 0
 
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:
@@ -145,7 +149,7 @@ class SamplingParams:
     def clone(self) -> SamplingParams:
         """An independent copy."""
         twin = copy.copy(self)
-        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias"):
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias", "logprob_token_ids"):
             value = getattr(self, name)
             if isinstance(value, list | dict):
                 setattr(twin, name, value.copy())
@@ -172,6 +176,10 @@ class SamplingParams:
             raise _bad("spaces_between_special_tokens", False, "is not supported; leave it True")
         self._verify_stops()
         verify_token_rules(self)
+        if self.logprob_token_ids is not None:
+            verify_token_ids("logprob_token_ids", self.logprob_token_ids)
+            if self.logprobs:
+                raise _bad("logprobs", self.logprobs, "must be left out with logprob_token_ids, which names the tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _bad("min_tokens", self.min_tokens, f"must not exceed max_tokens, {self.max_tokens}")
         if self.n > 1 and self.temperature < GREEDY_BELOW:
@@ -221,6 +229,7 @@ class SamplingParams:
             else int(self.prompt_logprobs),  # the same for every child
             allowed_token_ids=tuple(map(int, self.allowed_token_ids or ())),
             bad_words=bad_words,
+            logprob_token_ids=tuple(map(int, self.logprob_token_ids or ())),
             logit_bias={int(token_id): float(bias) for token_id, bias in (self.logit_bias or {}).items()},
         )
 

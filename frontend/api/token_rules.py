@@ -25,25 +25,26 @@ MOST_BAD_CHARACTERS = 1 << 16
 def verify_token_rules(params: SamplingParams) -> None:
     """Raises InvalidRequestError for the first of the three fields whose value cannot be."""
     if params.allowed_token_ids is not None:
-        _verify_allowed(params.allowed_token_ids)
+        if not params.allowed_token_ids and isinstance(params.allowed_token_ids, list | tuple):
+            raise _bad("allowed_token_ids", [], "allows no token at all; None allows every token")
+        verify_token_ids("allowed_token_ids", params.allowed_token_ids)
     if params.bad_words is not None:
         _verify_bad_words(params.bad_words)
     if params.logit_bias is not None:
         _verify_bias(params.logit_bias)
 
 
-def _verify_allowed(token_ids: Any) -> None:
+def verify_token_ids(name: str, token_ids: Any) -> None:
+    """Raises InvalidRequestError for what is no list of at least one token id."""
     if not isinstance(token_ids, list | tuple):
-        raise _bad("allowed_token_ids", token_ids, "must be a list or tuple of token ids")
+        raise _bad(name, token_ids, "must be a list or tuple of token ids")
     if not token_ids:
-        raise _bad("allowed_token_ids", token_ids, "allows no token at all; None allows every token")
+        raise _bad(name, token_ids, "names no token; leave it out, or None")
     if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) <= _MOST_ID:
         return  # a whole vocabulary is checked without a loop
     for token_id in token_ids:
         if not _is_id(token_id):
-            raise InvalidRequestError(
-                f"SamplingParams.allowed_token_ids contains {token_id!r:.100}, which is no token id"
-            )
+            raise InvalidRequestError(f"SamplingParams.{name} contains {token_id!r:.100}, which is no token id")
 
 
 def _verify_bad_words(words: Any) -> None:
@@ -77,7 +78,7 @@ def _verify_bias(logit_bias: Any) -> None:
 
 def check_token_rules(params: SamplingParams, welcome: Welcome) -> None:
     """Raises InvalidRequestError for tokens that the model does not have."""
-    for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
+    for name in ("allowed_token_ids", "logit_bias", "stop_token_ids", "logprob_token_ids"):
         highest = max(getattr(params, name) or (), default=0)
         if highest >= welcome.vocab_size:
             raise InvalidRequestError(

@@ -115,7 +115,8 @@ class SequenceState:
         if self.stream.params.logprobs is not None:
             rows = self.logprob_rows[len(self._logprobs) : len(self.token_ids)]
             self.cumulative_logprob += sum(row[1][0] for row in rows)
-            self._logprobs += [logprobs_of_position(row, tokenizer) for row in rows]
+            are_ranked = not self.stream.params.logprob_token_ids
+            self._logprobs += [logprobs_of_position(row, tokenizer, are_ranked=are_ranked) for row in rows]
             logprobs = self._logprobs[start:]
         return CompletionOutput(
             index=self.index,
@@ -299,15 +300,17 @@ def split_rows(rows: LogprobRows) -> list[LogprobRow]:
     return split
 
 
-def logprobs_of_position(row: LogprobRow, tokenizer: Tokenizer | None) -> LogprobsOfPosition:
-    """The user's form: the position's own token with its rank, then the likeliest ones, which are in order of rank."""
+def logprobs_of_position(
+    row: LogprobRow, tokenizer: Tokenizer | None, *, are_ranked: bool = True
+) -> LogprobsOfPosition:
+    """The user's form: the position's own token with its rank, then the others: the likeliest, in order of rank."""
     token_ids, logprobs, own_rank = row
     decode: Callable[[int], str | None] = tokenizer.decode_token if tokenizer is not None else _no_text
     result = {token_ids[0]: Logprob(logprobs[0], own_rank, decode(token_ids[0]))}
     for rank in range(1, len(token_ids)):
         token_id = token_ids[rank]
         if token_id != token_ids[0]:
-            result[token_id] = Logprob(logprobs[rank], rank, decode(token_id))
+            result[token_id] = Logprob(logprobs[rank], rank if are_ranked else None, decode(token_id))
     return result
 
 
