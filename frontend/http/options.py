@@ -78,7 +78,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     allowed_headers: Annotated[tuple[str, ...], Option(SECURITY, "Headers that those pages may send")] = ("*",)
     allow_credentials: Annotated[bool, Option(SECURITY, "Those pages may send cookies and keys")] = False
 
-    max_body_bytes: Annotated[int, Option(LIMITS, "Largest request body", "bytes", minimum=1)] = 32 << 20
+    max_body_bytes: Annotated[int, Option(LIMITS, "Largest request body", "bytes", minimum=1)] = 8 << 20
     max_prompts: Annotated[int, Option(LIMITS, "Most prompts in one request", "prompts", minimum=1)] = 2048
     max_n: Annotated[int, Option(LIMITS, "Largest n: outputs for one prompt", "outputs", minimum=1)] = 128
     max_stop_strings: Annotated[int, Option(LIMITS, "Most stop strings in one request", "strings", minimum=0)] = 64

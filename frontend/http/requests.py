@@ -250,8 +250,10 @@ class RequestDecoder:
     def _request(self, fields: dict[str, Any], kind: type[S]) -> S:
         _take_neutral(fields, NEUTRAL_OF.get(kind, {}), strict=self._strict)
         known = kind.__struct_fields__
-        for name in [name for name in fields if name not in known]:
-            if self._strict or len(fields) > _MOST_FIELDS or _closest(name, known) is not None:
+        unknown = [name for name in fields if name not in known]
+        for name in unknown:
+            # Looking for the name that is meant takes long enough not to do it for many.
+            if self._strict or len(unknown) > _MOST_UNKNOWN or _closest(name, known) is not None:
                 raise _unknown(name, known)
             del fields[name]
             self._note_ignored(name)
@@ -281,6 +283,8 @@ def _fields(body: bytes) -> dict[str, Any]:
         raise ApiError(HTTPStatus.BAD_REQUEST, "the body is nested too deeply", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise ApiError(HTTPStatus.BAD_REQUEST, "the body must be a JSON object", code="invalid_json")
+    if len(fields) > _MOST_FIELDS:
+        raise ApiError(HTTPStatus.BAD_REQUEST, f"the body has {len(fields)} fields", code="unknown_parameter")
     return fields
 
 
@@ -332,13 +336,13 @@ def _unknown(name: str, known: tuple[str, ...]) -> ApiError:
 
 
 def _closest(name: str, known: tuple[str, ...]) -> str | None:
-    close = difflib.get_close_matches(shortened(name, _LONGEST_NAME), known, n=1, cutoff=_MISSPELT)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT) if len(name) <= _LONGEST_NAME else []
     return close[0] if close else None
 
 
 _MISSPELT = 0.75
 """How alike two names are of which one is taken for the other misspelt (difflib's ratio)."""
-_MOST_FIELDS = 256
+_MOST_FIELDS, _MOST_UNKNOWN = 256, 8
 _MOST_IGNORED = 100
 _LONGEST_NAME = 64
 """Characters of a field's name that are looked at and quoted; a client may send millions."""

@@ -171,7 +171,9 @@ def _text_of(state: ServerState, request: DetokenizeRequest) -> bytes:
     client = _client_of(state, request.model)
     if client.tokenizer is None:
         raise bad_field("tokens", "this engine runs without a tokenizer")
-    size = client.welcome.vocab_size
+    size, most = client.welcome.vocab_size, client.welcome.max_model_len
+    if len(request.tokens) > most:
+        raise bad_field("tokens", f"{len(request.tokens)} tokens; the model takes at most {most}")
     for index, token_id in enumerate(request.tokens):
         if not 0 <= token_id < size:
             raise bad_field(f"tokens[{index}]", f"tokens[{index}] is {token_id}; token ids are 0 to {size - 1}")

@@ -10,6 +10,7 @@ import os
 import resource
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ EXIT_DONE, EXIT_ERROR, EXIT_ENGINE_FAILED = 0, 1, 70
 KEY_VARIABLES = ("HEADRACE_API_KEY", "VLLM_API_KEY")
 """Where a key is looked for that no option gives; the first that is set counts."""
 _BACKLOG = 2048
+_SWITCH_S = 5e-4
 _LAST_WORDS_S = 1.0
 """How long clients have to read their last event once the server ends."""
 _IDLE_LOOK_S = 0.02
@@ -169,6 +171,10 @@ class HttpServer:
             self._loop, self._stop_asked = asyncio.get_running_loop(), asyncio.Event()
             if self._stop_at_s is not None:
                 self._stop_asked.set()
+        # Prompts are tokenised in two threads of their own: more would leave the loop's no core, and a long turn of one
+        # with the interpreter would be every stream's pause.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        sys.setswitchinterval(_SWITCH_S)
         pool = EnginePool(sources)
         pool.on_death = self.on_engine_end
         state = ServerState(self._options, pool, self._pages, keys=self._keys, template=self._template)

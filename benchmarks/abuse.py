@@ -1,0 +1,238 @@
+"""What hostile requests cost others: a stream's longest pause, the server's memory, and every status they got.
+
+    python benchmarks/abuse.py [--rounds 3] [--key] [--demo]
+
+One client streams all the while from an engine that computes nothing, a token every 5 ms, in a process of its own. Each
+case is sent `rounds` times, one request at a time. Per case: the longest time between two events of the stream beside
+that of a quiet time before, the peak of resident memory and what of it stays 10 s later, and the statuses. With
+--demo the engine is the demo model, whose tokenizer has a real vocabulary. Exit status 1: a stall of over 50 ms more
+than the quiet one, over 150 MB that stay, a 5xx, or a server that does not end at SIGTERM with 0.
+
+Meaningful on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from report import Report
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "abuse.json"
+MAX_STALL_S, MAX_GROWTH_BYTES, SETTLE_S, QUIET_S = 0.05, 150 << 20, 10.0, 5.0
+KEY = "secret"
+LIMIT = 8 << 20
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def cases() -> Iterator[tuple[str, str, Callable[[], bytes]]]:
+    """Name, path and body; bodies of up to max_body_bytes, made when their turn comes."""
+
+    def body(**fields: Any) -> Callable[[], bytes]:
+        return lambda: json.dumps(fields).encode()
+
+    def filled(head: bytes, piece: bytes, tail: bytes, separator: bytes = b",") -> Callable[[], bytes]:
+        count = (LIMIT - len(head) - len(tail)) // (len(piece) + len(separator)) - 1
+        return lambda: head + separator.join([piece] * count) + tail
+
+    name = " - at `$" * 900_000
+    for path in (COMPLETIONS, CHAT):
+        yield f"{path}: a long unknown field", path, body(**{"prompt": "x", name: 1})
+        yield f"{path}: a long nested field", path, body(prompt="x", messages=[], stream_options={name: 1})
+        yield f"{path}: a long model name", path, body(prompt="x", messages=[], model="m" * (7 << 20))
+        yield f"{path}: many unknown fields", path, lambda: json.dumps({f"k{i}": 1 for i in range(100_000)}).encode()
+        yield (
+            f"{path}: a large logit_bias",
+            path,
+            lambda: json.dumps(
+                {
+                    "prompt": [5],
+                    "messages": [{"role": "user", "content": "x"}],
+                    "logit_bias": {str(i): 1 for i in range(120_000)},
+                }
+            ).encode(),
+        )
+    for text in ("x", " ", "ab ", "\u00e9", "\n", "\\"):
+        yield f"a prompt of {text!r}", COMPLETIONS, body(prompt=text * (LIMIT // (len(json.dumps(text)) - 2) - 100))
+    yield "prompts of one token", COMPLETIONS, filled(b'{"max_tokens":1,"prompt":[', b"[5]", b"]}")
+    yield "2,048 prompts of 2,000 characters", COMPLETIONS, body(prompt=["word " * 400] * 2048, max_tokens=1)
+    yield "2,048 prompts of 400 tokens", COMPLETIONS, body(prompt=[[5] * 400] * 2048, max_tokens=1)
+    yield "empty lists", COMPLETIONS, filled(b'{"prompt":[', b"[]", b"]}")
+    yield "empty objects", COMPLETIONS, filled(b'{"prompt":"x","stop":[', b"{}", b"]}")
+    yield "one prompt of a million tokens", COMPLETIONS, body(prompt=[5] * 1_000_000)
+    yield "stop_token_ids", COMPLETIONS, body(prompt=[5], stop_token_ids=[5] * 1_000_000)
+    yield "messages", CHAT, filled(b'{"messages":[', b'{"role":"user","content":"x"}', b"]}")
+    yield "16,384 messages", CHAT, body(messages=[{"role": "user", "content": "x"}] * 16_384, max_tokens=1)
+    yield (
+        "content parts",
+        CHAT,
+        filled(b'{"messages":[{"role":"user","content":[', b'{"type":"text","text":"x"}', b"]}]}"),
+    )
+    yield "tools", CHAT, filled(b'{"messages":[{"role":"user","content":"x"}],"tools":[', b'{"a":{"b":[1,2]}}', b"]}")
+    for depth in (500, 5000, 1_000_000):
+        deep = b'{"messages":[{"role":"user","content":"x"}],"tools":[' + b'{"a":' * depth + b"1" + b"}" * depth + b"]}"
+        yield f"tools nested {depth} deep", CHAT, lambda deep=deep: deep  # type: ignore[misc]
+    yield "tokens to text", "/detokenize", body(tokens=[300] * 1_000_000)
+    yield "text to tokens", "/tokenize", body(prompt="word " * 1_600, return_token_strs=True)
+    yield "a text of 8 MB to tokens", "/tokenize", body(prompt="word " * 1_600_000)
+    yield "no JSON", COMPLETIONS, lambda: b"\x00" * LIMIT
+    yield "brackets", COMPLETIONS, lambda: b"[" * LIMIT
+
+
+def watch(url: str, headers: dict[str, str], pipe: Connection) -> None:
+    """A process of its own: streams for ever, and answers each look with the longest gap since the one before."""
+    longest = [0.0]
+
+    def answer() -> None:
+        while pipe.recv():
+            pipe.send(longest[0])
+            longest[0] = 0.0
+
+    threading.Thread(target=answer, daemon=True).start()
+    body = {"prompt": [5], "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    with httpx.Client(base_url=url, headers=headers, timeout=60, verify=False) as client:
+        while True:
+            with client.stream("POST", COMPLETIONS, json=body) as response:
+                last_s = 0.0
+                for _ in response.iter_raw():
+                    now_s = time.perf_counter()
+                    longest[0] = max(longest[0], now_s - last_s if last_s else 0.0)
+                    last_s = now_s
+
+
+class Watcher:
+    def __init__(self, url: str, headers: dict[str, str]) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(target=watch, args=(url, headers, theirs), daemon=True)
+        self._process.start()
+
+    def longest_gap_s(self) -> float:
+        self._pipe.send(True)
+        gap_s: float = self._pipe.recv()
+        return gap_s
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def memory_bytes(pid: int) -> int:
+    process = psutil.Process(pid)
+    return sum(each.memory_info().rss for each in (process, *process.children()) if "daemon" not in str(each.cmdline()))
+
+
+def run_case(client: httpx.Client, path: str, data: bytes, pid: int, watcher: Watcher, rounds: int) -> dict[str, Any]:
+    before_bytes = peak_bytes = memory_bytes(pid)
+    done = threading.Event()
+
+    def look() -> None:
+        nonlocal peak_bytes
+        while not done.wait(0.02):
+            peak_bytes = max(peak_bytes, memory_bytes(pid))
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    statuses, times_s = [], []
+    watcher.longest_gap_s()
+    for _ in range(rounds):
+        began_s = time.perf_counter()
+        try:
+            answer = client.post(path, content=data, headers={"content-type": "application/json"})
+            statuses.append(answer.status_code)
+        except httpx.HTTPError as error:
+            statuses.append(type(error).__name__)  # type: ignore[arg-type]
+        times_s.append(time.perf_counter() - began_s)
+    gap_s = watcher.longest_gap_s()
+    done.set()
+    looker.join()
+    end_s = time.monotonic() + SETTLE_S
+    while memory_bytes(pid) - before_bytes > MAX_GROWTH_BYTES and time.monotonic() < end_s:
+        time.sleep(0.1)
+    return {
+        "body_bytes": len(data),
+        "statuses": statuses,
+        "seconds": times_s,
+        "longest_gap_s": gap_s,
+        "peak_growth_bytes": peak_bytes - before_bytes,
+        "growth_that_stays_bytes": memory_bytes(pid) - before_bytes,
+    }
+
+
+def trailers(url: str) -> bytes:
+    """64 MB of trailers, at once."""
+    address = httpx.URL(url)
+    with socket.create_connection((address.host, address.port or 80), timeout=10) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n")
+        try:
+            for _ in range(1024):
+                sock.sendall(b"a: %b\r\n" % (b"b" * 1000) * 64)
+        except OSError:
+            return b"refused"
+    return b"taken"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--key", action="store_true", help="the server has a key, and the abuser knows it")
+    parser.add_argument("--demo", action="store_true", help="the demo model's tokenizer and engine")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(ROOT / "tests"))
+    from http_server import serving
+
+    options = ["--api-key", KEY] if arguments.key else []
+    headers = {"authorization": f"Bearer {KEY}"} if arguments.key else {}
+    model: dict[str, Any] = {"attached": True} if arguments.demo else {"null_model": {"step_delay_s": 0.005}}
+    report = Report(arguments.out, "abuse", {"rounds": arguments.rounds, "key": arguments.key})
+    problems = []
+    with serving(*options, **model) as server:
+        watcher = Watcher(server.url, headers)
+        time.sleep(QUIET_S)
+        watcher.longest_gap_s()
+        time.sleep(QUIET_S)
+        quiet_s = report.results["quiet_gap_s"] = watcher.longest_gap_s()
+        print(f"quiet: longest gap {1e3 * quiet_s:.1f} ms")
+        with httpx.Client(base_url=server.url, headers=headers, timeout=120, verify=False) as client:
+            for name, path, make in cases():
+                case = run_case(client, path, make(), server.process.pid, watcher, arguments.rounds)
+                report.add_case({"name": name, **case})
+                print(
+                    f"{name:45} {case['statuses']!s:18} gap {1e3 * case['longest_gap_s']:7.1f} ms, peak "
+                    f"{case['peak_growth_bytes'] >> 20:5} MB, stays {case['growth_that_stays_bytes'] >> 20:4} MB"
+                )
+                if case["longest_gap_s"] > quiet_s + MAX_STALL_S:
+                    problems.append(f"{name}: a stall of {case['longest_gap_s']:.3f} s")
+                if case["growth_that_stays_bytes"] > MAX_GROWTH_BYTES:
+                    problems.append(f"{name}: {case['growth_that_stays_bytes'] >> 20} MB stay")
+                if any(not isinstance(status, int) or status >= 500 for status in case["statuses"]):
+                    problems.append(f"{name}: {case['statuses']}")
+        before_bytes = memory_bytes(server.process.pid)
+        trailers(server.url)
+        if memory_bytes(server.process.pid) - before_bytes > MAX_GROWTH_BYTES:
+            problems.append("trailers are kept")
+        watcher.close()
+        server.signal()
+        if (status := server.wait_exit(60)) != 0:
+            problems.append(f"SIGTERM ends it with {status}")
+    report.results["problems"] = problems
+    report.save()
+    print("\n".join(problems) or "nothing found")
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()
