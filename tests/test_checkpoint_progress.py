@@ -16,8 +16,7 @@ from tiny_gguf import save_gguf
 from headrace.core.options.engine_options import Options
 from headrace.core.process.child_output import ChildLog, LoadBar
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
-from headrace.executor.checkpoints.watched_weights import WatchedWeights
-from headrace.executor.checkpoints.weights import DummyWeights
+from headrace.executor.checkpoints.weights import DummyWeights, WatchedWeights
 from headrace.executor.parallel.rank_place import RankPlace
 
 SHAPES = {"embed.weight": (8, 4), "layers.0.up.weight": (4, 4), "layers.1.up.weight": (4, 4), "scale": ()}

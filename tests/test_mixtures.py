@@ -21,11 +21,16 @@ from torch import Tensor
 from headrace.executor.checkpoints.gguf.file import GGUFFile
 from headrace.executor.cpu.decoder import CpuDecoder
 from headrace.executor.cpu.weights import Blocks
+from headrace.executor.gpu.kernels import Rounding, quantising, to_int4, to_int8
 from headrace.executor.models.blocks.experts import Experts
+from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
+from headrace.ipc.failure import OptionError
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear import dequantise, quantise
 from headrace.kernels.cpu.moe import PackedExperts
+from headrace.kernels.reference.quantised import dequantise as dequantise_parts
+from headrace.kernels.registry import choose_reference
 
 __all__ = ["pool_for_each_rank"]  # a fixture
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
@@ -34,7 +39,7 @@ MIXTURE_ERROR = 2 * PACKED_ERROR
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
 
 
-def logits_of(decoder: CpuDecoder) -> Tensor:
+def logits_of(decoder: CpuDecoder | Decoder) -> Tensor:
     _, rows = Driver(decoder).greedy(random_prompts((30, 17, 50, 9, 2, 25, 12)), 1, chunk=32)
     return torch.cat(rows)
 
@@ -72,6 +77,24 @@ def test_experts_quantised_as_they_are_read_are_the_dequantised_ones_and_the_rou
         rounded[name] = weight if is_kept else dequantise(*quantise(weight, own, 32))
     small = program_of(spec, DictSource(state), blocks=Blocks(bits, 32))
     assert 0 < error(logits_of(small), logits_of(program_of(spec, DictSource(rounded)))) < MIXTURE_ERROR
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_gpus_experts_are_the_dequantised_ones_too_and_fp8_is_refused(kind: str) -> None:
+    spec, state = spec_from_config(config_of("qwen2_moe")), state_of(reference("qwen2_moe"))
+    rounded = {
+        name: dequantise_parts(*(to_int8 if kind == "int8" else to_int4)(weight, 32))
+        if weight.dim() > 1 and "layers" in name and not name.endswith(("mlp.gate.weight", "expert_gate.weight"))
+        else weight
+        for name, weight in state.items()
+    }
+    quantised = quantising(choose_reference, Rounding(kind, 32))
+    small = Decoder(spec, DictSource(state), torch.float32, choose=quantised)
+    exact = Decoder(spec, DictSource(rounded), torch.float32, choose=choose_reference)
+    assert small.weight_bytes < 0.5 * exact.weight_bytes
+    assert error(logits_of(small), logits_of(exact)) < 1e-4
+    with pytest.raises(OptionError, match="quantization=fp8 cannot be had of a mixture of experts; int8 and int4 can"):
+        Decoder(spec, DictSource(state), torch.float32, choose=quantising(choose_reference, Rounding("fp8", 32)))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

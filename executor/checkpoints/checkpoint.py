@@ -17,8 +17,7 @@ from headrace.ipc.failure import ModelError, OptionError
 if TYPE_CHECKING:
     from headrace.executor.checkpoints.gguf.file import GGUFFile
     from headrace.executor.checkpoints.safetensors_weights import Strategy
-    from headrace.executor.checkpoints.watched_weights import OnRead
-    from headrace.executor.checkpoints.weights import WeightSource
+    from headrace.executor.checkpoints.weights import OnRead, WeightSource
 
 Format = Literal["safetensors", "pt", "gguf", "sharded_state", "dummy"]
 
@@ -75,7 +74,7 @@ class Checkpoint:
         source = self._source(shapes, place)
         if self.on_read is None:
             return source
-        from headrace.executor.checkpoints.watched_weights import WatchedWeights
+        from headrace.executor.checkpoints.weights import WatchedWeights
         from headrace.executor.models.families import spec_from_config
 
         layers = place.layers(spec_from_config(self.config).num_layers)

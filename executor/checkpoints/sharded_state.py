@@ -34,7 +34,7 @@ HEADER = "headrace_sharded_state"
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 
 
-class World(msgspec.Struct, frozen=True):
+class SavedWorld(msgspec.Struct, frozen=True):
     """For whom a file was made."""
 
     tensor_parallel_size: int
@@ -43,7 +43,7 @@ class World(msgspec.Struct, frozen=True):
     """First and last + 1 of the rank's."""
 
     @classmethod
-    def of(cls, place: RankPlace, num_layers: int) -> World:
+    def of(cls, place: RankPlace, num_layers: int) -> SavedWorld:
         own = place.layers(num_layers)
         return cls(place.tp_size, place.pp_size, (own.start, own.stop))
 
@@ -51,7 +51,7 @@ class World(msgspec.Struct, frozen=True):
 class Header(msgspec.Struct, frozen=True):
     """In each file's metadata."""
 
-    world: World
+    world: SavedWorld
     shapes: dict[str, tuple[int, ...]]
     """Of every weight of the model, whole."""
 
@@ -74,7 +74,7 @@ class ShardedWeights:
                 f"{self._path} is not what rank {place.rank} of a sharded state should be: {error}",
                 hint="headrace save-sharded-state writes it anew",
             ) from error
-        wanted = World.of(place, num_layers)
+        wanted = SavedWorld.of(place, num_layers)
         if self._header.world != wanted:
             raise ModelError(
                 f"{folder} was saved for {_sizes(self._header.world)}, not for {_sizes(wanted)}; load it as it was "
@@ -155,7 +155,7 @@ def save(options: Options, folder: Path) -> list[Path]:
         noted = _Noted(source)
         # On the device that keeps nothing, so that only what was read takes memory.
         Decoder(spec, noted, torch.float32, "meta", place, choose=choose_reference)
-        header = Header(World.of(place, spec.num_layers), shapes)
+        header = Header(SavedWorld.of(place, spec.num_layers), shapes)
         path = folder / FILE_NAME.format(rank=rank)
         parts = {name: part.contiguous().clone() for name, part in noted.parts.items()}
         save_file(parts, path, metadata={HEADER: msgspec.json.encode(header).decode(), "format": "pt"})
@@ -170,7 +170,7 @@ def _copy_rest(checkpoint: Checkpoint, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-def _sizes(world: World) -> str:
+def _sizes(world: SavedWorld) -> str:
     first, stop = world.layers
     return (
         f"tensor_parallel_size={world.tensor_parallel_size} and pipeline_parallel_size={world.pipeline_parallel_size} "

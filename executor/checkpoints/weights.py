@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.ipc.failure import ModelError
 
+OnRead = Callable[[int, int], None]
+"""Bytes that have been read, and of how many."""
+ON_READ_INTERVAL_S = 0.1
+LAYER = re.compile(r"\.(\d+)\.")
 DUMMY_STANDARD_DEVIATION = 0.02
 LFS_POINTER = b"version https://git-lfs"
 
@@ -108,6 +115,50 @@ class DummyWeights:
         whole = torch.empty(self._shapes[name], dtype=self._dtype, device=self._device)
         whole.normal_(std=DUMMY_STANDARD_DEVIATION, generator=generator)
         return take_part(whole, self._shapes[name], rows, columns)
+
+
+class WatchedWeights:
+    """Another source, of which `on_read` hears what part of it has been asked for, ten times a second at most."""
+
+    def __init__(self, source: WeightSource, on_read: OnRead, layers: range, total_bytes: int | None = None) -> None:
+        """layers: those that are going to be read. total_bytes: of all weights, two for each element by default."""
+        self._source, self._on_read = source, on_read
+        elements = {name: math.prod(source.shape(name)) for name in source.names()}
+        each = 2.0 if total_bytes is None else total_bytes / max(1, sum(elements.values()))
+        self._left = {name: int(each * count) for name, count in elements.items() if _is_of(name, layers)}
+        self._total_bytes, self._done_bytes = sum(self._left.values()), 0
+        self._told_s = 0.0
+        if hasattr(source, "packed"):
+            self.packed = self._packed
+
+    def names(self) -> frozenset[str]:
+        return self._source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        part = self._source.get(name, rows, columns)
+        self._count(name)
+        return part
+
+    def _packed(self, name: str) -> tuple[str, np.ndarray] | None:
+        stored: tuple[str, np.ndarray] | None = self._source.packed(name)  # type: ignore[attr-defined]
+        self._count(name)
+        return stored
+
+    def _count(self, name: str) -> None:
+        self._done_bytes += self._left.pop(name, 0)
+        now_s = time.monotonic()
+        if now_s - self._told_s >= ON_READ_INTERVAL_S or not self._left:
+            self._told_s = now_s
+            self._on_read(self._done_bytes, self._total_bytes)
+
+
+def _is_of(name: str, layers: range) -> bool:
+    """Whether a weight is of these layers, or of none."""
+    layer = LAYER.search(name)
+    return layer is None or int(layer[1]) in layers
 
 
 def _load_torch(file: Path) -> dict[Any, Any]:

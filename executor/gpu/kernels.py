@@ -18,7 +18,9 @@ from torch import Tensor
 from headrace.core.options.plan import Plan
 from headrace.executor.models.blocks import Role
 from headrace.executor.models.eager import ChooseKernel
+from headrace.ipc.failure import OptionError
 from headrace.kernels.reference.attention import AttentionParams
+from headrace.kernels.reference.moe import ExpertWeights, QuantisedStack
 from headrace.kernels.reference.rows import LARGEST_STORED, LinearWeight, narrow
 from headrace.kernels.registry import choose_reference
 
@@ -27,8 +29,8 @@ FP8 = torch.float8_e4m3fn
 ROWS_AT_ONCE = 4096
 """Rows of a weight that are rounded at a time: their float32 copies are what it takes."""
 FP16_MAX = torch.finfo(torch.float16).max
-ROUNDED: tuple[Role, ...] = ("matrix", "expert")
-"""What is quantised of a model."""
+ROUNDED: tuple[Role, ...] = ("matrix",)
+"""What linear layers' weights are for that are quantised; experts are, too."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ def quantising(choose: ChooseKernel, rounding: Rounding) -> ChooseKernel:
     whole = set[int]()
 
     def chosen(op: str, **facts: Any) -> Callable[..., Any]:
+        if op == "experts":
+            return _quantised_experts(choose, rounding, facts)
         if op != "linear" or facts["role"] not in ROUNDED:
             return choose(op, **facts)
         in_features = facts["shape"][1]
@@ -94,6 +98,31 @@ def quantising(choose: ChooseKernel, rounding: Rounding) -> ChooseKernel:
         return packed
 
     return chosen
+
+
+def _quantised_experts(choose: ChooseKernel, rounding: Rounding, facts: dict[str, Any]) -> Callable[..., Any]:
+    """The op `experts`, whose stacks are rounded first. Raises OptionError for fp8."""
+    if rounding.kind == "fp8":
+        raise OptionError("quantization=fp8 cannot be had of a mixture of experts; int8 and int4 can")
+    if facts["hidden"] % rounding.group or facts["inner"] % rounding.group:
+        logger.warning(
+            "experts between %d and %d values are not quantised, as groups of %d do not divide them",
+            facts["hidden"],
+            facts["inner"],
+            rounding.group,
+        )
+        return choose("experts", **facts)
+    pack = choose("experts", **facts, stored=rounding.kind)
+
+    def packed(gate_up: Tensor, down: Tensor, activation: str) -> ExpertWeights:
+        stacks = []
+        for stack in (gate_up, down):
+            parts = _rounded(stack.flatten(0, 1), rounding)
+            stacks.append(QuantisedStack(*(part.unflatten(0, stack.shape[:2]) for part in parts)))
+        result: ExpertWeights = pack(*stacks, activation)
+        return result
+
+    return packed
 
 
 def chooser_for(choose: ChooseKernel, plan: Plan) -> ChooseKernel:

@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -30,7 +30,6 @@ from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.sizes import activation_bytes, weight_elements
-from headrace.executor.models.sleeping import SleepingModel
 from headrace.executor.parallel.divisibility import check_shares
 from headrace.executor.parallel.rank_place import SINGLE, Collectives, RankPlace
 from headrace.executor.parallel.rendezvous import Rendezvous
@@ -63,6 +62,15 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 BLOCK_HEAD_BYTES = {8: 2, 4: 4}
 """Of a block of 32 quantised weights: its scale, and the minimum of 4-bit ones."""
 CACHE_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+class SleepingModel:
+    """In the place of a model whose weights have been dropped: no step comes before the core has woken them."""
+
+    choose = None
+
+    def step(self, *_: Any) -> NoReturn:
+        raise RuntimeError("a step came while the weights sleep")
 
 
 class UniprocExecutor(Executor):

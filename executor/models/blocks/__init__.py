@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Role = Literal["matrix", "bias", "norm", "embedding", "head", "router", "expert"]
 """What a weight is for, which is what a quantised format goes by: matrices and experts are quantised as asked, the
-embedding and the head more finely, and the rest not at all."""
+embedding and the head more finely or not at all, and the rest stays."""
 
 
 @dataclass(frozen=True)
