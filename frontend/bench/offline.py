@@ -227,6 +227,9 @@ def progress(total: int, unit: str, result: ResultOptions) -> Any:
 
 def finish(record: dict[str, Any], result: ResultOptions) -> int:
     """Writes the record where it is to be kept, and says so; the exit status."""
+    if drafts := record.get("engine", {}).get("stats", {}).get("num_draft_tokens"):
+        accepted = record["engine"]["stats"]["num_accepted_tokens"]
+        print(f"\nspeculation: {accepted} of {drafts} draft tokens were right, {accepted / drafts:.1%}")
     path = records.save(record, result)
     if path is not None:
         print(f"\nwrote {path}")
