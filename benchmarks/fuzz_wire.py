@@ -62,7 +62,7 @@ class Generator:
         """Of any content, with this slot."""
         return msgspec.structs.replace(self.struct(AddRequest), slot=slot)
 
-    def struct(self, kind: type[Any]) -> Any:
+    def struct(self, kind: Any) -> Any:
         hints, fields = _fields_of(kind)
         wild = {field.name for field in fields if self.numbers.random() < 0.15}
         values = {}

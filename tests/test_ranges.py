@@ -55,7 +55,11 @@ def answer(request: AddRequest) -> tuple[SteppedCore, SteppedClient, Finish]:
 
 def test_every_number_of_a_request_has_a_range() -> None:
     for kind in (Sampling, AddRequest):
-        numeric = [f.name for f in msgspec.inspect.type_info(kind).fields if "IntType" in repr(f.type)]
+        numeric = [
+            f.name
+            for f in msgspec.inspect.type_info(kind).fields  # type: ignore[attr-defined]
+            if "IntType" in repr(f.type)
+        ]
         lists = {*names_marked(kind, VOCABULARY), "task"}
         assert set(numeric) - lists <= set(ranges_of(kind)), f"{kind.__name__} has a number without a range"
 

@@ -55,14 +55,15 @@ def test_a_client_that_does_not_read_is_dismissed_and_hears_why(port: Port) -> N
 
 def test_a_dismissed_clients_requests_end_with_the_cause_and_its_connection_closes(port: Port) -> None:
     async def main() -> None:
-        client = CoreClient(ZmqTransport(port.port.address))
+        transport = ZmqTransport(port.port.address)
+        client = CoreClient(transport)
         await client.start()
         stats = asyncio.ensure_future(client.get_stats())
         await asyncio.sleep(0)
         port.fill(1)  # this thread is the client's: it cannot read meanwhile
         with pytest.raises(EngineDeadError, match="did not read its answers"):
             await asyncio.wait_for(stats, 20)
-        assert client._transport._context is None
+        assert transport._context is None
 
     asyncio.run(main())
 
