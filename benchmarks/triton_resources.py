@@ -10,7 +10,7 @@ import argparse
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +27,6 @@ from headrace.kernels.reference.sampling import DeviceDraws, LogitChanges, Penal
 from headrace.kernels.triton import (
     activation,
     attention,
-    cascade,
     decode,
     embedding,
     linear,
@@ -82,15 +81,6 @@ def attend(
     return lambda: attention.paged_attention(query, cache, cache, batch_of(num_tokens, num_seqs), params, scales)
 
 
-def share(heads: tuple[int, int, int], num_seqs: int, stored: torch.dtype = BF16) -> Run:
-    """Decodes that begin alike."""
-    num_heads, num_kv_heads, head_dim = heads
-    cache = meta(1000, num_kv_heads, 16, head_dim, dtype=stored)
-    batch = replace(batch_of(num_seqs, num_seqs), shared_tokens=meta(1, dtype=INT32))
-    query, params = meta(num_seqs, num_heads, head_dim), AttentionParams(head_dim**-0.5)
-    return lambda: cascade.cascade_attention(query, cache, cache, batch, params)
-
-
 LLAMA, GEMMA, QWEN = (32, 8, 128), (16, 8, 256), (14, 2, 64)
 """Heads of Llama-3.1-8B, Gemma-2-9B and Qwen2.5-0.5B."""
 
@@ -109,9 +99,6 @@ def attention_cases() -> dict[str, Run]:
         "attention Gemma invariant": attend(GEMMA, 8192, 64, batch_invariant=True),
         "attention Qwen mixed": attend(QWEN, 8192, 64),
         "attention 512 wide heads": attend((8, 4, 512), 8192, 64),
-        "cascade Llama": share(LLAMA, 256),
-        "cascade Llama fp8 cache": share(LLAMA, 256, torch.float8_e4m3fn),
-        "cascade Qwen": share(QWEN, 64),
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -22,7 +22,6 @@ from triton.runtime.jit import JITFunction
 from triton_compile import OPTIONS, LaunchRecord, pretended
 
 from headrace import kernels
-from headrace.executor.gpu.cascade import LEAST_ROWS, CascadeRule
 from headrace.executor.gpu.device_state import HostDevice
 from headrace.executor.gpu.kernels import Rounding, batch_invariant, quantising
 from headrace.executor.gpu.memory import largest_prefill, visit_kernels
@@ -141,14 +140,12 @@ class LaunchNotes:
         self.launches: dict[Hashable, tuple[str, LaunchRecord]] = {}
         self._phase, self._architecture = "start", architecture
         self._spec, self._cached, self._is_invariant = spec_from_config(config), cached, is_invariant
-        self.num_cascaded = 0
         choose = batch_invariant(kernels.choose) if is_invariant else kernels.choose
         self._choose = choose if rounding is None else quantising(choose, rounding)
 
     def run(self) -> None:
         with self._noting():
-            rule = None if self._is_invariant else CascadeRule(LEAST_ROWS, BLOCK_SIZE, 0)
-            limits = RunnerLimits(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, self._spec.vocab_size, (2,), cascade=rule)
+            limits = RunnerLimits(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, self._spec.vocab_size, (2,))
             source = Shapes(weight_shapes(self._spec), torch.bfloat16)
             decoder = Decoder(self._spec, source, torch.bfloat16, META, choose=self._choose)
             cache = kv_cache.allocate(self._spec, 1000, BLOCK_SIZE, self._cached, META)
@@ -161,17 +158,14 @@ class LaunchNotes:
             for name, sampling in SAMPLINGS.items():
                 self._phase = name
                 self._serve(runner, sampling)
-            self._phase = "alike"
-            self._serve(runner, SAMPLINGS["greedy"], beginning=[5] * 2 * BLOCK_SIZE)
-            self.num_cascaded = runner.num_cascaded
 
-    def _serve(self, runner: GpuRunner, sampling: dict[str, Any], beginning: Sequence[int] = ()) -> None:
+    def _serve(self, runner: GpuRunner, sampling: dict[str, Any]) -> None:
         """More and more requests, of prompts of any length, and a few tokens of each batch."""
         dice, maker = np.random.default_rng(0), PlanMaker(block_size=BLOCK_SIZE)
         for count in (1, 1, 6, 30, MOST_ROWS):
             for row in range(len(maker.tokens), min(MOST_ROWS, len(maker.tokens) + count)):
                 own = dice.integers(3, 999, int(dice.integers(1, 90))).tolist()
-                maker.enter(row, [*beginning, *own], like=0 if beginning else None, **sampling)
+                maker.enter(row, own, **sampling)
             for _ in range(2):
                 for row in maker.tokens:
                     maker.compute(row)
@@ -218,7 +212,7 @@ def main() -> None:
         by_phase: dict[str, list[str]] = {}
         for phase, launch in notes.launches.values():
             by_phase.setdefault(phase, []).append(launch.function.__name__)
-        print(json.dumps({"name": name, "forms": by_phase, "cascaded": notes.num_cascaded}), flush=True)
+        print(json.dumps({"name": name, "forms": by_phase}), flush=True)
 
 
 if __name__ == "__main__":

@@ -56,8 +56,6 @@ class TensorHashModel:
         seqs = torch.searchsorted(inputs.query_start[1:], tokens, right=True)
         tables = inputs.block_tables[0][seqs].long()
         slots = (tables[:, :, None] * inputs.block_size + torch.arange(inputs.block_size)).flatten(1)
-        if inputs.shared_tokens is not None:
-            slots = torch.where(torch.arange(slots.shape[1]) < inputs.shared_tokens, slots[:1], slots)
         seen = torch.arange(slots.shape[1]) <= inputs.positions[:, None]
         context = torch.where(seen, kv_cache[slots], 0)
         hashes = (context * self._factors[: slots.shape[1]] + seen).sum(1) % NUM_HASHES
@@ -183,7 +181,6 @@ def choose_capturable(op: str, **facts: Any) -> Callable[..., Any]:
     """The references, with versions of what in them looks at values on the host."""
     own: dict[str, Callable[..., Any]] = {
         "paged_attention": dense_attention,
-        "cascade_attention": dense_cascade,
         "write_cache": scatter_cache,
     }
     return own.get(op) or choose_reference(op, **facts)
@@ -205,9 +202,6 @@ def dense_attention(
     seqs = torch.searchsorted(batch.query_start[1:].contiguous(), tokens, right=True)
     positions = batch.seq_lens[seqs] - (batch.query_start[1:][seqs] - tokens)
     tables = batch.block_tables[seqs].long()
-    if batch.shared_tokens is not None:
-        begins = torch.arange(tables.shape[1]) * batch.block_size < batch.shared_tokens
-        tables = torch.where(begins, batch.block_tables[:1].long(), tables)
     keys, values = (cache[tables].transpose(1, 2).flatten(2, 3).float() for cache in (key_cache, value_cache))
     place = torch.arange(keys.shape[2])
     seen = place <= positions[:, None]
@@ -220,19 +214,6 @@ def dense_attention(
         scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
     weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1).nan_to_num(0.0)
     return torch.einsum("thn,thnd->thd", weights, values).to(query.dtype)
-
-
-def dense_cascade(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    batch: PagedBatch,
-    params: AttentionParams,
-    scales: CacheScales | None = None,
-) -> Tensor:
-    """Reads what is said to be shared from the first row's blocks alone, so that a wrong number gives wrong tokens."""
-    assert batch.shared_tokens is not None, "the model chooses this one only then"
-    return dense_attention(query, key_cache, value_cache, batch, params, scales)
 
 
 def scatter_cache(

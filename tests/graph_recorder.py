@@ -62,7 +62,7 @@ class RecordingCapturer:
         self.graphs: list[Recorder] = []
         self.num_replays = 0
         self.pool_bytes = 0
-        self._fail_at = fail_at
+        self._fail_at, self._num_captures = fail_at, 0
 
     def forget(self) -> None:
         self.graphs.clear()
@@ -73,7 +73,8 @@ class RecordingCapturer:
         recorder = Recorder()
         with recorder:
             result = run()
-        if len(self.graphs) + 1 == self._fail_at:
+        self._num_captures += 1
+        if self._num_captures == self._fail_at:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB\nand more that nobody wants to read")
         self.graphs.append(recorder)
         self.pool_bytes += 1000

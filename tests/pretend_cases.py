@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 MODELS = ("llama_gqa_tied", "qwen3", "gemma2", "llama_dynamic", "opt_projected_post_norm")
 """Those of `tiny_models` that differ in what the device has to do."""
@@ -243,17 +242,6 @@ def case_an_engine_that_speculates(folder: Path) -> None:
     prompts = [[3 + index, *[20, 21, 22] * 4] for index in range(4)]
     found = engines(folder, prompts, {"speculative_config": config}, num_gpu_blocks_override=60)
     assert found["num_draft_tokens"] > 5
-    assert found["graphs"] > 1
-
-
-def case_a_beginning_that_all_share_is_read_once(folder: Path) -> None:
-    from headrace.executor.gpu.cascade import CascadeRule
-
-    rule = mock.patch.object(CascadeRule, "for_layers", return_value=CascadeRule(2, 4, 0))
-    prompts = [[*range(20, 33), 3 + index] for index in range(4)]
-    with rule:
-        found = engines(folder, prompts, {"disable_cascade_attn": False}, enable_prefix_caching=True)
-    assert found["cascaded_steps"] > 5
     assert found["graphs"] > 1
 
 

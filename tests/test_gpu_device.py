@@ -19,7 +19,6 @@ from headrace import LLM, SamplingParams
 from headrace.core.options.engine_options import Options
 from headrace.core.options.memory import fit_cache
 from headrace.core.options.resolve import resolve
-from headrace.executor.gpu import cascade as gpu_cascade
 from headrace.executor.gpu.device import choose_device
 from headrace.executor.gpu.executor import GpuExecutor
 from headrace.ipc.failure import HeadraceError, OptionError
@@ -88,7 +87,7 @@ def test_attention_over_a_mixed_batch(dtype: torch.dtype, window: int | None, ca
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_seqs", "kv_heads", "own"), [(1, 1, 9000), (4, 8, 2000), (8, 8, 300), (200, 8, 40)])
-def test_decodes_that_are_divided_and_begin_alike(dtype: torch.dtype, num_seqs: int, kv_heads: int, own: int) -> None:
+def test_decodes_that_are_divided(dtype: torch.dtype, num_seqs: int, kv_heads: int, own: int) -> None:
     """From one sequence in many parts to many in few; the first 1000 or so tokens are the same blocks."""
     block, size, alike = 16, 128, 1000
     if INTERPRETED:
@@ -103,14 +102,11 @@ def test_decodes_that_are_divided_and_begin_alike(dtype: torch.dtype, num_seqs: 
     query = torch.randn(num_seqs, 4 * kv_heads, size, generator=generator, device=DEVICE).to(dtype)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=DEVICE)
     slots = torch.zeros(num_seqs, dtype=torch.int64, device=DEVICE)
-    shared = torch.tensor([shared_blocks * block], dtype=torch.int32, device=DEVICE)
-    batch = PagedBatch(starts, lens.int(), tables.int(), slots, block, max_query_len=1, shared_tokens=shared)
+    batch = PagedBatch(starts, lens.int(), tables.int(), slots, block, max_query_len=1)
     heads = {"head_dim": size, "num_heads": 4 * kv_heads, "num_kv_heads": kv_heads}
     plain, reference = both("paged_attention", dtype, **heads)
-    cascade, _ = both("cascade_attention", dtype, **heads)
     expected = reference(query, keys, values, batch, AttentionParams(size**-0.5))
     close(plain(query, keys, values, batch, AttentionParams(size**-0.5)), expected)
-    close(cascade(query, keys, values, batch, AttentionParams(size**-0.5)), expected)
 
 
 @needs_kernels
@@ -272,20 +268,6 @@ def test_offloaded_layers_change_nothing_through_graphs_and_eagerly(tmp_path: Pa
         executor.stop()
         found.append(tokens)
     assert found[0] == found[1] == found[2]
-
-
-@needs_gpu
-def test_a_common_beginning_read_once_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, least in (("LEAST_ROWS", 2), ("LEAST_TOKENS", 32), ("LEAST_SAVED_BYTES", 1)):
-        monkeypatch.setattr(gpu_cascade, name, least)
-    model, prompts = tiny_models.save("llama_gqa_tied", tmp_path), [[*range(20, 120), 5 + i] for i in range(7)]
-    expected, executor = generate(model, prompts, 60)
-    executor.stop()
-    for options in ({}, {"enforce_eager": True}):
-        found, executor = generate(model, prompts, 60, disable_cascade_attn=False, **options)
-        assert executor.steps.num_cascaded > 20
-        executor.stop()
-        assert found == expected
 
 
 @needs_gpu

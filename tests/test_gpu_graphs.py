@@ -71,18 +71,29 @@ def test_a_capture_waits_until_steps_have_lacked_one_for_a_while() -> None:
     assert not found.due()
 
 
-def test_a_capture_that_fails_is_said_once_and_all_goes_on_eagerly(caplog: pytest.LogCaptureFixture) -> None:
-    found, _ = graphs(RecordingCapturer(fail_at=2))
+def test_a_capture_that_fails_costs_its_own_graph_alone(caplog: pytest.LogCaptureFixture) -> None:
+    found, ran = graphs(RecordingCapturer(fail_at=2))
     with caplog.at_level(logging.WARNING):
-        assert found.capture_next()
-        assert not found.capture_next()
-        assert not found.capture_next()
-    assert found.find(6, Choice.ARGMAX) is None
+        while found.capture_next():
+            pass
+    assert sorted(key.size for key in set(ran)) == list(SIZES)
+    assert len(found) == len(SIZES) - 1
+    assert [found.find(size, Choice.ARGMAX).key.size for size in (1, 2, 3, 4, 5, 6)] == [1, 2, 6, 6, 6, 6]
     (record,) = caplog.records
-    assert record.getMessage() == (
-        "decode steps run eagerly, without CUDA graphs: the capture of a batch of 4 failed: "
-        "CUDA out of memory. Tried to allocate 2.00 GiB"
-    )
+    why = "CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert record.getMessage() == f"decode steps of a batch of 4 run without a CUDA graph of its size: {why}"
+    assert found.why_eager == f"1 graphs could not be captured, the last for a batch of 4: {why}"
+    found.forget()
+    assert found.why_eager == "", "all are tried again where the weights have moved"
+    assert found.key_for(4, Choice.ARGMAX) == GraphKey(4, Choice.ARGMAX)
+
+
+def test_batches_without_a_graph_that_holds_them_run_eagerly_and_the_others_do_not() -> None:
+    found, _ = graphs(RecordingCapturer(fail_at=1))
+    while found.capture_next():
+        pass
+    assert found.find(5, Choice.ARGMAX) is None, "the largest is what failed"
+    assert found.find(4, Choice.ARGMAX).key.size == 4
 
 
 def test_enforce_eager_captures_nothing() -> None:

@@ -11,7 +11,7 @@ from paged import make_batch
 
 from headrace.kernels import ops
 from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch, paged_attention
-from headrace.kernels.triton import attention, cascade, configs
+from headrace.kernels.triton import attention, configs
 
 BOUND = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 """Largest error of an output near 1. The interpreter cuts softmax weights off to bfloat16, where a GPU rounds."""
@@ -98,81 +98,6 @@ def case_scaled_caches() -> None:
             expected = paged_attention(query, stored_keys, stored_values, batch, params, scales)
             found = attention.paged_attention(query, stored_keys, stored_values, batch, params, scales)
             assert_close(found, expected)
-
-
-def shared_batch(
-    num_shared: int, heads: tuple[int, int], block_size: int
-) -> tuple[PagedBatch, torch.Tensor, torch.Tensor]:
-    """Sequences of one token whose first 64 tokens lie in the same blocks; of that, num_shared is told."""
-    lengths = [(1, 64 + own) for own in (1, 40, 33, 0)]
-    batch, keys, values = make_batch(lengths, block_size, heads[1], 24, torch.float32, shared_blocks=64 // block_size)
-    return dataclasses.replace(batch, shared_tokens=torch.tensor([num_shared], dtype=torch.int32)), keys, values
-
-
-def case_a_shared_beginning_is_read_once_to_the_same_end() -> None:
-    for heads, soft_cap, block_size in (((6, 2), None, 16), ((3, 3), 1.5, 32)):
-        for num_shared in (0, 48, 64):
-            batch, keys, values = shared_batch(num_shared, heads, block_size)
-            query, params = torch.randn(4, heads[0], 24), AttentionParams(24**-0.5, None, soft_cap)
-            expected = paged_attention(query, keys, values, batch, params)
-            assert_close(cascade.cascade_attention(query, keys, values, batch, params), expected)
-        # Whatever is told, each sequence's own blocks are wrong for the shared part of the others.
-        batch.block_tables[1:, : 64 // block_size] = batch.block_tables[1:, -1:]
-        assert_close(cascade.cascade_attention(query, keys, values, batch, params), expected)
-
-
-def case_shared_beginnings_beside_padding() -> None:
-    """A graph's spare rows have no context, and whatever is in their table's blocks and their queries stays there."""
-    batch, keys, values = shared_batch(64, (4, 2), 16)
-    query, params = torch.randn(7, 4, 24), AttentionParams(24**-0.5)
-    expected = paged_attention(query[:4], keys, values, batch, params)
-    query[4:] = torch.nan
-    nobodys = batch.block_tables[:3, -1:]
-    assert keys[nobodys.long()].isnan().all()
-    padded = PagedBatch(
-        torch.arange(8, dtype=torch.int32),
-        torch.cat([batch.seq_lens, torch.zeros(3, dtype=torch.int32)]),
-        torch.cat([batch.block_tables, nobodys.expand(-1, batch.block_tables.shape[1])]),
-        torch.cat([batch.slot_mapping, torch.zeros(3, dtype=torch.int64)]),
-        16,
-        max_query_len=1,
-        shared_tokens=batch.shared_tokens,
-    )
-    found = cascade.cascade_attention(query, keys, values, padded, params)
-    assert_close(found[:4], expected)
-    assert not found[4:].any()
-    # At its capture a graph has nothing but padding.
-    nothing = dataclasses.replace(padded, seq_lens=torch.zeros_like(padded.seq_lens))
-    assert not cascade.cascade_attention(query, keys, values, nothing, params).any()
-
-
-def case_shared_beginnings_of_scaled_caches() -> None:
-    batch, keys, values = shared_batch(64, (6, 2), 16)
-    query, params = torch.randn(4, 6, 24), AttentionParams(24**-0.5)
-    for stored, largest in ((torch.int8, 127.0), (torch.float8_e4m3fn, 448.0)):
-        caches, rows = [], []
-        for x in (keys, values):
-            row = x.nan_to_num().abs().amax(-1).clamp(min=1e-3) / largest
-            scaled = x.nan_to_num() / row[..., None]
-            caches.append(scaled.round().to(stored) if stored == torch.int8 else scaled.to(stored))
-            rows.append(row)
-        scales = CacheScales(keys=rows[0], values=rows[1])
-        for each in (scales, CacheScales(0.04, 0.03)):
-            expected = paged_attention(query, caches[0], caches[1], batch, params, each)
-            assert_close(cascade.cascade_attention(query, caches[0], caches[1], batch, params, each), expected)
-
-
-def case_what_cannot_share_is_plain_attention() -> None:
-    batch, keys, values = shared_batch(64, (4, 2), 16)
-    query = torch.randn(5, 4, 24)
-    for params in (AttentionParams(24**-0.5, 40), AttentionParams(24**-0.5, batch_invariant=True)):
-        found = cascade.cascade_attention(query[:4], keys, values, batch, params)
-        assert torch.equal(found, attention.paged_attention(query[:4], keys, values, batch, params))
-    params = AttentionParams(24**-0.5)
-    mixed, keys, values = make_batch([(3, 70), (2, 75)], 16, 2, 24, torch.float32, shared_blocks=4)
-    mixed = dataclasses.replace(mixed, shared_tokens=torch.tensor([64], dtype=torch.int32))
-    found = cascade.cascade_attention(query, keys, values, mixed, params)
-    assert torch.equal(found, attention.paged_attention(query, keys, values, mixed, params))
 
 
 def case_one_sequence_is_divided_into_many_parts() -> None:

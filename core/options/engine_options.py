@@ -79,9 +79,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             default_text="1, 2, 4, then every 8 up to 256 and every 16 beyond",
         ),
     ] = ()
-    disable_cascade_attn: Annotated[
-        bool, Option(MODEL, "False: where many requests begin alike, a GPU's decode reads those keys once for all")
-    ] = True
     batch_invariant: Annotated[
         bool,
         Option(

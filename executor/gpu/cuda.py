@@ -67,7 +67,7 @@ class CudaCapturer:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        """ParentEngine until `forget`: a pool whose last graph is gone takes no other (`create_or_incref_pool` in
+        """Kept until `forget`: a pool whose last graph is gone takes no other (`create_or_incref_pool` in
         c10/cuda/CUDACachingAllocator.cpp asserts that), and torch may ask one whose capture failed for its capture."""
         self.pool_bytes = 0
 

@@ -122,11 +122,6 @@ def check_no_gpu_options(options: Options) -> None:
         )
     if options.batch_invariant:
         raise OptionError(f"batch_invariant is for GPUs, and the model runs on the CPU (device={options.device})")
-    if not options.disable_cascade_attn:
-        raise OptionError(
-            "disable_cascade_attn=False asks a GPU to read the keys that all requests begin with once, and the model "
-            f"runs on the CPU (device={options.device}), where nothing does that; leave it out"
-        )
     if options.quantization == "fp8":
         raise OptionError(
             f"quantization=fp8 is computed on a GPU only, and the model runs on the CPU (device={options.device}); "

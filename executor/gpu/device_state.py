@@ -3,7 +3,7 @@
 All of it lies in one int32 tensor, so that whatever a step changes goes over as one list of (index, word) pairs: one
 copy from pinned memory and one scatter, however many columns and rows are concerned. A steady decode changes nothing.
 
-    words: | seed | top_p | min_p | block_table | last_token | num_computed | ... | batch_rows | shared_tokens |
+    words: | seed | top_p | min_p | block_table | last_token | num_computed | ... | batch_rows |
              2 words a row, first so    W words    1 word each                      the rows of this step's decode
              that they are aligned      a group                                     batch, and 1 word of all of them
 
@@ -135,7 +135,6 @@ class StateShape:
         for name in COLUMNS:
             offsets[name], at = at, at + rows
         offsets["batch_rows"], at = at, at + rows
-        offsets["shared_tokens"], at = at, at + 1
         return offsets, at
 
 
@@ -165,7 +164,6 @@ class DeviceState:
         self.frequency_penalty = column("frequency_penalty").view(torch.float32)
         self.repetition_penalty = column("repetition_penalty").view(torch.float32)
         self.batch_rows = column("batch_rows")  # [num_rows + 1]: rows of the decode batch, then the padding row
-        self.shared_tokens = self.words[offsets["shared_tokens"] :]  # [1]: with which a cascaded batch's rows begin
         self.repetition_penalty.fill_(1.0)
         self.batch_rows.fill_(shape.num_rows)
 

@@ -17,7 +17,6 @@ from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.checkpoints.checkpoint import Checkpoint
 from headrace.executor.checkpoints.new_weights import open_again
 from headrace.executor.checkpoints.weights import DummyWeights, WeightSource
-from headrace.executor.gpu.cascade import CascadeRule, check_cascade, rule_for
 from headrace.executor.gpu.collectives import AgreedCapturer, GpuCollectives
 from headrace.executor.gpu.cuda import CudaBackend
 from headrace.executor.gpu.device import GpuFacts, check_free_memory, check_gpu, gib, rank_device
@@ -85,7 +84,6 @@ class GpuExecutor(UniprocExecutor):
         self._device = device
         self._gpu: GpuFacts | None = None
         self._decoder: Decoder | None = None
-        self._cascade: CascadeRule | None = None
         self._steps: GpuRunner | None = None
         self._residence: WeightResidency | None = None
 
@@ -104,7 +102,6 @@ class GpuExecutor(UniprocExecutor):
         dtype, facts = DTYPES[plan.dtype], self._gpu
         check_gpu(self._device, dtype, facts)
         runner_limits(plan, plan.max_model_len)
-        check_cascade(plan.options)
         elements = weight_elements(self._spec) / self._place.world_size
         what = f"holding {elements / 1e9:.2f} billion weights of {plan.model.name} as {plan.dtype}"
         # Quantised matrices take less in the end, and each of them its whole size for a moment.
@@ -117,9 +114,6 @@ class GpuExecutor(UniprocExecutor):
         with self._backend.here():
             report("load weights")
             self._decoder = self._new_decoder(self._checkpoint)
-            choose, itemsize = chooser_for(self.choose, plan), cache_dtype(plan, is_program=False).itemsize
-            spec, tp_size = self._decoder.spec, self._place.tp_size
-            self._cascade = rule_for(plan, spec, tp_size, itemsize, choose, device=self._device)
         if self._place.world_size > 1:
             weights_bytes = self._decoder.weight_bytes
             return MemoryReading(total_bytes=0, available_bytes=0, weights_bytes=weights_bytes, activation_bytes=0)
@@ -143,7 +137,7 @@ class GpuExecutor(UniprocExecutor):
         plan, decoder = self._plan, self._decoder
         with self._backend.here():
             cache = self._new_cache(plan, num_blocks)
-            limits = runner_limits(plan, max_model_len, self._cascade)
+            limits = runner_limits(plan, max_model_len)
             device, capturer = self._backend.host_side(), self._capturer(plan)
             self._steps = make_runner(self._place, decoder, cache, device, limits, capturer)
             self._residence = WeightResidency(decoder, cache, self._steps, self._backend, self._open_again)
@@ -183,7 +177,6 @@ class GpuExecutor(UniprocExecutor):
             "graphs": len(graphs),
             "graph_pool_bytes": graphs.pool_bytes,
             "why_eager": graphs.why_eager,
-            "cascaded_steps": self.steps.num_cascaded,
             "sums": link.sums if isinstance(link := self._place.collectives, GpuCollectives) else "",
             "step_us": self.steps.times.summary(),
         }
@@ -241,7 +234,7 @@ class GpuExecutor(UniprocExecutor):
     def _measure(self, plan: Plan, decoder: Decoder, facts: GpuFacts) -> MemoryReading:
         backend = self._backend
         null_block = self._new_cache(plan, 1)
-        limits, capturer = runner_limits(plan, plan.max_model_len, self._cascade), self._capturer(plan)
+        limits, capturer = runner_limits(plan, plan.max_model_len), self._capturer(plan)
         tokens = plan.max_num_batched_tokens
         runner = runner_kind(self._place)(decoder, null_block, backend.host_side(), limits)
         found = measure(runner, backend.host_side(), limits, tokens, backend.meter(), capturer)
@@ -278,7 +271,7 @@ def offload_of(plan: Plan, spec: ArchSpec, place: RankPlace, backend: Backend) -
     return Offload(which, backend.host_side(), backend.side_stream())
 
 
-def runner_limits(plan: Plan, max_model_len: int, cascade: CascadeRule | None = None) -> RunnerLimits:
+def runner_limits(plan: Plan, max_model_len: int) -> RunnerLimits:
     """Raises OptionError when the sizes of graphs contradict each other."""
     options = plan.options
     sizes = capture_sizes(plan.max_num_seqs, options.cudagraph_capture_sizes, options.max_cudagraph_capture_size)
@@ -290,5 +283,4 @@ def runner_limits(plan: Plan, max_model_len: int, cascade: CascadeRule | None = 
         eos_token_ids=plan.model.eos_token_ids,
         num_cache_groups=len(plan.model.cache_groups),
         capture_sizes=sizes,
-        cascade=cascade,
     )

@@ -76,8 +76,6 @@ class Capturer(Protocol):
 class GraphKey:
     size: int
     choice: Choice
-    cascade: bool = False
-    """With attention that reads a common beginning once, however long that is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,10 +94,11 @@ class DecodeGraphs:
         self.sizes = tuple(sizes)
         self._capturer, self._run = capturer, run
         self._graphs: dict[GraphKey, Graph] = {}
-        self._kinds: list[tuple[Choice, bool]] = [(Choice.ARGMAX, False)] if capturer is not None else []
+        self._kinds: list[Choice] = [Choice.ARGMAX] if capturer is not None else []
         self._lacked: dict[GraphKey, int] = {}
+        self._failed: dict[GraphKey, str] = {}
+        """What could not be captured, and why. It is not tried again until all are captured anew."""
         self._steps_lacking = 0
-        self.why_eager = "" if capturer is not None else "enforce_eager is set"
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -108,30 +107,40 @@ class DecodeGraphs:
     def pool_bytes(self) -> int:
         return self._capturer.pool_bytes if self._capturer is not None else 0
 
-    def key_for(self, batch_size: int, choice: Choice, cascade: bool = False) -> GraphKey | None:
-        """What such a batch would run in: the smallest size that holds it; None when it is larger than all."""
-        size = next((size for size in self.sizes if size >= batch_size), None)
-        return GraphKey(size, choice, cascade) if size is not None else None
+    @property
+    def why_eager(self) -> str:
+        """Why some decode steps run eagerly, or all of them; "" where none has to."""
+        if self._capturer is None:
+            return "enforce_eager is set"
+        if not self._failed:
+            return ""
+        key, why = next(reversed(self._failed.items()))
+        return f"{len(self._failed)} graphs could not be captured, the last for a batch of {key.size}: {why}"
 
-    def find(self, batch_size: int, choice: Choice, cascade: bool = False) -> Graph | None:
+    def key_for(self, batch_size: int, choice: Choice) -> GraphKey | None:
+        """What such a batch would run in: the smallest size that holds it and can be captured; None without one."""
+        keys = (GraphKey(size, choice) for size in self.sizes if size >= batch_size)
+        return next((key for key in keys if key not in self._failed), None)
+
+    def find(self, batch_size: int, choice: Choice) -> Graph | None:
         """The graph for a batch; None when it must run eagerly. One that is lacked counts towards what is captured
-        next; in place of one with cascade, one without does."""
-        key = self.key_for(batch_size, choice, cascade)
-        if key is None or self.why_eager:
+        next."""
+        key = self.key_for(batch_size, choice)
+        if key is None or self._capturer is None:
             return None
-        if (choice, cascade) not in self._kinds:
-            self._kinds.append((choice, cascade))
+        if choice not in self._kinds:
+            self._kinds.append(choice)
         graph = self._graphs.get(key)
         if graph is None:
             self._lacked[key] = self._lacked.get(key, 0) + 1
             self._steps_lacking += 1
-            graph = self._graphs.get(GraphKey(key.size, choice))
         return graph
 
     def forget(self) -> None:
         """Drops them all, as what they compute on is about to move. They are captured again as at the start."""
         self._graphs.clear()
         self._lacked.clear()
+        self._failed.clear()
         self._steps_lacking = 0
         if self._capturer is not None:
             self._capturer.forget()
@@ -146,7 +155,10 @@ class DecodeGraphs:
         return self._steps_lacking >= STEPS_BETWEEN_CAPTURES
 
     def capture_next(self) -> bool:
-        """Captures one more; False when there is none left. A failure is said once, and ends all capturing."""
+        """Tries to capture one more; False when there is none left to try.
+
+        What cannot be captured is logged and left out: its batches run in the next larger graph, or eagerly.
+        """
         key = self._next_key()
         if key is None or self._capturer is None:
             return False
@@ -155,22 +167,20 @@ class DecodeGraphs:
         try:
             replay, result = self._capturer.capture(lambda: self._run(key))
         except (RuntimeError, AssertionError, ValueError, TypeError) as error:
-            self.why_eager = f"the capture of a batch of {key.size} failed: {str(error).partition(chr(10))[0]}"
-            logger.warning("decode steps run eagerly, without CUDA graphs: %s", self.why_eager)
-            return False
-        self._graphs[key] = Graph(key, replay, result)
+            why = self._failed[key] = str(error).partition("\n")[0]
+            logger.warning("decode steps of a batch of %d run without a CUDA graph of its size: %s", key.size, why)
+        else:
+            self._graphs[key] = Graph(key, replay, result)
         if self._next_key() is None:
             logger.info("captured %d decode graphs, which take %d bytes", len(self._graphs), self.pool_bytes)
         return True
 
     def _next_key(self) -> GraphKey | None:
-        if self.why_eager:
-            return None
         left = [
             key
-            for choice, cascade in self._kinds
+            for choice in self._kinds
             for size in reversed(self.sizes)
-            if (key := GraphKey(size, choice, cascade)) not in self._graphs
+            if (key := GraphKey(size, choice)) not in self._graphs and key not in self._failed
         ]
         if not left or not self._graphs:
             return left[0] if left else None

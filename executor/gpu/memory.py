@@ -62,8 +62,6 @@ def visit_kernels(runner: GpuRunner, limits: RunnerLimits) -> None:
     sizes = [1 << bits for bits in range(limits.max_num_seqs.bit_length())]
     for size in sizes:
         runner.steps.decode(size, Choice.ARGMAX)
-        if limits.cascade is not None:
-            runner.steps.decode(size, Choice.ARGMAX, cascade=True)
     runner.steps.decode(1, Choice.DRAW, num_blocks=1)  # contexts so short that batch-invariant sums have one part
 
 
@@ -97,14 +95,11 @@ def _graph_bytes(runner: GpuRunner, limits: RunnerLimits, capturer: Capturer | N
         return 0
     sizes, took = limits.capture_sizes, list[int]()
     keys = list(dict.fromkeys(GraphKey(size, Choice.ARGMAX) for size in (sizes[-1], sizes[0])))
-    if limits.cascade is not None:
-        keys.insert(0, GraphKey(sizes[-1], Choice.ARGMAX, cascade=True))  # the largest of all, for the parts it merges
     for key in keys:
         before_bytes = capturer.pool_bytes
         try:
-            capturer.capture(lambda key=key: runner.steps.decode(key.size, key.choice, cascade=key.cascade))  # type: ignore[misc]
+            capturer.capture(lambda key=key: runner.steps.decode(key.size, key.choice))  # type: ignore[misc]
         except RuntimeError:
             return 0  # the runner will find the same, and say so
         took.append(capturer.pool_bytes - before_bytes)
-    kinds = CHOICES_CAPTURED * (1 if limits.cascade is None else 2)
-    return took[0] + took[-1] * (kinds * len(sizes) - 1)
+    return took[0] + took[-1] * (CHOICES_CAPTURED * len(sizes) - 1)

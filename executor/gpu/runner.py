@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from headrace.executor.cpu.batch import CHANGES, BatchState, Needs
-from headrace.executor.gpu.cascade import Cascade, CascadeRule
 from headrace.executor.gpu.choosing import Choosing
 from headrace.executor.gpu.device_state import DecodeRows, Deltas, Device, DeviceState, Staging, StateShape
 from headrace.executor.gpu.graphs import Capturer, DecodeGraphs, GraphKey
@@ -57,8 +56,6 @@ class RunnerLimits:
     num_cache_groups: int = 1
     capture_sizes: tuple[int, ...] = ()
     """Batch sizes of decode graphs, ascending."""
-    cascade: CascadeRule | None = None
-    """When decodes whose rows begin alike read that beginning once; None never does."""
 
     @property
     def state_shape(self) -> StateShape:
@@ -96,9 +93,6 @@ class GpuRunner:
         self._staging = Staging(device, STAGING_BUFFERS)
         self.deltas = Deltas(self.state, self._staging)
         self._decode_rows = DecodeRows(self.state, self.deltas)
-        self._cascade = Cascade(limits.cascade, self.batch, self.deltas) if limits.cascade is not None else None
-        self.num_cascaded = 0
-        """Decodes so far that read what all of their rows begin with once."""
         self.choosing = Choosing(device, self._staging, self.batch, self.state, self.tokens, self.steps)
         # A result is read after the next step is submitted, so one buffer more than steps in flight.
         words = (limits.max_num_seqs + 1) * NUM_RESULTS
@@ -173,8 +167,6 @@ class GpuRunner:
     def _apply(self, plan: StepPlan) -> None:
         batch, deltas = self.batch, self.deltas
         batch.apply(plan)
-        if self._cascade is not None:
-            self._cascade.apply(plan)
         for new in plan.new_rows:
             self._enter(new)
         if plan.block_tables.size:
@@ -253,20 +245,18 @@ class GpuRunner:
         """Starts it; the logits when it ends with them."""
         if self.graphs.due():
             self._capture()
-        cascade = self._cascade is not None and self._cascade.place(plan)
-        graph = self.graphs.find(len(plan.rows), choice, cascade)
+        graph = self.graphs.find(len(plan.rows), choice)
         size = graph.key.size if graph is not None else len(plan.rows)
         with self.times.phase("ship"):
             self._decode_rows.place(plan.rows, size)
             self.deltas.ship()
-        self.num_cascaded += graph.key.cascade if graph is not None else cascade
         if graph is not None:
             with self.times.phase("replay"):
                 graph.replay()
             logits: Tensor | None = graph.result
             return logits
         with self.times.phase("eager decode"):
-            return self.steps.decode(size, choice, _num_blocks(plan, self._limits.block_size), cascade)
+            return self.steps.decode(size, choice, _num_blocks(plan, self._limits.block_size))
 
     def _mixed(
         self, plan: StepPlan, step: StepInFlight, needs: int, places: SampledPositions | None = None
@@ -296,7 +286,7 @@ class GpuRunner:
 
     def _decode_nothing(self, key: GraphKey) -> Tensor | None:
         """What is captured: a step of padding rows, which changes no request's state wherever it really runs."""
-        return self.steps.decode(key.size, key.choice, cascade=key.cascade)
+        return self.steps.decode(key.size, key.choice)
 
     def _capture(self) -> bool:
         self._decode_rows.clear()

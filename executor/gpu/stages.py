@@ -48,8 +48,8 @@ class StageSteps(DeviceSteps):
     def use(self, model: HiddenStateModel) -> None:
         super().use(StageModel(model))
 
-    def decode(self, size: int, choice: Choice, num_blocks: int | None = None, cascade: bool = False) -> Tensor | None:
-        return super().decode(size, Choice.LOGITS, num_blocks, cascade)
+    def decode(self, size: int, choice: Choice, num_blocks: int | None = None) -> Tensor | None:
+        return super().decode(size, Choice.LOGITS, num_blocks)
 
     def take(self, logits: Tensor, rows: Tensor, positions: Tensor, choice: Choice) -> Tensor:
         return torch.zeros(len(rows), dtype=torch.int32, device=rows.device)

@@ -77,11 +77,10 @@ class DeviceSteps:
         self._model = model
 
     @torch.inference_mode()
-    def decode(self, size: int, choice: Choice, num_blocks: int | None = None, cascade: bool = False) -> Tensor | None:
+    def decode(self, size: int, choice: Choice, num_blocks: int | None = None) -> Tensor | None:
         """One token of each of the first `size` of `state.batch_rows`; the logits [size, vocab_size] with LOGITS.
 
         num_blocks: how many columns of the block tables hold all of these rows' blocks; None takes them all.
-        cascade: their first `state.shared_tokens` tokens, which lie in the same blocks, are read once for all rows.
         """
         state, block_size = self._state, self._block_size
         width = state.shape.max_blocks if num_blocks is None else num_blocks
@@ -97,7 +96,6 @@ class DeviceSteps:
             block_size=block_size,
             prompt_lens=found.prompt_lens,
             max_query_len=1,
-            shared_tokens=state.shared_tokens if cascade else None,
         )
         logits = self._model.logits(self._model.forward(inputs, self._kv_cache))
         if choice is Choice.LOGITS:

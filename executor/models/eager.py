@@ -212,7 +212,6 @@ class EagerAttend:
         self._prepare = weights.fused_kernel("rotary_and_write", head_dim=head_dim) if is_fusable else None
         facts = {"head_dim": head_dim, "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
         self._attend = weights.kernel("paged_attention", **facts)
-        self._cascade = weights.fused_kernel("cascade_attention", sliding_window=declared.sliding_window, **facts)
 
     def __call__(self, qkv: Tensor, step: Step, cache: LayerCache) -> Tensor:
         """qkv [num_tokens, (num_heads + 2 num_kv_heads) head_dim] -> [num_tokens, num_heads * head_dim]"""
@@ -226,8 +225,7 @@ class EagerAttend:
             if self._rope_index is not None:
                 query, key = self._rotate(query, key, *step.cos_sin[self._rope_index])
             self._write(key, value, cache.keys, cache.values, step.batch, cache.scales)
-        attend = self._attend if self._cascade is None or step.batch.shared_tokens is None else self._cascade
-        attended = attend(query, cache.keys, cache.values, step.batch, self._params, cache.scales)
+        attended = self._attend(query, cache.keys, cache.values, step.batch, self._params, cache.scales)
         return attended.view(len(query), -1)
 
     def _rotation(self, step: Step) -> Rotation:

@@ -40,8 +40,6 @@ class StepInputs:
     Without it such a model takes `seq_lens`, so its answers beyond the trained context depend on chunking."""
     max_query_len: int | None = None
     """The host's bound on the tokens of any one sequence, where it is known; see `PagedBatch`."""
-    shared_tokens: Tensor | None = None
-    """[1] int32: with which all begin, in the same blocks, where that is to be read once; see `PagedBatch`."""
 
     @cached_property
     def paged_batches(self) -> tuple[PagedBatch, ...]:
@@ -54,7 +52,6 @@ class StepInputs:
                 slot_mapping,
                 self.block_size,
                 max_query_len=self.max_query_len,
-                shared_tokens=self.shared_tokens,
             )
             for block_tables, slot_mapping in zip(self.block_tables, self.slot_mapping, strict=True)
         )

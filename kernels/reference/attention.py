@@ -40,9 +40,6 @@ class PagedBatch:
     """What a kernel derives once and uses in every layer; dropped with the step."""
     max_query_len: int | None = None
     """The host's bound on the tokens of any one sequence; 1 spares a GPU the kernel for prompts. None: not known."""
-    shared_tokens: Tensor | None = None
-    """[1] int32, for `cascade_attention`: the first so many tokens of every sequence that is no padding lie in the
-    blocks that the first row of the block tables names. None is shorter."""
 
     @cached_property
     def query_starts(self) -> list[int]:
@@ -288,21 +285,4 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, params
     return (weights @ values.float()).to(query.dtype)
 
 
-def cascade_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    batch: PagedBatch,
-    params: AttentionParams,
-    scales: CacheScales | None = None,
-) -> Tensor:
-    """`paged_attention` of sequences that all begin with the same blocks, as far as `batch.shared_tokens` says.
-
-    A version may read those once for all (Juravsky et al., "Hydragen", 2024). Windowed layers have no use for it.
-    """
-    return paged_attention(query, key_cache, value_cache, batch, params, scales)
-
-
-REFERENCES: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {"paged_attention": paged_attention, "cascade_attention": cascade_attention}
-)
+REFERENCES: Mapping[str, Callable[..., Any]] = MappingProxyType({"paged_attention": paged_attention})

@@ -136,9 +136,9 @@ class Launch:
         """What the tiles are chosen by."""
         return self.device, self.head_dim, self.group, self.query.element_size()
 
-    def num_parts(self, num_programs: int, per_multiprocessor: int = PROGRAMS_PER_MULTIPROCESSOR) -> int:
+    def num_parts(self, num_programs: int) -> int:
         """How many parts keys are divided into when there are so many programs without that."""
-        parts = self.device.num_multiprocessors * per_multiprocessor // max(1, num_programs)
+        parts = self.device.num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR // max(1, num_programs)
         if parts > PARTS_AT_ONCE:
             parts = min(MOST_PARTS, parts - parts % PARTS_AT_ONCE)
         return max(1, parts)
@@ -172,14 +172,13 @@ class Launch:
         grid: tuple[int, int, int],
         tiles: Tiles,
         into: Tensor | Parts,
-        part_offset: int = 0,
         **options: int | bool,
     ) -> None:
         """One launch of `attend_kernel`, into the result or into parts of it."""
         batch = self.batch
         has_parts = isinstance(into, Parts)
         out, parts, stats = (None, into.values, into.stats) if isinstance(into, Parts) else (into, None, None)
-        flags = {"SPLIT_TILES": 0, "DECODE": False, "SKIP_DECODES": False, "SHARED": False, "SHARED_UNIT": 0, **options}
+        flags = {"SPLIT_TILES": 0, "DECODE": False, "SKIP_DECODES": False, **options}
         attend_kernel[grid](
             out,
             parts,
@@ -188,10 +187,8 @@ class Launch:
             batch.block_tables,
             batch.seq_lens,
             batch.query_start,
-            batch.shared_tokens if flags["SHARED_UNIT"] else None,
             len(batch.seq_lens),
             into.count if isinstance(into, Parts) else 1,
-            part_offset,
             *self._scalars,
             self.query.stride(0),
             0 if out is None else out.stride(0),

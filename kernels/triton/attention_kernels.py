@@ -134,7 +134,7 @@ def attend_range(
     return running_max, running_sum, acc
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_parts", "part_offset", "window", "table_stride"])
+@triton.jit(do_not_specialize=["num_seqs", "num_parts", "window", "table_stride"])
 def attend_kernel(
     out,  # [num_tokens, num_heads, HEAD_DIM], or None where there are parts
     parts,  # [num_seqs, num_heads, num_parts, HEAD_DIM] float32: not normalised
@@ -147,10 +147,8 @@ def attend_kernel(
     block_tables,  # [num_seqs, table_stride]
     seq_lens,  # [num_seqs]
     query_start,  # [num_seqs + 1]
-    shared_tokens,  # [1] with SHARED_UNIT: how many tokens every context begins with alike, in the same blocks
     num_seqs,
     num_parts,
-    part_offset,  # of num_parts, those before it are another launch's
     score_scale,
     value_scale,
     soft_cap,
@@ -175,8 +173,6 @@ def attend_kernel(
     DECODE: tl.constexpr,
     PARTS: tl.constexpr,
     SKIP_DECODES: tl.constexpr,
-    SHARED: tl.constexpr,
-    SHARED_UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One tile of queries of one sequence and key/value head.
@@ -184,14 +180,8 @@ def attend_kernel(
     DECODE: grid (num_seqs, NUM_KV_HEADS, programs); a sequence of one token, its keys divided into parts: into
     `programs` of them evenly, or, where SPLIT_TILES is set, one for each SPLIT_TILES tiles. Otherwise: grid (bound on
     the tiles, NUM_KV_HEADS), tiles being numbered as if each sequence ended with one that is not full.
-    SHARED_UNIT, a multiple of BLOCK_N, or 0: the whole units of the shared tokens are the keys of the launch that is
-    SHARED, and the others begin behind them. There all tokens are one sequence, whose keys are found by the first row
-    of the tables and are all visible; each token's parts go where those of the sequence of the same number go.
     """
     TOKENS: tl.constexpr = BLOCK_M // GROUP
-    first_token = 0
-    if SHARED_UNIT:
-        first_token = tl.load(shared_tokens) // SHARED_UNIT * SHARED_UNIT
     head = tl.program_id(1)
     if DECODE:
         seq = tl.program_id(0)
@@ -201,11 +191,6 @@ def attend_kernel(
         if num_queries != 1:
             return
         first_query = 0
-    elif SHARED:
-        seq = 0
-        begin = 0
-        num_queries = num_seqs
-        first_query = tl.program_id(0) * TOKENS
     else:
         # The last tiles see most keys, so they begin first.
         index = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -223,13 +208,8 @@ def attend_kernel(
             return
         if SKIP_DECODES and num_queries == 1:
             return
-    if SHARED:
-        context_len = first_token
-        first_position = first_token
-        table_row = block_tables
-    else:
-        first_position = context_len - num_queries + first_query
-        table_row = block_tables + seq.to(tl.int64) * table_stride
+    first_position = context_len - num_queries + first_query
+    table_row = block_tables + seq.to(tl.int64) * table_stride
 
     rows = tl.arange(0, BLOCK_M)
     tokens = rows // GROUP
@@ -243,21 +223,15 @@ def attend_kernel(
     positions = first_position + tl.where(in_row, tokens, 0)
 
     # Tiles that any row sees are [low_tile, high_tile); those that every row sees whole are [full_low, full_high).
-    if SHARED:
-        low_tile = 0
-        high_tile = first_token // BLOCK_N
-        full_low = 0
-        full_high = high_tile
-    else:
-        last_position = tl.minimum(first_position + TOKENS, context_len) - 1
-        low_tile = first_token // BLOCK_N
-        high_tile = tl.cdiv(tl.maximum(last_position, -1) + 1, BLOCK_N)
-        full_low = low_tile
-        full_high = tl.maximum(first_position + 1, 0) // BLOCK_N
-        if WINDOW:
-            low_tile = tl.maximum(low_tile, (first_position - window + 1) // BLOCK_N)
-            full_low = tl.maximum(low_tile, tl.cdiv(tl.maximum(last_position - window + 1, 0), BLOCK_N))
-        full_high = tl.maximum(full_high, full_low)
+    last_position = tl.minimum(first_position + TOKENS, context_len) - 1
+    low_tile = 0
+    high_tile = tl.cdiv(tl.maximum(last_position, -1) + 1, BLOCK_N)
+    full_low = 0
+    full_high = tl.maximum(first_position + 1, 0) // BLOCK_N
+    if WINDOW:
+        low_tile = tl.maximum(low_tile, (first_position - window + 1) // BLOCK_N)
+        full_low = tl.maximum(low_tile, tl.cdiv(tl.maximum(last_position - window + 1, 0), BLOCK_N))
+    full_high = tl.maximum(full_high, full_low)
 
     none_seen = tl.full([BLOCK_M], float("-inf"), tl.float32)
     nothing = tl.zeros([BLOCK_M], tl.float32)
@@ -309,16 +283,14 @@ def attend_kernel(
                 block_stride, head_stride, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, KIND, ROW_SCALES, SOFT_CAP, WINDOW,
                 False, PRECISION,
             )  # fmt: skip
-        if not SHARED:
-            share_max, share_sum, share_acc = attend_range(
-                share_max, share_sum, share_acc, q, positions, middle_high, share_high, context_len, head,
-                key_cache, value_cache, key_scales, value_scales, table_row, score_scale, soft_cap, window,
-                block_stride, head_stride, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, KIND, ROW_SCALES, SOFT_CAP, WINDOW,
-                True, PRECISION,
-            )  # fmt: skip
+        share_max, share_sum, share_acc = attend_range(
+            share_max, share_sum, share_acc, q, positions, middle_high, share_high, context_len, head,
+            key_cache, value_cache, key_scales, value_scales, table_row, score_scale, soft_cap, window,
+            block_stride, head_stride, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, KIND, ROW_SCALES, SOFT_CAP, WINDOW,
+            True, PRECISION,
+        )  # fmt: skip
         if PARTS:
-            part = token_rows if SHARED else token_rows * 0 + seq
-            part = (part * (NUM_KV_HEADS * GROUP) + heads) * num_parts + part_offset + share
+            part = (seq.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads) * num_parts + share
             tl.store(parts + part[:, None] * HEAD_DIM + dims[None, :], share_acc, mask=in_tile)
             tl.store(part_stats + part * 2, share_max, mask=in_row)
             tl.store(part_stats + part * 2 + 1, share_sum, mask=in_row)

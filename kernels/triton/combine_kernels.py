@@ -70,13 +70,11 @@ def combine_kernel(
             part_acc = tl.load(parts + (base + part) * HEAD_DIM + dims, mask=in_head, other=0.0)[None, :]
             running_max, running_sum, acc = merge(running_max, running_sum, acc, part_max, part_sum, part_acc)
     else:
-        # A row of padding has no context, whatever cascade wrote for it.
-        end = tl.where(context_len > 0, num_parts, 0)
-        for start in range(0, end, AT_ONCE):
+        for start in range(0, num_parts, AT_ONCE):
             part = start + tl.arange(0, AT_ONCE)
-            part_max = tl.load(part_stats + (base + part) * 2, mask=part < end, other=float("-inf"))
-            part_sum = tl.load(part_stats + (base + part) * 2 + 1, mask=part < end, other=0.0)
-            in_part = (part < end)[:, None] & in_head[None, :]
+            part_max = tl.load(part_stats + (base + part) * 2, mask=part < num_parts, other=float("-inf"))
+            part_sum = tl.load(part_stats + (base + part) * 2 + 1, mask=part < num_parts, other=0.0)
+            in_part = (part < num_parts)[:, None] & in_head[None, :]
             part_acc = tl.load(parts + (base + part)[:, None] * HEAD_DIM + dims[None, :], mask=in_part, other=0.0)
             highest = tl.max(part_max, 0)
             decay = tl.exp2(part_max - tl.where(highest == float("-inf"), 0.0, highest))

@@ -85,14 +85,6 @@ def _why_no_attention(num_heads: int | None = None, num_kv_heads: int | None = N
     return _why_no_heads(**facts)
 
 
-def _why_no_cascade(batch_invariant: bool = False, sliding_window: int | None = None, **facts: Any) -> str:
-    if batch_invariant:
-        return "how its sums are divided depends on the rest of the batch, so it is not batch-invariant."
-    if sliding_window is not None:
-        return f"tokens see {sliding_window} before them, which soon is nothing of what their requests begin with."
-    return _why_no_attention(**facts)
-
-
 def _why_no_norm(size: int | None = None, **facts: Any) -> str:
     if size is not None and size > MOST_NORM_SIZE:
         return f"the Triton norms hold a row of up to {MOST_NORM_SIZE} values, not {size}."
@@ -150,7 +142,6 @@ def _offer(op: str, module: str, why_not: Callable[..., str] = _why_not, **alway
 
 VERSIONS = (
     _offer("paged_attention", "attention", _why_no_attention),
-    _offer("cascade_attention", "cascade", _why_no_cascade),
     _offer("rms_norm", "norms", _why_no_norm),
     _offer("layer_norm", "norms", _why_no_norm),
     _offer("rotary", "rotary_cache", _why_no_heads),
