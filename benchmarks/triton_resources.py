@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping
@@ -235,9 +236,20 @@ def sources_hash() -> str:
     """Of the kernels and their block sizes: the figures are out of date when it differs from the recorded one."""
     digest = hashlib.sha256()
     folder = Path(attention.__file__).parent
-    for path in [*sorted(folder.glob("*_kernels.py")), folder / "configs.py"]:
-        digest.update(path.read_bytes())
+    for path in sorted(folder.glob("*.py")):
+        digest.update("".join(kernels_of(path.read_text())).encode())
+    digest.update((folder / "configs.py").read_bytes())
     return digest.hexdigest()
+
+
+def kernels_of(source: str) -> list[str]:
+    """The text of each function that Triton compiles, with its decorator."""
+    lines = source.splitlines(keepends=True)
+    return [
+        "".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno])
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
+    ]
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ def test_every_kernel_of_ours_in_a_step_has_a_phase_of_its_own(load: Any) -> Non
     """By the names that a profile shows, which are those of the functions."""
     ledger = load("gpu_ledger")
     folder = ROOT / "kernels" / "triton"
-    sources = "".join(file.read_text() for file in folder.glob("*_kernels.py"))
+    sources = "".join(file.read_text() for file in folder.glob("*.py"))
     for name in (
         "attend",
         "combine",

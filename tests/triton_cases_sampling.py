@@ -24,7 +24,7 @@ from headrace.kernels.reference.sampling import (
 )
 from headrace.kernels.triton import logits as triton_logits
 from headrace.kernels.triton import logprobs, sampling
-from headrace.kernels.triton.sampling_kernels import exact_noise, rough_noise, row_key, words_of
+from headrace.kernels.triton.sampling import exact_noise, rough_noise, row_key, words_of
 
 SETTINGS = [
     # temperature, top_k, top_p, min_p

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.kernels.triton.common_kernels import ordered, value_of
+from headrace.kernels.triton.common import ordered, value_of
 
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -68,3 +68,18 @@ def ordered(x):
 def value_of(key):
     """What `ordered` took."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def widen(stored, dtype: tl.constexpr, KIND: tl.constexpr):
+    """Stored values as `dtype`, without their scale. KIND: 0 as stored, 1 int8, 2 e4m3 (bytes), 3 e4m3 in hardware."""
+    if KIND == 1:
+        return stored.to(tl.float32).to(dtype)
+    elif KIND == 2:
+        # An e4m3's bits are a float16's with the exponent off by 8: 2 ** 8 times smaller, subnormals included.
+        bits = ((stored & 0x80).to(tl.uint16) << 8) | ((stored & 0x7F).to(tl.uint16) << 7)
+        return (bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(dtype)
+    elif KIND == 3:
+        return stored.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(dtype)
+    else:
+        return stored.to(dtype)
