@@ -9,8 +9,8 @@ What stands around a linear layer is done where its data are in registers anyway
 itself (x comes from the caches), an activation or an addition after it by the program that has the sums.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-# What triton.jit compiles has types of its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, disable-error-code="assignment, misc"
+# What triton.jit compiles has types of its own, and tuples that it can only add.
 
 from __future__ import annotations
 
@@ -99,7 +99,6 @@ def multiply_small(x: Tensor, packed: Packed, tiles: SmallTiles, around: Around 
 
 
 # ruff: noqa: RUF005
-# What triton.jit compiles has types of its own, and tuples that it can only add.
 
 
 @triton.jit
