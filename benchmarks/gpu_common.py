@@ -36,9 +36,10 @@ from headrace.executor.gpu.collectives import GpuCollectives
 from headrace.executor.gpu.cuda import CudaCapturer, CudaDevice
 from headrace.executor.gpu.device import GpuFacts, choose_device, gpu_facts
 from headrace.executor.gpu.device_state import Device, HostDevice
-from headrace.executor.gpu.executor import GpuExecutor
+from headrace.executor.gpu.rank import GpuRank
+from headrace.executor.parallel.rank_place import SINGLE
 from headrace.executor.parallel.rendezvous import Rendezvous
-from headrace.executor.placement.uniproc import make_executor
+from headrace.executor.rank import make_rank
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow, StepPlan, StepResult
@@ -278,8 +279,8 @@ class Feeder:
             max_model_len=context,
             **settings,
         )
-        made = GpuExecutor(asked, DryBackend.device, DryBackend()) if dry else make_executor(asked)
-        assert isinstance(made, GpuExecutor), f"{device} is no GPU"
+        made = GpuRank(asked, DryBackend.device, DryBackend()) if dry else make_rank(asked, SINGLE)
+        assert isinstance(made, GpuRank), f"{device} is no GPU"
         self.executor = made
         plan = resolve(asked, made.describe(lambda phase: None))
         self.reading = made.load(plan, lambda phase: None)

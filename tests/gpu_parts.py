@@ -17,10 +17,11 @@ from headrace.core.options.engine_options import Options
 from headrace.executor.gpu.collectives import GpuCollectives
 from headrace.executor.gpu.device import GpuFacts
 from headrace.executor.gpu.device_state import HostDevice
-from headrace.executor.gpu.executor import GpuExecutor
+from headrace.executor.gpu.rank import GpuRank
 from headrace.executor.models.inputs import StepInputs
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.executor.parallel.rendezvous import Rendezvous
+from headrace.executor.placement.in_process import InProcessExecutor
 from headrace.ipc.step import StepPlan
 from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.reference.rows import LARGEST_STORED, narrow
@@ -236,12 +237,12 @@ def scatter_cache(
         cache[blocks, :, offsets] = narrow(rows.float() / divisor[..., None], cache.dtype)
 
 
-class GpuOnCpu(GpuExecutor):
-    """For the option distributed_executor_backend: a GPU's executor whose GPU is the CPU, with recorded graphs."""
+class GpuOnCpu(GpuRank):
+    """For the option worker_cls: a GPU's rank whose GPU is the CPU, with recorded graphs."""
 
     choose = staticmethod(choose_capturable)
 
-    def __init__(self, options: Options, place: RankPlace | None = None) -> None:
+    def __init__(self, options: Options, place: RankPlace = SINGLE) -> None:
         gpu = GpuFacts("GPU on CPU", (9, 0), 4 << 30, 3 << 30)
         self.recorder = RecordingCapturer()
         super().__init__(options, torch.device("cpu"), HostBackend(gpu, self.recorder), place)
@@ -253,3 +254,10 @@ class GpuOnCpu(GpuExecutor):
     def submit(self, plan: StepPlan) -> None:
         super().submit(plan)
         self.submitted_ahead += len(self.steps._in_flight) > 1
+
+
+class GpuOnCpuExecutor(InProcessExecutor):
+    """For the option distributed_executor_backend: `GpuOnCpu` in this process."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options, GpuOnCpu(options))

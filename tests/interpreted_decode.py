@@ -46,7 +46,7 @@ def model_and_spec(name: str) -> tuple[Any, Any]:
 
 def dtype_of(kind: str) -> Any:
     """Of a case's cache."""
-    from headrace.executor.placement.uniproc import CACHE_DTYPES
+    from headrace.executor.model_rank import CACHE_DTYPES
 
     return CACHE_DTYPES[kind.removeprefix("cache_") if kind.startswith("cache_") else "float32"]
 

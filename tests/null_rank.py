@@ -18,10 +18,11 @@ import msgspec
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
-from headrace.executor.placement.base import Report
+from headrace.executor.rank import Rank, Report
 from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.ipc.control import DescribeEngine, WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import HeadraceError
+from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
 
 WORKER_CLS = "null_rank:NullRank"
@@ -64,42 +65,48 @@ def misbehave(how: str, who: str, where: str) -> None:
     threading.Event().wait()
 
 
-class NullRank(NullExecutor):
+class NullRank(Rank):
     def __init__(self, options: Options, place: RankPlace = SINGLE) -> None:
         given: dict[str, Any] = dict(options.hf_overrides)
         own = {name: given.pop(name) for name in Misbehaviour.__struct_fields__ if name in given}
         self._bad = Misbehaviour(**own)
         self._place = place
-        super().__init__(options, msgspec.convert(given, NullModel))
+        self._null = NullExecutor(options, msgspec.convert(given, NullModel))
 
     def describe(self, report: Report) -> ModelDescription:
-        description = super().describe(report)
+        description = self._null.describe(report)
         self._perhaps("describe")
         return description
 
+    def tokenizer(self) -> TokenizerBundle | None:
+        return self._null.tokenizer()
+
+    def stop(self) -> None:
+        self._null.stop()
+
     def load(self, plan: Plan, report: Report) -> MemoryReading:
         self._log_load("+")
-        reading = super().load(plan, report)
+        reading = self._null.load(plan, report)
         self._log_load("-")
         self._perhaps("load")
         return reading
 
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
-        super().allocate(num_blocks, max_model_len)
+        self._null.allocate(num_blocks, max_model_len)
         self._perhaps("allocate")
 
     def submit(self, plan: StepPlan) -> None:
         if plan.step == self._bad.at_step:
             self._perhaps("step")
         misbehave(told_to(), f"rank {self._place.rank}", "a step")
-        super().submit(plan)
+        self._null.submit(plan)
 
     def collect(self) -> StepResult:
-        result = super().collect()
+        result = self._null.collect()
         # What another rank returns must not matter: only the last stage's first rank is heard.
         return result if self._place.replies else msgspec.structs.replace(result, token_ids=result.token_ids * 0)
 
-    def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
+    def control(self, command: WorkerCommand) -> WorkerAnswer:
         misbehave(told_to(), f"rank {self._place.rank}", "a command")
         if not isinstance(command, DescribeEngine):
             raise HeadraceError(f"rank {self._place.rank} does not know {type(command).__name__}")
@@ -109,7 +116,7 @@ class NullRank(NullExecutor):
             "omp_num_threads": os.environ["OMP_NUM_THREADS"],
             "has_torch": "torch" in sys.modules,
         }
-        return (WorkerAnswer(facts=facts),)
+        return WorkerAnswer(facts=facts)
 
     def _log_load(self, sign: str) -> None:
         if self._bad.load_log:

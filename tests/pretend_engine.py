@@ -1,4 +1,4 @@
-"""A GpuExecutor on the GPU that is not there, and the CPU's executor beside it, driven by the same plans."""
+"""A GpuRank on the GPU that is not there, and the CPU's rank beside it, driven by the same plans."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from pretend_cuda import DEVICE, GPU
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.resolve import resolve
+from headrace.executor.cpu.rank import CpuRank
 from headrace.executor.gpu.device import GpuFacts
-from headrace.executor.gpu.executor import GpuExecutor
-from headrace.executor.placement.uniproc import UniprocExecutor
+from headrace.executor.gpu.rank import GpuRank
+from headrace.executor.placement.in_process import InProcessExecutor
 from headrace.kernels.registry import choose_reference
 
 NUM_BLOCKS = 64
@@ -25,11 +26,11 @@ BLOCK_SIZE = 4
 NEW_TOKENS = 6
 
 
-class PretendGpu(GpuExecutor):
+class PretendGpu(InProcessExecutor):
     """For the option distributed_executor_backend."""
 
-    def __init__(self, options: Options, place: Any = None) -> None:
-        super().__init__(options, DEVICE, place=place)
+    def __init__(self, options: Options) -> None:
+        super().__init__(options, GpuRank(options, DEVICE))
 
 
 @dataclass
@@ -62,12 +63,12 @@ def executor_for(folder: Path, where: str = "gpu", **options: Any) -> Any:
     }  # fmt: skip
     asked = Options(model=str(folder), skip_tokenizer_init=True, **settings)
     if where == "gpu":
-        executor: Any = GpuExecutor(asked, DEVICE)
+        executor: Any = GpuRank(asked, DEVICE)
     elif where == "cpu":
-        executor = UniprocExecutor(asked)
+        executor = CpuRank(asked)
     else:
         backend = HostBackend(GpuFacts("NVIDIA H200", (9, 0), 8 << 30, 7 << 30))
-        executor = GpuExecutor(asked, torch.device("cpu"), backend)
+        executor = GpuRank(asked, torch.device("cpu"), backend)
         executor.choose = _choose
     plan = resolve(asked, executor.describe(_ignore))
     executor.load(plan, _ignore)

@@ -13,10 +13,11 @@ import pytest
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.cpu import decoder as cpu_decoder
+from headrace.executor.cpu.rank import CpuRank
 from headrace.executor.parallel.rank_place import RankPlace, World, collectives_bytes, mark_failed, open_collectives
 from headrace.executor.parallel.rendezvous import Rendezvous
-from headrace.executor.placement.base import Executor, Report
-from headrace.executor.placement.uniproc import UniprocExecutor
+from headrace.executor.placement.base import Executor
+from headrace.executor.rank import Report
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.kernels.cpu.linear import runtime
@@ -63,10 +64,10 @@ def run_ranks(world: World, body: Callable[[RankPlace], Any], layer_partition: t
 
 
 class RankThreads(Executor):
-    """A world of ranks, each a `UniprocExecutor` on a thread of its own: what `mp` does with processes."""
+    """A world of ranks, each a `CpuRank` on a thread of its own: what `mp` does with processes."""
 
     async_by_default = True
-    rank_class: Any = UniprocExecutor
+    rank_class: Any = CpuRank
 
     def __init__(self, options: Options) -> None:
         self._tp_size, self._pp_size = options.tensor_parallel_size, options.pipeline_parallel_size
@@ -118,11 +119,11 @@ class RankThreads(Executor):
             os.close(self._fd)
             self._fd = -1
 
-    def _everywhere(self, call: Callable[[UniprocExecutor], Any]) -> list[Any]:
+    def _everywhere(self, call: Callable[[CpuRank], Any]) -> list[Any]:
         futures = [self._start(number, call) for number in range(len(self._ranks))]
         return [future.result(DEADLINE_S) for future in futures]
 
-    def _start(self, number: int, call: Callable[[UniprocExecutor], Any]) -> Future[Any]:
+    def _start(self, number: int, call: Callable[[CpuRank], Any]) -> Future[Any]:
         def run() -> Any:
             try:
                 return call(self._ranks[number])
@@ -133,6 +134,6 @@ class RankThreads(Executor):
         return self._threads[number].submit(run)
 
 
-def _step(rank: UniprocExecutor, plan: StepPlan) -> StepResult:
+def _step(rank: CpuRank, plan: StepPlan) -> StepResult:
     rank.submit(plan)
     return rank.collect()

@@ -26,10 +26,10 @@ from headrace.core.options.memory import block_bytes, fit_cache, ledger, request
 from headrace.core.options.plan import MemoryReading, Plan
 from headrace.core.schedule.block_tables import BlockTables
 from headrace.core.schedule.blocks import NULL_BLOCK, BlockCounter, BlockPool
+from headrace.executor.cpu import rank as cpu_rank
 from headrace.executor.models import kv_cache
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.kv_cache import cache_groups
-from headrace.executor.placement import uniproc
 from headrace.ipc.failure import OptionError
 
 GEMMA3 = (1024,) * 5 + (None,)  # windows of six layers after each other
@@ -284,7 +284,7 @@ def expect_greedy(name: str, prompts: list[list[int]], answers: list[list[int]])
 def test_a_long_request_is_answered_in_a_cache_that_could_not_hold_all_of_it(folder, name, computed_as, monkeypatch):
     """Greedy tokens are those of transformers, past many windows, cold and with a prefix found in the cache."""
     if computed_as == "op by op":
-        monkeypatch.setattr(uniproc, "why_not", lambda spec, dtype, place: "the test says so.")
+        monkeypatch.setattr(cpu_rank, "why_not", lambda spec, dtype, place: "the test says so.")
     model = saved(folder, name)
     spec = spec_from_config(json.loads(Path(model, "config.json").read_text()))
     groups = cache_groups(spec)

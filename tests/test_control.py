@@ -390,7 +390,7 @@ def test_weights_are_replaced_whole_or_not_at_all(checkpoints, monkeypatch, rank
         assert tokens_of(llm) == expected  # and nothing of it from the cache of the old ones
         llm.reload_weights()
         assert tokens_of(llm) == before
-        answer = {"calls": 1, "executor": "UniprocExecutor", "a": 2}
+        answer = {"calls": 1, "executor": "CpuRank", "a": 2}
         assert llm.call_extension({"a": 2}) == [answer] * ranks.get("tensor_parallel_size", 1)
         with pytest.raises(HeadraceError, match=r"the worker extension .* failed: ValueError: told to fail"):
             llm.call_extension({"fail": True})

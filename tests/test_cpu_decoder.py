@@ -319,9 +319,9 @@ sys.path.insert(0, sys.argv[2])
 from plan_maker import PlanMaker
 from headrace.core.options.engine_options import Options
 from headrace.core.options.resolve import resolve
-from headrace.executor.placement.uniproc import UniprocExecutor
+from headrace.executor.cpu.rank import CpuRank
 options = Options(model=sys.argv[1], dtype=sys.argv[3], block_size=4, max_num_seqs=4, skip_tokenizer_init=True)
-executor = UniprocExecutor(options)
+executor = CpuRank(options)
 executor.load(resolve(options, executor.describe(lambda name: None)), lambda name: None)
 executor.allocate(64, 128)
 maker = PlanMaker(block_size=4)

@@ -16,9 +16,9 @@ from test_models import config_of, random_prompts, reference, reference_logits, 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.resolve import resolve
 from headrace.executor.cpu.decoder import CpuDecoder
+from headrace.executor.cpu.rank import CpuRank
 from headrace.executor.cpu.weights import Blocks
 from headrace.executor.models.families import spec_from_config
-from headrace.executor.placement.uniproc import UniprocExecutor
 from headrace.ipc.failure import OptionError
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear import dequantise, quantise, runtime
@@ -95,7 +95,7 @@ def test_what_runs_op_by_op_refuses_both(tmp_path: Path) -> None:
     tiny_models.save("llama_dynamic", tmp_path)
     for asked in ({"quantization": "int8"}, {"kv_cache_dtype": "int8"}):
         options = Options(model=str(tmp_path), skip_tokenizer_init=True, **asked)  # type: ignore[arg-type]
-        executor = UniprocExecutor(options)
+        executor = CpuRank(options)
         plan = resolve(options, executor.describe(lambda name: None))
         with pytest.raises(OptionError, match=r"needs the CPU kernels' program, which cannot run .* rotary scaling"):
             executor.load(plan, lambda name: None)

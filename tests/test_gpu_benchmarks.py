@@ -167,9 +167,9 @@ begin()
 import torch
 from pretend_cuda import DEVICE
 import gpu_common, gpu_decode
-from headrace.executor.gpu.executor import GpuExecutor
+from headrace.executor.gpu.rank import GpuRank
 gpu_common.device_of = lambda dry, asked: DEVICE
-gpu_common.make_executor = lambda asked: GpuExecutor(asked, DEVICE)
+gpu_common.make_rank = lambda asked, place: GpuRank(asked, DEVICE, place=place)
 gpu_decode.limits = lambda device, dry: gpu_common.limits(device, True)  # small ones
 with torch.cuda.device(DEVICE):
     gpu_decode.main()

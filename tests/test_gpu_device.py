@@ -20,7 +20,7 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.memory import fit_cache
 from headrace.core.options.resolve import resolve
 from headrace.executor.gpu.device import choose_device
-from headrace.executor.gpu.executor import GpuExecutor
+from headrace.executor.gpu.rank import GpuRank
 from headrace.ipc.failure import HeadraceError, OptionError
 from headrace.kernels import ops
 from headrace.kernels.reference.attention import AttentionParams, PagedBatch
@@ -169,13 +169,11 @@ def test_changed_and_reported_logits_are_the_references() -> None:
 # --- the executor -----------------------------------------------------------------------------------------------
 
 
-def generate(
-    model: Path, prompts: list[list[int]], num_tokens: int, **options: Any
-) -> tuple[list[list[int]], GpuExecutor]:
+def generate(model: Path, prompts: list[list[int]], num_tokens: int, **options: Any) -> tuple[list[list[int]], GpuRank]:
     """Greedy, prompts one after another, two steps in flight; graphs are made before unless enforce_eager."""
     settings = {"dtype": "float32", "max_num_seqs": 8, "max_model_len": 256, "gpu_memory_utilization": 0.3, **options}
     asked = Options(model=str(model), skip_tokenizer_init=True, device="cuda", **settings)
-    executor = GpuExecutor(asked, torch.device("cuda", 0))
+    executor = GpuRank(asked, torch.device("cuda", 0))
     plan = resolve(asked, executor.describe(lambda phase: None))
     facts = fit_cache(plan, executor.load(plan, lambda phase: None))
     executor.allocate(facts.num_blocks, facts.max_model_len)
@@ -321,7 +319,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(tmp_path: Path) 
         skip_tokenizer_init=True,
         max_model_len=64,
     )
-    executor = GpuExecutor(options, torch.device("cuda", 0))
+    executor = GpuRank(options, torch.device("cuda", 0))
     with pytest.raises(OptionError, match=r"billion weights of .* needs .* GiB, and .* GiB of the .* GiB of cuda:0"):
         executor.load(resolve(options, executor.describe(lambda phase: None)), lambda phase: None)
 

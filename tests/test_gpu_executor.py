@@ -23,7 +23,7 @@ from headrace.core.options.plan import MemoryReading, Plan
 from headrace.core.options.resolve import resolve
 from headrace.executor.checkpoints.weights import DUMMY_STANDARD_DEVIATION, DummyWeights
 from headrace.executor.gpu.device import GpuFacts
-from headrace.executor.gpu.executor import GpuExecutor
+from headrace.executor.gpu.rank import GpuRank
 from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
 from headrace.executor.gpu.weights import StagedWeights
 from headrace.executor.models import kv_cache
@@ -116,7 +116,7 @@ def started(model: Path, gpu: GpuFacts = GPU, capturer: Any = None, **options: A
     settings = {"dtype": "float32", "block_size": 4, "max_num_seqs": 4, "max_model_len": 64, **options}
     asked = Options(model=str(model), skip_tokenizer_init=True, **settings)
     backend = HostBackend(gpu, capturer)
-    executor, phases = GpuExecutor(asked, torch.device("cpu"), backend), list[str]()
+    executor, phases = GpuRank(asked, torch.device("cpu"), backend), list[str]()
     if capturer is not None:
         executor.choose = choose_capturable
     plan = resolve(asked, executor.describe(phases.append))
@@ -165,16 +165,16 @@ def test_a_profile_has_the_runners_phases_and_a_description_its_graphs(checkpoin
     executor.allocate(num_blocks=64, max_model_len=64)
     while executor.idle():
         pass
-    assert executor.control(StartProfile(prefix="slow"))[0].files == ()
+    assert executor.control(StartProfile(prefix="slow")).files == ()
     with pytest.raises(HeadraceError, match="is being recorded already"):
         executor.control(StartProfile())
     run(PlanMaker(block_size=4), executor.submit, executor.collect)
-    (answer,) = executor.control(StopProfile())
+    answer = executor.control(StopProfile())
     (file,) = answer.files
     assert Path(file).name.startswith("slow-rank0-")
     names = {event.get("name") for event in json.loads(Path(file).read_text())["traceEvents"]}
     assert {"prepare", "ship", "replay", "mixed", "wait", "result"} <= names
-    (answer,) = executor.control(DescribeEngine())
+    answer = executor.control(DescribeEngine())
     facts = answer.facts
     assert (facts["gpu"], facts["graphs"], facts["why_eager"]) == ("NVIDIA H200", 3, "")
     parts = {name: value for name, value in facts["step_us"].items() if name not in ("total_us", "num_steps")}
@@ -194,7 +194,7 @@ def test_an_engine_plans_ahead_captures_while_idle_and_answers_as_on_the_cpu(che
     ] * 3
     prompts = [{"prompt_token_ids": [*prompt, 3 + index]} for index, prompt in enumerate(PROMPTS * 3)][: len(params)]
     answers = []
-    for backend in ("uni", "gpu_parts:GpuOnCpu"):
+    for backend in ("uni", "gpu_parts:GpuOnCpuExecutor"):
         with LLM(
             str(checkpoint), in_process=True, device="cpu", distributed_executor_backend=backend, **options
         ) as llm:

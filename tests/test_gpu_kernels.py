@@ -17,9 +17,10 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.memory import block_bytes
 from headrace.core.options.resolve import resolve
 from headrace.executor.gpu.device import GpuFacts
-from headrace.executor.gpu.executor import GpuExecutor
 from headrace.executor.gpu.kernels import Rounding, batch_invariant, quantising, to_fp8, to_int4, to_int8
-from headrace.executor.placement.uniproc import make_executor
+from headrace.executor.gpu.rank import GpuRank
+from headrace.executor.parallel.rank_place import SINGLE
+from headrace.executor.rank import make_rank
 from headrace.ipc.failure import OptionError
 from headrace.kernels.cpu.linear import quantise
 from headrace.kernels.cpu.linear_reference import dequantise as from_gguf
@@ -78,10 +79,10 @@ def test_batch_invariance_is_asked_of_every_kernel_and_of_attention_at_each_call
     assert params_of == [(AttentionParams(0.5, 7, 3.0, batch_invariant=True), scales)], "the scales go along"
 
 
-def executor_of(model: Path, **options: Any) -> tuple[GpuExecutor, Any]:
+def executor_of(model: Path, **options: Any) -> tuple[GpuRank, Any]:
     settings = {"dtype": "float32", "block_size": 4, "max_num_seqs": 4, "max_model_len": 64, **options}
     asked = Options(model=str(model), skip_tokenizer_init=True, **settings)
-    executor = GpuExecutor(asked, torch.device("cpu"), HostBackend(GPU))
+    executor = GpuRank(asked, torch.device("cpu"), HostBackend(GPU))
     executor.choose = choose_capturable
     plan = resolve(asked, executor.describe(lambda phase: None))
     reading = executor.load(plan, lambda phase: None)
@@ -167,7 +168,7 @@ def test_a_quantised_cache_answers_nearly_as_a_whole_one_and_as_the_cpus(
         model=str(model), device="cpu", skip_tokenizer_init=True, dtype="float32", block_size=4, max_num_seqs=4,
         max_model_len=64, kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip
-    on_the_cpu = make_executor(asked)
+    on_the_cpu = make_rank(asked, SINGLE)
     on_the_cpu.load(resolve(asked, on_the_cpu.describe(lambda phase: None)), lambda phase: None)
     on_the_cpu.allocate(num_blocks=64, max_model_len=64)
     assert furthest(probabilities(on_the_cpu), found) < bound / 5, "the same roundings; the CPU's queries are in bf16"
@@ -191,4 +192,4 @@ def test_a_quantised_cache_is_allocated_with_its_scales_and_counted_with_them(tm
 )
 def test_on_a_cpu_both_are_refused(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(OptionError, match=expected):
-        make_executor(Options(device="cpu", **options))
+        make_rank(Options(device="cpu", **options), SINGLE)

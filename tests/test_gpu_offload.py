@@ -37,7 +37,7 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 
 def engine(model: Path, **options: Any) -> LLM:
     return LLM(
-        str(model), in_process=True, device="cpu", distributed_executor_backend="gpu_parts:GpuOnCpu",
+        str(model), in_process=True, device="cpu", distributed_executor_backend="gpu_parts:GpuOnCpuExecutor",
         skip_tokenizer_init=True, dtype="float32", max_model_len=64, max_num_seqs=4, enable_sleep_mode=True, **options,
     )  # fmt: skip
 

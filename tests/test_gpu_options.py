@@ -9,9 +9,10 @@ import torch
 
 from headrace.core.engine.engine import load_executor
 from headrace.core.options.engine_options import Options
+from headrace.executor.cpu.rank import CpuRank
 from headrace.executor.gpu import device as gpu_device
 from headrace.executor.gpu.device import CudaFacts, GpuFacts, check_free_memory, check_gpu, choose_device
-from headrace.executor.placement.uniproc import UniprocExecutor
+from headrace.executor.placement.in_process import InProcessExecutor
 from headrace.ipc.failure import HeadraceError, OptionError
 
 GIB = 1 << 30
@@ -90,7 +91,9 @@ def test_memory_that_another_process_holds_is_named_with_numbers() -> None:
 def test_on_this_machine_a_gpu_is_refused_before_a_model_is_looked_for() -> None:
     with pytest.raises(OptionError, match="device=cuda cannot be used: "):
         load_executor(Options(device="cuda", model="/no/such/model"))
-    assert type(load_executor(Options())) is UniprocExecutor
+    executor = load_executor(Options())
+    assert isinstance(executor, InProcessExecutor)
+    assert isinstance(executor.rank, CpuRank)
     assert gpu_device.cuda_facts().num_devices == 0
 
 

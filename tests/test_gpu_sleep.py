@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 PROMPTS: list[Any] = [{"prompt_token_ids": [7, 8, 9, 10, 11, 12, 13]}, {"prompt_token_ids": [5]}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SETTINGS: dict[str, Any] = {
-    **{"in_process": True, "device": "cpu", "distributed_executor_backend": "gpu_parts:GpuOnCpu"},
+    **{"in_process": True, "device": "cpu", "distributed_executor_backend": "gpu_parts:GpuOnCpuExecutor"},
     **{"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 64, "max_num_seqs": 4},
 }
 

@@ -225,9 +225,15 @@ def test_options_that_contradict_each_other_are_refused(asked: dict[str, object]
 @pytest.mark.parametrize(
     ("worker_cls", "words"),
     [
-        ("no_such_module:Rank", "worker_cls 'no_such_module:Rank' cannot be loaded: No module named 'no_such_module'"),
-        ("null_rank:NoSuchClass", "cannot be loaded: module 'null_rank' has no attribute 'NoSuchClass'"),
-        ("nonsense", "worker_cls is 'nonsense'; it must be auto, or module:Class of an Executor"),
+        (
+            "no_such_module:Rank",
+            "worker_cls=no_such_module:Rank cannot be loaded: ModuleNotFoundError: No module named",
+        ),
+        (
+            "null_rank:NoSuchClass",
+            "cannot be loaded: AttributeError: module 'null_rank' has no attribute 'NoSuchClass'",
+        ),
+        ("nonsense", "worker_cls is 'nonsense'; it must name a class, as module:Class"),
     ],
 )
 def test_a_worker_class_that_cannot_be_loaded_is_one_sentence(worker_cls: str, words: str) -> None:

@@ -18,8 +18,8 @@ from headrace.core.options.resolve import resolve
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
 from headrace.executor.cpu.decoder import CpuDecoder
 from headrace.executor.cpu.host import HostMemory
+from headrace.executor.cpu.rank import CpuRank, check_weights_fit
 from headrace.executor.models.families import spec_from_config
-from headrace.executor.placement.uniproc import UniprocExecutor, check_weights_fit
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.step import StepResult
 from headrace.kernels.cpu import build
@@ -32,9 +32,9 @@ def q4_1_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_gguf(tiny_models.build("llama"), tmp_path_factory.mktemp("gguf") / "model.gguf", Kind.Q4_1)
 
 
-def started(path: Path, **changes: Any) -> tuple[UniprocExecutor, Plan, MemoryReading]:
+def started(path: Path, **changes: Any) -> tuple[CpuRank, Plan, MemoryReading]:
     options = Options(model=str(path), block_size=4, max_num_seqs=8, skip_tokenizer_init=True, **changes)
-    executor = UniprocExecutor(options)
+    executor = CpuRank(options)
     plan = resolve(options, executor.describe(lambda name: None))
     reading = executor.load(plan, lambda name: None)
     executor.allocate(num_blocks=200, max_model_len=64)
@@ -57,7 +57,7 @@ def decided(plan: Plan) -> tuple[str, str]:
     return next((decision.value, decision.reason) for decision in plan.decisions if decision.name == "dtype")
 
 
-def types_of(executor: UniprocExecutor) -> set[str]:
+def types_of(executor: CpuRank) -> set[str]:
     assert isinstance(executor._model, CpuDecoder)
     layers = executor._model._model.layers
     parts = [part for layer in layers for part in (layer.mixer["qkv"], layer.ffn["up"], layer.ffn["down"])]
@@ -94,7 +94,7 @@ def test_packed_weights_fit_where_dequantised_ones_would_not(q4_1_file: Path) ->
         check_weights_fit(spec, plan, HostMemory(1 << 30, stored_bytes - 1), stored_bytes)
 
 
-def run(executor: UniprocExecutor, requests: dict[int, dict[str, object]], steps: int = 8) -> dict[int, list[int]]:
+def run(executor: CpuRank, requests: dict[int, dict[str, object]], steps: int = 8) -> dict[int, list[int]]:
     """The tokens that rows of requests get when they run together."""
     maker = PlanMaker(block_size=4)
     for row, sampling in requests.items():

@@ -19,11 +19,11 @@ from tiny_gguf import save_gguf
 
 from headrace import LLM, SamplingParams
 from headrace.executor.cpu import decoder as cpu_decoder
+from headrace.executor.cpu import rank as cpu_rank
 from headrace.executor.cpu.program import StepLimits
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.parallel.rank_place import RankPlace, World
-from headrace.executor.placement import uniproc
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.step import StepPlan
 from headrace.kernels.cpu import build
@@ -96,7 +96,7 @@ def alone(folder: Path, name: str) -> list[list[int]]:
 @pytest.fixture(params=["program", "op by op"])
 def computed_as(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "op by op":
-        monkeypatch.setattr(uniproc, "why_not", lambda spec, dtype, place: "the test says so.")
+        monkeypatch.setattr(cpu_rank, "why_not", lambda spec, dtype, place: "the test says so.")
     return str(request.param)
 
 
@@ -242,7 +242,7 @@ def test_each_rank_reads_its_share_and_together_all(name: str, kind: str) -> Non
     def count(place: RankPlace) -> int:
         source = DictSource(state)
         if kind == "program":
-            cpu_decoder.CpuRank(spec, source, torch.float32, StepLimits(8, 8, 8), place=place)
+            cpu_decoder.CpuDecoderPart(spec, source, torch.float32, StepLimits(8, 8, 8), place=place)
         else:
             Decoder(spec, source, torch.float32, place=place)
         return source.elements_read

@@ -24,7 +24,7 @@ HANDED_ON = (
     "Sessions.receive",  # to the core's thread
     "Scheduler.add",  # to the scheduler
     "Scheduler.schedule",  # into a step
-    "UniprocExecutor.submit",  # to the executor
+    "CpuRank.submit",  # to the rank
     "CpuDecoder.step",  # the forward pass
 )
 MOST_CALLS = 20

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 EXECUTORS = {
-    "uni": "headrace.executor.placement.uniproc:make_executor",
+    "uni": "headrace.executor.placement.in_process:InProcessExecutor",
     "mp": "headrace.executor.placement.multiproc:MultiprocExecutor",
     "external_launcher": "headrace.executor.placement.torchrun:ExternalExecutor",
     "ray": "headrace.executor.placement.ray_cluster:RayExecutor",
@@ -54,7 +54,7 @@ class Phases:
     def __init__(self, on_phase: OnPhase, read: OnRead) -> None:
         self._on_phase = on_phase
         self.read = read
-        """Hears how much of the weights has been read; see Reporter in executor/placement/base.py."""
+        """Hears how much of the weights has been read; see Reporter in executor/rank.py."""
         self._name = ""
         self._began_s = time.monotonic()
         self.seconds: dict[str, float] = {}

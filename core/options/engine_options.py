@@ -364,7 +364,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str,
         Option(
             PARALLEL,
-            "What each worker of mp runs: module:Class of an Executor, made with the options and place=, its rank",
+            "What each worker of mp runs: module:Class of a Rank, made with the options and place=, its rank",
             default_text="auto: what uni runs",
         ),
     ] = "auto"

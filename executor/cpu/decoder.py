@@ -141,8 +141,8 @@ class CpuDecoder:
         return torch.cat([self._logits_at(*part).clone() for part in parts])
 
 
-class CpuRank(CpuDecoder):
-    """One rank's part of a model. Every rank is given the same steps."""
+class CpuDecoderPart(CpuDecoder):
+    """One rank's part of a model that several share. Every rank is given the same steps."""
 
     def step(self, arrays: StepArrays, kv_cache: KVCache, draws: Draws | None) -> StepLogits:
         """As in `CpuDecoder`; a stage that is not the last passes its hidden states on, and has no logits."""

@@ -26,7 +26,7 @@ from headrace.executor.gpu.runner import GpuRunner
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.parallel.rank_place import RankPlace
-from headrace.ipc.control import ASLEEP, PrepareWeights, Sleep, UseWeights, WakeUp, WorkerCommand
+from headrace.ipc.control import ASLEEP
 from headrace.ipc.failure import HeadraceError, ModelError
 
 Read = Callable[[], Decoder]
@@ -61,28 +61,13 @@ class WeightResidency:
     def is_awake(self) -> bool:
         return not self._asleep
 
-    def carry_out(self, command: WorkerCommand) -> bool:
-        """False for what is not of its business. Raises HeadraceError with everything as it was before."""
-        match command:
-            case Sleep():
-                self._sleep(command.level)
-            case WakeUp():
-                self._wake_up(frozenset(command.tags) or ASLEEP)
-            case PrepareWeights():
-                self._prepare(command.path)
-            case UseWeights():
-                self._use_prepared(command.prepared)
-            case _:
-                return False
-        return True
-
-    def _sleep(self, level: int) -> None:
+    def sleep(self, level: int) -> None:
         self._put_aside("sleep level 1" if level == 1 else "")
         self._cache.release()
         self._asleep = ASLEEP
         self._backend.memory()  # back to the driver, for other processes
 
-    def _wake_up(self, tags: frozenset[str]) -> None:
+    def wake_up(self, tags: frozenset[str]) -> None:
         for tag in sorted(tags & self._asleep, reverse=True):  # weights first
             if tag == "weights":
                 self._wake_weights()
@@ -99,17 +84,17 @@ class WeightResidency:
         self._aside.restore()
         self._aside = None
 
-    def _prepare(self, path: str) -> None:
+    def prepare(self, path: str) -> None:
         read = self._find(path)
         self._put_aside("to keep the old weights while new ones are read")
         assert self._aside is not None, "they have just been put aside"
         try:
             self._prepared = self._read_safely(read)
         except HeadraceError:
-            self._use_prepared(False)
+            self.use_prepared(False)
             raise
 
-    def _use_prepared(self, is_wanted: bool) -> None:
+    def use_prepared(self, is_wanted: bool) -> None:
         prepared, self._prepared = self._prepared, None
         aside, self._aside = self._aside, None
         if aside is None:

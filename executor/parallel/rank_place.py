@@ -8,12 +8,12 @@ How a parent of several ranks on one host uses this:
     world = World.of(plan, tp_size, pp_size)                     # once the plan is known
     fd = os.memfd_create("headrace"); os.ftruncate(fd, collectives_bytes(world))
     # in each worker, to which fd was passed:
-    executor = UniprocExecutor(options, place=RankPlace.of(rank, tp_size, pp_size))
-    executor.describe(...)
-    executor.connect(open_collectives(fd, world, rank))          # between describe and load
-    executor.load(plan, ...); executor.allocate(...); executor.submit(plan); executor.collect()
+    rank = make_rank(options, RankPlace.of(number, tp_size, pp_size))
+    rank.describe(...)
+    rank.join(Rendezvous(world, number, ..., memory_fd=fd, ...))  # between describe and load
+    rank.load(plan, ...); rank.allocate(...); rank.submit(plan); rank.collect()
     # in the parent when a worker died, so that the others stop waiting for it within 100 ms:
-    mark_failed(fd, rank)
+    mark_failed(fd, number)
 
 Every rank is given every StepPlan; the answer is the StepResult of the rank whose `place.replies` is true.
 """

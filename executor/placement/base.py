@@ -4,34 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
+from headrace.executor.rank import Report
 from headrace.ipc.control import DoIdleWork, WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
-
-Report = Callable[[str], None]
-"""Called with the name of each start-up phase as it begins. One that has a method `read`, as a Reporter has, hears of
-the weights too."""
-
-
-@dataclass(frozen=True)
-class Reporter:
-    """A Report of two functions."""
-
-    begin: Callable[[str], None]
-    read: Callable[[int, int], None]
-    """Bytes of the weights that have been read, and of how many."""
-
-    def __call__(self, phase: str) -> None:
-        self.begin(phase)
-
-
-def reader_of(report: Report | None) -> Callable[[int, int], None] | None:
-    """What is told how much of the weights is read, if anything wants to know."""
-    return getattr(report, "read", None)
 
 
 class Executor(ABC):

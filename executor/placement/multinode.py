@@ -27,7 +27,7 @@ import msgspec
 from headrace import __version__
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
-from headrace.executor.placement.base import Executor, Report
+from headrace.executor.placement.base import Executor
 from headrace.executor.placement.messages import (
     PROOF_BYTES,
     WORKER_SCHEMA_HASH,
@@ -53,6 +53,7 @@ from headrace.executor.placement.multiproc import check_equal, merged
 from headrace.executor.placement.node_agent import KEY_VARIABLE, NodeAgent, cluster_key, keep_alive
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.placement.worker_group import Replies
+from headrace.executor.rank import Report
 from headrace.ipc.channel import Channel, ChannelClosedError
 from headrace.ipc.codec import CodecError
 from headrace.ipc.control import WorkerAnswer, WorkerCommand

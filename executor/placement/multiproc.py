@@ -25,7 +25,7 @@ from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.cpu.host import host_memory
 from headrace.executor.gpu.visible_gpus import check_gpus, visible_gpus
 from headrace.executor.parallel.rank_place import RankPlace, World, collectives_bytes, mark_failed
-from headrace.executor.placement.base import Executor, Report
+from headrace.executor.placement.base import Executor
 from headrace.executor.placement.messages import (
     COMMAND,
     STEP,
@@ -44,6 +44,7 @@ from headrace.executor.placement.messages import (
 )
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.placement.worker_group import WorkerGroup
+from headrace.executor.rank import Report
 from headrace.ipc.control import WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import Failure, HeadraceError, ModelError
 from headrace.ipc.messages import TokenizerBundle

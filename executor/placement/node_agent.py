@@ -17,7 +17,6 @@ from collections.abc import Callable
 
 from headrace import __version__
 from headrace.core.options.engine_options import Options
-from headrace.executor.placement.base import Reporter
 from headrace.executor.placement.messages import (
     WORKER_SCHEMA_HASH,
     AllocateCache,
@@ -40,6 +39,7 @@ from headrace.executor.placement.messages import (
 )
 from headrace.executor.placement.multiproc import MultiprocExecutor
 from headrace.executor.placement.step_codec import StepCodec
+from headrace.executor.rank import Reporter
 from headrace.ipc.channel import Channel, ChannelClosedError
 from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError
 from headrace.ipc.messages import ChildFailed, Message, Progress, Stop

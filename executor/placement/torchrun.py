@@ -16,19 +16,23 @@ import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
+from headrace.executor.cpu.rank import CpuRank
+from headrace.executor.model_rank import own_kv_rows
 from headrace.executor.parallel.gloo import GlooCollectives, open_gloo
 from headrace.executor.parallel.rank_place import RankPlace, World
-from headrace.executor.placement.base import Report
+from headrace.executor.placement.in_process import InProcessExecutor
 from headrace.executor.placement.step_codec import StepCodec
-from headrace.executor.placement.uniproc import UniprocExecutor, own_kv_rows
+from headrace.executor.rank import Report
 from headrace.ipc.failure import OptionError
-from headrace.ipc.step import StepResult
+from headrace.ipc.step import StepPlan, StepResult
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class ExternalExecutor(UniprocExecutor):
-    """A rank of a world that the environment describes, as torchrun's does."""
+class ExternalExecutor(InProcessExecutor):
+    """A rank of a world that the environment describes, as torchrun's does. Its ranks compute on CPUs."""
+
+    rank: CpuRank
 
     def __init__(self, options: Options) -> None:
         """Raises OptionError when the environment does not say which rank this is, or disagrees with the options."""
@@ -44,45 +48,50 @@ class ExternalExecutor(UniprocExecutor):
             if pp_size > 1:
                 asked += f" times pipeline_parallel_size={pp_size} is {tp_size * pp_size}"
             raise OptionError(f"{asked}, and the launcher started {os.environ['WORLD_SIZE']} ranks; they must be equal")
-        super().__init__(options, RankPlace.of_options(int(os.environ["RANK"]), options))
+        super().__init__(options, CpuRank(options, RankPlace.of_options(int(os.environ["RANK"]), options)))
         self.num_stages, self.max_steps_in_flight = pp_size, pp_size + 1
         self._link: GlooCollectives | None = None
         self._codec = StepCodec(StepResult)
+        self._num_submitted = 0
+        if pp_size > 1:
+            self.submit, self.collect = self._submit_to_stage, self._collect_of_last_stage  # type: ignore[method-assign]
 
     def describe(self, report: Report) -> ModelDescription:
         described = super().describe(report)
-        assert self._spec is not None, "it has just been found"
+        spec, own = self.rank.found.spec, self.rank.place
         # The largest share is every rank's, or the cores would make caches of different sizes and plan other steps.
-        sizes = self._place.tp_size, self._place.pp_size
-        stages = [RankPlace.of(rank, *sizes, self._place.layer_partition) for rank in range(self._place.world_size)]
-        rows = max(own_kv_rows(self._spec, place, described.cache_groups) for place in stages)
-        return msgspec.structs.replace(
-            described, kv_rows_per_token=rows, kv_elements_per_token=rows * self._spec.head_dim
-        )
+        stages = [RankPlace.of(rank, own.tp_size, own.pp_size, own.layer_partition) for rank in range(own.world_size)]
+        rows = max(own_kv_rows(spec, place, described.cache_groups) for place in stages)
+        return msgspec.structs.replace(described, kv_rows_per_token=rows, kv_elements_per_token=rows * spec.head_dim)
 
     def load(self, plan: Plan, report: Report) -> MemoryReading:
         report("meet the other ranks")
         master = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         # torchrun's agent has a store there already; without it, rank 0 opens one.
-        opens_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and self._place.rank == 0
-        world = World.of(plan, self._place.tp_size, self._place.pp_size)
+        opens_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and self.rank.place.rank == 0
+        world = World.of(plan, self.rank.place.tp_size, self.rank.place.pp_size)
         if world.size > 1:
-            self._link = open_gloo(master, world, self._place.rank, opens_store=opens_store)
-            self.connect(self._link)
+            self._link = open_gloo(master, world, self.rank.place.rank, opens_store=opens_store)
+            self.rank.connect(self._link)
         reading = super().load(plan, report)
         available, most = self.agree(reading.available_bytes), -self.agree(-reading.activation_bytes)
         return msgspec.structs.replace(reading, available_bytes=available, activation_bytes=most)
 
-    def collect(self) -> StepResult:
-        if self._link is None or self._place.pp_size == 1:
-            return super().collect()
-        if self._place.is_last_stage:
-            result = super().collect()
-            if self._place.replies:
-                self._link.tell(self._codec.encode(result))
-            return result
-        while self._submitted:
-            super().collect()
+    def _submit_to_stage(self, plan: StepPlan) -> None:
+        self.rank.submit(plan)
+        self._num_submitted += 1
+
+    def _collect_of_last_stage(self) -> StepResult:
+        """The last stage's result, on every stage; the others' own hold nothing."""
+        assert self._link is not None, "load comes first"
+        place = self.rank.place
+        while self._num_submitted:
+            self._num_submitted -= 1
+            result = self.rank.collect()
+            if place.is_last_stage:
+                if place.replies:
+                    self._link.tell(self._codec.encode(result))
+                return result
         return self._codec.decode(self._link.told())
 
     def agree(self, count: int) -> int:

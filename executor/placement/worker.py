@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import logging
 import os
 import queue
@@ -21,14 +20,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 
+from headrace.core.options.engine_options import Options
 from headrace.executor.cpu.host import take_share
 from headrace.executor.parallel.rank_place import PeerError, RankPlace, World
 from headrace.executor.parallel.rendezvous import Rendezvous
-from headrace.executor.placement.base import Executor, Reporter
 from headrace.executor.placement.load_turn import turn_to_load
 from headrace.executor.placement.messages import (
     COMMAND,
@@ -48,19 +47,20 @@ from headrace.executor.placement.messages import (
     ToWorker,
 )
 from headrace.executor.placement.step_codec import StepCodec
+from headrace.executor.rank import Rank, Reporter, make_rank
 from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.child import die_with_parent, leave, leave_signals_to_parent, show_stacks_when_asked
 from headrace.ipc.control import PrepareWeights, WorkerCommand
-from headrace.ipc.failure import Failure, HeadraceError, OptionError
+from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.log import protect_stderr, set_up_logging
 from headrace.ipc.messages import ChildFailed, Message, Progress
+from headrace.ipc.plugins import load_class
 from headrace.ipc.ring import Mailbox, RingInterruptedError, RingReader, RingWriter
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.ipc.wait import Deadline, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 EXIT_START_FAILED, EXIT_WORKER_FAILED = 1, 70
-DEFAULT_CLASS = "headrace.executor.placement.uniproc:make_rank"
 POLL_S = 20e-6
 """How often a device that computes is asked whether it is done; nothing but the answer waits for that."""
 COLLECTIVES_GRACE_S = 0.2
@@ -76,7 +76,7 @@ class Worker:
         self._place = RankPlace.of_options(start.rank, options)
         self._orders: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: stop
         self._mailbox = Mailbox()
-        self._executor: Executor | None = None
+        self._rank: Rank | None = None
         self._steps: RingReader | None = None
         self._results: RingWriter | None = None
         self._is_stopped = False
@@ -116,10 +116,10 @@ class Worker:
     def run(self) -> None:
         """From loading the class to the last step. Raises what went wrong."""
         self.report("import")
-        executor = self._executor = load_class(self._options.worker_cls)(self._options, place=self._place)
+        rank = self._rank = rank_of(self._options, self._place)
         report = Reporter(self.report, self._read)
-        description = executor.describe(report)
-        self._channel.send(Described(description=description, has_own_memory=executor.has_own_memory))
+        description = rank.describe(report)
+        self._channel.send(Described(description=description, has_own_memory=rank.has_own_memory))
         self.report(WAIT_FOR_CORE)
         load = self._orders.get()
         if load is None:
@@ -127,10 +127,10 @@ class Worker:
         assert isinstance(load, LoadModel), f"LoadModel is due, and {type(load).__name__} came"
         self._turns = load.turns
         self.report("meet the other ranks")
-        self._connect(executor, load)
+        self._connect(rank, load)
         with self._turn(lambda: self.report(WAIT_FOR_TURN)):
-            reading = executor.load(load.plan, report)
-        reading = executor.measure(reading, self.report)
+            reading = rank.load(load.plan, report)
+        reading = rank.measure(reading, self.report)
         self._channel.send(Loaded(reading=reading))
         self.report(WAIT_FOR_CORE)
         allocate = self._orders.get()
@@ -138,7 +138,7 @@ class Worker:
             return
         assert isinstance(allocate, AllocateCache), f"AllocateCache is due, and {type(allocate).__name__} came"
         self.report("allocate")
-        executor.allocate(allocate.num_blocks, allocate.max_model_len)
+        rank.allocate(allocate.num_blocks, allocate.max_model_len)
         start, memory = self._start, self._start.memory
         if self._place.replies:
             self._results = RingWriter(memory.results, load.results, self._send_large)
@@ -147,18 +147,17 @@ class Worker:
         gc.freeze()  # what was made so far stays: a collection would walk through all of it in mid-stream
         self._channel.send(Allocated(startup_s=(self._startup_s,)))
         with contextlib.suppress(RingInterruptedError):
-            self._serve(executor, self._steps)
-        executor.stop()
+            self._serve(rank, self._steps)
+        rank.stop()
 
     def _turn(self, on_wait: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
         return turn_to_load(self._turns, self._options.max_parallel_loading_workers, on_wait)
 
-    def _connect(self, executor: Executor, load: LoadModel) -> None:
-        """Joins the other ranks, for an executor that talks to them: one that has `join`."""
-        join, start = getattr(executor, "join", None), self._start
-        if self._place.world_size == 1 or join is None:
+    def _connect(self, rank: Rank, load: LoadModel) -> None:
+        start = self._start
+        if self._place.world_size == 1:
             return
-        join(
+        rank.join(
             Rendezvous(
                 world=World.of(load.plan, self._place.tp_size, self._place.pp_size),
                 rank=start.rank,
@@ -171,28 +170,28 @@ class Worker:
             )
         )
 
-    def _serve(self, executor: Executor, steps: RingReader) -> None:
+    def _serve(self, rank: Rank, steps: RingReader) -> None:
         """Raises RingInterruptedError when it is told to stop."""
         plans, answers, deadline = StepCodec(StepPlan), StepCodec(StepResult), Deadline(None)
         under_way = 0
         while not self._is_stopped:
-            message = self._next(executor, steps, under_way)
+            message = self._next(rank, steps, under_way)
             if message is None:
-                result = executor.collect()
+                result = rank.collect()
                 if self._results is not None:
                     self._results.put(answers.encode(result), deadline)
                 under_way -= 1
             elif message[0] == COMMAND:
-                self._carry_out(executor, msgspec.msgpack.decode(message[1], type=WorkerCommand))
+                self._carry_out(rank, msgspec.msgpack.decode(message[1], type=WorkerCommand))
             else:
                 self.phase = "step"
-                executor.submit(plans.decode(message[1]))
+                rank.submit(plans.decode(message[1]))
                 under_way += 1
             if not under_way:
                 self.phase = "idle"
             steps.finished(under_way)
 
-    def _next(self, executor: Executor, steps: RingReader, under_way: int) -> tuple[int, bytearray | bytes] | None:
+    def _next(self, rank: Rank, steps: RingReader, under_way: int) -> tuple[int, bytearray | bytes] | None:
         """What to do next: a message, or, when it is None, to collect the oldest step that is under way.
 
         A device that computes by itself is given the next step meanwhile. One that does not come to the end of a step
@@ -202,23 +201,23 @@ class Worker:
             return steps.take(Deadline(None))
         limit_s = self._options.step_timeout + COLLECTIVES_GRACE_S
         deadline = Deadline(limit_s)
-        while not executor.has_result():
+        while not rank.has_result():
             if deadline.passed:
-                rank = self._place.rank
-                raise PeerError(f"rank {rank} cannot go on: its device did not finish a step within {limit_s:g} s")
-            if under_way == executor.max_steps_in_flight:
+                who = f"rank {self._place.rank}"
+                raise PeerError(f"{who} cannot go on: its device did not finish a step within {limit_s:g} s")
+            if under_way == rank.max_steps_in_flight:
                 time.sleep(POLL_S)
                 continue
             with contextlib.suppress(WaitTimeoutError):
                 return steps.take(Deadline(POLL_S))
         return None
 
-    def _carry_out(self, executor: Executor, command: WorkerCommand) -> None:
-        """One that fails leaves all as it was, says `Executor.control`, so that the worker goes on."""
+    def _carry_out(self, rank: Rank, command: WorkerCommand) -> None:
+        """One that fails leaves all as it was, says `Rank.control`, so that the worker goes on."""
         reads = isinstance(command, PrepareWeights)
         try:
             with self._turn(lambda: None) if reads else contextlib.nullcontext():
-                (answer,) = executor.control(command)
+                answer = rank.control(command)
             answered = Answered(answer=msgspec.structs.replace(answer, rank=self._place.rank))
         except HeadraceError as error:
             failure = Failure.of(error, process="worker", phase=type(command).__name__, rank=self._place.rank)
@@ -226,9 +225,9 @@ class Worker:
         self._channel.send(answered)
 
     def _make_tokenizer(self) -> None:
-        assert self._executor is not None, "the core asks for the tokenizer once the model is described"
+        assert self._rank is not None, "the core asks for the tokenizer once the model is described"
         try:
-            bundle = self._executor.tokenizer()
+            bundle = self._rank.tokenizer()
         except BaseException as error:
             fail(self._channel, error, self._place.rank, "tokenizer")
         else:
@@ -238,17 +237,15 @@ class Worker:
         self._channel.send(LargeMessage(number=number, data=data))
 
 
-def load_class(name: str) -> Any:
-    """The class that `worker_cls` names. Raises OptionError when there is none."""
-    module, colon, cls = (DEFAULT_CLASS if name == "auto" else name).partition(":")
-    if not colon:
-        module, _, cls = name.rpartition(".")  # as vLLM writes it
-    if not module or not cls:
-        raise OptionError(f"worker_cls is {name!r}; it must be auto, or module:Class of an Executor")
-    try:
-        return getattr(importlib.import_module(module), cls)
-    except (ImportError, AttributeError) as error:
-        raise OptionError(f"worker_cls {name!r} cannot be loaded: {error}") from error
+def rank_of(options: Options, place: RankPlace) -> Rank:
+    """The rank of this place: the device's own, or of the class that `worker_cls` names.
+
+    Raises OptionError when there is no such class, or no such device.
+    """
+    if options.worker_cls == "auto":
+        return make_rank(options, place)
+    rank: Rank = load_class("worker_cls", options.worker_cls)(options, place=place)
+    return rank
 
 
 def fail(channel: Channel, error: BaseException, rank: int, phase: str) -> NoReturn:

@@ -16,7 +16,8 @@ import numpy as np
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
-from headrace.executor.placement.base import Executor, Report
+from headrace.executor.placement.base import Executor
+from headrace.executor.rank import Report
 from headrace.executor.sampling.random_numbers import row_keys
 from headrace.executor.sampling.verification import SampledPositions
 from headrace.executor.testing.plan_check import PlanCheck

@@ -16,9 +16,9 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, Plan
 from headrace.core.options.resolve import resolve
 from headrace.executor.cpu.host import HostMemory, host_memory, usable_cores
+from headrace.executor.cpu.rank import CpuRank, check_weights_fit, use_all_cores
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.models.sizes import weight_elements
-from headrace.executor.placement.uniproc import UniprocExecutor, check_weights_fit, use_all_cores
 from headrace.ipc.failure import ModelError
 
 PROMPT = [7, 8, 9, 10, 11, 12, 13]
@@ -29,9 +29,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.save("llama", tmp_path_factory.mktemp("llama"))
 
 
-def started(checkpoint: Path) -> tuple[UniprocExecutor, Plan, MemoryReading, list[str]]:
+def started(checkpoint: Path) -> tuple[CpuRank, Plan, MemoryReading, list[str]]:
     options = Options(model=str(checkpoint), dtype="float32", block_size=4, max_num_seqs=4, skip_tokenizer_init=True)
-    executor, phases = UniprocExecutor(options), list[str]()
+    executor, phases = CpuRank(options), list[str]()
     plan = resolve(options, executor.describe(phases.append))
     return executor, plan, executor.load(plan, phases.append), phases
 
@@ -102,11 +102,11 @@ def test_repeated_steps_give_the_tokens_of_steps_made_anew(checkpoint: Path, mon
 
 
 def test_stop_is_safe_before_anything_started() -> None:
-    UniprocExecutor(Options()).stop()
+    CpuRank(Options()).stop()
 
 
 def test_importing_it_loads_no_transformers() -> None:
-    code = "import sys, headrace.executor.placement.uniproc; assert 'transformers' not in sys.modules"
+    code = "import sys, headrace.executor.cpu.rank; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 

@@ -1,4 +1,4 @@
-"""The executor of a world of one on a GPU, and of one rank of several, each with a GPU of its own."""
+"""A rank on a GPU, alone or one of several that each have a GPU of their own."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from headrace import kernels
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.checkpoints.checkpoint import Checkpoint
-from headrace.executor.checkpoints.new_weights import open_again
 from headrace.executor.checkpoints.weights import DummyWeights, WeightSource
 from headrace.executor.gpu.collectives import AgreedCapturer, GpuCollectives
 from headrace.executor.gpu.cuda import CudaBackend
-from headrace.executor.gpu.device import GpuFacts, check_free_memory, check_gpu, gib, rank_device
+from headrace.executor.gpu.device import GpuFacts, check_free_memory, check_gpu, gib
 from headrace.executor.gpu.device_state import Device
 from headrace.executor.gpu.graphs import Capturer, capture_sizes
 from headrace.executor.gpu.kernels import Rounding, chooser_for
@@ -29,17 +28,15 @@ from headrace.executor.gpu.runner import STEPS_IN_FLIGHT, GpuRunner, RunnerLimit
 from headrace.executor.gpu.stages import make_runner, runner_kind
 from headrace.executor.gpu.weight_residency import WeightResidency
 from headrace.executor.gpu.weights import StagedWeights
+from headrace.executor.model_rank import DTYPES, ModelRank, WorkerProfile, cache_dtype
 from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.eager import ChooseKernel
 from headrace.executor.models.sizes import layer_elements, weight_elements, weight_shapes
-from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.executor.parallel.rendezvous import Rendezvous
-from headrace.executor.placement.base import Report
-from headrace.executor.placement.profiling import WorkerProfile
-from headrace.executor.placement.uniproc import DTYPES, UniprocExecutor, cache_dtype
-from headrace.ipc.control import DoIdleWork, WorkerAnswer, WorkerCommand
+from headrace.executor.rank import Report
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.kernels.triton.versions import why_no_triton
 
@@ -47,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class Backend(Protocol):
-    """What the executor needs of a device. `gpu_cuda.CudaBackend` is a GPU."""
+    """What the rank needs of a device. `gpu.cuda.CudaBackend` is a GPU."""
 
     device: torch.device
 
@@ -61,8 +58,8 @@ class Backend(Protocol):
     def memory(self) -> tuple[int, int]: ...
 
 
-class GpuExecutor(UniprocExecutor):
-    """As UniprocExecutor, with the model and all that a step needs on one GPU. Two steps may be in flight."""
+class GpuRank(ModelRank):
+    """The model's part and all that a step needs on one GPU. Two steps may be in flight."""
 
     max_steps_in_flight = STEPS_IN_FLIGHT
     async_by_default = True
@@ -73,15 +70,12 @@ class GpuExecutor(UniprocExecutor):
     def __init__(
         self,
         options: Options,
-        device: torch.device | None = None,
+        device: torch.device,
         backend: Backend | None = None,
-        place: RankPlace | None = None,
+        place: RankPlace = SINGLE,
     ) -> None:
-        """device: by default the one of this rank's number on its host. Raises OptionError where there is none."""
-        super().__init__(options, place)
-        device = device or rank_device(options.device)
+        super().__init__(options, place, device)
         self._backend = backend or CudaBackend(device)
-        self._device = device
         self._gpu: GpuFacts | None = None
         self._decoder: Decoder | None = None
         self._steps: GpuRunner | None = None
@@ -89,20 +83,18 @@ class GpuExecutor(UniprocExecutor):
 
     def describe(self, report: Report) -> ModelDescription:
         self._gpu = self._backend.facts()  # before anything is fetched for a GPU that cannot be used
-        return msgspec.structs.replace(self._find_model(report), device_bytes=self._gpu.total_bytes)
+        return msgspec.structs.replace(super().describe(report), device_bytes=self._gpu.total_bytes)
 
     def join(self, meeting: Rendezvous) -> None:
         with self._backend.here():
             self.connect(self._backend.link(meeting, self._options))
 
     def load(self, plan: Plan, report: Report) -> MemoryReading:
-        assert self._spec is not None, "describe comes before load"
-        assert self._checkpoint is not None, "describe comes before load"
-        assert self._gpu is not None, "describe comes before load"
-        dtype, facts = DTYPES[plan.dtype], self._gpu
+        assert self._gpu is not None, "describe comes first"
+        dtype, facts, spec = DTYPES[plan.dtype], self._gpu, self.found.spec
         check_gpu(self._device, dtype, facts)
         runner_limits(plan, plan.max_model_len)
-        elements = weight_elements(self._spec) / self._place.world_size
+        elements = weight_elements(spec) / self._place.world_size
         what = f"holding {elements / 1e9:.2f} billion weights of {plan.model.name} as {plan.dtype}"
         # Quantised matrices take less in the end, and each of them its whole size for a moment.
         needed_bytes = int(elements * Rounding.bits_of(plan, dtype.itemsize) / 8)
@@ -113,7 +105,7 @@ class GpuExecutor(UniprocExecutor):
             logger.warning("the model is computed by torch's own operations, which is much slower: %s", reason)
         with self._backend.here():
             report("load weights")
-            self._decoder = self._new_decoder(self._checkpoint)
+            self._decoder = self._new_decoder(self.found.checkpoint)
         if self._place.world_size > 1:
             weights_bytes = self._decoder.weight_bytes
             return MemoryReading(total_bytes=0, available_bytes=0, weights_bytes=weights_bytes, activation_bytes=0)
@@ -124,55 +116,67 @@ class GpuExecutor(UniprocExecutor):
         return reading if self._place.world_size == 1 else self._measure_now(report)
 
     def _measure_now(self, report: Report) -> MemoryReading:
-        assert self._plan is not None, "load comes before measure"
-        assert self._decoder is not None, "load comes before measure"
-        assert self._gpu is not None, "describe comes before measure"
+        assert self._decoder is not None, "load comes first"
+        assert self._gpu is not None, "describe comes first"
         report("measure memory")
         with self._backend.here():
-            return self._measure(self._plan, self._decoder, self._gpu)
+            return self._measure(self.plan, self._decoder, self._gpu)
 
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
-        assert self._plan is not None, "load comes before allocate"
-        assert self._decoder is not None, "load comes before allocate"
-        plan, decoder = self._plan, self._decoder
+        assert self._decoder is not None, "load comes first"
+        plan, decoder = self.plan, self._decoder
         with self._backend.here():
             cache = self._new_cache(plan, num_blocks)
             limits = runner_limits(plan, max_model_len)
             device, capturer = self._backend.host_side(), self._capturer(plan)
             self._steps = make_runner(self._place, decoder, cache, device, limits, capturer)
-            self._residence = WeightResidency(decoder, cache, self._steps, self._backend, self._open_again)
+            self._residence = WeightResidency(decoder, cache, self._steps, self._backend, self._find_weights)
         self._decoder = None  # it may be replaced from now on
         folder = self._options.profiler_config.get("torch_profiler_dir")
         self._profile = WorkerProfile(folder, self._place.rank, self._steps.times)
 
     def submit(self, plan: StepPlan) -> None:
-        assert self._steps is not None, "allocate comes before submit"
         with self._backend.here():
-            self._steps.submit(plan)
+            self.steps.submit(plan)
 
     def collect(self) -> StepResult:
-        assert self._steps is not None, "allocate comes before collect"
         with self._backend.here():
-            return self._steps.collect()
+            return self.steps.collect()
 
     def has_result(self) -> bool:
         with self._backend.here():
             return self.steps.has_result()
 
-    def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
-        if isinstance(command, DoIdleWork):
-            return (WorkerAnswer(rank=self._place.rank, did_something=self.idle()),)
+    @property
+    def residence(self) -> WeightResidency:
+        assert self._residence is not None, "allocate comes first"
+        return self._residence
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._residence.decoder.weight_bytes if self._residence is not None else 0
+
+    def prepare_weights(self, path: str) -> None:
         with self._backend.here():
-            if self._residence is not None and self._residence.carry_out(command):
-                return (WorkerAnswer(rank=self._place.rank),)
-        return super().control(command)
+            self.residence.prepare(path)
+
+    def use_weights(self, prepared: bool) -> None:
+        with self._backend.here():
+            self.residence.use_prepared(prepared)
+
+    def sleep(self, level: int) -> None:
+        with self._backend.here():
+            self.residence.sleep(level)
+
+    def wake_up(self, tags: frozenset[str]) -> None:
+        with self._backend.here():
+            self.residence.wake_up(tags)
 
     def facts(self) -> dict[str, Any]:
         """Of the device too, what is captured, and where a step's time went of late (microseconds by phase)."""
         graphs, gpu = self.steps.graphs, self._gpu
         return {
             **super().facts(),
-            "weight_bytes": self._residence.decoder.weight_bytes if self._residence is not None else 0,
             "gpu": gpu.name if gpu is not None else "",
             "graphs": len(graphs),
             "graph_pool_bytes": graphs.pool_bytes,
@@ -203,33 +207,29 @@ class GpuExecutor(UniprocExecutor):
         return self._steps
 
     def _new_decoder(self, checkpoint: Checkpoint) -> Decoder:
-        assert self._spec is not None, "describe comes before load"
-        assert self._plan is not None, "load comes first"
-        plan, place, dtype = self._plan, self._place, DTYPES[self._plan.dtype]
+        plan, place, spec = self.plan, self._place, self.found.spec
+        dtype = DTYPES[plan.dtype]
         source: WeightSource
         if checkpoint.format == "dummy":
-            source = DummyWeights(weight_shapes(self._spec), dtype, self._device)
+            source = DummyWeights(weight_shapes(spec), dtype, self._device)
         else:
             source = StagedWeights(checkpoint.weights(place=place), self._backend.host_side())
-        offload = offload_of(plan, self._spec, place, self._backend)
+        offload = offload_of(plan, spec, place, self._backend)
         choose, keep = chooser_for(self.choose, plan), None if offload is None else offload.keep
-        decoder = Decoder(self._spec, source, dtype, self._device, place, choose, keep)
+        decoder = Decoder(spec, source, dtype, self._device, place, choose, keep)
         if offload is not None:
             decoder.weight_bytes -= offload.saved_bytes
             logger.info("%s of weights are kept in the host's memory", gib(offload.offloaded_bytes))
         return decoder
 
-    def _open_again(self, path: str) -> Callable[[], Decoder]:
-        assert self._spec is not None, "describe comes before control"
-        assert self._plan is not None, "load comes before control"
-        checkpoint = open_again(path, self._options, self._plan, self._spec)
+    def _find_weights(self, path: str) -> Callable[[], Decoder]:
+        checkpoint = self._open_again(path)
         return lambda: self._new_decoder(checkpoint)
 
     def _new_cache(self, plan: Plan, num_blocks: int) -> kv_cache.KVCache:
-        assert self._spec is not None, "describe comes before load"
         dtype = cache_dtype(plan, is_program=False)
-        groups = plan.model.cache_groups
-        return kv_cache.allocate(self._spec, num_blocks, plan.block_size, dtype, self._device, self._place, groups)
+        groups, spec = plan.model.cache_groups, self.found.spec
+        return kv_cache.allocate(spec, num_blocks, plan.block_size, dtype, self._device, self._place, groups)
 
     def _measure(self, plan: Plan, decoder: Decoder, facts: GpuFacts) -> MemoryReading:
         backend = self._backend

@@ -1,0 +1,283 @@
+"""A rank on the CPU: its part of the model as one program of the CPU kernels, or op by op where that cannot be."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from headrace.core.options.engine_options import Options
+from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
+from headrace.executor.checkpoints.checkpoint import Checkpoint
+from headrace.executor.checkpoints.weights import WeightSource
+from headrace.executor.cpu.decoder import CpuDecoder, CpuDecoderPart, why_not
+from headrace.executor.cpu.host import HostMemory, host_memory, usable_cores
+from headrace.executor.cpu.program import StepLimits
+from headrace.executor.cpu.runner import ModelRunner
+from headrace.executor.cpu.weights import Blocks
+from headrace.executor.gpu.device import check_no_gpu_options
+from headrace.executor.model_rank import DTYPES, ModelRank, cache_dtype
+from headrace.executor.models import kv_cache
+from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.decoder import Decoder
+from headrace.executor.models.sizes import activation_bytes, weight_elements
+from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.executor.parallel.stages import LastStageRunner, StageRunner, make_runner
+from headrace.executor.rank import Report
+from headrace.ipc.failure import ModelError, OptionError
+from headrace.ipc.step import StepPlan, StepResult
+from headrace.kernels.cpu import build
+
+logger = logging.getLogger(__name__)
+BLOCK_HEAD_BYTES = {8: 2, 4: 4}
+"""Of a block of 32 quantised weights: its scale, and the minimum of 4-bit ones."""
+
+
+class CpuRank(ModelRank):
+    """Steps run in `collect`, as there is no one else to run them meanwhile; with async_scheduling, on a thread.
+
+    That is off by default: the kernels keep all cores busy, and what is planned meanwhile slows them by as much as it
+    saves.
+    """
+
+    max_steps_in_flight = 2
+
+    def __init__(self, options: Options, place: RankPlace = SINGLE) -> None:
+        super().__init__(options, place, torch.device("cpu"))
+        self._model: Decoder | CpuDecoder | None = None
+        self._prepared: Decoder | CpuDecoder | None = None  # weights to take the old ones' place
+        self._cache: Any = None
+        self._runner: ModelRunner | StageRunner | LastStageRunner | None = None
+        self._submitted: deque[StepPlan] = deque()
+        self._thread: StepThread | None = None
+        self._compiling = threading.Thread()
+
+    def describe(self, report: Report) -> ModelDescription:
+        # Where the kernels must be compiled first, that goes on while the model is found, fetched and described.
+        self._compiling = threading.Thread(target=build.load, name="compile kernels")
+        self._compiling.start()
+        return super().describe(report)
+
+    def load(self, plan: Plan, report: Report) -> MemoryReading:
+        check_no_gpu_options(plan.options)
+        report("compile kernels")
+        if plan.weights_stay_packed or plan.weight_bits:
+            build.load(part=build.PACKED)  # beside the other part, which is still compiling where this one must be
+        self._compiling.join()
+        report("load weights")
+        self._plan = plan
+        reason = self._why_no_program()
+        if reason:
+            check_op_by_op(plan, reason)
+        model = self._model = self._load_model(self.found.checkpoint)
+        memory = host_memory()
+        return MemoryReading(
+            total_bytes=memory.total_bytes,
+            available_bytes=memory.available_bytes,
+            weights_bytes=model.weight_bytes,
+            # The program's buffers are float32, but for what meets bf16 weights.
+            activation_bytes=activation_bytes(
+                model.spec, plan, DTYPES[plan.dtype].itemsize if reason else 4, self._place
+            ),
+        )
+
+    def allocate(self, num_blocks: int, max_model_len: int) -> None:
+        plan, model = self.plan, self._model
+        assert model is not None, "load comes first"
+        dtype = cache_dtype(plan, is_program=isinstance(model, CpuDecoder))
+        groups = plan.model.cache_groups
+        cache = kv_cache.allocate(model.spec, num_blocks, plan.block_size, dtype, self._device, self._place, groups)
+        self._cache = cache
+        batch_args = (plan.max_num_seqs, max_model_len, plan.block_size, plan.model.eos_token_ids, len(groups))
+        self._runner = make_runner(model, cache, batch_args, self._place, vocab_size=model.spec.vocab_size)
+        if isinstance(model, CpuDecoder):
+            model.bind(cache)  # before the first request waits for it
+        if self._options.async_scheduling and self._place.world_size == 1:
+            self._thread = StepThread(self._runner.step)
+
+    def submit(self, plan: StepPlan) -> None:
+        if self._thread is not None:
+            self._thread.submit(plan)
+        else:
+            self._submitted.append(plan)
+
+    def collect(self) -> StepResult:
+        return self.runner.step(self._submitted.popleft()) if self._thread is None else self._thread.collect()
+
+    @property
+    def runner(self) -> ModelRunner | StageRunner | LastStageRunner:
+        assert self._runner is not None, "allocate comes first"
+        return self._runner
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._model.weight_bytes if self._model is not None else 0
+
+    def prepare_weights(self, path: str) -> None:
+        """Beside those that serve."""
+        self._prepared = self._bounded.run("reading the weights", self._read_again, path)
+
+    def use_weights(self, prepared: bool) -> None:
+        model, self._prepared = self._prepared, None
+        if prepared and model is not None:
+            self._model = model
+            self.runner.use(model)
+
+    def sleep(self, level: int) -> None:
+        """The cache's pages go; the weights are in the host's memory already, and go at level 2 alone."""
+        self._cache.release()
+        if level == 2:
+            self.runner.use(SleepingModel())
+            self._model = None
+            gc.collect()
+
+    def wake_up(self, tags: frozenset[str]) -> None:
+        """The cache's pages come back as they are written."""
+        if "weights" in tags and self._model is None:
+            self._model = self._read_again("")
+            self.runner.use(self._model)
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._thread.stop()
+            self._thread = None
+        self._submitted.clear()
+        super().stop()
+        self._runner = self._model = None
+
+    def _why_no_program(self) -> str:
+        """Why the model runs op by op; "" where it runs as a program."""
+        return why_not(self.found.spec, DTYPES[self.plan.dtype], self._place)
+
+    def _read_again(self, path: str) -> Decoder | CpuDecoder:
+        model = self._load_model(self._open_again(path))
+        if isinstance(model, CpuDecoder):
+            model.bind(self._cache)
+        return model
+
+    def _load_model(self, checkpoint: Checkpoint) -> Decoder | CpuDecoder:
+        """Raises ModelError, before any weight is read, when they cannot fit the memory."""
+        plan, spec, reason = self.plan, self.found.spec, self._why_no_program()
+        stored_bytes = checkpoint.stored_bytes if plan.weights_stay_packed and not reason else None
+        check_weights_fit(spec, plan, host_memory(), stored_bytes)
+        return load_model(spec, checkpoint.weights(place=self._place), plan, reason, self._place)
+
+
+class StepThread:
+    """A thread that runs steps, so that the core can plan and answer meanwhile: the kernels' call lets go of Python.
+
+    One thread from the first step to `stop`. `submit` and `collect` are for one caller.
+    """
+
+    def __init__(self, run: Callable[[StepPlan], StepResult]) -> None:
+        self._run = run
+        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="steps", daemon=True)
+        self._thread.start()
+
+    def submit(self, plan: StepPlan) -> None:
+        self._plans.put(plan)
+
+    def collect(self) -> StepResult:
+        """The oldest submitted step's. Raises what it raised; the thread has ended then."""
+        result = self._results.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def stop(self) -> None:
+        """Returns once the step at hand is done."""
+        self._plans.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while (plan := self._plans.get()) is not None:
+            try:
+                self._results.put(self._run(plan))
+            except BaseException as error:  # it is raised where the result is waited for
+                self._results.put(error)
+                return
+
+
+class SleepingModel:
+    """In the place of a model whose weights have been dropped: no step comes before the core has woken them."""
+
+    choose = None
+
+    def step(self, *_: Any) -> NoReturn:
+        raise RuntimeError("a step came while the weights sleep")
+
+
+def load_model(
+    spec: ArchSpec, weights: WeightSource, plan: Plan, why_no_program: str, place: RankPlace = SINGLE
+) -> Decoder | CpuDecoder:
+    """The model as a program of the CPU kernels, or op by op where there is a reason against that."""
+    dtype = DTYPES[plan.dtype]
+    if why_no_program:
+        if build.why_not() is None:  # else it has been said
+            logger.warning("the model runs op by op, and not as one program of the CPU kernels: %s", why_no_program)
+        use_all_cores()
+        return Decoder(spec, weights, dtype, "cpu", place)
+    limits = StepLimits(
+        plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len, plan.max_logits - plan.max_num_seqs
+    )
+    blocks = Blocks(plan.weight_bits, plan.options.quantization_group_size) if plan.weight_bits else None
+    kind = CpuDecoder if place.world_size == 1 else CpuDecoderPart
+    model = kind(spec, weights, dtype, limits, keep_packed=plan.weights_stay_packed, blocks=blocks, place=place)
+    torch.set_num_threads(1)  # the cores are the program's
+    logger.info("computing on %d threads: %s", model.runtime.pool.num_threads, model.runtime.pool.plan.reason)
+    return model
+
+
+def check_op_by_op(plan: Plan, reason: str) -> None:
+    """Raises OptionError for what only the program of the CPU kernels computes; `reason` is why it cannot serve."""
+    if plan.weight_bits:
+        raise OptionError(
+            f"quantization={plan.options.quantization} needs the CPU kernels' program, which cannot run "
+            f"{plan.model.name}: {reason}"
+        )
+    if plan.options.kv_cache_dtype != "auto" and plan.kv_cache_dtype != plan.dtype:
+        raise OptionError(
+            f"kv_cache_dtype={plan.options.kv_cache_dtype} beside dtype={plan.dtype} needs the CPU kernels' program, "
+            f"which cannot run {plan.model.name}: {reason}"
+        )
+
+
+def check_weights_fit(spec: ArchSpec, plan: Plan, memory: HostMemory, stored_bytes: int | None = None) -> None:
+    """Raises ModelError, before any weight is read, when they cannot fit the memory that is available.
+
+    stored_bytes: of weights that stay as the checkpoint stores them.
+    """
+    elements, itemsize = weight_elements(spec), DTYPES[plan.dtype].itemsize
+    needed_bytes, kind = elements * itemsize, f"of {itemsize} bytes ({plan.dtype})"
+    if plan.weight_bits:
+        needed_bytes = elements * (plan.weight_bits * 32 // 8 + BLOCK_HEAD_BYTES[plan.weight_bits]) // 32
+        kind = f"of {plan.weight_bits} bits"
+    if stored_bytes is not None:
+        needed_bytes, kind = stored_bytes, f"as stored ({plan.model.checkpoint_dtype})"
+    if needed_bytes > memory.available_bytes:
+        raise ModelError(
+            f"the weights of {plan.model.name} do not fit: {elements / 1e9:.2f} billion {kind} "
+            f"need {_gib(needed_bytes)}, and {_gib(memory.available_bytes)} of "
+            f"{_gib(memory.total_bytes)} are available",
+            hint="a smaller model fits, or one of the 16-bit dtypes" if itemsize > 2 else "a smaller model fits",
+        )
+
+
+def use_all_cores() -> None:
+    """torch starts with the machine's cores, whatever this process was granted. OMP_NUM_THREADS has the last word."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(usable_cores())
+    logger.info("computing on %d threads", torch.get_num_threads())
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 30):.2f} GiB"

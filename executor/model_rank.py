@@ -1,0 +1,295 @@
+"""What ranks of every device have in common: the model that is found, its tokeniser, and commands."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup
+from headrace.core.options.engine_options import Options
+from headrace.core.options.plan import ModelDescription, Plan
+from headrace.executor.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from headrace.executor.checkpoints.new_weights import open_again
+from headrace.executor.gpu.step_times import StepTimes
+from headrace.executor.models import kv_cache
+from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.families import spec_from_config
+from headrace.executor.parallel.divisibility import check_shares
+from headrace.executor.parallel.rank_place import Collectives, RankPlace
+from headrace.executor.parallel.rendezvous import Rendezvous
+from headrace.executor.rank import Rank, Report, reader_of
+from headrace.ipc.control import (
+    ASLEEP,
+    CallExtension,
+    DescribeEngine,
+    DoIdleWork,
+    PrepareWeights,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    UseWeights,
+    WakeUp,
+    WorkerAnswer,
+    WorkerCommand,
+)
+from headrace.ipc.failure import HeadraceError, OptionError
+from headrace.ipc.messages import TokenizerBundle
+from headrace.ipc.plugins import load_class
+from headrace.ipc.wait import BoundedCalls
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+CACHE_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """What `describe` found."""
+
+    checkpoint: Checkpoint
+    spec: ArchSpec
+
+
+class ModelRank(Rank):
+    """A rank that has a part of a checkpoint's model.
+
+    A device's own says how the part is loaded and run, and what becomes of its weights under the commands that
+    replace them or put them to sleep.
+    """
+
+    def __init__(self, options: Options, place: RankPlace, device: torch.device) -> None:
+        self._options, self._place, self._device = options, place, device
+        self._found: FoundModel | None = None
+        self._plan: Plan | None = None
+        self._profile = WorkerProfile(options.profiler_config.get("torch_profiler_dir"), place.rank)
+        self._bounded = BoundedCalls(options.control_timeout)
+        self._extension = Extension(options.worker_extension_cls, self)
+
+    @property
+    def place(self) -> RankPlace:
+        return self._place
+
+    @property
+    def found(self) -> FoundModel:
+        assert self._found is not None, "describe comes first"
+        return self._found
+
+    @property
+    def plan(self) -> Plan:
+        assert self._plan is not None, "load comes first"
+        return self._plan
+
+    def describe(self, report: Report) -> ModelDescription:
+        report("find model")
+        checkpoint = replace(open_checkpoint(self._options), on_read=reader_of(report))
+        spec = spec_from_config(checkpoint.config)
+        self._found = FoundModel(checkpoint, spec)
+        check_shares(spec, self._place)
+        groups = kv_cache.cache_groups(spec, self._options.max_model_len)
+        if self._options.disable_hybrid_kv_cache_manager:
+            groups = ONE_GROUP
+        kv_rows = own_kv_rows(spec, self._place, groups)
+        return ModelDescription(
+            name=checkpoint.name,
+            architecture=spec.architecture,
+            checkpoint_dtype=checkpoint.dtype_name,
+            max_model_len=spec.max_positions,
+            vocab_size=spec.vocab_size,
+            num_layers=spec.num_layers,
+            hidden_size=spec.hidden_size,
+            intermediate_size=spec.intermediate_size,
+            kv_elements_per_token=kv_rows * spec.head_dim,
+            kv_rows_per_token=kv_rows,
+            cache_groups=groups,
+            eos_token_ids=tuple(checkpoint.eos_token_ids),
+            generation_defaults=dict(checkpoint.generation_config),
+            why_no_prefix_caching=_why_no_prefix_caching(spec),
+        )
+
+    def tokenizer(self) -> TokenizerBundle | None:
+        if self._options.skip_tokenizer_init:
+            return None
+        from headrace.executor.checkpoints.tokenizer import load_bundle  # may bring in transformers
+
+        return load_bundle(self.found.checkpoint, self._options)
+
+    def join(self, meeting: Rendezvous) -> None:
+        self.connect(meeting.link())
+
+    def connect(self, collectives: Collectives) -> None:
+        """How this rank talks to the others; between `describe` and `load`, where there are others."""
+        self._place = self._place.with_collectives(collectives)
+
+    def control(self, command: WorkerCommand) -> WorkerAnswer:
+        answer = WorkerAnswer(rank=self._place.rank)
+        match command:
+            case StartProfile():
+                self._profile.start(command.prefix)
+            case StopProfile():
+                return msgspec.structs.replace(answer, files=(self._profile.stop(),))
+            case DescribeEngine():
+                return msgspec.structs.replace(answer, facts=self.facts())
+            case CallExtension():
+                return msgspec.structs.replace(answer, payload=self._call_extension(command.payload))
+            case DoIdleWork():
+                return msgspec.structs.replace(answer, did_something=self.idle())
+            case PrepareWeights():
+                self.prepare_weights(command.path)
+            case UseWeights():
+                self.use_weights(command.prepared)
+            case Sleep():
+                self.sleep(command.level)
+            case WakeUp():
+                self.wake_up(frozenset(command.tags) or ASLEEP)
+        return answer
+
+    def _call_extension(self, payload: dict[str, Any]) -> dict[str, Any]:
+        return self._bounded.run("the call of the worker extension", self._extension.call, payload)
+
+    def facts(self) -> dict[str, Any]:
+        """What this worker is, for DescribeEngine."""
+        return {
+            "pid": os.getpid(),
+            "device": str(self._device),
+            "threads": torch.get_num_threads(),
+            "weight_bytes": self.weight_bytes,
+        }
+
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> int:
+        """Of the weights that serve; 0 while there are none."""
+
+    @abstractmethod
+    def prepare_weights(self, path: str) -> None:
+        """Reads the checkpoint at a path, empty for the model's own, to take the weights' place.
+
+        Raises HeadraceError, with everything as it was before, when it does not fit or cannot be read.
+        """
+
+    @abstractmethod
+    def use_weights(self, prepared: bool) -> None:
+        """From the next step on those that were prepared, or, if not `prepared`, the old ones for good."""
+
+    @abstractmethod
+    def sleep(self, level: int) -> None:
+        """Gives back the cache's memory, and the weights' as far as `level` says."""
+
+    @abstractmethod
+    def wake_up(self, tags: frozenset[str]) -> None:
+        """Takes back what is tagged, of `weights` and `kv_cache`."""
+
+    def stop(self) -> None:
+        if self._place.collectives is not None:
+            self._place.collectives.close()
+        self._found = None
+
+    def _open_again(self, path: str) -> Checkpoint:
+        return open_again(path, self._options, self.plan, self.found.spec)
+
+
+class Extension:
+    """A class of the user's own (option worker_extension_cls): made with the rank, once, and called between steps.
+
+    It is called with a dict of plain data, and answers with one.
+    """
+
+    def __init__(self, name: str, rank: Rank) -> None:
+        """`name` is empty when there is none. Raises OptionError when the class cannot be had or made."""
+        self._name = name
+        self._instance: Any = None
+        if name:
+            cls = load_class("worker_extension_cls", name)
+            if not callable(getattr(cls, "handle", None)):
+                raise OptionError(f"worker_extension_cls={name} has no method handle(payload: dict) -> dict")
+            try:
+                self._instance = cls(rank)
+            except Exception as error:
+                raise OptionError(
+                    f"worker_extension_cls={name} cannot be made: {type(error).__name__}: {error}"
+                ) from error
+
+    def call(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """Raises HeadraceError when there is no extension, it fails, or its answer is no plain data."""
+        if self._instance is None:
+            raise HeadraceError("there is no worker extension: start the engine with worker_extension_cls=module:Class")
+        try:
+            answer = self._instance.handle(payload)
+            if not isinstance(answer, dict):
+                raise TypeError(f"handle gave a {type(answer).__name__}, and must give a dict")
+            plain: dict[str, Any] = msgspec.to_builtins(answer, str_keys=True)
+        except Exception as error:
+            raise HeadraceError(f"the worker extension {self._name} failed: {type(error).__name__}: {error}") from error
+        return plain
+
+
+class WorkerProfile:
+    """Torch's profiler for this process, with the runner's phases as ranges; one at a time.
+
+    The ranges are NVTX ranges too where there is CUDA, so that Nsight Systems shows them beside the kernels.
+    """
+
+    def __init__(self, folder: str | None, rank: int, times: StepTimes | None = None) -> None:
+        """folder: profiler_config's torch_profiler_dir; times: whose phases become ranges."""
+        self._folder, self._rank, self._times = folder, rank, times
+        self._profiler: torch.profiler.profile | None = None
+        self._prefix = ""
+
+    def start(self, prefix: str = "") -> None:
+        """Raises HeadraceError without a folder, or when a profile is being recorded."""
+        if self._folder is None:
+            raise HeadraceError("there is no folder for profiles: profiler_config has no torch_profiler_dir")
+        if self._profiler is not None:
+            raise HeadraceError("a profile is being recorded already; stop it first")
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._prefix = f"{prefix}-" if prefix else ""
+        self._profiler = torch.profiler.profile(activities=activities)
+        self._profiler.start()
+        if self._times is not None:
+            self._times.as_ranges = True
+
+    def stop(self) -> str:
+        """The file that was written. Raises HeadraceError when nothing is recorded, or it cannot be written."""
+        if self._profiler is None or self._folder is None:
+            raise HeadraceError("no profile is being recorded; start one first")
+        profiler, self._profiler = self._profiler, None
+        if self._times is not None:
+            self._times.as_ranges = False
+        profiler.stop()
+        path = Path(self._folder).absolute() / f"{self._prefix}rank{self._rank}-{os.getpid()}.json"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            raise HeadraceError(f"the profile {path} cannot be written: {error}") from error
+        return str(path)
+
+
+def own_kv_rows(spec: ArchSpec, place: RankPlace, groups: Sequence[CacheGroup]) -> int:
+    """Keys and values of one token in a block of this rank's, each a row of head_dim elements.
+
+    The ranks' sum may be more than a single rank has: where there are fewer key/value heads than ranks, and where
+    stages have a group's layers in unequal numbers.
+    """
+    return 2 * kv_cache.layers_in_block(spec.num_layers, place, groups) * spec.local_kv_heads(place.tp_size)
+
+
+def cache_dtype(plan: Plan, *, is_program: bool) -> torch.dtype:
+    """Of keys and values. The finer type that packed weights come with is for the CPU kernels' program alone."""
+    if plan.options.kv_cache_dtype == "auto" and not is_program:
+        return DTYPES[plan.dtype]
+    return CACHE_DTYPES[plan.kv_cache_dtype]
+
+
+def _why_no_prefix_caching(spec: ArchSpec) -> str:
+    if spec.uses_prompt_lens:
+        return "the model's dynamic rotary scaling makes keys depend on the length of their prompt"
+    return ""

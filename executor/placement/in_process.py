@@ -1,0 +1,55 @@
+"""The executor whose one rank is in the core's own process."""
+
+from __future__ import annotations
+
+from headrace.core.options.engine_options import Options
+from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
+from headrace.executor.parallel.rank_place import RankPlace
+from headrace.executor.placement.base import Executor
+from headrace.executor.rank import Rank, Report, make_rank
+from headrace.ipc.control import WorkerAnswer, WorkerCommand
+from headrace.ipc.messages import TokenizerBundle
+from headrace.ipc.step import StepPlan, StepResult
+
+
+class InProcessExecutor(Executor):
+    """Drives one rank, by default the one for the device that the options name."""
+
+    def __init__(self, options: Options, rank: Rank | None = None) -> None:
+        """Raises OptionError when the device cannot be used."""
+        self.rank = rank or make_rank(options, RankPlace.of_options(0, options))
+        self.max_steps_in_flight = self.rank.max_steps_in_flight
+        self.has_own_memory = self.rank.has_own_memory
+        self.async_by_default = self.rank.async_by_default
+        # Called each step: there is no call of ours between the core and the rank.
+        self.submit, self.collect = self.rank.submit, self.rank.collect  # type: ignore[method-assign]
+
+    def describe(self, report: Report) -> ModelDescription:
+        return self.rank.describe(report)
+
+    def tokenizer(self) -> TokenizerBundle | None:
+        return self.rank.tokenizer()
+
+    def load(self, plan: Plan, report: Report) -> MemoryReading:
+        return self.rank.measure(self.rank.load(plan, report), report)
+
+    def allocate(self, num_blocks: int, max_model_len: int) -> None:
+        self.rank.allocate(num_blocks, max_model_len)
+
+    def submit(self, plan: StepPlan) -> None:
+        self.rank.submit(plan)
+
+    def collect(self) -> StepResult:
+        return self.rank.collect()
+
+    def has_result(self) -> bool:
+        return self.rank.has_result()
+
+    def idle(self) -> bool:
+        return self.rank.idle()
+
+    def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
+        return (self.rank.control(command),)
+
+    def stop(self) -> None:
+        self.rank.stop()
