@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from triton_compile import compile_launch, record
 
 from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.reference.decode import RowsState
+from headrace.kernels.reference.moe import QuantisedStack
 from headrace.kernels.reference.rotary_cache import LayerCache, Rotation
 from headrace.kernels.reference.sampling import DeviceDraws, LogitChanges, Penalties
 from headrace.kernels.triton import (
@@ -33,6 +35,7 @@ from headrace.kernels.triton import (
     linear,
     logits,
     logprobs,
+    moe,
     norms,
     rotary_cache,
     sampling,
@@ -228,8 +231,42 @@ def linear_cases() -> dict[str, Run]:
     }
 
 
+def moe_cases() -> dict[str, Run]:
+    """Of the size of Qwen3-30B-A3B: 128 experts, 8 of them for each token."""
+
+    def apply(num_rows: int, pack: Callable[[int, int], Any], **options: Any) -> Run:
+        x, ids, weights = meta(num_rows, 2048), meta(num_rows, 8, dtype=INT32), meta(num_rows, 8, dtype=FP32)
+        return lambda: moe.experts(pack(1536, 2048), pack(2048, 768), "silu", **options).apply(x, ids, weights)
+
+    def dense(rows: int, columns: int) -> Tensor:
+        return meta(128, rows, columns)
+
+    def int8(rows: int, columns: int) -> QuantisedStack:
+        return QuantisedStack(meta(128, rows, columns, dtype=torch.int8), meta(128, rows, columns // 32, dtype=FP16))
+
+    def int4(rows: int, columns: int, group: int = 128) -> QuantisedStack:
+        scales = meta(128, rows, columns // group, dtype=FP16)
+        return QuantisedStack(meta(128, rows, columns // 2, dtype=torch.uint8), scales, scales.float())
+
+    cases = {
+        f"experts, {name}, {rows} tokens": apply(rows, pack)
+        for name, pack in (("dense", dense), ("int8", int8), ("int4", int4))
+        for rows in (1, 512)
+    }
+    cases["experts, int4 in groups of 32, 512 tokens"] = apply(512, functools.partial(int4, group=32))
+    logits = meta(64, 128)
+    return {
+        **cases,
+        "experts, invariant": apply(64, dense, batch_invariant=True),
+        "route_experts": lambda: moe.route_experts(logits, top_k=8, scoring="softmax", renormalise=True),
+        "route_experts with a bias": lambda: moe.route_experts(
+            logits, top_k=8, scoring="sigmoid", renormalise=True, bias=meta(128, dtype=FP32)
+        ),
+    }
+
+
 def all_cases() -> Mapping[str, Run]:
-    return MappingProxyType({**attention_cases(), **row_cases(), **sampling_cases(), **linear_cases()})
+    return MappingProxyType({**attention_cases(), **row_cases(), **sampling_cases(), **linear_cases(), **moe_cases()})
 
 
 def sources_hash() -> str:

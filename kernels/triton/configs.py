@@ -159,6 +159,18 @@ def invariant_matrix_tiles(device: Device, itemsize: int) -> MatrixTiles:
     return MatrixTiles(32, 32, 32, 4, 2) if itemsize == 4 else MatrixTiles(64, 64, 64, 4, 3)
 
 
+def experts_tiles(
+    device: Device, num_pairs: int, num_experts: int, itemsize: int, is_int4: bool, *, invariant: bool
+) -> MatrixTiles:
+    """For the rows that choose the same expert: on average num_pairs / num_experts."""
+    if invariant:
+        return invariant_matrix_tiles(device, itemsize)
+    tiles = _matrix_tiles(device, min(64, num_pairs // num_experts), itemsize, is_int4)
+    # Without wgmma, which reads its operands from shared memory, two halves of the inputs and two sums spill.
+    spills = is_int4 and tiles.block_m == 64 and device.capability[0] != 9
+    return MatrixTiles(32, 64, 64, 4, 3) if spills else tiles
+
+
 @dataclass(frozen=True)
 class SmallTiles:
     """Of `small_linear_kernel`."""

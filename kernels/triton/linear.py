@@ -152,6 +152,11 @@ class TritonLinear(Fusable, QuantisedLinear):
             self.most_fused_rows = 0
         self._batch_invariant = batch_invariant
 
+    @property
+    def packed(self) -> Packed:
+        """As the kernels read it."""
+        return self._packed
+
     def apply(self, x: Tensor) -> Tensor:
         if self._is_small(x):
             return self._apply_small(x)
@@ -288,6 +293,53 @@ def scaled(codes, scales, columns, in_columns, first, num_groups, dtype: tl.cons
     return rounded(codes * factor, dtype)
 
 
+@triton.jit
+def product(x_rows, in_rows, weight_rows, scales, shifts, columns, in_columns, first_block, end_block, in_features,
+            num_groups, dtype: tl.constexpr, ROUNDED: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+            PRECISION: tl.constexpr):  # fmt: skip
+    """x [BLOCK_M, in_features] @ weight [BLOCK_N, in_features]^T over some blocks of in_features, in one order.
+
+    x_rows and weight_rows [.., 1] are where rows begin, columns the weight's rows in `scales`. ROUNDED: x is e4m3 as
+    the weight is. KIND and GROUP: see `linear_kernel`; scales of whole rows (GROUP 0) are left to the caller.
+    """
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    inputs = tl.arange(0, BLOCK_K)
+    if KIND == 4:
+        for block in range(first_block, end_block):
+            codes = tl.load(weight_rows + block * BLOCK_K + inputs[None, :], mask=in_columns[:, None], other=0)
+            for half in tl.static_range(2):
+                first = (2 * block + half) * BLOCK_K
+                at = first + inputs
+                part = tl.load(x_rows + at[None, :], mask=in_rows[:, None] & (at < in_features)[None, :], other=0.0)
+                nibbles = ((codes >> (4 * half)) & 15).to(tl.float32)
+                if GROUP % BLOCK_K == 0:
+                    group = columns * num_groups + tl.minimum(first // GROUP, num_groups - 1)
+                    factor = tl.load(scales + group, mask=in_columns, other=0.0)[:, None]
+                    shift = tl.load(shifts + group, mask=in_columns, other=0.0)[:, None]
+                else:
+                    group = columns[:, None] * num_groups + tl.minimum(at // GROUP, num_groups - 1)[None, :]
+                    factor = tl.load(scales + group, mask=in_columns[:, None], other=0.0)
+                    shift = tl.load(shifts + group, mask=in_columns[:, None], other=0.0)
+                wide = rounded(nibbles * factor - shift, dtype)
+                acc = dot(part, tl.trans(wide), acc, PRECISION)
+    else:
+        for block in range(first_block, end_block):
+            at = block * BLOCK_K + inputs
+            inside = at < in_features
+            part = tl.load(x_rows + at[None, :], mask=in_rows[:, None] & inside[None, :], other=0)
+            if ROUNDED:
+                part = widen(part, dtype, KIND)
+            codes = tl.load(weight_rows + at[None, :], mask=in_columns[:, None] & inside[None, :], other=0)
+            if GROUP:
+                wide = scaled(widen(codes, tl.float32, KIND), scales, columns, in_columns, block * BLOCK_K, num_groups,
+                              dtype, GROUP, BLOCK_K)  # fmt: skip
+            else:
+                wide = widen(codes, dtype, KIND)
+            acc = dot(part, tl.trans(wide), acc, PRECISION)
+    return acc
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
     x,  # [num_rows, in_features]
@@ -332,46 +384,15 @@ def linear_kernel(
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows, in_columns = rows < num_rows, columns < out_features
-    inputs = tl.arange(0, BLOCK_K)
     dtype = out.dtype.element_ty
     x_rows = x + rows.to(tl.int64)[:, None] * x_stride
     weight_rows = weight + columns.to(tl.int64)[:, None] * weight_stride
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     num_blocks = tl.cdiv(in_features, 2 * BLOCK_K if KIND == 4 else BLOCK_K)
     first_block = tl.program_id(1) * tl.cdiv(num_blocks, SPLITS)
     end_block = tl.minimum(first_block + tl.cdiv(num_blocks, SPLITS), num_blocks)
-    if KIND == 4:
-        for block in range(first_block, end_block):
-            codes = tl.load(weight_rows + block * BLOCK_K + inputs[None, :], mask=in_columns[:, None], other=0)
-            for half in tl.static_range(2):
-                first = (2 * block + half) * BLOCK_K
-                at = first + inputs
-                part = tl.load(x_rows + at[None, :], mask=in_rows[:, None] & (at < in_features)[None, :], other=0.0)
-                nibbles = ((codes >> (4 * half)) & 15).to(tl.float32)
-                if GROUP % BLOCK_K == 0:
-                    group = columns * num_groups + tl.minimum(first // GROUP, num_groups - 1)
-                    factor = tl.load(scales + group, mask=in_columns, other=0.0)[:, None]
-                    shift = tl.load(shifts + group, mask=in_columns, other=0.0)[:, None]
-                else:
-                    group = columns[:, None] * num_groups + tl.minimum(at // GROUP, num_groups - 1)[None, :]
-                    factor = tl.load(scales + group, mask=in_columns[:, None], other=0.0)
-                    shift = tl.load(shifts + group, mask=in_columns[:, None], other=0.0)
-                wide = rounded(nibbles * factor - shift, dtype)
-                acc = dot(part, tl.trans(wide), acc, PRECISION)
-    else:
-        for block in range(first_block, end_block):
-            at = block * BLOCK_K + inputs
-            inside = at < in_features
-            part = tl.load(x_rows + at[None, :], mask=in_rows[:, None] & inside[None, :], other=0)
-            if x_scales is not None:
-                part = widen(part, dtype, KIND)
-            codes = tl.load(weight_rows + at[None, :], mask=in_columns[:, None] & inside[None, :], other=0)
-            if GROUP:
-                wide = scaled(widen(codes, tl.float32, KIND), scales, columns, in_columns, block * BLOCK_K, num_groups,
-                              dtype, GROUP, BLOCK_K)  # fmt: skip
-            else:
-                wide = widen(codes, dtype, KIND)
-            acc = dot(part, tl.trans(wide), acc, PRECISION)
+    acc = product(x_rows, in_rows, weight_rows, scales, shifts, columns, in_columns, first_block, end_block,
+                  in_features, num_groups, dtype, x_scales is not None, KIND, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+                  PRECISION)  # fmt: skip
     if scales is not None and GROUP == 0:
         acc *= tl.load(scales + columns, mask=in_columns, other=0.0)[None, :]
     if x_scales is not None:

@@ -22,6 +22,8 @@ COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
 MOST_HEAD_DIM = 512
 MOST_GROUP = 64
 MOST_NORM_SIZE = 65536
+STACKED = ("floats", "int8", "int4")
+"""What experts may be stored in."""
 LINEAR = ("linear", "linear_int8", "linear_int4", "linear_fp8")
 
 
@@ -126,6 +128,18 @@ def _why_no_linear(batch_invariant: bool = False, **facts: Any) -> str:
     return _why_not(**facts)
 
 
+def _why_no_stacks(stored: str = "floats", **facts: Any) -> str:
+    if stored not in STACKED:
+        return f"its experts are stacks of {', '.join(STACKED[:-1])} or {STACKED[-1]}, not of {stored}."
+    return _why_not(**facts)
+
+
+def _why_no_experts(batch_invariant: bool = False, **facts: Any) -> str:
+    if batch_invariant:
+        return "its tiles' size depends on the number of tokens, so it is not batch-invariant."
+    return _why_no_stacks(**facts)
+
+
 def _offer(op: str, module: str, why_not: Callable[..., str] = _why_not, **always: Any) -> Version:
     """always: what the function is given besides the reference's arguments."""
 
@@ -154,6 +168,9 @@ VERSIONS = (
     _offer("choose_tokens", "sampling", why_no_triton),
     _offer("decode_inputs", "decode", why_no_triton),
     _offer("token_logprobs", "logprobs", why_no_triton),
+    _offer("route_experts", "moe"),
+    _offer("experts", "moe", _why_no_experts),
+    _offer("experts", "moe", _why_no_stacks, batch_invariant=True),
     *(_offer(op, "linear", _why_no_linear) for op in LINEAR),
     *(_offer(op, "linear", batch_invariant=True) for op in LINEAR),
     _offer("linear_fp8_dynamic", "linear", _why_no_scaled_mm),
