@@ -153,7 +153,7 @@ def test_a_signal_to_every_process_drains(kind, number):
     if kind == "two ranks":
         overrides = json.dumps({"step_delay_s": 0.01})
         arguments = ["null", "-tp", "2", "--worker-cls", "null_rank:NullRank", "--skip-tokenizer-init"]
-        options = {"attached": True}  # the model is among the arguments
+        options: dict[str, object] = {"attached": True}  # the model is among the arguments
         arguments += ["--distributed-executor-backend", "mp", "--hf-overrides", overrides]
     else:
         arguments = ["--api-server-count", "2" if kind == "two HTTP processes" else "1"]
