@@ -1,7 +1,7 @@
 """The range of a message's field, declared where the field is: `min_tokens: Annotated[int, Range(0, INT32)]`.
 
-From this one declaration the core refuses what its arrays cannot hold (`out_of_range`), the frontend words its own
-errors (`ranges_of`), and the fuzzer of the wire picks edge values. A decoder does not enforce it: a request outside its
+From this one declaration the core refuses what its arrays cannot hold (`out_of_range`), and tests and the fuzzer of
+the wire pick edge values (`ranges_of`). A decoder does not enforce it: a request outside its
 range is still a request, which gets its one terminal answer.
 """
 

@@ -3,7 +3,7 @@
 A fast version lives in a sub-package (`kernels/cpu/`, `kernels/triton/`) in a module with a constant `VERSIONS`,
 a tuple of `Version`. Adding one is adding that file: `ops()` finds it. A sub-package whose modules are costly to
 import lists its versions in a module `versions`, and nothing else of it is imported. References are found in the
-same way: the modules `reference*` of this package each have a table `REFERENCES`.
+same way: the modules of `reference/` each have a table `REFERENCES`.
 """
 
 from __future__ import annotations

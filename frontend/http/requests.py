@@ -20,7 +20,7 @@ from msgspec import Meta
 from headrace.frontend.http.errors import LONGEST_PARAM, ApiError, bad_field, shortened
 
 T = TypeVar("T")
-# Bounds of lists that are worked through one by one. Lists of token ids have those of a body (large_bodies.py).
+# Bounds of lists that are worked through one by one. Lists of token ids have those of a body (exchange.LargeBodies).
 Few = Annotated[list[T], Meta(max_length=1024)]
 Many = Annotated[list[T], Meta(max_length=16384)]
 

@@ -224,7 +224,7 @@ class CpuOps:
         scales: CacheScales | None = None,
         layout: int = LAYOUT_ROWS,
     ) -> Tensor:
-        """As `reference_attention.paged_attention`, and for caches in int8 and e4m3 with their scales.
+        """As `reference.attention.paged_attention`, and for caches in int8 and e4m3 with their scales.
 
         Over bf16, int8 and e4m3 caches the query and the softmax weights are rounded to bf16 where the CPU multiplies
         bf16; sums are in float32 always.

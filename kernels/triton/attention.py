@@ -53,7 +53,7 @@ def paged_attention(
     scales: CacheScales | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As `reference_attention.paged_attention`; out, if given, is like query and may be strided by token.
+    """As `reference.attention.paged_attention`; out, if given, is like query and may be strided by token.
 
     Sequences of one token divide their keys among programs; the number of programs depends on the number of sequences
     and the device alone, so a captured launch serves every context. Where `batch.max_query_len` is not 1, a second

@@ -239,7 +239,7 @@ class ScaledLinear(TritonLinear):
 
 
 def round_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As `reference_quantised.round_tokens`, for x [num_rows, size]."""
+    """As `reference.quantised.round_tokens`, for x [num_rows, size]."""
     if x.stride(1) != 1:
         x = x.contiguous()
     num_rows, size = x.shape
@@ -254,24 +254,24 @@ def round_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def linear_int8(codes: Tensor, scales: Tensor, bias: Tensor | None, batch_invariant: bool = False) -> LinearWeight:
-    """As `reference_quantised.linear_int8`."""
+    """As `reference.quantised.linear_int8`."""
     return TritonLinear(codes, scales, bias, None, batch_invariant)
 
 
 def linear_int4(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, batch_invariant: bool = False
 ) -> LinearWeight:
-    """As `reference_quantised.linear_int4`; the codes are laid out anew."""
+    """As `reference.quantised.linear_int4`; the codes are laid out anew."""
     return TritonLinear(codes, scales, bias, zeros, batch_invariant)
 
 
 def linear_fp8(weight: Tensor, scales: Tensor, bias: Tensor | None, batch_invariant: bool = False) -> LinearWeight:
-    """As `reference_quantised.linear_fp8`."""
+    """As `reference.quantised.linear_fp8`."""
     return TritonLinear(weight, scales, bias, None, batch_invariant)
 
 
 def linear_fp8_dynamic(weight: Tensor, scales: Tensor, bias: Tensor | None) -> LinearWeight:
-    """As `reference_quantised.linear_fp8_dynamic`."""
+    """As `reference.quantised.linear_fp8_dynamic`."""
     return ScaledLinear(weight, scales.float(), bias)
 
 
