@@ -10,7 +10,7 @@ RELAXED := --cache-dir .mypy_cache/tests --allow-untyped-defs --no-warn-unused-i
   --disable-error-code arg-type --disable-error-code union-attr --disable-error-code misc
 FOLDERS := core executor frontend ipc kernels
 
-.PHONY: demo test lint types types-of-tests fmt docs install demo-model bench-check clean distclean
+.PHONY: demo test test-system lint types types-of-tests fmt docs install demo-model bench-check clean distclean
 .DELETE_ON_ERROR:
 
 # PROMPT="..." is what to ask.
@@ -19,6 +19,10 @@ demo: demo-model
 
 test: install demo-model lint
 	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+# What takes too long for every change: whole matrices of deaths, long random runs, every model on several ranks.
+test-system: install demo-model
+	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile -m system
 
 lint: install $(TYPES)
 	$(BIN)/ruff check .

@@ -62,6 +62,7 @@ def in_float32(demo_model_path: Path) -> list[RequestOutput]:
     return answers(dtype="float32")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (4, 1), (1, 2), (2, 2)])
 def test_ranks_and_stages_answer_as_one_process_does(
     tp_size: int, pp_size: int, in_float32: list[RequestOutput]

@@ -23,6 +23,8 @@ from headrace.executor.models import kv_cache
 from headrace.executor.models.decoder import Decoder
 from headrace.kernels.registry import choose_reference
 
+pytestmark = pytest.mark.system
+
 if reason := why_not_interpreted():
     pytest.skip(reason, allow_module_level=True)
 

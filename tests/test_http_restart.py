@@ -217,6 +217,7 @@ def test_an_http_process_killed_while_it_drains_is_told_in_the_exit_status():
 # --- who is stopped is not dead ------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("who", "processes"), [("engine", "1"), ("server", "2")])
 def test_a_pause_of_seconds_loses_nothing_and_changes_nothing(who, processes):
     options = ("--restart-engine", "2", "--api-server-count", processes)
@@ -249,6 +250,7 @@ def silent(client: Any) -> bool:
     return any(answer.status_code == 503 and answer.json()["error"]["code"] == "engine_silent" for answer in answers)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_an_engine_that_stays_silent_is_ended_before_another_is_started(processes, monkeypatch):
     monkeypatch.setenv("HEADRACE_PEER_TIMEOUT", "2")

@@ -239,6 +239,7 @@ def test_a_cluster_that_cannot_be_is_refused(changes: dict[str, Any], said: str)
         load_executor(msgspec.structs.replace(options(), **changes))
 
 
+@pytest.mark.system
 def test_ranks_that_ray_places_answer_as_one_process_does(tmp_path: Path) -> None:
     tiny_models.save("llama3", tmp_path)
     common: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 128}

@@ -46,6 +46,8 @@ from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.messages import Progress
 from headrace.ipc.sockets import sweep_sockets
 
+pytestmark = pytest.mark.system
+
 PROCESSES = ("client", "core", "rank 0", "rank 1")
 PHASES = ("start", "loading", "idle", "prefill", "decode", "drain")
 WAYS = ("sigkill", "sigterm", "exception", "hang")

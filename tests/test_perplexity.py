@@ -13,7 +13,7 @@ from headrace.executor.checkpoints.checkpoint import open_checkpoint
 from headrace.executor.checkpoints.tokenizer import load_bundle
 from headrace.frontend.text.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.demo_model
+pytestmark = [pytest.mark.demo_model, pytest.mark.system]
 
 PASSAGES, PASSAGE_TOKENS = 6, 250
 
