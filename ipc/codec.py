@@ -144,7 +144,8 @@ class Codec(Generic[T]):
     def _decode_array(self, kind: type, value: Any) -> Any:
         try:
             dtype, shape, data = value
-            if not all(type(count) is int for count in shape):
+            is_vector = len(shape) == 1 and type(shape[0]) is int  # as nearly all are: this runs for each of each step
+            if not is_vector and not all(type(count) is int for count in shape):
                 raise CodecError(f"a tensor's shape must be integers, not {shape!r:.100}")
             if isinstance(data, int):
                 if not 1 <= data < len(self._in):
