@@ -168,7 +168,7 @@ class Loop:
                 self._handle(*message)
             if not self.has_work:
                 return
-        held_clients = {client for client, _ in self._held}
+        held_clients = {client for client, _ in self._held} if self._held else set()
         while not self._inbox.empty():
             client, content = self._inbox.get()
             # What a client sends after a request of its own is taken after it.
@@ -177,7 +177,9 @@ class Loop:
                 self._held.append((client, content))
             else:
                 self._handle(client, content)
-        num_agreed = self._executor.agree(sum(isinstance(each, AddRequest | Abort) for _, each in self._held))
+        # Nearly every turn finds nothing: then no generator is made.
+        num_held = sum(isinstance(each, AddRequest | Abort) for _, each in self._held) if self._held else 0
+        num_agreed = self._executor.agree(num_held)
         while self._held and (num_agreed or not isinstance(self._held[0][1], AddRequest | Abort)):
             num_agreed -= isinstance(self._held[0][1], AddRequest | Abort)
             self._handle(*self._held.popleft())
