@@ -8,11 +8,12 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,23 @@ def processor_share(pids: Sequence[int], window_s: float) -> float:
 def _processor_s(pid: int) -> float:
     files = Path(f"/proc/{pid}/task").glob("*/schedstat")  # of proc(5): nanoseconds on a processor come first
     return sum(int(file.read_text().split()[0]) for file in files) / 1e9
+
+
+@contextmanager
+def connection(server: Server) -> Iterator[socket.socket]:
+    """A bare connection, for what no HTTP client would send."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as sock:
+        yield sock
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """Until the server closes."""
+    data = b""
+    with suppress(ConnectionResetError):
+        while part := sock.recv(65536):
+            data += part
+    return data
 
 
 def engine_of(server: Server) -> psutil.Process:

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 from fake_tokenizers import bundle_of, byte_level_tokenizer
-from http_server import Server, ask, serving, wait_until
+from http_server import Server, ask, connection, read_all, serving, wait_until
 
 from headrace.frontend.http.errors import LONGEST_MESSAGE, LONGEST_PARAM, ApiError
 from headrace.frontend.http.exchange import MOST_CONTAINERS, LargeBodies, check_shape
@@ -46,22 +46,6 @@ def server() -> Iterator[Server]:
 def client(server: Server) -> Iterator[httpx.Client]:
     with server.client() as client:
         yield client
-
-
-@contextlib.contextmanager
-def connection(server: Server) -> Iterator[socket.socket]:
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as sock:
-        yield sock
-
-
-def read_all(sock: socket.socket) -> bytes:
-    """Until the server closes."""
-    data = b""
-    with contextlib.suppress(ConnectionResetError):
-        while part := sock.recv(65536):
-            data += part
-    return data
 
 
 def memory_bytes(server: Server) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import ssl
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from http_server import Server, metric, serving, wait_until
+from http_server import Server, connection, metric, read_all, serving, wait_until
 
 from headrace.frontend.cli.main import main
 
@@ -39,22 +38,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def client(server: Server) -> Iterator[httpx.Client]:
     with server.client(headers={"authorization": "Bearer first"}) as client:
         yield client
-
-
-@contextlib.contextmanager
-def connection(server: Server) -> Iterator[socket.socket]:
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as sock:
-        yield sock
-
-
-def read_all(sock: socket.socket) -> bytes:
-    """Until the server closes."""
-    data = b""
-    with contextlib.suppress(ConnectionResetError):
-        while part := sock.recv(65536):
-            data += part
-    return data
 
 
 @pytest.mark.parametrize("key", ["first", "second", "third", "fourth"])
