@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -234,3 +237,27 @@ async def test_connect_speaks_over_a_socket() -> None:
         await llm.reset_prefix_cache()
         assert (await llm.get_stats()).num_running == 0
         await llm.close()
+
+
+@pytest.mark.timeout(60)
+def test_one_that_is_not_closed_when_its_loop_ends_detaches() -> None:
+    async def attach(address: str) -> None:
+        llm = await AsyncLLM.connect(address)
+        async for _ in llm.generate("Hello"):
+            break
+
+    with zmq_core() as core, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        asyncio.run(attach(core.address))
+        gc.collect()
+        num_descriptors = len(os.listdir("/proc/self/fd"))
+        for _ in range(30):
+            asyncio.run(attach(core.address))
+            gc.collect()
+        assert len(os.listdir("/proc/self/fd")) == num_descriptors
+        asyncio.run(_until_left(core))
+    assert {each.category for each in caught if "was not closed" in str(each.message)} == {ResourceWarning}
+
+
+async def _until_left(core: Any) -> None:
+    await until(lambda: not core.core.running)

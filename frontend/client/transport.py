@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import os
+import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -16,7 +19,7 @@ import zmq
 
 from headrace.ipc.codec import Codec, CodecError
 from headrace.ipc.failure import Failure
-from headrace.ipc.messages import ClientMessage, CoreMessage
+from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye
 from headrace.ipc.sockets import LINGER_MS, AddressError, check_address, new_dealer
 
 OnMessage = Callable[[CoreMessage], None]
@@ -125,6 +128,11 @@ class ZmqTransport:
         except zmq.ZMQError as error:
             self.close()
             raise AddressError(f"cannot connect to {self.address}: {(error.strerror or str(error)).lower()}") from error
+        # It holds context and sockets: in one cycle with them, the collector could take the context first, whose end
+        # waits for its sockets.
+        self._forgotten = weakref.finalize(
+            self, _detach, os.getpid(), self._codec.encode(Goodbye()), self._context, self._socket, self._monitor
+        )
         self._descriptors = (int(self._socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD)))
         self._loop.add_reader(self._descriptors[0], self._receive)
         self._loop.add_reader(self._descriptors[1], self._watch)
@@ -142,17 +150,18 @@ class ZmqTransport:
             return
         context, self._context = self._context, None
         for descriptor in getattr(self, "_descriptors", ()):
-            self._loop.remove_reader(descriptor)
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close(LINGER_MS if self._connected else 0)
-        context.term()
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.remove_reader(descriptor)
+        if hasattr(self, "_forgotten"):
+            self._forgotten.detach()
+        _close_sockets(context, self._socket, self._monitor, LINGER_MS if self._connected else 0)
 
     def _look_again(self) -> None:
         """One look at both sockets in the loop's next turn: sending may have used up the descriptor's edge."""
         if not self._turn_due:
             self._turn_due = True
-            self._loop.call_soon(self._look)
+            with contextlib.suppress(RuntimeError):  # the loop is closed, as while Python ends
+                self._loop.call_soon(self._look)
 
     def _look(self) -> None:
         self._turn_due = False
@@ -222,3 +231,20 @@ class ZmqTransport:
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+
+
+def _detach(process_id: int, goodbye: list[Any], context: Any, sock: Any, monitor: Any) -> None:
+    """For a transport that was forgotten without being closed, as one is whose event loop has ended."""
+    if os.getpid() != process_id:
+        return  # a fork's copy: the connection is not ours
+    warnings.warn("a client of an engine-core was not closed; it is detached now", ResourceWarning, stacklevel=1)
+    with contextlib.suppress(zmq.ZMQError):
+        sock.send_multipart(goodbye, zmq.NOBLOCK)
+    _close_sockets(context, sock, monitor, LINGER_MS)
+
+
+def _close_sockets(context: Any, sock: Any, monitor: Any, linger_ms: int) -> None:
+    sock.disable_monitor()
+    monitor.close(0)
+    sock.close(linger_ms)
+    context.term()
