@@ -44,6 +44,7 @@ class Channel:
         self._sending = threading.Lock()
         self._sends: Codec[Any] = Codec(receives)  # encoding is the same for every union
         self._receives: Codec[Any] = Codec(receives)
+        self._received = bytearray()  # of a message that has not come whole
 
     @classmethod
     def pair(cls, receives: Any) -> tuple[Channel, socket.socket]:
@@ -77,24 +78,30 @@ class Channel:
                 raise ChannelClosedError(f"the other process is gone ({error})") from error
 
     def receive(self, deadline: Deadline) -> Any:
-        """Raises ChannelClosedError at end of file, WaitTimeoutError at the deadline, CodecError for garbage."""
-        length = _LENGTH.unpack(self._read(_LENGTH.size, deadline))[0]
+        """Raises ChannelClosedError at end of file, WaitTimeoutError at the deadline, CodecError for garbage.
+
+        What has come of a message by the deadline is kept, and the next call goes on with it.
+        """
+        self._read_until(_LENGTH.size, deadline)
+        length = _LENGTH.unpack_from(self._received)[0]
         if length > MAX_MESSAGE_BYTES:
             raise CodecError(f"a channel message of {length} bytes; at most {MAX_MESSAGE_BYTES} are taken")
-        return self._receives.decode([self._read(length, deadline)])
+        self._read_until(_LENGTH.size + length, deadline)
+        data, self._received = bytes(memoryview(self._received)[_LENGTH.size :]), bytearray()
+        return self._receives.decode([data])
 
-    def _read(self, size: int, deadline: Deadline) -> bytes:
-        data = bytearray()
-        while len(data) < size:
+    def _read_until(self, size: int, deadline: Deadline) -> None:
+        """Until so many bytes of the message are here."""
+        received = self._received
+        while len(received) < size:
             wait_readable(self.fileno(), deadline, what="a message from the other process")
             try:
-                part = self._socket.recv(min(size - len(data), _PART_BYTES))
+                part = self._socket.recv(min(size - len(received), _PART_BYTES))
             except ConnectionResetError:
                 part = b""
             if not part:
                 raise ChannelClosedError("the other process closed its end")
-            data += part
-        return bytes(data)
+            received += part
 
     def close(self) -> None:
         self._socket.close()

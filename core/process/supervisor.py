@@ -95,14 +95,25 @@ class Child:
         self._channel, theirs = Channel.pair(self.options.receives)
         self._oom_kills = oom_kill_count()
         self._spawn_error: OSError | None = None
+        self._is_given_up = False
+        """Nobody waits any more for it to be there."""
         self._thread = threading.Thread(target=self._run, args=(theirs,), name=f"watch-{name}", daemon=True)
         self._thread.start()
+        deadline = Deadline(self.options.startup_timeout_s)
         with self._changed:
-            self._changed.wait_for(lambda: self.pid or self._spawn_error)
+            self._changed.wait_for(lambda: self.pid or self._spawn_error, deadline.remaining_s)
+            self._is_given_up = not self.pid
         if self._spawn_error is not None:
             raise EngineStartError(f"{name} could not be started: {self._spawn_error}")
-        with contextlib.suppress(ChannelClosedError):  # a child that died already is reported by the watcher
-            self._channel.send(start)
+        if self._is_given_up:
+            raise EngineStartError(f"{name} could not be started: {deadline.fail(f'executing {sys.executable}')}")
+        try:
+            self._channel.send(start, deadline)
+        except ChannelClosedError:
+            pass  # a child that died already is reported by the watcher
+        except WaitTimeoutError as error:
+            self.kill()
+            raise EngineStartError(failure=self._failed("did not read what it is to start with", "Timeout")) from error
 
     def wait_ready(self, timeout_s: float | None = None, on_progress: OnProgress | None = None) -> Ready:
         """The child's Ready. Raises EngineStartError with its cause when it fails, ends, or is not ready in time.
@@ -215,6 +226,9 @@ class Child:
         with self._changed:
             self.pid = process.pid
             self._changed.notify_all()
+            if self._is_given_up:
+                self._stopping = self._signalled = True
+                process.kill()
         pidfd = open_pidfd(process.pid)
         try:
             self._watch(process, pidfd)
@@ -253,7 +267,9 @@ class Child:
 
     def _take_message(self) -> bool:
         try:
-            message: Message = self._channel.receive(Deadline(5.0))
+            message: Message = self._channel.receive(Deadline(0.0))
+        except WaitTimeoutError:
+            return True  # a part of one; the rest is still to come, and its log and its end are watched meanwhile
         except (ChannelClosedError, CodecError):
             return False
         with self._changed:
