@@ -7,17 +7,17 @@ failed. `pretend_rules` has the cases that show what the harness refuses.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
-import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-MODELS = ("llama_gqa_tied", "qwen3", "gemma2", "llama_dynamic", "opt_projected_post_norm")
+from case_process import cases_of, run_cases
+
+MODELS = ("llama_gqa_tied", "qwen3", "gemma2", "llama_dynamic", "opt_projected_post_norm", "llama_biases", "smollm3")
 """Those of `tiny_models` that differ in what the device has to do."""
 LAYER_KERNELS = (
     *("norm_kernel", "linear_kernel", "small_linear_kernel", "rotary_cache_kernel", "attend_kernel", "combine_kernel"),
@@ -26,42 +26,18 @@ LAYER_KERNELS = (
 GREEDY = [7, 8, 9, 10, 11, 12, 13]
 
 
-def names() -> list[str]:
-    found = [f"tokens_of_{model}" for model in MODELS]
-    for path in (Path(__file__), Path(__file__).with_name("pretend_rules.py")):
-        lines = path.read_text().splitlines()
-        found += [line[9:].partition("(")[0] for line in lines if line.startswith("def case_")]
-    return found
-
-
 def find_cases(folder: Path) -> dict[str, Callable[[], None]]:
     cases: dict[str, Callable[[], None]] = {}
-    for model in MODELS:
-        cases[f"tokens_of_{model}"] = lambda model=model: tokens_of(folder / model)  # type: ignore[misc]
     for module in (sys.modules[__name__], importlib.import_module("pretend_rules")):
-        for name, function in vars(module).items():
-            if name.startswith("case_"):
-                cases[name.removeprefix("case_")] = lambda function=function: function(folder)  # type: ignore[misc]
+        cases |= {name: partial(case, folder) for name, case in cases_of(module).items()}
     return cases
 
 
 def main() -> None:
-    import torch
     from pretend_kernels import begin
 
     begin()
-    folder, chosen = Path(sys.argv[1]), sys.argv[2:]
-    for name, case in find_cases(folder).items():
-        if chosen and not any(part in name for part in chosen):
-            continue
-        torch.manual_seed(0)
-        began_s = time.monotonic()
-        try:
-            case()
-            failure = ""
-        except Exception:
-            failure = traceback.format_exc()
-        print(json.dumps({"name": name, "seconds": time.monotonic() - began_s, "failure": failure}), flush=True)
+    run_cases(find_cases(Path(sys.argv[1])), sys.argv[2:])
 
 
 # --- what the cases share ---------------------------------------------------------------------------------------
@@ -128,6 +104,26 @@ def tokens_of(folder: Path, wanted_on: str = "cpu", asked: Any = None, **options
 # --- cases ------------------------------------------------------------------------------------------------------
 
 
+def case_tokens_of_gemma2(folder: Path) -> None:
+    tokens_of(folder / "gemma2")
+
+
+def case_tokens_of_llama_with_dynamic_rotary_scaling(folder: Path) -> None:
+    tokens_of(folder / "llama_dynamic")
+
+
+def long_case_tokens_of_llama_with_grouped_queries(folder: Path) -> None:
+    tokens_of(folder / "llama_gqa_tied")
+
+
+def long_case_tokens_of_qwen3(folder: Path) -> None:
+    tokens_of(folder / "qwen3")
+
+
+def long_case_tokens_of_opt_with_norms_after(folder: Path) -> None:
+    tokens_of(folder / "opt_projected_post_norm")
+
+
 def case_everything_that_follows_logits(folder: Path) -> None:
     from pretend_engine import Request
 
@@ -153,7 +149,7 @@ def case_bad_words_wait_for_the_tokens_before(folder: Path) -> None:
     compare(answers, drive(executor_for(folder / "llama", "cpu"), asked, 1))
 
 
-def case_bfloat16(folder: Path) -> None:
+def long_case_bfloat16(folder: Path) -> None:
     tokens_of(folder / "llama_biases", "reference", dtype="bfloat16")
 
 
@@ -161,7 +157,7 @@ def case_fp8_weights_and_cache(folder: Path) -> None:
     tokens_of(folder / "llama", "reference", dtype="bfloat16", quantization="fp8", kv_cache_dtype="fp8")
 
 
-def case_int8_weights_and_cache(folder: Path) -> None:
+def long_case_int8_weights_and_cache(folder: Path) -> None:
     options = {"quantization": "int8", "quantization_group_size": 32, "kv_cache_dtype": "int8"}
     tokens_of(folder / "llama", "reference", **options)
 
@@ -170,7 +166,7 @@ def case_int4_weights(folder: Path) -> None:
     tokens_of(folder / "llama", "reference", quantization="int4", quantization_group_size=32)
 
 
-def case_batch_invariant(folder: Path) -> None:
+def long_case_batch_invariant(folder: Path) -> None:
     tokens_of(folder / "llama", "reference", batch_invariant=True)
 
 
@@ -267,7 +263,7 @@ def case_launches_of_a_captured_llama_step(folder: Path) -> None:
     assert one.total() - layer.total() <= 15, one - layer
 
 
-def case_kernels_are_interpreted(folder: Path) -> None:
+def long_case_kernels_are_interpreted(folder: Path) -> None:
     """All of a step's launches as the device would be given them, on a device of few multiprocessors."""
     import torch
     from pretend_cuda import GPU

@@ -6,12 +6,10 @@ In a process of its own, as `torch.cuda`'s classes are replaced and Triton's int
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
+import case_process
 import pretend_cases
 import pytest
 import tiny_models
@@ -27,26 +25,15 @@ RUNNER = Path(pretend_cases.__file__)
 
 
 @pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """By case; empty where it passed."""
+def failures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
-    for name in {*pretend_cases.MODELS, "llama", "llama_biases", "smollm3"}:
+    for name in (*pretend_cases.MODELS, "llama"):
         tiny_models.save(name, folder / name)
     tiny_models.save("llama", folder / "llama_other", seed=3)
     tiny_models.save("llama", folder / "llama_short", num_hidden_layers=1)
-    result = subprocess.run(
-        [sys.executable, str(RUNNER), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr
-    lines = [json.loads(line) for line in result.stdout.splitlines()]
-    return {line["name"]: line["failure"] for line in lines}
+    return case_process.failures(request, RUNNER, str(folder))
 
 
-@pytest.mark.parametrize("name", pretend_cases.names())
+@pytest.mark.parametrize("name", case_process.parameters([RUNNER, RUNNER.with_name("pretend_rules.py")]))
 def test_on_the_gpu_that_is_not_there(name: str, failures: dict[str, str]) -> None:
     assert not failures[name], failures[name]

@@ -67,7 +67,7 @@ def case_decodes_alone() -> None:
     compare([(1, 300)], (4, 2, 24), torch.float32, AttentionParams(scale, 130))
 
 
-def case_random_batches() -> None:
+def long_case_random_batches() -> None:
     numbers = random.Random(11)
     for dtype in (torch.float32, torch.bfloat16):
         for _ in range(4):
@@ -141,7 +141,7 @@ def case_padding_changes_nothing() -> None:
     assert not out[6:].any()
 
 
-def case_invariant_results_depend_on_neither_batch_nor_chunks() -> None:
+def long_case_invariant_results_depend_on_neither_batch_nor_chunks() -> None:
     lengths = [(70, 70), (1, 130), (1, 40)]
     original = attention.FIXED_SPLIT_TOKENS
     attention.FIXED_SPLIT_TOKENS = 32  # so that these contexts have several parts

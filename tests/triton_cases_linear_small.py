@@ -55,7 +55,7 @@ def case_inputs_of_any_number() -> None:
         assert_close(found, ops()["linear"].reference(weight, None).apply(x), x, weight)
 
 
-def case_norm_activation_and_addition_are_those_of_the_ops_alone() -> None:
+def long_case_norm_activation_and_addition_are_those_of_the_ops_alone() -> None:
     dtype = torch.bfloat16
     for op in TYPES:
         weight, norm_weight = torch.randn(12, 128).to(dtype) * 0.1, torch.rand(128) + 0.5
@@ -115,7 +115,7 @@ def case_layers_choose_it_up_to_the_rows_of_the_table() -> None:
     assert one_group.most_fused_rows == 0
 
 
-def case_divided_inputs_add_up() -> None:
+def long_case_divided_inputs_add_up() -> None:
     for op, (num_rows, splits) in product(TYPES[1:], ((5, 2), (20, 3))):
         arguments = rounded_by(op, torch.randn(40, 512) * 0.1, 64)
         bias, x = torch.randn(40).bfloat16(), torch.randn(num_rows, 512).bfloat16()

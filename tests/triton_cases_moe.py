@@ -62,7 +62,7 @@ def case_experts_that_nobody_chose_are_not_read_and_others_numbers_add_nothing()
     assert not found[36].any()
 
 
-def case_experts_of_8_and_4_bits() -> None:
+def long_case_experts_of_8_and_4_bits() -> None:
     gate_up, down = torch.randn(3, 64, 96) * 0.1, torch.randn(3, 96, 32) * 0.2
     ids, weights = route(torch.randn(7, 3), top_k=2, scoring="sigmoid", renormalise=False)
     for dtype, rounding in itertools.product((torch.float32, torch.bfloat16), (to_int8, to_int4)):

@@ -125,7 +125,7 @@ def case_truncation_keeps_exactly_what_the_sampler_keeps() -> None:
             assert passing.all()
 
 
-def case_searching_gathered_tokens_or_the_whole_row_keeps_the_same() -> None:
+def long_case_searching_gathered_tokens_or_the_whole_row_keeps_the_same() -> None:
     """Rows of many parts, whose last chunk is not full; with room for few tokens most rows are searched whole."""
     settings = [(1.0, 50, 1.0, 0.0), (0.8, 0, 0.9, 0.0), (1.0, 20, 0.95, 0.0), (0.6, 0, 0.999, 0.0), (1.5, 0, 0.8, 0.1)]
     draws, logits = make_draws(5, settings), make_logits(5, 4200)

@@ -1,0 +1,70 @@
+"""Cases that need a process of their own, such as one in which Triton's interpreter was chosen before triton is imported.
+
+A runner is a script that hands its cases to `run_cases`. A test module reads their names from the source (to import it
+would import triton), makes each a test, and runs those that pytest selected in one process. A function `case_NAME` is a
+case; `long_case_NAME` is one that `make test-system` runs and `make test` does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PREFIX = re.compile(r"(long_)?case_")
+
+
+def cases_of(module: Any) -> dict[str, Callable[..., None]]:
+    found = {name: function for name, function in vars(module).items() if PREFIX.match(name)}
+    return {PREFIX.sub("", name, count=1): function for name, function in found.items()}
+
+
+def parameters(paths: Iterable[Path], name_of: Callable[[Path, str], str] = lambda _, name: name) -> list[Any]:
+    """Of `pytest.mark.parametrize`: the names of the cases in these files, long ones marked."""
+    found = []
+    for path in paths:
+        for is_long, name in re.findall(r"^def (long_)?case_(\w+)\(", path.read_text(), re.MULTILINE):
+            found.append(pytest.param(name_of(path, name), marks=[pytest.mark.system] if is_long else []))
+    return found
+
+
+def failures(request: pytest.FixtureRequest, runner: Path, *arguments: str) -> dict[str, str]:
+    """Of each case that pytest selected from the module of `request`: the traceback, "" where it passed."""
+    names = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
+    result = subprocess.run(
+        [sys.executable, str(runner), *arguments, *names],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    return {line["name"]: line["failure"] for line in lines}
+
+
+def run_cases(cases: Mapping[str, Callable[[], None]], chosen: list[str]) -> None:
+    """Those whose name contains one of `chosen`, or all; prints a line of JSON for each: name, seconds, failure."""
+    import torch
+
+    for name, case in cases.items():
+        if chosen and not any(part in name for part in chosen):
+            continue
+        torch.manual_seed(0)
+        began_s = time.monotonic()
+        try:
+            case()
+            failure = ""
+        except Exception:
+            failure = traceback.format_exc()
+        print(json.dumps({"name": name, "seconds": time.monotonic() - began_s, "failure": failure}), flush=True)
