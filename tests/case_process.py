@@ -1,8 +1,8 @@
-"""Cases that need a process of their own, such as one in which Triton's interpreter was chosen before triton is imported.
+"""Cases that need a process of their own, such as one where Triton's interpreter was chosen before triton is imported.
 
-A runner is a script that hands its cases to `run_cases`. A test module reads their names from the source (to import it
+A runner is a script that hands its cases to `run_cases`. A test module reads their names from the source (importing it
 would import triton), makes each a test, and runs those that pytest selected in one process. A function `case_NAME` is a
-case; `long_case_NAME` is one that `make test-system` runs and `make test` does not.
+case; `long_case_NAME` is one for `make test-system`.
 """
 
 from __future__ import annotations
