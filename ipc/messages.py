@@ -20,7 +20,7 @@ import msgspec
 from headrace.ipc.codec import Tensor
 from headrace.ipc.control import Commands, ControlResult
 from headrace.ipc.failure import Failure
-from headrace.ipc.ranges import FLOAT32, INT32, INT64, VOCABULARY, Longest, Range
+from headrace.ipc.ranges import FLOAT32, INT32, INT64, VOCABULARY, Longest, ModelDefault, Range
 
 WIRE_VERSION = 1
 
@@ -37,22 +37,24 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=Tr
 class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_defaults=True):
     """How to choose tokens, fully resolved by the frontend: no text, no None that means a default.
 
-    The ranges are what the core can compute with (see ranges.py); what the model allows is checked on admission.
+    The ranges are what the core can compute with (see ranges.py); what the model allows is checked on admission. A
+    field's range, and whether a model may set its default, are declared here alone: SamplingParams and all that is made
+    from it (frontend/api/sampling_fields.py) read them.
     """
 
-    max_tokens: Annotated[int, Range(1, INT32)]
-    min_tokens: Annotated[int, Range(0, INT32)] = 0
-    temperature: Annotated[float, Range(0, FLOAT32)] = 1.0
+    max_tokens: Annotated[int, Range(1, INT32), ModelDefault("max_new_tokens")]
+    min_tokens: Annotated[int, Range(0, INT32), ModelDefault(None)] = 0
+    temperature: Annotated[float, Range(0, FLOAT32), ModelDefault("temperature")] = 1.0
     """0 is greedy."""
-    top_p: Annotated[float, Range(0, 1, open_low=True)] = 1.0
-    top_k: Annotated[int, Range(0, INT32)] = 0
-    """0 keeps the whole vocabulary."""
-    min_p: Annotated[float, Range(0, 1)] = 0.0
+    top_p: Annotated[float, Range(0, 1, open_low=True), ModelDefault("top_p")] = 1.0
+    top_k: Annotated[int, Range(-1, INT32), ModelDefault("top_k")] = 0
+    """0 and -1 keep the whole vocabulary."""
+    min_p: Annotated[float, Range(0, 1), ModelDefault("min_p")] = 0.0
     seed: Annotated[int, Range(-INT64 - 1, INT64)] | None = None
     """None lets the core draw one."""
-    presence_penalty: Annotated[float, Range(-2, 2)] = 0.0
-    frequency_penalty: Annotated[float, Range(-2, 2)] = 0.0
-    repetition_penalty: Annotated[float, Range(0, FLOAT32, open_low=True)] = 1.0
+    presence_penalty: Annotated[float, Range(-2, 2), ModelDefault(None)] = 0.0
+    frequency_penalty: Annotated[float, Range(-2, 2), ModelDefault(None)] = 0.0
+    repetition_penalty: Annotated[float, Range(0, FLOAT32, open_low=True), ModelDefault("repetition_penalty")] = 1.0
     stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False
     logprobs: Annotated[int, Range(-1, INT32)] | None = None

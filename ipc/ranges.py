@@ -34,6 +34,18 @@ class Range(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         return f"{'(' if self.open_low else '['}{_text(self.low)}, {_text(self.high)}]"
 
+    def words(self) -> str:
+        """`over 0 and at most 1`"""
+        low = f"{'over' if self.open_low else 'at least'} {_text(self.low)}"
+        return low if self.high >= FLOAT32 else f"{low} and at most {_text(self.high)}"
+
+
+class ModelDefault(msgspec.Struct, frozen=True):
+    """Marks a field whose default may be set by a model's generation_config.json and by override_generation_config."""
+
+    stored_as: str | None
+    """The field's name in that file; None where only the option sets it."""
+
 
 class Longest(msgspec.Struct, frozen=True):
     """The most characters of a text, or entries of a tuple or dict."""
@@ -67,6 +79,17 @@ def ranges_of(kind: type[msgspec.Struct]) -> Mapping[str, Range]:
         marks = [mark for part in parts for mark in getattr(part, "__metadata__", ())]
         if marks and isinstance(marks[0], Range):
             found[name] = marks[0]
+    return types.MappingProxyType(found)
+
+
+@functools.cache
+def model_defaults(kind: type[msgspec.Struct]) -> Mapping[str, tuple[ModelDefault, type, Range]]:
+    """The struct's own fields that are marked with a ModelDefault: the mark, int or float, and the range."""
+    found: dict[str, tuple[ModelDefault, type, Range]] = {}
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        mark = next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, ModelDefault)), None)
+        if mark is not None:
+            found[name] = mark, hint.__origin__, ranges_of(kind)[name]
     return types.MappingProxyType(found)
 
 

@@ -139,7 +139,7 @@ def test_sampling_defaults() -> None:
     assert plan(generation_config="vllm").model.generation_defaults == {}
     override = plan(override_generation_config={"temperature": 0.1})
     assert override.model.generation_defaults == {"temperature": 0.1, "top_p": 0.9}
-    with pytest.raises(OptionError, match="cannot set temprature; it can set temperature"):
+    with pytest.raises(OptionError, match="cannot set temprature; it can set max_tokens, min_tokens, temperature"):
         plan(override_generation_config={"temprature": 0.1})
 
 

@@ -126,7 +126,7 @@ class Admission:
             sampling,
             max_tokens=min(sampling.max_tokens, room),
             min_tokens=min(sampling.min_tokens, room),
-            top_k=sampling.top_k if sampling.top_k < self._vocab_size else 0,
+            top_k=sampling.top_k if 0 < sampling.top_k < self._vocab_size else 0,
             temperature=sampling.temperature if sampling.temperature >= GREEDY_BELOW else 0.0,
             logit_bias={t: bias if bias >= -FLOAT32 else -math.inf for t, bias in sampling.logit_bias.items()},
         )

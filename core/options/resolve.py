@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import secrets
-import types
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -14,6 +12,8 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Decision, ModelDescription, Plan
 from headrace.core.options.speculation import CPU_STEP_TOKENS, speculation_of
 from headrace.ipc.failure import OptionError
+from headrace.ipc.messages import Sampling
+from headrace.ipc.ranges import model_defaults
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DEFAULT_MAX_NUM_SEQS = 256
@@ -256,34 +256,17 @@ def steps_in_flight(options: Options, executor: Capacity) -> InFlight:
     return InFlight(2 if ahead else 1, True, why)
 
 
-# field -> (lowest, highest, whether the lowest itself is excluded)
-RANGES: Mapping[str, tuple[float, float, bool]] = types.MappingProxyType(
-    {
-        "temperature": (0, math.inf, False),
-        "top_p": (0, 1, True),
-        "top_k": (-1, 2**31 - 1, False),
-        "min_p": (0, 1, False),
-        "repetition_penalty": (0, math.inf, True),
-        "presence_penalty": (-2, 2, False),
-        "frequency_penalty": (-2, 2, False),
-        "max_tokens": (1, 2**31 - 1, False),
-        "min_tokens": (0, 2**31 - 1, False),
-    }
-)
-_WHOLE = ("top_k", "max_tokens", "min_tokens")
-
-
 def check_sampling_defaults(override: Mapping[str, Any]) -> None:
     """Raises OptionError for what `override_generation_config` cannot set, or not to that."""
-    unknown = [name for name in override if name not in RANGES]
+    known = model_defaults(Sampling)
+    unknown = [name for name in override if name not in known]
     if unknown:
-        raise OptionError(f"override_generation_config cannot set {', '.join(unknown)}; it can set {', '.join(RANGES)}")
+        raise OptionError(f"override_generation_config cannot set {', '.join(unknown)}; it can set {', '.join(known)}")
     for name, value in override.items():
-        low, high, open_low = RANGES[name]
-        kind = int if name in _WHOLE else (int, float)
-        is_number = isinstance(value, kind) and not isinstance(value, bool)
-        # Written so that NaN fails.
-        if not is_number or not (low < value if open_low else low <= value) or not value <= high or value == math.inf:
-            allowed = f"a {'whole ' if name in _WHOLE else ''}number, {'over' if open_low else 'at least'} {low:g}"
-            allowed += f" and at most {high:g}" if high in (1, 2) else ""
-            raise OptionError(f"override_generation_config sets {name}={value!r:.100}: it must be {allowed}")
+        _, kind, allowed = known[name]
+        is_number = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+        if not is_number or value not in allowed:
+            whole = "whole " if kind is int else ""
+            raise OptionError(
+                f"override_generation_config sets {name}={value!r:.100}: it must be a {whole}number, {allowed.words()}"
+            )

@@ -13,6 +13,8 @@ from headrace.executor.checkpoints import demo_model
 from headrace.executor.checkpoints.hub import HubChoice, cached_config, locate
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.ipc.failure import ModelError, OptionError
+from headrace.ipc.messages import Sampling
+from headrace.ipc.ranges import model_defaults
 
 if TYPE_CHECKING:
     from headrace.executor.checkpoints.gguf.file import GGUFFile
@@ -26,14 +28,7 @@ SHARDED_STATE = "model-rank-*-part-0.safetensors"
 # What lies beside weights and holds none of the model's.
 NOT_WEIGHTS = ("adapter_model", "consolidated", "optimizer", "scheduler", "scaler", "training_args", "rng_state")
 # generation_config.json's names -> SamplingParams'.
-SAMPLING_FIELDS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+SAMPLING_FIELDS = {mark.stored_as: name for name, (mark, _, _) in model_defaults(Sampling).items() if mark.stored_as}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from headrace.frontend.api.sampling_fields import bad
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome
@@ -26,7 +27,7 @@ def verify_token_rules(params: SamplingParams) -> None:
     """Raises InvalidRequestError for the first of the three fields whose value cannot be."""
     if params.allowed_token_ids is not None:
         if not params.allowed_token_ids and isinstance(params.allowed_token_ids, list | tuple):
-            raise _bad("allowed_token_ids", [], "allows no token at all; None allows every token")
+            raise bad("allowed_token_ids", [], "allows no token at all; None allows every token")
         verify_token_ids("allowed_token_ids", params.allowed_token_ids)
     if params.bad_words is not None:
         _verify_bad_words(params.bad_words)
@@ -37,9 +38,9 @@ def verify_token_rules(params: SamplingParams) -> None:
 def verify_token_ids(name: str, token_ids: Any) -> None:
     """Raises InvalidRequestError for what is no list of at least one token id."""
     if not isinstance(token_ids, list | tuple):
-        raise _bad(name, token_ids, "must be a list or tuple of token ids")
+        raise bad(name, token_ids, "must be a list or tuple of token ids")
     if not token_ids:
-        raise _bad(name, token_ids, "names no token; leave it out, or None")
+        raise bad(name, token_ids, "names no token; leave it out, or None")
     if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) <= _MOST_ID:
         return  # a whole vocabulary is checked without a loop
     for token_id in token_ids:
@@ -49,7 +50,7 @@ def verify_token_ids(name: str, token_ids: Any) -> None:
 
 def _verify_bad_words(words: Any) -> None:
     if not isinstance(words, list | tuple):
-        raise _bad("bad_words", words, "must be a list of strings")
+        raise bad("bad_words", words, "must be a list of strings")
     for word in words:
         if not isinstance(word, str) or not word.strip():
             raise InvalidRequestError(
@@ -65,7 +66,7 @@ def _verify_bad_words(words: Any) -> None:
 
 def _verify_bias(logit_bias: Any) -> None:
     if not isinstance(logit_bias, Mapping):
-        raise _bad("logit_bias", logit_bias, "must be a dict of token ids to numbers")
+        raise bad("logit_bias", logit_bias, "must be a dict of token ids to numbers")
     for token_id, bias in logit_bias.items():
         if not _is_id(token_id):
             raise InvalidRequestError(f"SamplingParams.logit_bias has the key {token_id!r:.100}, which is no token id")
@@ -149,7 +150,3 @@ def _is_id(value: Any) -> bool:
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
         return False
     return 0 <= int(value) <= _MOST_ID
-
-
-def _bad(name: str, value: Any, why: str) -> InvalidRequestError:
-    return InvalidRequestError(f"SamplingParams.{name} = {value!r:.100}: {why}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 
 from headrace.core.options.engine_options import Option
+from headrace.frontend.api.sampling_fields import flag_fields
+from headrace.frontend.api.sampling_params import FIELDS
 
 WORKLOAD, TARGET, TRAFFIC, SAMPLING, RESULT, RUN = (
     "Workload",
@@ -146,19 +148,24 @@ class TrafficOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = ()
 
 
-class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of every request. What is not given is not sent, so that the server's own default counts."""
+SHAPING = flag_fields(FIELDS, ("max_tokens", "min_tokens"))
 
-    temperature: Annotated[float | None, Option(SAMPLING, "0 takes the likeliest token", minimum=0)] = None
-    top_p: Annotated[float | None, Option(SAMPLING, "Nucleus", minimum=0, maximum=1)] = None
-    top_k: Annotated[int | None, Option(SAMPLING, "Likeliest tokens kept")] = None
-    min_p: Annotated[float | None, Option(SAMPLING, "Relative to the likeliest", minimum=0, maximum=1)] = None
-    frequency_penalty: Annotated[float | None, Option(SAMPLING, "As in OpenAI's API")] = None
-    presence_penalty: Annotated[float | None, Option(SAMPLING, "As in OpenAI's API")] = None
-    repetition_penalty: Annotated[float | None, Option(SAMPLING, "As in vLLM's API")] = None
+
+class BodyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields of every request besides those that shape the distribution."""
+
     logprobs: Annotated[int | None, Option(SAMPLING, "Log-probabilities per token", minimum=0)] = None
     ignore_eos: Annotated[bool, Option(SAMPLING, "Go on after an end-of-sequence token")] = False
     extra_body: Annotated[dict[str, Any], Option(SAMPLING, "More fields of the request's body")] = {}
+
+
+SamplingOptions = cast(
+    type[BodyOptions],
+    msgspec.defstruct(
+        "SamplingOptions", SHAPING, bases=(BodyOptions,), frozen=True, kw_only=True, forbid_unknown_fields=True
+    ),
+)
+"""Fields of every request. What is not given is not sent, so that the server's own default counts."""
 
 
 class ResultOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -28,6 +28,8 @@ from headrace.frontend.bench.metrics import (
     serving_table,
 )
 from headrace.frontend.bench.options import (
+    SHAPING,
+    BodyOptions,
     SamplingOptions,
     ServingResultOptions,
     TargetOptions,
@@ -50,15 +52,7 @@ T = TypeVar("T")
 READY_PERIOD_S = 0.2
 _CHAT = "openai-chat"
 _PATHS = {"openai": "/v1/completions", "vllm": "/v1/completions", _CHAT: "/v1/chat/completions"}
-_SAMPLED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-)
+_SAMPLED = tuple(name for name, _, _ in SHAPING)
 
 
 class ServerError(HeadraceError):
@@ -71,7 +65,7 @@ class ServingRun(NamedTuple):
     target: TargetOptions
     workload: WorkloadOptions
     traffic: TrafficOptions
-    sampling: SamplingOptions
+    sampling: BodyOptions
     result: ServingResultOptions
 
 
@@ -128,7 +122,7 @@ def check(asked: ServingRun) -> None:
             raise OptionError(f"--extra-body: {name} is what the benchmark sets itself")
 
 
-def _check_sampling(options: SamplingOptions) -> None:
+def _check_sampling(options: BodyOptions) -> None:
     """Raises OptionError for what every server would refuse, a request at a time."""
     given = {name: getattr(options, name) for name in _SAMPLED if getattr(options, name) is not None}
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import msgspec
 
@@ -18,39 +18,16 @@ if TYPE_CHECKING:
     from headrace.frontend.cli.remote import RemoteLLM
 
 SAMPLING = "Sampling"
-_AS_MODEL = "the model's own, else neutral"
 
 
-class SamplingFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling as flags; what is not given is the model's default. `SamplingParams` checks the ranges."""
+class OutputFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """Flags of where an output ends and what it is drawn from."""
 
     max_tokens: Annotated[
         int | None, Option(SAMPLING, "Most tokens to generate", "tokens", default_text="as many as fit max_model_len")
     ] = None
     min_tokens: Annotated[
         int | None, Option(SAMPLING, "Tokens to generate before it may end", "tokens", default_text="0")
-    ] = None
-    temperature: Annotated[
-        float | None, Option(SAMPLING, "0 takes the likeliest token each time", default_text=_AS_MODEL)
-    ] = None
-    top_p: Annotated[
-        float | None, Option(SAMPLING, "Keep the likeliest tokens that make up this share", default_text=_AS_MODEL)
-    ] = None
-    top_k: Annotated[
-        int | None, Option(SAMPLING, "Keep this many of the likeliest tokens; 0 keeps all", default_text=_AS_MODEL)
-    ] = None
-    min_p: Annotated[
-        float | None,
-        Option(SAMPLING, "Keep tokens at least this likely, relative to the likeliest", default_text=_AS_MODEL),
-    ] = None
-    presence_penalty: Annotated[
-        float | None, Option(SAMPLING, "Taken off the logit of every token generated already", default_text=_AS_MODEL)
-    ] = None
-    frequency_penalty: Annotated[
-        float | None, Option(SAMPLING, "The same, times how often it was generated", default_text=_AS_MODEL)
-    ] = None
-    repetition_penalty: Annotated[
-        float | None, Option(SAMPLING, "Over 1 makes tokens of prompt and output less likely", default_text=_AS_MODEL)
     ] = None
     sampling_seed: Annotated[
         int | None, Option(SAMPLING, "Makes this output reproducible", default_text="drawn from the engine's seed")
@@ -61,12 +38,22 @@ class SamplingFlags(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: Annotated[bool, Option(SAMPLING, "Go on after an end-of-sequence token")] = False
 
 
+def sampling_flags() -> type[OutputFlags]:
+    """Sampling as flags; what is not given is the model's default. `SamplingParams` checks the ranges."""
+    from headrace.frontend.api.sampling_fields import flag_fields
+    from headrace.frontend.api.sampling_params import FIELDS
+
+    fields = flag_fields(FIELDS, OutputFlags.__struct_fields__)
+    flags = msgspec.defstruct("SamplingFlags", fields, bases=(OutputFlags,), frozen=True, kw_only=True)
+    return cast(type[OutputFlags], flags)
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the sampling flags, `--engine` and every engine option."""
     parser.add_argument(
         "--engine", metavar="ADDRESS", help="Attach to the engine-core at this address instead of starting one"
     )
-    add_options(parser, SamplingFlags)
+    add_options(parser, sampling_flags())
     add_options(parser)
 
 
@@ -134,24 +121,16 @@ def as_flag_error(error: InvalidRequestError) -> OptionError:
 
 def sampling_params(arguments: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
     """The model's defaults with what the flags say. Raises InvalidRequestError for a value out of range."""
-    flags = struct_from_arguments(arguments, SamplingFlags)
+    flags = struct_from_arguments(arguments, sampling_flags())
     params = defaults.clone()
     params.max_tokens = flags.max_tokens
-    for name in (
-        "min_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-    ):
+    for name in flags.__struct_fields__:
+        if name in ("max_tokens", "sampling_seed", "stop"):
+            continue
         value = getattr(flags, name)
         if value is not None:
             setattr(params, name, value)
     params.seed = flags.sampling_seed
     params.stop = list(flags.stop) or None
-    params.ignore_eos = flags.ignore_eos
     params.verify()
     return params

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from headrace.frontend.api.prompts import Prompt
-from headrace.frontend.api.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.api.sampling_params import FIELDS, RequestOutputKind, SamplingParams
 from headrace.frontend.api.token_rules import openai_bias
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.options import ServeOptions
@@ -32,25 +32,10 @@ _TOKENIZE_AT_ONCE_CHARACTERS = 1 << 20
 _PROBED_CHARACTERS_PER_TOKEN = 16
 _PROBE_SLACK_TOKENS = 16
 """By how much a cut may raise the number of a text's tokens."""
-_PASSED_ON = (
-    "n",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "allowed_token_ids",
-    "bad_words",
-    "ignore_eos",
-    "min_tokens",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
+_PASSED_ON = tuple(
+    each.name
+    for each in FIELDS.values()
+    if each.field.in_body and each.name not in ("max_tokens", "logit_bias", "prompt_logprobs")
 )
 
 

@@ -12,11 +12,13 @@ import types
 import urllib.parse
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from headrace.frontend.api.sampling_fields import body_fields
+from headrace.frontend.api.sampling_params import FIELDS
 from headrace.frontend.http.errors import LONGEST_PARAM, ApiError, bad_field, shortened
 
 T = TypeVar("T")
@@ -31,30 +33,14 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: Annotated[bool | None, Meta(description="Taken, and not read: events are not padded")] = None
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What completions and chat completions share."""
+class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a body has besides the fields of SamplingParams, and those of them that it spells in its own way."""
 
     model: Annotated[str | None, Meta(description="One of /v1/models; the first of them when left out")] = None
     n: Annotated[int | None, Meta(description="Outputs for each prompt")] = None
     max_tokens: Annotated[int | None, Meta(description="Most tokens to generate")] = None
-    min_tokens: Annotated[int | None, Meta(description="Tokens to generate before any stop condition counts")] = None
-    temperature: Annotated[float | None, Meta(description="0 is greedy; default: the model's own, else 1")] = None
-    top_p: Annotated[float | None, Meta(description="Keep the likeliest tokens that make up this share")] = None
-    top_k: Annotated[int | None, Meta(description="Keep this many of the likeliest tokens; 0 or -1 keeps all")] = None
-    min_p: Annotated[float | None, Meta(description="Keep tokens at least this likely, relative to the best")] = None
-    presence_penalty: Annotated[float | None, Meta(description="-2 to 2: off the logit of tokens generated")] = None
-    frequency_penalty: Annotated[float | None, Meta(description="-2 to 2: the same, times how often")] = None
-    repetition_penalty: Annotated[float | None, Meta(description="Over 0: divides the logits of tokens seen")] = None
     logit_bias: Annotated[dict[str, float] | None, Meta(description="Token id: -100 to 100, added to its logit")] = None
-    allowed_token_ids: Annotated[list[int] | None, Meta(description="The only tokens to choose from")] = None
-    bad_words: Annotated[Few[str] | None, Meta(description="Words that are not to be generated")] = None
-    seed: Annotated[int | None, Meta(description="Makes the output reproducible")] = None
     stop: Annotated[str | list[str] | None, Meta(description="Texts that end the output, and are not in it")] = None
-    stop_token_ids: Annotated[Few[int] | None, Meta(description="Tokens that end the output")] = None
-    ignore_eos: Annotated[bool | None, Meta(description="Go on after an end-of-sequence token")] = None
-    include_stop_str_in_output: Annotated[bool | None, Meta(description="Keep the stop string in the output")] = None
-    skip_special_tokens: Annotated[bool | None, Meta(description="Leave special tokens out of the text")] = None
-    spaces_between_special_tokens: Annotated[bool | None, Meta(description="Only true is supported")] = None
     prompt_logprobs: Annotated[int | None, Meta(description="Likeliest tokens to report per prompt token")] = None
     add_special_tokens: Annotated[bool | None, Meta(description="Add special tokens to the prompt, such as BOS")] = None
     stream: Annotated[bool | None, Meta(description="Send the output as server-sent events while it grows")] = None
@@ -66,6 +52,20 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     return_tokens_as_token_ids: Annotated[
         bool | None, Meta(description="Spell tokens in logprobs as token_id:NUMBER")
     ] = None
+
+
+if TYPE_CHECKING:
+    GenerationRequest = GenerationFields
+else:
+    GenerationRequest = msgspec.defstruct(
+        "GenerationRequest",
+        body_fields(FIELDS, GenerationFields.__struct_fields__),
+        bases=(GenerationFields,),
+        module=__name__,
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )
+    """What completions and chat completions share: the above, and the fields of SamplingParams (`Field.in_body`)."""
 
 
 class CompletionRequest(GenerationRequest):

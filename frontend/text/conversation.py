@@ -7,25 +7,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.frontend.api.sampling_params import SamplingParams, nearest
+from headrace.frontend.api.sampling_params import FIELDS, SamplingParams, nearest
 from headrace.ipc.failure import InvalidRequestError
 
 ANSWER_TOKENS = 512
 """Room kept for an answer whose max_tokens is not set, but at most a quarter of the model's length."""
-SETTABLE = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "ignore_eos",
-)
+SETTABLE = tuple(each.name for each in FIELDS.values() if each.field.flag)
 """Sampling fields that make sense for one answer at a time."""
 
 
