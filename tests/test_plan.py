@@ -162,28 +162,42 @@ def test_blocks_override_beats_bytes_beats_the_share() -> None:
     assert fit_cache(both, reading()).num_blocks == 7
     assert fit_cache(plan(kv_cache_memory_bytes=size * 100 + 5, **small), reading()).num_blocks == 100
     free = 1000 * size
-    shared = fit_cache(plan(gpu_memory_utilization=0.5, **small), reading(free, activation_bytes=100 * size))
+    whole = reading(free, total_bytes=1400 * size, weights_bytes=200 * size, activation_bytes=100 * size)
+    shared = fit_cache(plan(gpu_memory_utilization=0.5, **small), whole)
     assert (shared.num_blocks, shared.kv_cache_bytes) == (400, 400 * size)
 
 
-def test_a_gpu_is_given_a_share_of_all_its_memory() -> None:
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_share_is_of_all_memory_whatever_others_have_taken(device: str) -> None:
     size = block_bytes(plan())
     facts = fit_cache(
         plan(gpu_memory_utilization=0.5),
         reading(
-            900 * size, total_bytes=2000 * size, weights_bytes=200 * size, activation_bytes=100 * size, device="cuda"
+            900 * size, total_bytes=2000 * size, weights_bytes=200 * size, activation_bytes=100 * size, device=device
         ),
     )
     assert facts.num_blocks == 1000 - 200 - 100
 
 
+def test_no_room_shows_where_the_memory_goes_and_what_to_change() -> None:
+    with pytest.raises(OptionError) as by_share:
+        fit_cache(plan(gpu_memory_utilization=0.05), reading())
+    for part in ("0.05 of 16.0 GiB is 819.2 MiB", "weights take 1.0 GiB", "a step needs 128.0 MiB", "room for 0"):
+        assert part in str(by_share.value)
+    assert "raise gpu_memory_utilization" in str(by_share.value)
+    with pytest.raises(OptionError) as by_others:
+        fit_cache(plan(), reading(100 << 20))
+    assert "100.0 MiB are free of 16.0 GiB, and a step needs 128.0 MiB" in str(by_others.value)
+    assert "free memory" in str(by_others.value)
+
+
 def test_no_more_blocks_than_requests_could_use_nor_than_a_modest_share_of_a_cpu() -> None:
     few = plan(max_num_seqs=2, max_model_len=32)
     assert fit_cache(few, reading()).num_blocks == 2 * 2 + 1
-    many = fit_cache(plan(max_num_seqs=1024), reading(100 * GIB))
+    many = fit_cache(plan(max_num_seqs=1024), reading(100 * GIB, total_bytes=128 * GIB))
     assert CPU_CACHE_BYTES - block_bytes(plan()) < many.kv_cache_bytes <= CPU_CACHE_BYTES
     long = description(kv_elements_per_token=1 << 20)  # one request of 8192 tokens takes 16 GiB
-    facts = fit_cache(plan(long), reading(100 * GIB))
+    facts = fit_cache(plan(long), reading(100 * GIB, total_bytes=128 * GIB))
     assert (facts.max_model_len, facts.warnings) == (8192, ())
 
 
@@ -195,10 +209,10 @@ def test_a_length_that_does_not_fit_is_shortened_with_one_warning_or_refused_whe
     for part in ("shortened to 160", "8192", f"{513 * size:,}", f"{11 * size:,}", "num_gpu_blocks_override"):
         assert part in facts.warnings[0]
     with pytest.raises(OptionError) as caught:
-        fit_cache(plan(max_model_len=161), reading(13 * size, activation_bytes=0))
-    for part in ("max_model_len=161", f"{12 * size:,}", f"{11 * size:,}", "to 160", "gpu_memory_utilization"):
+        fit_cache(plan(max_model_len=161), reading(11 * size, activation_bytes=0))
+    for part in ("max_model_len=161", f"{12 * size:,}", f"{11 * size:,}", "to 160", "are free of"):
         assert part in str(caught.value)
-    assert fit_cache(plan(max_model_len=160), reading(13 * size, activation_bytes=0)).max_model_len == 160
+    assert fit_cache(plan(max_model_len=160), reading(11 * size, activation_bytes=0)).max_model_len == 160
 
 
 def test_more_than_there_is_is_refused() -> None:

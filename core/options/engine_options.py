@@ -199,7 +199,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = "auto"
     gpu_memory_utilization: Annotated[
         float,
-        Option(CACHE, "Share of the device's memory to use (on a CPU: of what is free)", minimum=0.01, maximum=1.0),
+        Option(
+            CACHE,
+            "Share of the device's memory to use: of a GPU's, or of the machine's or the container's limit, whatever "
+            "others have taken of it",
+            minimum=0.01,
+            maximum=1.0,
+        ),
     ] = 0.9
     cpu_offload_gb: Annotated[
         float,

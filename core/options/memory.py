@@ -69,8 +69,8 @@ def fit_cache(plan: Plan, reading: MemoryReading) -> Facts:
     holds = longest_request(groups, num_blocks - NULL_BLOCKS, plan.block_size, step_tokens, plan.max_model_len)
     if holds < 1:
         raise OptionError(
-            f"no room for a KV cache: {_room(source, num_blocks * size, options)}, and the least is "
-            f"{(blocks_for(1, plan) + NULL_BLOCKS) * size:,} bytes; {_remedy(source)}"
+            f"no room for a KV cache: {_room(source, num_blocks * size, options, reading)}, and the least is "
+            f"{(blocks_for(1, plan) + NULL_BLOCKS) * size:,} bytes; {_remedy(source, options, reading)}"
         )
     warnings: tuple[str, ...] = ()
     max_model_len = plan.max_model_len
@@ -78,11 +78,12 @@ def fit_cache(plan: Plan, reading: MemoryReading) -> Facts:
         needed = (blocks_for(max_model_len, plan) + NULL_BLOCKS) * size
         text = (
             f"one request of max_model_len={max_model_len} tokens needs {needed:,} bytes of KV cache, and "
-            f"{_room(source, num_blocks * size, options)}, enough for {holds} tokens"
+            f"{_room(source, num_blocks * size, options, reading)}, enough for {holds} tokens"
         )
         if plan.max_model_len_is_fixed:
-            raise OptionError(f"{text}; lower max_model_len to {holds}, or {_remedy(source)}")
-        warnings = (f"max_model_len is shortened to {holds}: {text}; to have more, {_remedy(source)}",)
+            raise OptionError(f"{text}; lower max_model_len to {holds}, or {_remedy(source, options, reading)}")
+        remedy = _remedy(source, options, reading)
+        warnings = (f"max_model_len is shortened to {holds}: {text}; to have more, {remedy}",)
         max_model_len = holds
     return Facts(
         num_blocks=num_blocks,
@@ -151,18 +152,35 @@ def _most(source: str, available: int, size: int) -> str:
     return f"{available // size} blocks" if source == "num_gpu_blocks_override" else f"{available:,} bytes"
 
 
-def _room(source: str, num_bytes: int, options: Options) -> str:
+def _room(source: str, num_bytes: int, options: Options, reading: MemoryReading) -> str:
     if source == "gpu_memory_utilization":
-        return f"the memory left has room for {num_bytes:,}"
+        return f"{_share_ledger(options.gpu_memory_utilization, reading)}, which leaves room for {num_bytes:,}"
     if source == "kv_cache_memory_bytes":  # as it was given: whole blocks may be fewer bytes, or none
         return f"{source} gives it {options.kv_cache_memory_bytes:,}"
     return f"{source} gives it {num_bytes:,}"
 
 
-def _remedy(source: str) -> str:
-    if source == "gpu_memory_utilization":
-        return "raise gpu_memory_utilization, use a smaller dtype or free memory"
-    return f"raise {source}"
+def _share_ledger(share: float, reading: MemoryReading) -> str:
+    """Which bound is the tight one, and what is taken off it."""
+    step = f"a step needs {_human(reading.step_bytes)}"
+    if _is_short_of_free(share, reading):
+        return f"{_human(reading.available_bytes)} are free of {_human(reading.total_bytes)}, and {step}"
+    return (
+        f"gpu_memory_utilization={share:g} of {_human(reading.total_bytes)} is "
+        f"{_human(int(share * reading.total_bytes))}, the weights take {_human(reading.weights_bytes)} of it and {step}"
+    )
+
+
+def _is_short_of_free(share: float, reading: MemoryReading) -> bool:
+    return reading.available_bytes < int(share * reading.total_bytes) - reading.weights_bytes
+
+
+def _remedy(source: str, options: Options, reading: MemoryReading) -> str:
+    if source != "gpu_memory_utilization":
+        return f"raise {source}"
+    if _is_short_of_free(options.gpu_memory_utilization, reading):
+        return "free memory, lower max_num_batched_tokens or use a smaller dtype"
+    return "raise gpu_memory_utilization, or use a smaller dtype"
 
 
 def _human(count: int) -> str:

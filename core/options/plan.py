@@ -96,7 +96,7 @@ class MemoryReading(msgspec.Struct, frozen=True, kw_only=True):
     activation_bytes: int
     """Peak of a step of max_num_batched_tokens, measured or estimated; not yet taken."""
     device: str = "cpu"
-    """cpu, or a GPU's name: a GPU is given a share of all its memory, a CPU of what is free."""
+    """cpu, or a GPU's name."""
     graph_bytes: int = 0
     """Of all decode graphs, not yet taken."""
     state_bytes: int = 0
@@ -108,11 +108,9 @@ class MemoryReading(msgspec.Struct, frozen=True, kw_only=True):
         return self.activation_bytes + self.graph_bytes + self.state_bytes
 
     def room_bytes(self, share: float) -> int:
-        """For a cache, of this share of the memory. Less than 0 where there is none."""
-        left = self.available_bytes - self.step_bytes
-        if self.device == "cpu":
-            return int(share * self.available_bytes) - self.step_bytes
-        return min(int(share * self.total_bytes) - self.weights_bytes - self.step_bytes, left)
+        """For a cache, of this share of all memory, within what is free. Less than 0 where there is none."""
+        within_share = int(share * self.total_bytes) - self.weights_bytes
+        return min(within_share, self.available_bytes) - self.step_bytes
 
     @staticmethod
     def tightest(readings: list[MemoryReading], share: float) -> MemoryReading:
