@@ -19,6 +19,8 @@ import sys
 import threading
 from typing import Any, TextIO
 
+LEVEL_VARIABLE = "HEADRACE_LOG_LEVEL"
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _STDERR = 2
 MOST_QUEUED = 10_000
 """Pieces of text, of a line or so each, that may wait to be written."""
@@ -28,9 +30,13 @@ DRAIN_S = 1.0
 
 def set_up_logging(process: str, default_level: str) -> None:
     """Lines like `INFO 12:00:00 server: message`, of HEADRACE_LOG_LEVEL and above."""
+    asked = os.environ.get(LEVEL_VARIABLE, "").upper()
     handler = logging.StreamHandler(_CurrentStderr())
     handler.setFormatter(LogFormatter(f"%(levelname)s %(asctime)s {process}: %(message)s", "%H:%M:%S"))
-    logging.basicConfig(level=os.environ.get("HEADRACE_LOG_LEVEL", default_level).upper(), handlers=[handler])
+    logging.basicConfig(level=asked if asked in LEVELS else default_level, handlers=[handler])
+    if asked and asked not in LEVELS:
+        known = ", ".join(LEVELS).lower()
+        logging.getLogger(__name__).warning("%s=%s is none of %s", LEVEL_VARIABLE, printable(asked), known)
 
 
 class LogFormatter(logging.Formatter):

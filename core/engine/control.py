@@ -14,6 +14,7 @@ import msgspec
 
 from headrace.core.engine.timeline import Timeline
 from headrace.core.options.engine_options import Options
+from headrace.core.options.memory import cache_size
 from headrace.core.options.plan import Facts, Plan
 from headrace.core.schedule.scheduler import Scheduler
 from headrace.ipc.control import (
@@ -245,6 +246,7 @@ class Controller:
         default, asked = Options(), self._plan.options
         changed = {n: getattr(asked, n) for n in Options.__struct_fields__ if getattr(asked, n) != getattr(default, n)}
         facts: dict[str, Any] = msgspec.to_builtins(self._facts)
+        facts["kv_cache_tokens"], facts["kv_cache_requests"] = cache_size(self._facts, self._plan)
         return EngineReport(
             options=msgspec.to_builtins(changed),
             decisions=tuple((d.name, d.value, d.reason) for d in self._plan.decisions),

@@ -94,13 +94,19 @@ def fit_cache(plan: Plan, reading: MemoryReading) -> Facts:
     )
 
 
+def cache_size(facts: Facts, plan: Plan) -> tuple[int, float]:
+    """Tokens that the cache holds, and how many requests of max_model_len."""
+    groups = plan.model.cache_groups
+    requests = requests_at_once(facts.num_blocks, facts.max_model_len, plan)
+    if len(groups) > 1 or groups[0].window:
+        return int(requests * facts.max_model_len), requests
+    return (facts.num_blocks - NULL_BLOCKS) * plan.block_size, requests
+
+
 def ledger(facts: Facts, plan: Plan) -> str:
     """Where the bytes go, as a small table."""
-    groups, reading, length = plan.model.cache_groups, facts.memory, facts.max_model_len
-    requests = requests_at_once(facts.num_blocks, length, plan)
-    tokens = (facts.num_blocks - NULL_BLOCKS) * plan.block_size
-    if len(groups) > 1 or groups[0].window:
-        tokens = int(requests * length)
+    reading, length = facts.memory, facts.max_model_len
+    tokens, requests = cache_size(facts, plan)
     rows = [
         ("weights", reading.weights_bytes, plan.model.name),
         ("activations", reading.activation_bytes, f"peak of a step of {plan.max_num_batched_tokens} tokens"),

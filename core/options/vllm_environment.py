@@ -16,6 +16,8 @@ STANDS_FOR: Mapping[str, str] = types.MappingProxyType(
         "VLLM_LOGGING_LEVEL": "HEADRACE_LOG_LEVEL",
         "VLLM_CACHE_ROOT": "HEADRACE_CACHE",
         "VLLM_SERVER_DEV_MODE": "HEADRACE_SERVER_DEV_MODE",
+        "VLLM_HOST_IP": "HEADRACE_HOST",
+        "VLLM_LOG_STATS_INTERVAL": "HEADRACE_LOG_STATS_INTERVAL",
     }
 )
 CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
@@ -34,7 +36,6 @@ NEEDLESS = frozenset(
 """What they ask for is so anyway."""
 INSTEAD: Mapping[str, str] = types.MappingProxyType(
     {
-        "VLLM_HOST_IP": "--master-addr and --host",
         "VLLM_PORT": "--master-port and --port",
         "VLLM_USE_MODELSCOPE": "a folder with the model: none is fetched from ModelScope",
         "VLLM_CPU_OMP_THREADS_BIND": "taskset, which engines keep to",

@@ -13,7 +13,8 @@ from headrace.core.options.values import option_specs
 from headrace.frontend.http.options import ServeOptions, check_serve_options
 from headrace.ipc.failure import OptionError
 
-_SHUTDOWN_TIMEOUT = "shutdown_timeout"
+_OF_THE_SERVER_TOO = ("shutdown_timeout", "disable_log_stats")
+"""Options of an engine that count for a server without one of its own."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_serve_options(serve_options)
     engine_options = options_from_arguments(arguments)
     if serve_options.engine:
-        given = [flag(name) for name in option_specs(Options) if name in vars(arguments) and name != _SHUTDOWN_TIMEOUT]
+        given = [flag(name) for name in option_specs(Options) if name in vars(arguments) and name not in _OF_THE_SERVER_TOO]
         if getattr(arguments, "model_argument", None) is not None:
             given.append(arguments.model_argument)
         if given:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.request_table import RequestTable
+from headrace.frontend.client.stats_log import StatsLog, cache_line
 from headrace.frontend.client.transport import ZmqTransport
 from headrace.frontend.http.errors import ApiError, unavailable
 from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError
@@ -297,3 +298,18 @@ class EnginePool:
         failure = await death
         await client.close()  # an engine that told of its failure leaves the connection open
         return failure
+
+
+async def log_load(pool: EnginePool, interval_s: float) -> None:
+    """A line for each engine at the start about its cache, and one each `interval_s` about its load, for ever."""
+    logs = [StatsLog(engine.index) for engine in pool.engines]
+    for engine in pool.engines:
+        with contextlib.suppress(HeadraceError):
+            if engine.client is not None:
+                logger.info("%s", cache_line(await engine.client.describe_engine(), engine.index))
+    while True:
+        for engine, log in zip(pool.engines, logs, strict=True):
+            if (stats := await engine.stats()) is not None:
+                line = log.line(stats, time.monotonic())
+                logger.log(logging.DEBUG if log.is_idle else logging.INFO, "%s", line)
+        await asyncio.sleep(interval_s)

@@ -23,10 +23,10 @@ from headrace.core.options.vllm_environment import take_vllm_variables
 from headrace.core.process.child_output import startup_table
 from headrace.core.process.supervisor import Child, start_engine
 from headrace.frontend.client.event_loop import run_async
-from headrace.frontend.http.options import ServeOptions
+from headrace.frontend.http.options import LOOPBACK, ServeOptions, with_environment
 from headrace.ipc.child import STOP_SIGNALS
 from headrace.ipc.failure import Failure
-from headrace.ipc.log import protect_stderr, set_up_logging
+from headrace.ipc.log import LEVEL_VARIABLE, protect_stderr, set_up_logging
 from headrace.ipc.messages import Ready
 
 
@@ -83,6 +83,9 @@ def process_began_s() -> float:
 def launch(engine_options: Options, options: ServeOptions) -> int:
     """Serves until it is told to stop; the exit status. Raises HeadraceError when the start fails."""
     warning = take_vllm_variables(os.environ)
+    options = with_environment(options, os.environ)
+    if options.log_level is not None:
+        os.environ[LEVEL_VARIABLE] = options.log_level  # for this process and those that it starts
     set_up_server_logging()
     if warning:
         logging.getLogger(__name__).warning("%s", warning)
@@ -122,7 +125,8 @@ def _serve_here(engine_options: Options, options: ServeOptions, child: Child | N
         owned.on_progress = lambda phase: phases.enter(f"engine: {phase}")
         owned.on_ready = say_workers
         sources = [owned]
-    server.on_ready = lambda: phases.finish(ready_text(url))
+    server.logs_stats = not engine_options.disable_log_stats
+    server.on_ready = lambda: phases.finish(ready_text(url, options))
     server.on_engine_end = say_engine_ended
 
     async def serve() -> int:
@@ -157,8 +161,11 @@ def say_engine_ended(failure: Failure) -> None:
     say(f"the engine has ended: {failure.message}")
 
 
-def ready_text(url: str) -> str:
-    return f"ready: {url}/v1 for clients, {url}/docs to read"
+def ready_text(url: str, options: ServeOptions) -> str:
+    reach = ""
+    if options.uds is None and (options.host or LOOPBACK) == LOOPBACK:
+        reach = "; from this machine alone, unless --host 0.0.0.0 opens it to others"
+    return f"ready: {url}/v1 for clients, {url}/docs to read{reach}"
 
 
 def set_up_server_logging() -> None:

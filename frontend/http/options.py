@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
 import msgspec
 
 from headrace.core.options.engine_options import Option
+from headrace.core.options.values import read_options
 from headrace.ipc.failure import OptionError
+from headrace.ipc.log import LEVEL_VARIABLE
 
 ADDRESS, ENGINES, SECURITY, LIMITS, CHAT, OBSERVED = (
     "Server address",
@@ -22,7 +25,14 @@ ADDRESS, ENGINES, SECURITY, LIMITS, CHAT, OBSERVED = (
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was asked of the server, besides the engine's options."""
 
-    host: Annotated[str, Option(ADDRESS, "Interface to listen on; 0.0.0.0 is all of them")] = "127.0.0.1"
+    host: Annotated[
+        str | None,
+        Option(
+            ADDRESS,
+            "Interface to listen on; 0.0.0.0 is all of them, as a container needs it",
+            default_text="the environment's HEADRACE_HOST, else its VLLM_HOST_IP, else 127.0.0.1",
+        ),
+    ] = None
     port: Annotated[int, Option(ADDRESS, "Port to listen on; 0 takes a free one", minimum=0, maximum=65535)] = 8000
     uds: Annotated[str | None, Option(ADDRESS, "Listen on a Unix socket at this path instead")] = None
     root_path: Annotated[str, Option(ADDRESS, "Path that a reverse proxy puts before every route")] = ""
@@ -136,6 +146,38 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str, Option(OBSERVED, "What names of metrics begin with; vllm fits dashboards made for it")
     ] = "headrace"
     enable_log_requests: Annotated[bool, Option(OBSERVED, "Log a line for each request that ends")] = False
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error", "critical"] | None,
+        Option(
+            OBSERVED,
+            "What server and engine log",
+            default_text="the environment's HEADRACE_LOG_LEVEL, else info for the server and warning for its engine",
+        ),
+    ] = None
+    log_stats_interval: Annotated[
+        float | None,
+        Option(
+            OBSERVED,
+            "How often a line tells each engine's throughput, requests, cache use and hit rate (see disable_log_stats)",
+            "seconds",
+            minimum=0.1,
+            default_text="the environment's HEADRACE_LOG_STATS_INTERVAL, else 10",
+        ),
+    ] = None
+
+
+LOOPBACK = "127.0.0.1"
+LOG_STATS_EVERY_S = 10.0
+_VARIABLES = {"host": "HEADRACE_HOST", "log_level": LEVEL_VARIABLE, "log_stats_interval": "HEADRACE_LOG_STATS_INTERVAL"}
+
+
+def with_environment(options: ServeOptions, environment: Mapping[str, str]) -> ServeOptions:
+    """With what variables set and no option gives. Raises OptionError."""
+    named = {name: variable for name, variable in _VARIABLES.items() if getattr(options, name) is None}
+    given = {name: environment[variable] for name, variable in named.items() if environment.get(variable)}
+    given = {name: text.lower() if name == "log_level" else text for name, text in given.items()}
+    found, _ = read_options(ServeOptions, given, lambda name: _VARIABLES[name])
+    return msgspec.structs.replace(options, **{name: getattr(found, name) for name in given})
 
 
 def check_serve_options(options: ServeOptions) -> None:

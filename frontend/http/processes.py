@@ -119,7 +119,7 @@ def serve_with_processes(engine_options: Options, options: ServeOptions, engine:
     with sock:
         keeper = _EngineKeeper(engine_options, options.restart_engine, engine, events)
         processes = [_HttpProcess(index) for index in range(options.api_server_count)]
-        service = _Service(options, keeper, events, engine_options.shutdown_timeout, processes)
+        service = _Service(options, keeper, events, engine_options, processes)
         try:
             service.start_all()
             if engine is not None:
@@ -127,7 +127,7 @@ def serve_with_processes(engine_options: Options, options: ServeOptions, engine:
             else:
                 phases.enter(f"start {options.api_server_count} HTTP processes")
             service.on_engine = lambda: phases.enter(f"attach {options.api_server_count} HTTP processes")
-            service.on_ready = lambda: phases.finish(ready_text(url_of(options, sock)))
+            service.on_ready = lambda: phases.finish(ready_text(url_of(options, sock), options))
             return service.run()
         finally:
             service.close()
@@ -217,11 +217,12 @@ class _Service:
         options: ServeOptions,
         keeper: _EngineKeeper,
         events: Events,
-        shutdown_timeout_s: float,
+        engine_options: Options,
         processes: list[_HttpProcess],
     ) -> None:
         self._options, self._keeper, self._events = options, keeper, events
-        self._shutdown_timeout_s = shutdown_timeout_s
+        self._shutdown_timeout_s = engine_options.shutdown_timeout
+        self._logs_stats = not engine_options.disable_log_stats
         self._processes = processes
         self._pages = os.memfd_create("headrace-metrics")  # no name that could stay behind
         os.ftruncate(self._pages, pages_bytes(options.api_server_count, len(options.engine) or 1))
@@ -260,6 +261,7 @@ class _Service:
             pages_file=f"/proc/self/fd/{self._pages}",
             num_processes=len(self._processes),
             index=process.index,
+            logs_stats=self._logs_stats and process.index == 0,
         )
         kind = ChildOptions(pass_fds=(self._pages,), receives=ChildMessage | EngineLost, on_message=self._on_message)
         start = Start(schema_hash=SCHEMA_HASH, options=msgspec.to_builtins(told), bind="")

@@ -21,9 +21,9 @@ import uvicorn
 
 from headrace.frontend.http.app import make_app
 from headrace.frontend.http.connection import with_limits
-from headrace.frontend.http.engines import EnginePool, Source
+from headrace.frontend.http.engines import EnginePool, Source, log_load
 from headrace.frontend.http.metrics import Pages
-from headrace.frontend.http.options import ServeOptions
+from headrace.frontend.http.options import LOG_STATS_EVERY_S, LOOPBACK, ServeOptions
 from headrace.frontend.http.prompts import load_template
 from headrace.frontend.http.routes import ServerState
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
@@ -44,12 +44,13 @@ def listen(options: ServeOptions, *, shared: bool = False) -> socket.socket:
 
     Raises OptionError when the address cannot be had.
     """
-    where = options.uds or f"{options.host}:{options.port}"
+    host = options.host or LOOPBACK
+    where = options.uds or f"{host}:{options.port}"
     try:
         if options.uds is not None:
             return _unix_socket(Path(options.uds))
         family, kind, protocol, _, address = socket.getaddrinfo(
-            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -148,6 +149,8 @@ class HttpServer:
         self.on_ready: Callable[[], None] | None = None
         self.on_engine_end: Callable[[Failure], None] | None = None
         """Told of each engine that ends after the start."""
+        self.logs_stats = False
+        """Whether this process tells of the engines' load; one of several does."""
 
     def stop(self, deadline_s: float) -> None:
         """Takes nothing new, and ends once all that runs is done or `deadline_s` has passed. The shortest counts."""
@@ -205,11 +208,15 @@ class HttpServer:
             asyncio.create_task(event.wait()) for event in (self._stop_asked, pool.dead, pool.started)
         )
         waits: set[asyncio.Task[Any]] = {stop, dead, started, serving}
+        telling: asyncio.Task[None] | None = None
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if started.done():
                 await self._settle()
                 waits.discard(started)
+                if self.logs_stats:
+                    interval_s = self._options.log_stats_interval or LOG_STATS_EVERY_S
+                    telling = asyncio.create_task(log_load(pool, interval_s))
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
                 await serving  # raises what ended it
@@ -221,7 +228,7 @@ class HttpServer:
             await _until_idle(state, time.monotonic() + _LAST_WORDS_S)
             return pool.failure if dead.done() else None
         finally:
-            for task in (stop, dead, started):
+            for task in filter(None, (stop, dead, started, telling)):
                 task.cancel()
 
     async def _settle(self) -> None:

@@ -121,6 +121,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     pages_file: str
     num_processes: int
     index: int
+    logs_stats: bool
+    """Whether this one tells of the engines' load."""
 
 
 def main(fd: int) -> int:
@@ -161,6 +163,7 @@ def _serve(options: WorkerOptions, channel: Channel) -> int:
             channel.send(Ready(address=address, startup_s={"attach": time.monotonic() - began_s}))
 
     server.on_ready = on_ready
+    server.logs_stats = options.logs_stats
     if not options.parent_has_engine and options.index == 0:  # all of them see it; one tells
         server.on_engine_end = say_engine_ended
     threading.Thread(
