@@ -158,7 +158,7 @@ class EngineReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True, t
     decisions: tuple[tuple[str, str, str], ...]
     """Name, value and reason of everything that was decided."""
     facts: dict[str, Any]
-    """Found at run time: number of blocks, fitted length, memory; how many tokens and longest requests the cache holds."""
+    """Found at run time: number of blocks, fitted length, memory; what the cache holds (tokens, longest requests)."""
     workers: tuple[dict[str, Any], ...]
     """By rank; see WorkerAnswer.facts."""
 

@@ -158,6 +158,14 @@ def test_a_request_has_the_name_it_was_given(client):
     assert response.json()["id"] == "cmpl-header"
 
 
+def test_two_requests_of_one_name_are_both_answered_under_it(client):
+    body = {"prompt": [5], "max_tokens": 3000, "request_id": "same", "stream": True}
+    with client.stream("POST", COMPLETIONS, json=body) as first:
+        lines = first.iter_lines()
+        assert '"cmpl-same"' in next(lines)  # it runs
+        assert ask(client, COMPLETIONS, prompt=[5], max_tokens=2, request_id="same")["id"] == "cmpl-same"
+
+
 def test_content_parts_of_text_are_joined(client):
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     joined = ask(client, "/tokenize", messages=[{"role": "user", "content": "one\ntwo"}])

@@ -88,7 +88,9 @@ def test_a_level_that_is_none_is_told_and_the_default_counts(monkeypatch: pytest
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     records: list[str] = []
-    monkeypatch.setattr(logging.getLogger("headrace.ipc.log"), "warning", lambda text, *args: records.append(text % args))
+    monkeypatch.setattr(
+        logging.getLogger("headrace.ipc.log"), "warning", lambda text, *args: records.append(text % args)
+    )
     root.handlers[:] = []
     try:
         set_up_logging("test", "WARNING")

@@ -27,7 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
     check_serve_options(serve_options)
     engine_options = options_from_arguments(arguments)
     if serve_options.engine:
-        given = [flag(name) for name in option_specs(Options) if name in vars(arguments) and name not in _OF_THE_SERVER_TOO]
+        given = [
+            flag(name) for name in option_specs(Options) if name in vars(arguments) and name not in _OF_THE_SERVER_TOO
+        ]
         if getattr(arguments, "model_argument", None) is not None:
             given.append(arguments.model_argument)
         if given:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Protocol
 
@@ -245,14 +246,14 @@ class Running:
         for index, job in enumerate(jobs):
             try:
                 check_request(job.prompt, job.params, self._client.welcome)
-                if job.name in self._client.requests:
-                    raise InvalidRequestError(f"a request with the id {job.name!r} is running; ids must be unique")
             except InvalidRequestError as error:
                 raise as_api_error(error, index, len(jobs)) from error
             await pace.step()
         self._prepared.engine.note_work()
         for job in jobs:
-            stream = self._client.submit(job.name, job.prompt, job.params, job.priority)
+            # Two clients may choose one name; both get their answer under it.
+            name = f"{job.name}-{uuid.uuid4().hex}" if job.name in self._client.requests else job.name
+            stream = self._client.submit(name, job.prompt, job.params, job.priority)
             stream.on_step, stream.on_done = self._on_step, self._on_done
             self.streams.append(stream)
             await pace.step()
