@@ -57,7 +57,7 @@ class Tensor:
         if dtype not in DTYPES:
             raise CodecError(f"tensor of unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
         expected_bytes = math.prod(shape) * DTYPES[dtype][1]
-        if any(n < 0 for n in shape) or data.nbytes != expected_bytes:
+        if data.nbytes != expected_bytes or (shape and min(shape) < 0):
             raise CodecError(f"tensor {dtype}{list(shape)} needs {expected_bytes} bytes, got {data.nbytes}")
         self.dtype, self.shape, self.data = dtype, shape, data
 
@@ -144,9 +144,9 @@ class Codec(Generic[T]):
     def _decode_array(self, kind: type, value: Any) -> Any:
         try:
             dtype, shape, data = value
-            is_vector = len(shape) == 1 and type(shape[0]) is int  # as nearly all are: this runs for each of each step
-            if not is_vector and not all(type(count) is int for count in shape):
-                raise CodecError(f"a tensor's shape must be integers, not {shape!r:.100}")
+            for count in shape:  # without a generator: this runs for each tensor of each step
+                if type(count) is not int:
+                    raise CodecError(f"a tensor's shape must be integers, not {shape!r:.100}")
             if isinstance(data, int):
                 if not 1 <= data < len(self._in):
                     raise CodecError(f"tensor refers to frame {data} of {len(self._in)}")

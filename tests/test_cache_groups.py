@@ -167,8 +167,9 @@ def test_a_repeated_prompt_is_found_though_windows_gave_its_blocks_back() -> Non
     client.add(1, prompt, max_tokens=5)
     core.run_until_idle()
     assert client.cached()[1] == 48
-    hit = core.loop.scheduler.tables.find(core.loop.scheduler.hasher.extend(
-        core.loop.scheduler.hasher.root(""), np.array(prompt[:48], np.int32)))  # fmt: skip
+    hashes: list[bytes] = []
+    core.loop.scheduler.hasher.extend(hashes, "", np.array(prompt[:48], np.int32), 12)
+    hit = core.loop.scheduler.tables.find(hashes)
     assert [len(blocks) for blocks in hit.blocks] == [12, 2, 2]
 
 

@@ -12,13 +12,28 @@ from hypothesis import strategies as st
 
 from headrace.core.engine.sessions import ClientGone
 from headrace.core.schedule.policies import PrefillLimits, prefill_share
-from headrace.core.schedule.scheduler import Scheduler, SchedulerConfig
+from headrace.core.schedule.scheduler import HASHED_AT_ONCE, Scheduler, SchedulerConfig
 from headrace.executor.testing.null import NullModel
 from headrace.ipc.messages import Abort, FinishReason, Goodbye, ResetPrefixCache
 
 
 def model(**changes: object) -> NullModel:
     return NullModel(**{"vocab_size": VOCAB_SIZE, "eos_token_id": EOS, "check": True, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def every_remembered_refusal_holds():
+    """What is not looked up again could not have been admitted."""
+    remembered = Scheduler._is_refused_still
+
+    def checked(scheduler, request):
+        is_refused = remembered(scheduler, request)
+        assert not is_refused or scheduler._lacks_blocks(request, Scheduler._look_up(scheduler, request))
+        return is_refused
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "_is_refused_still", checked)
+        yield
 
 
 PROMPTS = st.lists(st.integers(3, 6), min_size=1, max_size=40)  # few token ids, so that prefixes repeat
@@ -158,6 +173,33 @@ def test_another_salt_shares_nothing():
         client.add(slot, [5] * 16, max_tokens=1, cache_salt=salt)
         core.run_until_idle()
     assert client.cached() == {0: 0, 1: 0, 2: 12, 3: 0}
+
+
+def test_a_long_prompt_is_hashed_as_far_as_it_is_cached_and_computed():
+    core = SteppedCore(model(), num_blocks=700, max_model_len=2048, max_num_batched_tokens=64)
+    client, prompt = core.open(), [3 + i % 50 for i in range(2000)]
+    client.add(0, prompt, max_tokens=1)
+    core.loop.turn()
+    (request,) = core.loop.scheduler.rows.requests[:1]
+    size = core.loop.scheduler.config.block_size
+    assert len(request.block_hashes) <= HASHED_AT_ONCE < 2000 // size
+    core.run_until_idle()
+    client.add(1, prompt, max_tokens=1)
+    core.run_until_idle()
+    assert client.cached()[1] == (2000 - 1) // size * size
+
+
+def test_a_request_that_lacks_blocks_is_not_looked_up_again_while_nothing_changes():
+    core = SteppedCore(model(), num_blocks=17, max_num_batched_tokens=64)
+    client, lookups = core.open(), []
+    look_up = core.loop.scheduler._look_up
+    core.loop.scheduler._look_up = lambda request: lookups.append(request.slot) or look_up(request)
+    client.add(0, [3] * 20, max_tokens=40, ignore_eos=True)
+    core.loop.turn()
+    client.add(1, [4] * 60, max_tokens=1)
+    core.run_until_idle()
+    assert lookups.count(1) == 2  # when it came, and when the first request had gone
+    assert Counter(finish.slot for finish in client.finishes()) == {0: 1, 1: 1}
 
 
 def test_generated_tokens_are_cached_too():

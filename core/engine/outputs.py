@@ -141,21 +141,24 @@ class OutputBuilder:
     ) -> list[tuple[int, StepOutputs]]:
         rows, token_ids = advance.rows, advance.token_ids
         if rows is not self._rows or advance.counts is not None:
+            counts, row_of = advance.counts, rows
             self._rows, self._quiet_steps = rows, 0
+            if counts is not None:
+                self._rows = _NO_ROWS  # the same rows may bring other numbers of tokens next
+                row_of = np.repeat(rows, counts)
             self._holds_back = bool(np.maximum.reduce(self._table.output_interval[rows], initial=1) > 1)
-            row_of = rows if advance.counts is None else np.repeat(rows, advance.counts)
             self._shares = self._shares_of(row_of, None)
-        shares = self._shares
+        shares, brings_events = self._shares, events.is_any
         if self._holds_back:
-            if self._quiet_steps and not events.is_any:
+            if self._quiet_steps and not brings_events:
                 self._quiet_steps -= 1
                 return []
             shares, token_ids = self._due(advance)
-        if advance.counts is not None:
-            self._rows = _NO_ROWS  # the same rows may bring other numbers of tokens next
-        if events.is_any:
+        if brings_events:
             without_tokens = events.clients() - {share.client for share in shares}
             shares = [*shares, *(_Share(client, _NOBODY, _NOBODY, _NO_SLOTS) for client in without_tokens)]
+        elif result.logprobs is None:
+            return [(share.client, _only_tokens(plan, token_ids, share)) for share in shares]
         logprobs = logprobs_of_kept(result, advance.kept)
         return [(share.client, _outputs(plan, token_ids, logprobs, events, share)) for share in shares]
 
@@ -211,27 +214,27 @@ _NOBODY = np.zeros(0, np.int64)
 _NO_SLOTS = Tensor.of("int32", [])
 
 
+def _only_tokens(plan: StepPlan, token_ids: np.ndarray, share: _Share) -> StepOutputs:
+    mine = token_ids if share.chosen is None else token_ids[share.chosen]
+    token_tensor = Tensor.from_numpy(mine.astype(np.int32, copy=False))
+    return StepOutputs(step=plan.step, slots=share.slots, token_ids=token_tensor)
+
+
 def _outputs(
     plan: StepPlan, token_ids: np.ndarray, sent: LogprobsOfTokens, events: StepEvents, share: _Share
 ) -> StepOutputs:
-    mine = _int32(token_ids if share.chosen is None else token_ids[share.chosen])
-    if sent[1] is None and not events.is_any:
-        return StepOutputs(step=plan.step, slots=share.slots, token_ids=mine)
+    tokens = _only_tokens(plan, token_ids, share)
     indices, logprobs = _logprobs_of(sent, share.sources)
     return StepOutputs(
-        step=plan.step,
-        slots=share.slots,
-        token_ids=mine,
+        step=tokens.step,
+        slots=tokens.slots,
+        token_ids=tokens.token_ids,
         logprob_indices=indices,
         logprobs=logprobs,
         prompt_logprobs=tuple(events.prompt_logprobs.get(share.client, ())),
         admitted=tuple(events.admitted.get(share.client, ())),
         finished=tuple(events.finished.get(share.client, ())),
     )
-
-
-def _int32(values: np.ndarray) -> Tensor:
-    return Tensor.from_numpy(values.astype(np.int32, copy=False))
 
 
 def _logprobs_of(sent: LogprobsOfTokens, sources: np.ndarray | None) -> tuple[Tensor | None, LogprobRows | None]:

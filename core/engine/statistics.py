@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import logging
 import time
+from typing import NamedTuple
 
 from headrace.core.schedule.requests import Request
 from headrace.core.schedule.scheduler import Scheduler
@@ -57,7 +58,8 @@ class Statistics:
         self._num_first_tokens = self._num_later_tokens = self._num_gc_pauses = 0
         self._first_token_s = self._later_token_s = self._request_s = self._gc_pause_s = 0.0
         self._last_step_s = self._interval_s = 0.0  # 0 for a step that follows on nothing
-        self._step_tokens, self._step_tokens_sum = [0] * (len(STEP_TOKEN_BOUNDS) + 1), 0
+        self._num_prompt_tokens = 0
+        self._step_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
         self._window = _Window(log_stats)
 
     def step(self, result: StepResult) -> None:
@@ -86,11 +88,12 @@ class Statistics:
     def answered(self, num_prompt_tokens: int, num_generated_tokens: int, scheduler: Scheduler) -> None:
         """The last step's tokens have been sent."""
         self.num_steps += 1
+        self._num_prompt_tokens += num_prompt_tokens
         self.num_generated_tokens += num_generated_tokens
-        num_tokens = num_prompt_tokens + num_generated_tokens
-        self._step_tokens[bisect.bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
-        self._step_tokens_sum += num_tokens
-        self._window.step(num_prompt_tokens, num_generated_tokens, scheduler, self.gaps)
+        self._step_tokens[bisect.bisect_left(STEP_TOKEN_BOUNDS, num_prompt_tokens + num_generated_tokens)] += 1
+        if self._last_step_s >= self._window.ends_s:
+            totals = Totals(self._num_prompt_tokens, self.num_generated_tokens, self.gaps.count, self.gaps.gap_s)
+            self._window.end(totals, scheduler)
 
     def idle(self) -> None:
         """Nothing is left to do: no token waits for the next step."""
@@ -116,48 +119,53 @@ class Statistics:
             num_gc_pauses=self._num_gc_pauses,
             gc_pause_s=self._gc_pause_s,
             step_tokens=tuple(self._step_tokens),
-            step_tokens_sum=self._step_tokens_sum,
+            step_tokens_sum=self._num_prompt_tokens + self.num_generated_tokens,
         )
 
 
+class Totals(NamedTuple):
+    """Sums over the engine's life, at one moment."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    gaps: int
+    gap_s: float
+
+
 class _Window:
-    """Counts of about LOG_EVERY_S of activity, and the log line at its end."""
+    """About LOG_EVERY_S of activity, and the log line at its end."""
 
     def __init__(self, log_stats: bool) -> None:
         self.finished = 0
         self._log_stats = log_stats
-        self._gaps_before = (0, 0.0)
-        self._prompt_tokens = self._generated_tokens = 0
+        self._before = Totals(0, 0, 0, 0.0)
         self._since_s = time.monotonic()
+        self.ends_s = self._since_s + LOG_EVERY_S
         self._last_requests_per_s = 0.0
 
-    def step(self, num_prompt_tokens: int, num_generated_tokens: int, scheduler: Scheduler, gaps: StepGaps) -> None:
-        self._prompt_tokens += num_prompt_tokens
-        self._generated_tokens += num_generated_tokens
-        elapsed_s = time.monotonic() - self._since_s
-        if elapsed_s < LOG_EVERY_S:
-            return
+    def end(self, now: Totals, scheduler: Scheduler) -> None:
+        now_s = time.monotonic()
+        elapsed_s = now_s - self._since_s
         if self._log_stats and elapsed_s < 2 * LOG_EVERY_S:  # a longer window was idle in between: no rate at all
-            pool = scheduler.pool
+            pool, before = scheduler.pool, self._before
             logger.info(
                 "%d running, %d waiting; prompt %.0f tok/s, output %.0f tok/s; KV cache %.1f%% in use%s",
                 scheduler.num_running,
                 len(scheduler.waiting),
-                self._prompt_tokens / elapsed_s,
-                self._generated_tokens / elapsed_s,
+                (now.prompt_tokens - before.prompt_tokens) / elapsed_s,
+                (now.generated_tokens - before.generated_tokens) / elapsed_s,
                 100 * (1 - pool.num_available / (pool.num_blocks - 1)),
-                self._gap_text(gaps, elapsed_s),
+                self._gap_text(now, elapsed_s),
             )
-        self._gaps_before = (gaps.count, gaps.gap_s)
         self._last_requests_per_s = self.finished / elapsed_s
-        self._prompt_tokens = self._generated_tokens = self.finished = 0
-        self._since_s = time.monotonic()
+        self.finished = 0
+        self._before, self._since_s, self.ends_s = now, now_s, now_s + LOG_EVERY_S
 
     def requests_per_s(self) -> float:
         return self._last_requests_per_s or self.finished / max(time.monotonic() - self._since_s, 1e-3)
 
-    def _gap_text(self, gaps: StepGaps, elapsed_s: float) -> str:
-        count, gap_s = gaps.count - self._gaps_before[0], gaps.gap_s - self._gaps_before[1]
+    def _gap_text(self, now: Totals, elapsed_s: float) -> str:
+        count, gap_s = now.gaps - self._before.gaps, now.gap_s - self._before.gap_s
         if not count:
             return ""
         return f"; {1e6 * gap_s / count:.0f} us between forward passes, {100 * gap_s / elapsed_s:.1f}% of the time"

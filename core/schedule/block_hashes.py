@@ -25,20 +25,18 @@ class BlockHasher:
         self.block_size = block_size
         self._step = _ALGORITHMS[algorithm]()
 
-    def root(self, cache_salt: str) -> BlockHash:
-        """What stands for the parent of a sequence's first block."""
-        return self._step(b"headrace", cache_salt.encode())
+    def extend(self, hashes: list[BlockHash], cache_salt: str, token_ids: np.ndarray, num_blocks: int) -> None:
+        """Appends those of the sequence's next blocks, until there are num_blocks.
 
-    def extend(self, parent: BlockHash, token_ids: np.ndarray) -> list[BlockHash]:
-        """Hashes of the consecutive full blocks in `token_ids` ([num_tokens] int32, num_tokens a multiple of the
-        block size) that follow the block named `parent`."""
-        data = token_ids.astype("<i4", copy=False).tobytes()
-        width = 4 * self.block_size
-        hashes = []
-        for start in range(0, len(data), width):
-            parent = self._step(parent, data[start : start + width])
+        hashes: of the sequence's first blocks; token_ids: [at least num_blocks * block_size] int32, all of it.
+        """
+        size, step = self.block_size, self._step
+        # What stands for the parent of the first block is made of the salt.
+        parent = hashes[-1] if hashes else step(b"headrace", cache_salt.encode())
+        data = token_ids[len(hashes) * size : num_blocks * size].astype("<i4", copy=False).tobytes()
+        for start in range(0, len(data), 4 * size):
+            parent = step(parent, data[start : start + 4 * size])
             hashes.append(parent)
-        return hashes
 
 
 def _sha256() -> Step:

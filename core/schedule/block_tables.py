@@ -57,6 +57,7 @@ class BlockTables:
         self.first_held = np.zeros((len(groups), num_rows), np.int32)
         """[num_groups, num_rows]: entries before it have been given back, or were never held."""
         self._windows = [(number, group) for number, group in enumerate(self.groups) if group.window]
+        self._full_groups = [number for number, group in enumerate(self.groups) if not group.window]
         self._suffixes = [b"", *(number.to_bytes(2, "little") for number in range(1, len(groups)))]
         self._first_tables = (np.arange(len(groups), dtype=np.int32) * num_rows)[:, None]
         self._step_tokens = step_tokens
@@ -136,6 +137,10 @@ class BlockTables:
             shortened = length < before
         return PrefixHit(length, tuple(self._needed(hashes[:length], number) for number in range(len(self.groups))))
 
+    def may_go_on(self, hashes: Sequence[BlockHash]) -> bool:
+        """Whether a hit could be longer than these first blocks of a request."""
+        return not hashes or all(self.pool.named(self.name(hashes[-1], number)) for number in self._full_groups)
+
     def _longest(self, hashes: Sequence[BlockHash], number: int) -> int:
         """How many blocks a hit within `hashes` can be long for this group alone."""
         window, suffix, named = self.groups[number].window, self._suffixes[number], self.pool.named
@@ -171,12 +176,13 @@ class BlockTables:
             self.table[number, row, :first] = NULL_BLOCK
             self.table[number, row, first:end] = blocks
 
-    def publish(self, row: int, index: int, token_hash: BlockHash) -> None:
-        """The row's blocks of this index are full, and can be found from now on."""
-        for number, suffix in enumerate(self._suffixes):
-            block = int(self.table[number, row, index])
-            if block != NULL_BLOCK:  # else it was given back before its last token was known
-                self.pool.publish(block, token_hash + suffix)
+    def publish(self, rows: int | np.ndarray, indices: slice | np.ndarray, hashes: Sequence[BlockHash]) -> None:
+        """The blocks at these indices of a row's tables, or at one index of each row, are full of tokens with these
+        hashes, and can be found from now on."""
+        for blocks, suffix in zip(self.table[:, rows, indices].tolist(), self._suffixes, strict=True):
+            for block, token_hash in zip(blocks, hashes, strict=True):
+                if block != NULL_BLOCK:  # else it was given back before its last token was known
+                    self.pool.publish(block, token_hash + suffix)
 
     def forget(self, token_hashes: Sequence[BlockHash]) -> None:
         """From now on the blocks of these tokens cannot be found in any group."""

@@ -37,6 +37,8 @@ from headrace.core.schedule.requests import Request, RowTable, State, WaitingQue
 from headrace.ipc.messages import FinishReason
 from headrace.ipc.step import StepPlan, StepResult, nth_of_each
 
+HASHED_AT_ONCE = 64
+"""Blocks of a waiting prompt, between two looks whether those before are in the cache."""
 _STAGES = ("_extend_decodes", "_extend_prefills", "_admit_waiting", "_top_up_prefills", "_draft", "_seal", "_extend")
 """Methods that are run anew for every step of a class that has its own."""
 
@@ -117,6 +119,15 @@ class _NewTokens(NamedTuple):
         )
 
 
+class _Refusal(NamedTuple):
+    """Why the head of the queue was not admitted: there were too few blocks."""
+
+    request: Request
+    num_available: int
+    num_running: int
+    next_block: BlockHash | None  # that would make its hit longer; None where that is not known
+
+
 class Scheduler:
     """Owns the rows, the waiting queue and the blocks. For one thread."""
 
@@ -161,6 +172,7 @@ class Scheduler:
         self._repeated: RepeatedDecode | None = None  # while the stages would find what they found last time
         self._has_own_stages = any(getattr(type(self), name) is not getattr(Scheduler, name) for name in _STAGES)
         self._drafter = None if config.speculation is None else NgramDrafter(config.speculation, config.max_num_seqs)
+        self._refusal: _Refusal | None = None
         self._last_step = np.zeros(config.max_num_seqs, np.int64)  # in which a row was computed; to take turns by
 
     # --- requests come and go -----------------------------------------------------------------------------------
@@ -273,11 +285,11 @@ class Scheduler:
         """In order, and only when the whole prompt finds blocks: half-admitted prompts would block each other."""
         table, block_size = self.rows, self.config.block_size
         while builder.budget > 0 and table.free and (request := self.waiting.head()) is not None:
+            if self._is_refused_still(request):
+                break
             hit = self._look_up(request)
-            blocks_missing = self.tables.num_missing(len(request.token_ids), hit)
-            # Each running request may want a block before this one is done.
-            growth = self.num_running * len(self.tables.groups)
-            if blocks_missing + growth > self.pool.num_available - self.pool.num_unheld(hit.all_blocks):
+            if self._lacks_blocks(request, hit):
+                self._refusal = self._refuse(request, hit)
                 break
             num_cached = hit.num_blocks * block_size
             missing = len(request.token_ids) - num_cached
@@ -293,6 +305,29 @@ class Scheduler:
                 self.num_prompt_tokens += request.num_prompt_tokens
                 self.num_cached_prompt_tokens += num_cached
             self._extend(builder, row, count)
+
+    def _lacks_blocks(self, request: Request, hit: PrefixHit) -> bool:
+        missing = self.tables.num_missing(len(request.token_ids), hit)
+        growth = self.num_running * len(self.tables.groups)  # each may want a block before this request is done
+        return missing + growth > self.pool.num_available - self.pool.num_unheld(hit.all_blocks)
+
+    def _refuse(self, request: Request, hit: PrefixHit) -> _Refusal:
+        hashes, next_block = request.block_hashes, None
+        if len(self.tables.groups) == 1 and hit.num_blocks < len(hashes):
+            next_block = hashes[hit.num_blocks]
+        return _Refusal(request, self.pool.num_available, self.num_running, next_block)
+
+    def _is_refused_still(self, request: Request) -> bool:
+        """Whether nothing has changed since it was refused that could admit it: its prefix is not looked up again."""
+        last = self._refusal
+        return (
+            last is not None
+            and last.request is request
+            and self.pool.num_available <= last.num_available
+            and self.num_running >= last.num_running
+            and last.next_block is not None
+            and not self.pool.named(last.next_block)
+        )
 
     def _top_up_prefills(self, builder: PlanBuilder) -> None:
         """What nobody else could use goes to prompts that were held to a share."""
@@ -440,15 +475,13 @@ class Scheduler:
         At least one token is always computed, since its logits choose the next one. Prompt log-probabilities
         need the logits of every prompt position, so such a request takes nothing from the cache.
         """
-        num_tokens, block_size = len(request.token_ids), self.config.block_size
-        hashes: list[BlockHash] = []
-        if self.hasher is not None:
-            if not request.block_hashes:
-                usable = request.token_ids[: num_tokens // block_size * block_size]
-                request.block_hashes = self.hasher.extend(self.hasher.root(request.cache_salt), usable)
-            if request.sampling.prompt_logprobs is None:
-                hashes = request.block_hashes[: (num_tokens - 1) // block_size]
-        return self.tables.find(hashes)
+        if self.hasher is None or request.sampling.prompt_logprobs is not None:
+            return self.tables.find([])
+        usable, hashes = (len(request.token_ids) - 1) // self.config.block_size, request.block_hashes
+        # A long prompt is hashed as far as it is found; the rest when it is computed, a step's share at a time.
+        while len(hashes) < usable and self.tables.may_go_on(hashes):
+            self.hasher.extend(hashes, request.cache_salt, request.token_ids, min(usable, len(hashes) + HASHED_AT_ONCE))
+        return self.tables.find(hashes[:usable])
 
     def _publish(self, row: int, start: int, count: int) -> None:
         """The blocks that this step fills by computing tokens [start, start + count) can be found from now on.
@@ -456,19 +489,19 @@ class Scheduler:
         They are named before they are written. Even a request admitted to this very step may read them: in each
         layer, all of a step's keys and values are written before any is attended to.
         """
-        assert self.hasher is not None
-        table, block_size = self.rows, self.config.block_size
+        block_size = self.config.block_size
         first, end = start // block_size, (start + count) // block_size
-        if first == end:
-            return
-        request = table.requests[row]
+        if first != end:
+            self.tables.publish(row, slice(first, end), self._hashes(row, end)[first:end])
+
+    def _hashes(self, row: int, num_blocks: int) -> list[BlockHash]:
+        """Of the row's blocks, at least of the first num_blocks, whose tokens are known."""
+        request = self.rows.requests[row]
         assert request is not None, f"row {row} is planned without a request"
         hashes = request.block_hashes
-        if len(hashes) < end:
-            parent = hashes[-1] if hashes else self.hasher.root(request.cache_salt)
-            hashes += self.hasher.extend(parent, table.token_ids[row, len(hashes) * block_size : end * block_size])
-        for index in range(first, end):
-            self.tables.publish(row, index, hashes[index])
+        if self.hasher is not None and len(hashes) < num_blocks:
+            self.hasher.extend(hashes, request.cache_salt, self.rows.token_ids[row], num_blocks)
+        return hashes
 
     def _publish_full(self, rows: np.ndarray) -> None:
         """Of these decodes, those whose planned token fills a block and is known; `advance` does the others."""
@@ -476,8 +509,11 @@ class Scheduler:
             return
         computed = self.rows.num_computed_tokens[rows]
         is_full = (computed % self.config.block_size == 0) & (self.rows.num_known_tokens[rows] >= computed)
-        for index in is_full.nonzero()[0].tolist():
-            self._publish(int(rows[index]), int(computed[index]) - 1, 1)
+        full = is_full.nonzero()[0]
+        if len(full):
+            rows, ends = rows[full], computed[full] // self.config.block_size
+            each = zip(rows.tolist(), ends.tolist(), strict=True)
+            self.tables.publish(rows, ends - 1, [self._hashes(row, end)[end - 1] for row, end in each])
 
     def preempt(self, row: int) -> None:
         """By recomputation: the request gives up row and blocks and waits in its old place in the order.
