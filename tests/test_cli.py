@@ -58,11 +58,31 @@ def test_usage_is_one_line_that_names_what_is_needed(capsys: pytest.CaptureFixtu
         ([], "headrace [-h] [--version] COMMAND ..."),
         (["bench"], "headrace bench [-h] COMMAND ..."),
         (["run-batch"], "headrace run-batch -i FILE -o FILE [options]"),
-        (["complete"], "headrace complete [options] [PROMPT]"),
+        (["complete"], "headrace complete [options] [[MODEL] PROMPT]"),
+        (["chat"], "headrace chat [options] [MODEL]"),
     ):
         with pytest.raises(SystemExit):
             main([*command, "--help"])
         assert capsys.readouterr().out.splitlines()[:2] == [f"usage: {usage}", ""]
+
+
+def test_help_of_a_command_leaves_the_engines_options_to_help_all(capsys: pytest.CaptureFixture[str]) -> None:
+    def help_of(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            main(list(arguments))
+        assert caught.value.code == 0
+        return capsys.readouterr().out
+
+    for command in (["chat"], ["complete"], ["run-batch"], ["bench", "throughput"]):
+        assert "--block-size" not in help_of(*command, "--help")
+        assert "--help=all" in help_of(*command, "--help")
+        assert "--block-size" in help_of(*command, "--help=all")
+    assert "--block-size" in help_of("serve", "--help")
+    assert "KV cache\n" in help_of("serve", "--help=listgroup")
+    cache = help_of("serve", "--help=kv cache")
+    assert "--block-size" in cache
+    assert "--max-num-seqs" not in cache
+    assert "--max-num-seqs" in help_of("serve", "--help=num_seqs")
 
 
 def test_version_and_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,6 +103,10 @@ def test_version_and_options(capsys: pytest.CaptureFixture[str]) -> None:
         (["complete", "x", "--block-size", "0"], "--block-size=0: out of range; it must be 1 to 256 tokens"),
         (["complete", "x", "--engine", "ipc:///x", "--block-size", "8"], "leave out --block-size"),
         (["complete"], "PROMPT"),
+        (["complete", "a", "b", "c"], "two at most, not 3"),
+        (["complete", "model", "x", "--engine", "ipc:///x"], "leave out model"),
+        (["chat", "model", "--url", "http://127.0.0.1:1"], "leave out model"),
+        (["chat", "--help=nothing"], "no group or option is called so"),
         (["serv"], "unknown command serv; did you mean serve?"),
         (["xyzzy"], "unknown command xyzzy; there are bench, chat"),
     ],

@@ -115,6 +115,8 @@ def test_one_that_is_stopped_is_told_from_one_that_is_dead(engine: Engine) -> No
     while "is stopped, by a signal" not in (failure := found.explain(lost)).message:
         assert time.monotonic() < end_s, failure.message
     assert f"`kill -CONT {engine.process.pid}` lets it go on" in failure.hint
+    with pytest.raises(EngineDeadError, match=rf"did not welcome .*; its process {engine.process.pid} is stopped"):
+        LLM.connect(engine.address, timeout_s=0.2)
     os.kill(engine.process.pid, signal.SIGCONT)
     while "runs, but does not answer" not in found.explain(lost).message:
         assert time.monotonic() < end_s

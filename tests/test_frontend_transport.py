@@ -73,6 +73,21 @@ def test_a_core_that_does_not_answer_is_given_up() -> None:
         run(CoreClient.connect(core.address, timeout_s=0.2))
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else for a moment")
+def test_another_users_engine_is_no_missing_one(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    path = tmp_path / "engine.sock"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        os.seteuid(65534)
+        try:
+            with pytest.raises(EngineDeadError, match="is another user's: permission denied"):
+                run(CoreClient.connect(f"ipc://{path}"))
+        finally:
+            os.seteuid(0)
+
+
 def test_something_else_that_listens_there_is_no_core(tmp_path: Path) -> None:
     context = zmq.Context()
     with context.socket(zmq.PUB) as foreign:

@@ -25,8 +25,9 @@ from headrace.core.options.vllm_options import is_vllm_option, renamed_options, 
 from headrace.ipc.failure import OptionError
 
 T = TypeVar("T", bound=msgspec.Struct)
-_STRUCTS, _VLLM_OPTIONS = "option_structs", "vllm_options"
-"""Attributes that add_options gives a parser, and a parser its namespace."""
+_STRUCTS, _FOLDED, _VLLM_OPTIONS = "option_structs", "folded_groups", "vllm_options"
+"""Attributes that add_options gives a parser (two of them), and a parser its namespace."""
+_HELP = "--help="
 
 
 def parse_options(**values: Any) -> Options:
@@ -61,6 +62,11 @@ class OptionParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         arguments = list(sys.argv[1:] if args is None else args)
+        if getattr(self, _STRUCTS, None):
+            for argument in arguments:
+                if argument.startswith(_HELP):
+                    self._print_message(self.help_on(argument.removeprefix(_HELP)), sys.stdout)
+                    self.exit()
         if getattr(self, _STRUCTS, None) and Options in getattr(self, _STRUCTS):
             known = self._option_string_actions
             names = [_base(argument) for argument in arguments if argument.startswith("-")]
@@ -79,6 +85,47 @@ class OptionParser(argparse.ArgumentParser):
             commands = [value for name, value in vars(parsed).items() if name.endswith("command") and value]
             self._fail("; ".join(self._explain(argument) for argument in flags or unknown), " ".join(commands))
         return parsed
+
+    def format_help(self) -> str:
+        """Without the groups that add_options was told to fold, which a line names instead."""
+        folded: list[str] = getattr(self, _FOLDED, [])
+        note = f"--help=all also shows the engine's options: {', '.join(folded)}\n" if folded else ""
+        structs = "--help=GROUP or --help=NAME shows a part\n" if getattr(self, _STRUCTS, None) else ""
+        return self._help_of([each for each in self._action_groups if each.title not in folded]) + note + structs
+
+    def help_on(self, key: str) -> str:
+        """`all`, the names of the groups (`listgroup`), a group by its name, or the options with `key` in theirs.
+
+        Raises what `error` does for a key that names nothing.
+        """
+        titles = [group.title for group in self._action_groups if group.title and group._group_actions]
+        if key == "all":
+            return self._help_of(self._action_groups)
+        if key == "listgroup":
+            return "\n".join(titles) + "\n"
+        groups = [group for group in self._action_groups if (group.title or "").lower() == key.lower()]
+        if not groups:
+            groups = [group for group in self._action_groups if key.lower() in (group.title or "").lower()]
+        formatter = self._get_formatter()
+        text = key.replace("_", "-").lstrip("-").lower()
+        for group in groups or self._action_groups:
+            named = [each for each in group._group_actions if any(text in name for name in each.option_strings)]
+            actions = group._group_actions if groups else named
+            if actions:
+                formatter.start_section(group.title)
+                formatter.add_arguments(actions)
+                formatter.end_section()
+        shown = formatter.format_help()
+        if not shown:
+            self.error(f"--help={key}: no group or option is called so; there are all, listgroup, {', '.join(titles)}")
+        return shown
+
+    def _help_of(self, groups: list[Any]) -> str:
+        whole, self._action_groups = self._action_groups, groups
+        try:
+            return super().format_help()
+        finally:
+            self._action_groups = whole
 
     def error(self, message: str) -> NoReturn:
         self._fail(" ".join(message.split()).replace(" :", ":"))  # names of columns are padded
@@ -160,12 +207,17 @@ class OptionParser(argparse.ArgumentParser):
 
 
 def add_options(
-    parser: argparse.ArgumentParser, struct: type[msgspec.Struct] = Options, *, positional_model: bool = False
+    parser: argparse.ArgumentParser,
+    struct: type[msgspec.Struct] = Options,
+    *,
+    positional_model: bool = False,
+    folded: bool = False,
 ) -> None:
     """Adds every declared option to the parser, in groups, and `--config FILE`. Read by `options_from_arguments`.
 
-    With `positional_model` the model may also stand without `--model`, as in `vllm serve MODEL`. A parser may have
-    several Structs; the config file may then hold options of all of them.
+    With `positional_model` the model may also stand without `--model`, as in `vllm serve MODEL`. Groups that are
+    `folded` are left out of `--help` (but not of `--help=all`). A parser may have several Structs; the config file may
+    then hold options of all of them.
     """
     structs: list[type[msgspec.Struct]] = getattr(parser, _STRUCTS, [])
     structs.append(struct)
@@ -181,6 +233,8 @@ def add_options(
             group = groups[spec.option.group] = parser.add_argument_group(spec.option.group)
         names = [*filter(None, [spec.option.short]), flag(spec.name)]
         group.add_argument(*names, dest=spec.name, **_argument(spec))
+    if folded:
+        setattr(parser, _FOLDED, [*getattr(parser, _FOLDED, []), *groups])
     if struct is Options:
         parser.add_argument(
             "--config",

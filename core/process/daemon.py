@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
+from headrace import __version__
 from headrace.core.engine.zmq_port import ZmqPort
 from headrace.core.options.engine_options import Options
 from headrace.core.options.parsing import OptionParser, add_options, options_from_arguments, parse_options
@@ -56,6 +57,7 @@ def main() -> None:
         prog="engine-core",
         description="Runs a model and serves it to Headrace clients: headrace.connect(ADDRESS), headrace --engine.",
     )
+    parser.add_argument("--version", action="version", version=f"engine-core {__version__}")
     parser.add_argument(
         "--address",
         default="",

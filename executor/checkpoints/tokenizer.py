@@ -38,7 +38,10 @@ def load_bundle(checkpoint: Checkpoint, options: Options) -> TokenizerBundle | N
     path = checkpoint.path
     if options.tokenizer:
         # Only the weights depend on the load format, and dummy ones need no file.
-        path = locate(options.tokenizer, HubChoice(options.tokenizer_revision, options.download_dir, "dummy"))
+        try:
+            path = locate(options.tokenizer, HubChoice(options.tokenizer_revision, options.download_dir, "dummy"))
+        except ModelError as error:
+            raise ModelError(f"tokenizer={options.tokenizer}: {error}", hint=error.hint) from None
         header = GGUFHeader(path) if path.is_file() else None
     if header is not None:
         return _gguf(header)

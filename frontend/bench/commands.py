@@ -133,7 +133,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     command = COMMANDS[name]
     parser.conflict_handler = "resolve"
     for struct in command.structs:
-        add_options(parser, struct)
+        is_engine = struct is Options
+        add_options(parser, struct, positional_model=is_engine, folded=is_engine)
     if command.arguments is not None:
         command.arguments(parser)
 

@@ -18,18 +18,22 @@ from headrace.ipc.failure import OptionError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "prompt",
-        nargs="?",
-        metavar="PROMPT",
-        help="The text to continue, as it is: no chat template is applied (default: what stdin holds)",
+        "texts",
+        nargs="*",
+        metavar="[MODEL] PROMPT",
+        help="The model, and the text to continue as it is: no chat template is applied. One alone is the text; none "
+        "takes what stdin holds",
     )
     add_server_arguments(parser)
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, positional_model=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_sampling(arguments)
-    prompt = _prompt_from_stdin() if arguments.prompt is None else arguments.prompt
+    if len(arguments.texts) > 2:
+        raise OptionError(f"[MODEL] PROMPT are two at most, not {len(arguments.texts)}: put the text in quotes")
+    arguments.model_argument = arguments.texts[0] if len(arguments.texts) == 2 else None
+    prompt = arguments.texts[-1] if arguments.texts else _prompt_from_stdin()
     check_text("PROMPT", prompt)
     with open_engine_or_server(arguments) as llm:
         params = sampling_params(arguments, llm.get_default_sampling_params())

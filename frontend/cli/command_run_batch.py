@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine", metavar="ADDRESS", help="Attach to the engine-core at this address instead of starting one"
     )
-    add_options(parser)
+    add_options(parser, folded=True)
 
 
 def run(arguments: argparse.Namespace) -> int:

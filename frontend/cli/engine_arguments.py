@@ -48,13 +48,13 @@ def sampling_flags() -> type[OutputFlags]:
     return cast(type[OutputFlags], flags)
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the sampling flags, `--engine` and every engine option."""
+def add_engine_arguments(parser: argparse.ArgumentParser, *, positional_model: bool = True) -> None:
+    """Adds the sampling flags, `--engine` and every engine option; the model may stand without `--model`."""
     parser.add_argument(
         "--engine", metavar="ADDRESS", help="Attach to the engine-core at this address instead of starting one"
     )
     add_options(parser, sampling_flags())
-    add_options(parser)
+    add_options(parser, positional_model=positional_model, folded=True)
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +72,7 @@ def open_engine_or_server(arguments: argparse.Namespace) -> LLM | RemoteLLM:
             raise OptionError("--api-key is for a server: give its --url")
         return open_engine(arguments)
     given = [flag(name) for name in (*option_specs(Options), "config", "engine") if vars(arguments).get(name)]
+    given += _named_model(arguments)
     if given:
         raise OptionError(f"--url attaches to a server that has its options; leave out {', '.join(given)}")
     from headrace.frontend.cli.remote import RemoteLLM
@@ -87,12 +88,18 @@ def open_engine(arguments: argparse.Namespace) -> LLM:
     if arguments.engine is None:
         chosen = {name: getattr(options, name) for name in options.__struct_fields__}
         return LLM(chosen.pop("model") or None, **chosen)  # an option left out is the empty name here
-    given = [flag(name) for name in option_specs(Options) if name in vars(arguments)]
+    given = [flag(name) for name in option_specs(Options) if name in vars(arguments)] + _named_model(arguments)
     if given or getattr(arguments, "config", None):
         raise OptionError(
             f"--engine attaches to an engine that has its options; leave out {', '.join(given or ['--config'])}"
         )
     return connect(arguments.engine)
+
+
+def _named_model(arguments: argparse.Namespace) -> list[str]:
+    """The model that stands without `--model`, if one does."""
+    named = getattr(arguments, "model_argument", None)
+    return [] if named is None else [named]
 
 
 def check_sampling(arguments: argparse.Namespace) -> None:

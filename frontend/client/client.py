@@ -15,7 +15,7 @@ from headrace.frontend.api.prompts import Prompt, check_request
 from headrace.frontend.api.sampling_params import SamplingParams
 from headrace.frontend.api.token_rules import tokenize_bad_words
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
-from headrace.frontend.client.engine_process import EngineProcess
+from headrace.frontend.client.engine_process import EngineProcess, listener_of
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.client.request_table import RequestTable
 from headrace.frontend.client.transport import CONNECTION_LOST, Transport, ZmqTransport
@@ -214,9 +214,12 @@ class CoreClient(AsyncControls):
         try:
             return await asyncio.wait_for(waiting, timeout_s)
         except TimeoutError:
-            raise EngineDeadError(
-                f"the engine-core at {self._transport.address} did not {what} within {timeout_s:g} s"
-            ) from None
+            silent = Failure(
+                message=f"the engine-core at {self._transport.address} did not {what} within {timeout_s:g} s"
+            )
+            pid = listener_of(self._transport.address)
+            process = self._process or (EngineProcess.find(pid) if pid is not None else None)
+            raise EngineDeadError.from_failure(process.explain(silent) if process is not None else silent) from None
 
     def _on_message(self, message: CoreMessage) -> None:
         self.last_heard_s = time.monotonic()

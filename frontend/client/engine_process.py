@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +19,30 @@ import msgspec
 
 from headrace.ipc.failure import Failure
 from headrace.ipc.process import oom_kill_count, status_of
+from headrace.ipc.sockets import ipc_path
 
 END_SEEN_WITHIN_S = 1.0
 """How long a process may take to end once its connection is lost; one that takes longer hangs, or is stopped."""
 END_LOOK_S = 0.02
 LOG_LINES = 10
 _LOG_BYTES = 8192
+_PROBE_S = 0.5
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: ucred of unix(7)
 _PROGRAMS = (b"engine-core", b"headrace")
 """One of these is in an engine's command line; a process of that number without it is of another host or container."""
+
+
+def listener_of(address: str) -> int | None:
+    """The process that listens at an ipc:// address, stopped or not; None where none does, or it cannot be seen."""
+    path = ipc_path(address)
+    if path is None:
+        return None
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+        probe.settimeout(_PROBE_S)
+        probe.connect(os.fspath(path))
+        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        return int(_CREDENTIALS.unpack(credentials)[0]) or None
+    return None
 
 
 class EngineProcess:

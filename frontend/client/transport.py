@@ -20,7 +20,7 @@ import zmq
 from headrace.ipc.codec import Codec, CodecError
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye
-from headrace.ipc.sockets import LINGER_MS, AddressError, check_address, new_dealer
+from headrace.ipc.sockets import LINGER_MS, AddressError, check_address, ipc_path, new_dealer
 
 OnMessage = Callable[[CoreMessage], None]
 OnClosed = Callable[[Failure], None]
@@ -214,12 +214,24 @@ class ZmqTransport:
                 self._end(f"what listens at {self.address} is no engine-core of this version", "HandshakeFailed")
             elif self._connected:
                 self._end(f"the engine-core at {self.address} is gone: the connection was lost", CONNECTION_LOST)
+            elif not self._may_connect():
+                self._end(
+                    f"the engine-core at {self.address} is another user's: permission denied",
+                    "PermissionError",
+                )
             else:
                 self._end(
                     f"no engine-core listens at {self.address}",
                     "ConnectionRefused",
                     "`headrace ps` lists those of yours that run",
                 )
+
+    def _may_connect(self) -> bool:
+        path = ipc_path(self.address)
+        try:
+            return path is None or not path.exists() or os.access(path, os.W_OK)
+        except PermissionError:  # of a folder above it
+            return False
 
     def _end(self, message: str, kind: str, hint: str = "") -> None:
         if self._context is not None:

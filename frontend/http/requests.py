@@ -321,7 +321,7 @@ def _take_neutral(fields: dict[str, Any], table: Mapping[str, Neutral], *, stric
             continue
         if neutral.is_harmless and not strict:
             continue
-        raise bad_field(name, f"{name} is not supported: {neutral.reason}", "unsupported_parameter")
+        raise bad_field(name, f"{name} is refused: {neutral.reason}", "unsupported_parameter")
 
 
 def _same(value: Any, neutral: Any) -> bool:
