@@ -132,7 +132,9 @@ class ModelRank(Rank):
             case StartProfile():
                 self._profile.start(command.prefix)
             case StopProfile():
-                return msgspec.structs.replace(answer, files=(self._profile.stop(),))
+                self._profile.stop()
+                path = self._bounded.run("writing the profile", self._profile.write)
+                return msgspec.structs.replace(answer, files=(path,))
             case DescribeEngine():
                 return msgspec.structs.replace(answer, facts=self.facts())
             case CallExtension():
@@ -256,14 +258,19 @@ class WorkerProfile:
         if self._times is not None:
             self._times.as_ranges = True
 
-    def stop(self) -> str:
-        """The file that was written. Raises HeadraceError when nothing is recorded, or it cannot be written."""
-        if self._profiler is None or self._folder is None:
+    def stop(self) -> None:
+        """Raises HeadraceError when nothing is recorded. `write` comes next."""
+        if self._profiler is None:
             raise HeadraceError("no profile is being recorded; start one first")
-        profiler, self._profiler = self._profiler, None
         if self._times is not None:
             self._times.as_ranges = False
-        profiler.stop()
+        self._profiler.stop()
+
+    def write(self) -> str:
+        """The file that was written, of what was stopped. Raises HeadraceError when it cannot be."""
+        assert self._profiler is not None, "stop comes first"
+        assert self._folder is not None, "start comes first"
+        profiler, self._profiler = self._profiler, None
         path = Path(self._folder).absolute() / f"{self._prefix}rank{self._rank}-{os.getpid()}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_parts import EOS, VOCAB_SIZE, SteppedCore, make_plan
 
 from headrace import LLM, AsyncLLM, SamplingParams
@@ -427,6 +428,27 @@ def test_a_reload_that_hangs_is_answered_at_its_deadline_and_the_engine_serves_o
         with pytest.raises(HeadraceError, match="reading the weights of before still hangs"):
             llm.reload_weights(checkpoints["other"])
         assert tokens_of(llm) == before
+
+
+def test_a_profile_whose_folder_hangs_is_answered_at_its_deadline_and_another_can_be_recorded(
+    checkpoints, tmp_path, monkeypatch
+):
+    pipe = tmp_path / f"core-{os.getpid()}.json"
+    os.mkfifo(pipe)  # whoever opens it waits until somebody reads
+    mount_is_back = threading.Event()
+    profiler = {"torch_profiler_dir": str(tmp_path)}
+    said = r"writing the profile did not end within 0\.5 s \(control_timeout\)"
+    with LLM(checkpoints["one"], in_process=True, control_timeout=0.5, profiler_config=profiler, **MODEL) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.profiler.profile, "export_chrome_trace", lambda *_: mount_is_back.wait(30))
+            for whose in ("workers", "core"):
+                llm.start_profile()
+                with pytest.raises(HeadraceError, match=said):
+                    llm.stop_profile()
+                mount_is_back.set()
+                assert len(tokens_of(llm)) == 12, f"{whose} wrote nothing, and the engine serves on"
+        with pipe.open("rb") as reader:
+            assert reader.read(1) == b"{"
 
 
 def test_a_worker_extension_that_hangs_is_answered_at_its_deadline(checkpoints, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,39 @@ def test_new_weights_take_the_old_ones_place_or_these_come_back(
     assert tokens_of(llm) == expected, "the old ones have come back"
     llm.reload_weights()
     assert tokens_of(llm) == before
+
+
+def test_weights_whose_reading_hangs_are_given_up_and_the_old_ones_come_back_or_still_sleep(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount_is_back = threading.Event()
+    read_end, said = Decoder._read_end, r"reading the weights did not end within 0\.5 s \(control_timeout\)"
+
+    def hang(decoder: Decoder, *arguments: Any) -> None:
+        mount_is_back.wait(30)
+        read_end(decoder, *arguments)
+
+    def go_on(rank: GpuOnCpu) -> None:
+        assert rank._bounded._hanging is not None
+        mount_is_back.set()
+        rank._bounded._hanging[1].join(20)
+        mount_is_back.clear()
+
+    with LLM(str(folders["own"]), enable_sleep_mode=True, control_timeout=0.5, **SETTINGS) as own:
+        rank, before = GpuOnCpu.latest, tokens_of(own)
+        with monkeypatch.context() as patch:
+            patch.setattr(Decoder, "_read_end", hang)
+            with pytest.raises(HeadraceError, match=said):
+                own.reload_weights(str(folders["other"]))
+            assert tokens_of(own) == before
+            go_on(rank)
+            own.sleep(level=2)
+            with pytest.raises(HeadraceError, match=said):
+                own.wake_up()
+            assert own.is_sleeping()
+            go_on(rank)
+        own.wake_up()
+        assert tokens_of(own) == before
 
 
 class Stingy(LateDevice):

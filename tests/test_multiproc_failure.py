@@ -7,10 +7,13 @@ import re
 import signal
 import time
 
+import msgspec
 import pytest
 from multiproc_parts import HERE, Ranks, options, wait_until
 
 from headrace.core.process.supervisor import start_engine
+from headrace.executor.placement import worker_group
+from headrace.ipc.control import DescribeEngine
 from headrace.ipc.failure import EngineDeadError, EngineStartError
 
 WITHIN_S = 5.0
@@ -110,6 +113,18 @@ def test_a_worker_that_is_killed_while_nothing_runs(how: str, rank: int) -> None
         with pytest.raises(EngineDeadError) as caught:
             ranks.submit()
         check(ranks, caught.value, rank, how, "idle")
+
+
+def test_a_worker_that_does_not_answer_a_command_is_named_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_group, "COMMAND_GRACE_S", 0.2)
+    with Ranks(msgspec.structs.replace(options(), control_timeout=0.2)) as ranks:
+        ranks.bring_up()
+        ranks.step()
+        assert len(ranks.executor.control(DescribeEngine())) == 2
+        os.kill(ranks.pid(1), signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match=r"worker 1 .* did not answer a command within 0\.2 s") as caught:
+            ranks.executor.control(DescribeEngine())
+        assert "worker 1 is stopped" in str(caught.value)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

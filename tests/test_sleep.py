@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +209,35 @@ def test_an_engine_that_slept_answers_as_before(level: int, checkpoint: Path, tm
             llm.sleep(level=3)
         with pytest.raises(InvalidRequestError, match="there is no tag 'dreams'; tags are kv_cache and weights"):
             llm.wake_up(["dreams"])
+
+
+def test_waking_up_whose_checkpoint_hangs_is_answered_at_its_deadline_and_the_engine_still_sleeps(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    with LLM(
+        str(folder), in_process=True, device="cpu", skip_tokenizer_init=True, dtype="float32", max_model_len=64,
+        enable_sleep_mode=True, control_timeout=0.3,
+    ) as llm:  # fmt: skip
+        before = tokens_of(llm)
+        llm.sleep(level=2)
+        weights, pipe = folder / "model.safetensors", tmp_path / "pipe"
+        os.mkfifo(pipe)  # whoever opens it waits until somebody writes, as on a dead mount
+        aside = weights.rename(tmp_path / "aside")
+        weights.hardlink_to(pipe)
+        with pytest.raises(HeadraceError, match=r"reading the weights did not end within 0\.3 s \(control_timeout\)"):
+            llm.wake_up()
+        assert llm.is_sleeping()
+        with pytest.raises(HeadraceError, match="reading the weights of before still hangs"):
+            llm.wake_up()
+        aside.replace(weights)
+        with pipe.open("wb"):
+            pass  # the mount is back: what hung goes on, for nobody
+        for thread in threading.enumerate():
+            if thread.name == "reading the weights":
+                thread.join(20)
+        llm.wake_up()
+        assert tokens_of(llm) == before
 
 
 def test_a_cache_that_sleeps_takes_no_memory() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -41,6 +42,7 @@ from headrace.ipc.control import (
 )
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 from headrace.ipc.messages import Reply
+from headrace.ipc.wait import BoundedCalls, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +124,7 @@ class Controller:
         self.pause = Pause(scheduler, self._pause_reached)
         self.asleep: frozenset[str] = frozenset()
         """Which tags of WakeUp are asleep now."""
+        self._bounded = BoundedCalls(plan.options.control_timeout)
         self._folder = profile_folder(plan.options)
         self._prefix = ""
         self.timeline: Timeline | None = None
@@ -223,7 +226,11 @@ class Controller:
                 f"the prefix {command.prefix!r:.100} begins file names: use up to 64 letters, digits, - and _"
             )
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._bounded.run(
+                "making the profile folder", functools.partial(self._folder.mkdir, parents=True, exist_ok=True)
+            )
+        except WaitTimeoutError:
+            raise
         except OSError as error:
             raise HeadraceError(f"the profile folder {self._folder} cannot be made: {error.strerror}") from error
         self._executor.control(command)
@@ -234,12 +241,14 @@ class Controller:
         if self.timeline is None or self._folder is None:
             raise HeadraceError("no profile is being recorded; start one first")
         timeline, self.timeline = self.timeline, None
+        answers = self._executor.control(command)  # whatever becomes of the core's part, they record no more
         path = self._folder / f"{self._prefix}core-{os.getpid()}.json"
         try:
-            timeline.write(path)
+            self._bounded.run("writing the profile", timeline.write, path)
+        except WaitTimeoutError:
+            raise
         except OSError as error:
             raise HeadraceError(f"the profile {path} cannot be written: {error.strerror}") from error
-        answers = self._executor.control(command)
         return ProfileFiles(paths=(str(path), *(file for answer in answers for file in answer.files)))
 
     def _describe(self, command: DescribeEngine) -> EngineReport:

@@ -141,7 +141,7 @@ class CpuRank(ModelRank):
     def wake_up(self, tags: frozenset[str]) -> None:
         """The cache's pages come back as they are written."""
         if "weights" in tags and self._model is None:
-            self._model = self._read_again("")
+            self._model = self._bounded.run("reading the weights", self._read_again, "")
             self.runner.use(self._model)
 
     def stop(self) -> None:

@@ -223,8 +223,14 @@ class GpuRank(ModelRank):
         return decoder
 
     def _find_weights(self, path: str) -> Callable[[], Decoder]:
-        checkpoint = self._open_again(path)
-        return lambda: self._new_decoder(checkpoint)
+        checkpoint = self._bounded.run("finding the weights", self._open_again, path)
+        return lambda: self._bounded.run("reading the weights", self._read_again, checkpoint)
+
+    def _read_again(self, checkpoint: Checkpoint) -> Decoder:
+        with self._backend.here():
+            decoder = self._new_decoder(checkpoint)
+            self._backend.memory()  # waits for what this thread has under way
+        return decoder
 
     def _new_cache(self, plan: Plan, num_blocks: int) -> kv_cache.KVCache:
         dtype = cache_dtype(plan, is_program=False)

@@ -52,7 +52,7 @@ from headrace.executor.placement.messages import (
 from headrace.executor.placement.multiproc import check_equal, merged
 from headrace.executor.placement.node_agent import KEY_VARIABLE, NodeAgent, cluster_key, keep_alive
 from headrace.executor.placement.step_codec import StepCodec
-from headrace.executor.placement.worker_group import Replies
+from headrace.executor.placement.worker_group import Replies, command_limit_s
 from headrace.executor.rank import Report
 from headrace.ipc.channel import Channel, ChannelClosedError
 from headrace.ipc.codec import CodecError
@@ -162,7 +162,8 @@ class MultiNodeExecutor(Executor):
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
         self._said.check()
         self._send(NodeCommand(command=command))
-        answered = self._said.gather(NodeAnswered)
+        limit_s = command_limit_s(self._options.control_timeout) + GRACE_S
+        answered = self._said.gather(NodeAnswered, deadline=Deadline(limit_s))
         for message in answered:
             if message.failure is not None:
                 raise HeadraceError(failure=message.failure)
@@ -234,10 +235,10 @@ class MultiNodeExecutor(Executor):
 
     def _late(self, numbers: list[int]) -> None:
         names = ", ".join(f"node {number}" for number in numbers)
-        limit_s = self._options.startup_timeout
-        self._fail(
-            Failure(message=f"{names} did not become ready within {limit_s:g} s (startup_timeout)", type="Timeout")
-        )
+        what = f"become ready within {self._options.startup_timeout:g} s (startup_timeout)"
+        if self._is_serving:
+            what = f"answer a command within {self._options.control_timeout:g} s (control_timeout)"
+        self._fail(Failure(message=f"{names} did not {what}", type="Timeout"))
 
     def _lagging(self, numbers: list[int]) -> str:
         return "wait for " + ", ".join(f"node {number}" for number in numbers)

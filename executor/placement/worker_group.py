@@ -23,6 +23,8 @@ ECHO = "PeerError"
 """What a worker raises because another one failed: not the cause."""
 ECHO_GRACE_S = 1.0
 """How long a worker that failed itself may take to be noticed after one that only heard of it."""
+COMMAND_GRACE_S = 5.0
+"""By how much the wait for an answer to a command outlasts what a worker may take for it."""
 SLOW_AFTER_S = 5.0
 """When some lag this far behind others at a start-up phase, they are named."""
 
@@ -45,6 +47,7 @@ class WorkerGroup:
         self._first_rank = starts[0].rank
         self.size = len(starts)
         self._startup_timeout_s = starts[0].options.startup_timeout
+        self._control_timeout_s = starts[0].options.control_timeout
         self._start_ends = Deadline(self._startup_timeout_s)
         self._said = Replies(self.size, error=self.error, late=self._late, lagging=self._lagging)
         self._on_failure, self._on_large_message, self._unfinished = on_failure, on_large_message, unfinished
@@ -79,9 +82,9 @@ class WorkerGroup:
         """The next message of this kind from each worker, by rank. Raises what ended a worker instead.
 
         `report` is told the first worker's phases, and which workers lag behind the others. Those that are not there
-        when the time to start is up have failed; later there is no deadline but those of the commands themselves.
+        when the time to start is up have failed, and later those that do not answer a command.
         """
-        deadline = None if self._is_serving else self._start_ends
+        deadline = Deadline(command_limit_s(self._control_timeout_s)) if self._is_serving else self._start_ends
         return self._said.gather(kind, of=ranks, report=report, deadline=deadline)
 
     def serve(self) -> None:
@@ -159,7 +162,10 @@ class WorkerGroup:
         self._said.hear(rank, message)
 
     def _late(self, ranks: list[int]) -> None:
-        self.fail(self.hung(ranks, f"become ready within {self._startup_timeout_s:g} s (startup_timeout)"))
+        what = f"become ready within {self._startup_timeout_s:g} s (startup_timeout)"
+        if self._is_serving:
+            what = f"answer a command within {self._control_timeout_s:g} s (control_timeout)"
+        self.fail(self.hung(ranks, what))
 
     def _lagging(self, ranks: list[int]) -> str:
         return "wait for " + ", ".join(f"{child.name} ({child.phase})" for child in (self.children[r] for r in ranks))
@@ -288,6 +294,12 @@ class Replies:
                 self._heard[number].remove(message)
                 found[number] = message
         return len(found) > before or len(found) == len(wanted) or self.failure is not None
+
+
+def command_limit_s(control_timeout_s: float) -> float:
+    """How long a worker's answer to a command may take: it ends by itself the two parts of one that may hang, finding
+    a checkpoint and reading it, or stopping a profile and writing it."""
+    return 2 * control_timeout_s + COMMAND_GRACE_S
 
 
 def _tell(report: Report | None, progress: Progress) -> None:
