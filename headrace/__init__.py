@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from headrace.frontend.api.outputs import CompletionOutput, Logprob, RequestOutput
     from headrace.frontend.api.prompts import TextPrompt, TokensPrompt
     from headrace.frontend.api.sampling_params import RequestOutputKind, SamplingParams
+    from headrace.frontend.api.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
     from headrace.ipc.failure import (
         EngineAsleepError,
         EngineDeadError,
@@ -43,6 +44,7 @@ _HOMES = {
     "EngineDeadError": "ipc.failure",
     "EngineStartError": "ipc.failure",
     "Failure": "ipc.failure",
+    "GuidedDecodingParams": "frontend.api.structured_outputs",
     "HeadraceError": "ipc.failure",
     "InvalidRequestError": "ipc.failure",
     "LLM": "frontend.api.llm",
@@ -55,6 +57,7 @@ _HOMES = {
     "RequestOutput": "frontend.api.outputs",
     "RequestOutputKind": "frontend.api.sampling_params",
     "SamplingParams": "frontend.api.sampling_params",
+    "StructuredOutputsParams": "frontend.api.structured_outputs",
     "TextPrompt": "frontend.api.prompts",
     "TokensPrompt": "frontend.api.prompts",
     "connect": "frontend.api.llm",
@@ -73,6 +76,7 @@ __all__ = [  # noqa: RUF022 - the first few are what people come for
     "EngineDeadError",
     "EngineStartError",
     "Failure",
+    "GuidedDecodingParams",
     "HeadraceError",
     "InvalidRequestError",
     "LLMEngine",
@@ -83,6 +87,7 @@ __all__ = [  # noqa: RUF022 - the first few are what people come for
     "RequestFailedError",
     "RequestOutput",
     "RequestOutputKind",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "__version__",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -28,10 +28,28 @@ TokenId = Annotated[int, Range(0, INT32), VOCABULARY]
 Bias = Annotated[float, Range(-math.inf, 1e9)]
 """What would become +inf in float32 would spoil the row."""
 Name = Annotated[str, Longest(4096)]
+MOST_GRAMMAR_CHARACTERS = 1 << 20
+"""Of a request's schema, regular expression or grammar."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """Base of everything on a wire: positional, tagged by class name, immutable."""
+
+
+class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_defaults=True):
+    """The form that an answer has to have. What engines may refuse is in `text` alone."""
+
+    kind: Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
+    text: Annotated[str, Longest(MOST_GRAMMAR_CHARACTERS)]
+    """A JSON schema, nothing, a regular expression, a JSON list of texts, a grammar (Lark or GBNF), a tag's JSON."""
+    disable_any_whitespace: bool = False
+    """JSON comes without the spaces that a schema leaves open."""
+    disable_additional_properties: bool = False
+    """Objects of a JSON schema have no properties that it does not name."""
+    disable_fallback: bool = False
+    """What the first backend cannot do is refused."""
+    whitespace_pattern: Annotated[str, Longest(4096)] = ""
+    """A regular expression of the white space between the parts of JSON; empty: what the backend has."""
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_defaults=True):
@@ -69,6 +87,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_
     logprob_token_ids: Annotated[tuple[TokenId, ...], Longest(1024)] = ()
     """Tokens whose log-probabilities are reported per output token, in this order, in the place of the most likely
     ones; `logprobs` is 0 then."""
+    structured_output: StructuredOutput | None = None
+    """The form of the answer; None: any."""
 
 
 class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -169,6 +189,8 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_de
     reason: FinishReason
     stop_token: int | None = None
     """The stop_token_ids entry that ended it; None for an end-of-sequence token."""
+    with_last_token: bool = False
+    """The last token is no mark of the end but part of the answer: with it, the form that was asked for is complete."""
     failure: Failure | None = None
     queued_s: float = 0.0
     """From arrival at the core to its first scheduling."""

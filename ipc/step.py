@@ -46,7 +46,26 @@ class Drafts(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=Tru
     """[sum of counts] int32, row after row"""
 
 
-Attachment = Drafts
+class TokenMasks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
+    """Which tokens may be chosen at some of the places that the step samples for.
+
+    A sampled row has one place, after its last known token, and one more after each of its drafts; places are numbered
+    in the plan's order, a row's own adjacent.
+    """
+
+    places: np.ndarray
+    """[num_masks] int32, ascending: the places that have a mask; at others any token may be chosen"""
+    bits: np.ndarray
+    """[num_masks * num_words] int32, mask after mask: bit t % 32 of a mask's word t // 32 is set where token t may be"""
+
+    def select(self, kept: np.ndarray) -> TokenMasks:
+        """Of the places that kept [num_places] bool leaves, numbered anew."""
+        chosen = kept[self.places]
+        places = (np.cumsum(kept, dtype=np.int32) - 1)[self.places[chosen]].astype(np.int32)
+        return TokenMasks(places=places, bits=self.bits.reshape(len(self.places), -1)[chosen].reshape(-1))
+
+
+Attachment = Drafts | TokenMasks
 """What a step may carry besides: a tagged union with one member for each feature."""
 
 
@@ -78,6 +97,12 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     @property
     def drafts(self) -> Drafts | None:
         return next((each for each in self.attachments if isinstance(each, Drafts)), None) if self.attachments else None
+
+    @property
+    def masks(self) -> TokenMasks | None:
+        if not self.attachments:
+            return None
+        return next((each for each in self.attachments if isinstance(each, TokenMasks)), None)
 
 
 class PromptLogprobRun(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

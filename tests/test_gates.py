@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from engine_parts import SteppedClient, SteppedCore
 
 from headrace.core.engine.gates import Gate, GateFailed, GateOpened
+from headrace.core.schedule.requests import Request
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import Abort, AddRequest, EngineStats, FinishReason, GetStats, Goodbye, Reply
 
@@ -14,9 +15,9 @@ ADAPTER, GRAMMAR = Gate("adapter", "fr"), Gate("grammar", "json")
 
 
 class OfSalt:
-    """Gates by words of the request's cache salt: in the place of adapters and grammars, which do not exist yet."""
+    """Gates by words of the request's cache salt, in the place of adapters and grammars."""
 
-    def closed_gates(self, message: AddRequest) -> Iterable[Gate]:
+    def closed_gates(self, request: Request, message: AddRequest) -> Iterable[Gate]:
         return [gate for gate in (ADAPTER, GRAMMAR) if gate.key in message.cache_salt]
 
 

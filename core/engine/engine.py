@@ -26,6 +26,7 @@ from headrace.core.options.memory import fit_cache, ledger
 from headrace.core.options.plan import Facts, Plan
 from headrace.core.options.resolve import resolve, steps_in_flight
 from headrace.core.process.child_output import LoadBar, startup_table
+from headrace.core.structured_output.backends import Backends, Vocabulary
 from headrace.ipc.failure import Failure, HeadraceError, OptionError
 from headrace.ipc.messages import TokenizerBundle, TokenizerInfo, Welcome
 from headrace.ipc.plugins import load_plugin, plugins, warn_of_vllm_plugins
@@ -114,6 +115,9 @@ class EngineCore:
         for warning in facts.warnings:
             logger.warning("%s", warning)
         self._loop = Loop(plan, facts, executor, self.port, self._inbox)
+        tokenizer_json = bytes(bundle.tokenizer_json) if bundle is not None else b""
+        vocabulary = Vocabulary(tokenizer_json, plan.model.vocab_size, plan.model.eos_token_ids)
+        self._loop.follow_grammars(Backends(plan.structured_outputs, vocabulary))
         executor.watch(lambda failure: self._inbox.put((0, ExecutorFailed(failure))))
         self.port.serve(Sessions(self._inbox, self._welcome(plan, facts, bundle), bundle))
 

@@ -47,8 +47,11 @@ class GateFailed(msgspec.Struct, frozen=True):
 class Gatekeeper(Protocol):
     """What knows one reason's conditions. Called on the loop's thread, so it must not wait for anything."""
 
-    def closed_gates(self, message: AddRequest) -> Iterable[Gate]:
-        """Those that the request needs and that are closed; each is reported later, whatever comes of it."""
+    def closed_gates(self, request: Request, message: AddRequest) -> Iterable[Gate]:
+        """Those that the request needs and that are closed; each is reported later, whatever comes of it.
+
+        What stands behind a gate is put into the request before the gate is reported open, or at once where none is
+        closed."""
         ...
 
 
@@ -76,7 +79,7 @@ class Gates:
 
     def hold(self, request: Request, message: AddRequest) -> bool:
         """Whether the request waits for a gate now; else it may be scheduled."""
-        closed = {gate for gatekeeper in self._gatekeepers for gate in gatekeeper.closed_gates(message)}
+        closed = {gate for gatekeeper in self._gatekeepers for gate in gatekeeper.closed_gates(request, message)}
         if not closed:
             return False
         self._gated[request] = _Gated(request, message.priority, closed, time.monotonic() + self.timeout_s)

@@ -23,6 +23,7 @@ from headrace.core.engine.outputs import (
     StepEvents,
     drop_departed,
     finish_of,
+    finish_of_ended,
     gather_prompt_logprobs,
     only_finished,
     partial_outputs,
@@ -32,8 +33,11 @@ from headrace.core.engine.statistics import Statistics
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Facts, Plan
 from headrace.core.options.resolve import Capacity, steps_in_flight
+from headrace.core.schedule.grammar_masks import GrammarMasks
 from headrace.core.schedule.requests import Request, State
 from headrace.core.schedule.scheduler import Scheduler, SchedulerConfig
+from headrace.core.structured_output.backend import Backend
+from headrace.core.structured_output.compiler import GrammarCompiler
 from headrace.ipc.control import PauseGeneration, Sleep, WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import EngineDeadError, Failure
 from headrace.ipc.gc_pauses import gc_watched
@@ -125,6 +129,13 @@ class Loop:
         self._load_changed = True
         """Requests came, left or gave way since the load was reported."""
         self._stop_at_s: float | None = None
+        self._compiler: GrammarCompiler | None = None
+
+    def follow_grammars(self, backend: Backend) -> None:
+        """Requests may ask for structured outputs. Before the loop runs."""
+        self._compiler = GrammarCompiler(backend.compile, lambda news: self._inbox.put((0, news)))
+        self.gates.register(self._compiler)
+        self.scheduler.grammars = GrammarMasks(backend, self.scheduler.config.vocab_size)
 
     def run(self) -> None:
         """Until a StopOrder has been carried out. Raises what ended the executor, after telling every client."""
@@ -137,6 +148,9 @@ class Loop:
             for client in self._port.clients:
                 self._port.send(client, EngineFailed(failure=failure))
             raise
+        finally:
+            if self._compiler is not None:
+                self._compiler.stop()
         self._end_what_is_left()
 
     def turn(self) -> None:
@@ -390,7 +404,7 @@ class Loop:
             request.first_token_s = now_s
             self._statistics.first_token(request)
         for ended in advance.ended:
-            self._end(events, ended.request, finish_of(ended.request, ended.reason, stop_token=ended.stop_token))
+            self._end(events, ended.request, finish_of_ended(ended))
         for client, message in self._output_builder.messages(plan, result, advance, events):
             self._port.send(client, message)
         return len(advance.token_ids)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import msgspec
 import numpy as np
 
 from headrace.core.schedule.requests import Request, RowTable
-from headrace.core.schedule.scheduler import Advance, Scheduler
+from headrace.core.schedule.scheduler import Advance, Ended, Scheduler
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import Admitted, Finish, FinishReason, LogprobRows, PromptLogprobs, StepOutputs
@@ -88,6 +89,21 @@ def finish_of(
         decode_s=now_s - token_s,
         num_preemptions=request.num_preemptions,
     )
+
+
+def finish_of_ended(ended: Ended) -> Finish:
+    """Of a request that a step ended."""
+    failure = None
+    if ended.problem:
+        failure = Failure(
+            message=f"the request cannot go on: {ended.problem}",
+            type="InvalidRequestError",
+            process="engine-core",
+            pid=os.getpid(),
+            phase="step",
+        )
+    finish = finish_of(ended.request, ended.reason, stop_token=ended.stop_token, failure=failure)
+    return msgspec.structs.replace(finish, with_last_token=True) if ended.with_last_token else finish
 
 
 def only_finished(step: int, finished: list[Finish]) -> StepOutputs:

@@ -316,6 +316,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             '"prompt_lookup_min": 2}; with more than disable_by_batch_size requests nothing is guessed',
         ),
     ] = {}
+    structured_outputs_config: Annotated[
+        dict[str, Any],
+        Option(
+            SCHEDULER,
+            "How the grammars of structured outputs are followed: backend (auto: llguidance, and xgrammar where it is "
+            "installed for what that refuses; or either alone), disable_fallback, disable_any_whitespace, "
+            "disable_additional_properties",
+        ),
+    ] = {}
     stream_interval: Annotated[
         int,
         Option(SCHEDULER, "Tokens of an output that are told together; its first is told at once", "tokens", minimum=1),

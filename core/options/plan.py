@@ -9,6 +9,7 @@ import msgspec
 from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup
 from headrace.core.options.engine_options import Options
 from headrace.core.options.speculation import Speculation
+from headrace.core.options.structured_outputs import StructuredOutputs
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +69,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     decisions: tuple[Decision, ...]
     speculation: Speculation | None = None
     """How requests get draft tokens; None: they get none."""
+    structured_outputs: StructuredOutputs = StructuredOutputs()
+    """How the grammars of requests are followed."""
     weights_stay_packed: bool = False
     """Quantised weights are kept, and computed where the device can, as the checkpoint stores them."""
     weight_bits: int | None = None

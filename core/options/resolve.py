@@ -11,6 +11,7 @@ import msgspec
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Decision, ModelDescription, Plan
 from headrace.core.options.speculation import CPU_STEP_TOKENS, speculation_of
+from headrace.core.options.structured_outputs import structured_outputs_of
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import Sampling
 from headrace.ipc.ranges import model_defaults
@@ -73,6 +74,9 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
             f"asked for; they follow an earlier run of the last {lookup} tokens, in steps of up to "
             f"{speculation.most_step_tokens} tokens",
         )
+    structured_outputs = structured_outputs_of(options.structured_outputs_config)
+    if options.structured_outputs_config:
+        decide("structured_outputs_config", ", then ".join(structured_outputs.backends), "asked for")
     prefix_caching = options.enable_prefix_caching
     if prefix_caching and model.why_no_prefix_caching:
         prefix_caching = decide("enable_prefix_caching", False, model.why_no_prefix_caching)
@@ -91,6 +95,7 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
         max_num_batched_tokens=tokens,
         max_logprobs=max_logprobs,
         speculation=speculation,
+        structured_outputs=structured_outputs,
         enable_prefix_caching=prefix_caching,
         seed=seed,
         decisions=tuple(decisions),

@@ -16,11 +16,15 @@ from __future__ import annotations
 import enum
 import heapq
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from headrace.core.schedule.block_hashes import BlockHash
 from headrace.ipc.messages import Sampling
+
+if TYPE_CHECKING:
+    from headrace.core.structured_output.backend import Matcher
 
 
 class State(enum.Enum):
@@ -40,6 +44,7 @@ class Request:
         "client",
         "first_scheduled_s",
         "first_token_s",
+        "matcher",
         "num_preemptions",
         "num_prompt_logprobs",
         "num_prompt_tokens",
@@ -65,6 +70,7 @@ class Request:
         self.num_prompt_tokens = len(token_ids)
         self.sampling, self.seed = sampling, seed
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
+        self.matcher: Matcher | None = None  # where the answer stands in its grammar, at its last known token
         self.cache_salt = ""
         self.arrival = 0  # a running number
         self.order: tuple[int, ...] = ()  # sorts requests by who is served first
@@ -152,6 +158,7 @@ class RowTable:
         self.min_tokens_total = np.zeros(rows, np.int32)  # no stop token counts up to here
         self.stops_at_eos = np.zeros(rows, bool)
         self.has_stop_token_ids = np.zeros(rows, bool)
+        self.has_matcher = np.zeros(rows, bool)
         self.client = np.zeros(rows, np.int32)
         self.slot = np.zeros(rows, np.int32)
         self.output_interval = np.ones(rows, np.int32)
@@ -174,6 +181,7 @@ class RowTable:
         self.min_tokens_total[row] = min(request.num_prompt_tokens + sampling.min_tokens, max_model_len)
         self.stops_at_eos[row] = not sampling.ignore_eos
         self.has_stop_token_ids[row] = bool(request.stop_token_ids)
+        self.has_matcher[row] = request.matcher is not None
         self.client[row], self.slot[row] = request.client, request.slot
         self.output_interval[row], self.num_sent[row] = request.output_interval, request.num_sent
         request.row, request.state = row, State.RUNNING

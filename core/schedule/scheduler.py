@@ -29,6 +29,7 @@ from headrace.core.options.speculation import Speculation
 from headrace.core.schedule.block_hashes import BlockHash, BlockHasher
 from headrace.core.schedule.block_tables import BlockTables, PrefixHit
 from headrace.core.schedule.blocks import BlockPool
+from headrace.core.schedule.grammar_masks import GrammarMasks
 from headrace.core.schedule.ngram_drafter import DraftCounts, NgramDrafter
 from headrace.core.schedule.plan_builder import PlanBuilder
 from headrace.core.schedule.policies import PrefillLimits, in_turn, order_of, prefill_share
@@ -71,6 +72,10 @@ class Ended(msgspec.Struct, frozen=True):
     request: Request
     reason: FinishReason
     stop_token: int | None
+    with_last_token: bool = False
+    """The token that ended it is part of the answer."""
+    problem: str = ""
+    """Why it FAILED."""
 
 
 class Advance(msgspec.Struct, frozen=True):
@@ -98,6 +103,8 @@ class _NewTokens(NamedTuple):
     ends: np.ndarray  # its request
     stops: np.ndarray  # ends it, and not for its length
     is_stop_token: np.ndarray  # one of the request's own
+    completes: np.ndarray  # the form that the answer has to have
+    problems: dict[int, str]  # index of a token with which its row cannot go on -> why
     kept: np.ndarray | None = None  # of the result's tokens, which these are; None: all
 
     def up_to_first_end(self, counts: np.ndarray) -> _NewTokens:
@@ -115,6 +122,8 @@ class _NewTokens(NamedTuple):
             ends=self.ends[kept],
             stops=self.stops[kept],
             is_stop_token=self.is_stop_token[kept],
+            completes=self.completes[kept],
+            problems={int(kept[:index].sum()): why for index, why in self.problems.items()},
             kept=kept,
         )
 
@@ -173,6 +182,8 @@ class Scheduler:
         self._has_own_stages = any(getattr(type(self), name) is not getattr(Scheduler, name) for name in _STAGES)
         self._drafter = None if config.speculation is None else NgramDrafter(config.speculation, config.max_num_seqs)
         self._refusal: _Refusal | None = None
+        self.grammars: GrammarMasks | None = None
+        """Of answers that have to have a form; None where no request may ask for one."""
         self._last_step = np.zeros(config.max_num_seqs, np.int64)  # in which a row was computed; to take turns by
 
     # --- requests come and go -----------------------------------------------------------------------------------
@@ -257,6 +268,8 @@ class Scheduler:
                 decodes = decodes[in_turn(is_pending, last_step, self.config.max_steps_in_flight)]
             if self._drafter is not None and self.num_in_flight:
                 decodes = decodes[~self._drafter.waits(table, decodes)]
+            if self.grammars is not None and self.num_in_flight:
+                decodes = decodes[~self.grammars.waits(table, decodes)]
             full = decodes[table.num_computed_tokens[decodes] >= tables.num_blocks[decodes] * tables.block_size]
             tables.give_back(full, table)
             if len(full) <= tables.num_free_to_grow():
@@ -358,6 +371,8 @@ class Scheduler:
                 (held + spare) * block_size - num_tokens,
             )
             draft = self._drafter.propose(row, table.token_ids[row, :num_tokens], limit)
+            if self.grammars is not None:
+                draft = self.grammars.cut(table, row, draft)
             if len(draft):
                 more = max(0, -(-(num_tokens + len(draft)) // block_size) - held)
                 builder.add_draft(index, draft, *tables.extend(row, more))
@@ -374,6 +389,9 @@ class Scheduler:
         quiet_steps = None  # how many plans there can be before somebody might get a draft; None: any number
         if self._drafter is not None:
             quiet_steps = self._drafter.seal(plan, table)
+        if self.grammars is not None and (masks := self.grammars.masks(plan, table)) is not None:
+            plan = msgspec.structs.replace(plan, attachments=(*plan.attachments, masks))
+            quiet_steps = 0
         if not self.config.rows_run_ahead:
             self._last_step[plan.rows] = self._step
         self.num_in_flight += 1
@@ -411,8 +429,14 @@ class Scheduler:
             request = self._leave(int(new.row_of[index]))
             request.state = State.FINISHED
             stop_token = int(new.token_ids[index]) if new.is_stop_token[index] else None
-            reason = FinishReason.STOP if new.stops[index] else FinishReason.LENGTH
-            ended.append(Ended(request, reason, stop_token))
+            reason, problem = (
+                FinishReason.STOP if new.stops[index] else FinishReason.LENGTH,
+                new.problems.get(index, ""),
+            )
+            if problem:
+                reason = FinishReason.FAILED
+            with_last_token = bool(new.completes[index])
+            ended.append(Ended(request, reason, stop_token, with_last_token, problem))
         if self.hasher is not None and self.num_in_flight:
             # Blocks whose last token a step in flight computes, and that could not be named before it was known.
             full = (known_now % self.config.block_size == 0) & (table.num_computed_tokens[rows] >= known_now)
@@ -434,7 +458,14 @@ class Scheduler:
             is_stop_token[index] = request is not None and int(token_ids[index]) in request.stop_token_ids
         stops |= is_stop_token
         ends = stops | (num_tokens >= table.max_tokens_total[row_of])
-        new = _NewTokens(row_of, num_tokens, token_ids, counts, ends, stops, is_stop_token)
+        completes, problems = np.zeros(len(token_ids), bool), dict[int, str]()
+        if self.grammars is not None:
+            completes, problems = self.grammars.take(table, row_of, token_ids, ends)
+            completes &= ~stops  # an end-of-sequence token completes a form too, and is no part of it
+            stops |= completes
+            ends |= completes
+            ends[list(problems)] = True
+        new = _NewTokens(row_of, num_tokens, token_ids, counts, ends, stops, is_stop_token, completes, problems)
         return new if counts is None else new.up_to_first_end(counts)
 
     def _take_drafted(self, rows: np.ndarray, known: np.ndarray, known_now: np.ndarray, counts: np.ndarray) -> None:

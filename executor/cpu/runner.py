@@ -54,7 +54,7 @@ class _Repeating:
     def goes_on(self, plan: StepPlan) -> bool:
         """Whether the plan is such a step. That each row is one on, and sampled from, need not be looked at: each has
         got a token that was not computed."""
-        if plan.total_tokens != len(self._rows) or plan.new_rows or plan.released_rows.size:
+        if plan.total_tokens != len(self._rows) or plan.new_rows or plan.released_rows.size or plan.attachments:
             return False
         return plan.rows is self._rows or np.array_equal(plan.rows, self._rows)
 
@@ -105,7 +105,7 @@ class ModelRunner:
             return StepResult(step=plan.step, rows=np.zeros(0, np.int32), token_ids=np.zeros(0, np.int32))
         needs = batch.needs(plan.rows)
         places = None if plan.drafts is None else SampledPositions(plan, plan.drafts)
-        arrays = batch.arrays(plan, places, reads_logits=needs != 0)
+        arrays = batch.arrays(plan, places, reads_logits=needs != 0 or plan.masks is not None)
         rows, num_tokens = plan.rows[plan.sampled], None
         if places is not None:
             rows, num_tokens = places.row_of, batch.num_tokens[places.row_of] + places.nth
@@ -113,7 +113,7 @@ class ModelRunner:
         self._began_s = time.monotonic()
         computed = self._model.step(arrays, self._kv_cache, draws)
         self._ended_s = time.monotonic()
-        if computed.chosen is None or needs & ~(Needs.RANDOM | Needs.TRUNCATION):
+        if computed.chosen is None or needs & ~(Needs.RANDOM | Needs.TRUNCATION) or plan.masks is not None:
             return self._sample(plan, arrays, rows, computed, places)
         sampled = Sampled(computed.chosen.token_ids, find_problems(computed.chosen.best))
         if places is not None:
@@ -146,7 +146,7 @@ class ModelRunner:
         places: SampledPositions | None,
     ) -> StepResult:
         """Samples for `rows` from their logits, and appends the tokens to the batch."""
-        batch, logits = self._batch, computed.sampled
+        batch, logits, masks = self._batch, computed.sampled, plan.masks
         problems: dict[int, str] = {}  # row -> why it failed
         prompt_logprobs: tuple[PromptLogprobRun, ...] = ()
         if batch.needs(plan.rows) & Needs.PROMPT_LOGPROBS:
@@ -155,12 +155,13 @@ class ModelRunner:
             if problems and places is None:
                 unharmed = ~np.isin(rows, list(problems))
                 rows, logits = rows[unharmed], logits[torch.from_numpy(unharmed).to(logits.device)]
+                masks = masks and masks.select(unharmed)
         sampled = Sampled(np.zeros(0, np.int32), {})
         if places is not None:
-            sampled = sample(logits, batch, rows, self._model.choose, batch.num_tokens[rows] + places.nth)
+            sampled = sample(logits, batch, rows, self._model.choose, batch.num_tokens[rows] + places.nth, masks)
             return self._verified(plan, places, sampled, prompt_logprobs, problems)
         if len(rows):
-            sampled = sample(logits, batch, rows, self._model.choose)
+            sampled = sample(logits, batch, rows, self._model.choose, masks=masks)
             batch.append_sampled(rows, sampled.token_ids)
         return self._result(plan, rows, sampled, prompt_logprobs, problems | _by_row(rows, sampled.problems))
 

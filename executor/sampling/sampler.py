@@ -22,7 +22,7 @@ from headrace.executor.sampling.random_numbers import draw, gumbel_noise, row_ke
 from headrace.executor.sampling.token_rules import additions
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import LogprobRows
-from headrace.ipc.step import RowFailure
+from headrace.ipc.step import RowFailure, TokenMasks
 from headrace.kernels.reference.sampling import CPU_TILE_ELEMENTS, likeliest
 
 CANDIDATES = 256
@@ -68,21 +68,25 @@ def sample(
     rows: np.ndarray,
     choose: Choose | None = None,
     num_tokens: np.ndarray | None = None,
+    masks: TokenMasks | None = None,
 ) -> Sampled:
     """Chooses the next token of each row.
 
     logits: [num_rows, vocab_size] float32, one row for each of `rows` [num_rows]; it may be overwritten.
     num_tokens: [num_rows], how many of the row's tokens come before the one to choose, where the row occurs several
     times, for a place after each of its drafts; None: all known ones.
+    masks: which tokens may be chosen; places are the rows of logits.
     """
     needs = batch.sampling.needs[rows]
     used = batch.needs(rows) if len(rows) else 0
     reporting = np.flatnonzero((needs & Needs.LOGPROBS) != 0)
     raw = logits[_indices(reporting, logits)] if reporting.size else None  # a copy, before anything changes them
-    changes = bool(used & CHANGES)
+    changes = bool(used & CHANGES) or masks is not None
     problems: dict[int, str] = {}
     if changes:
         problems = find_problems(_argmax(logits)[1])
+        if masks is not None:
+            apply_masks(logits, masks)
         apply_rules(logits, batch, rows, num_tokens)
         penalise(logits, batch, rows, num_tokens)
     chosen = (choose or choose_in_torch)(logits, batch.draws(rows, num_tokens))
@@ -108,6 +112,14 @@ def choose_in_torch(logits: Tensor, draws: Draws) -> Chosen:
     if random_indices.size:
         token_ids[random_indices] = _choose_randomly(logits, draws, random_indices)
     return Chosen(token_ids.astype(np.int32), best)
+
+
+def apply_masks(logits: Tensor, masks: TokenMasks) -> None:
+    """Forbids, in place, what masks do not allow."""
+    bits = masks.bits.reshape(len(masks.places), -1).view(np.uint8)
+    allowed = np.unpackbits(bits, axis=1, count=logits.shape[1], bitorder="little").view(bool)
+    for place, mask in zip(masks.places.tolist(), torch.from_numpy(allowed).to(logits.device), strict=True):
+        logits[place].masked_fill_(~mask, -torch.inf)
 
 
 def apply_rules(logits: Tensor, batch: BatchState, rows: np.ndarray, num_tokens: np.ndarray | None = None) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, TypeVar
 
 from headrace.frontend.api.sampling_fields import Field, bad, check_of, declared_fields, sent_fields
+from headrace.frontend.api.structured_outputs import StructuredOutputsParams, structured_outputs_from
 from headrace.frontend.api.token_rules import openai_bias, verify_token_ids, verify_token_rules
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Sampling
@@ -24,8 +25,8 @@ GREEDY_BELOW = 1e-5
 
 NOT_SUPPORTED = frozenset(
     {
-        *("beam_width", "best_of", "early_stopping", "extra_args", "flat_logprobs", "guided_decoding"),
-        *("length_penalty", "logits_processors", "structured_outputs", "truncate_prompt_tokens", "use_beam_search"),
+        *("beam_width", "best_of", "early_stopping", "extra_args", "flat_logprobs"),
+        *("length_penalty", "logits_processors", "truncate_prompt_tokens", "use_beam_search"),
     }
 )
 """vLLM's fields that this version refuses by name. What asks for nothing, None and NEUTRAL, is accepted."""
@@ -110,6 +111,10 @@ class SamplingParams:
         list[int] | None,
         Field("Tokens to report per token in the place of the likeliest ones; without a rank", in_body=False),
     ] = None
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the output has to have: a JSON schema, a regular expression, one of several texts, a grammar."""
+    guided_decoding: StructuredOutputsParams | None = None
+    """Its name in older versions."""
     detokenize: Annotated[bool, Field("False leaves the output's text empty", in_body=False)] = True
     skip_special_tokens: Annotated[bool, Field("Leave special tokens out of the text")] = True
     spaces_between_special_tokens: Annotated[bool, Field("Only True is supported, as fast tokenisers do it")] = True
@@ -121,6 +126,12 @@ class SamplingParams:
             self.seed = None
         if self.top_k == -1:
             self.top_k = 0
+        if self.guided_decoding is not None:
+            if self.structured_outputs is not None:
+                raise bad("guided_decoding", self.guided_decoding, "is the older name of structured_outputs: give one")
+            self.structured_outputs, self.guided_decoding = self.guided_decoding, None
+        if isinstance(self.structured_outputs, dict):
+            self.structured_outputs = structured_outputs_from(self.structured_outputs)
         self.verify()
         if self.logprob_token_ids and self.logprobs is None:
             self.logprobs = 0
@@ -153,6 +164,10 @@ class SamplingParams:
             raise bad("output_kind", self.output_kind, "must be a RequestOutputKind")
         if not self.spaces_between_special_tokens:
             raise bad("spaces_between_special_tokens", False, "is not supported; leave it True")
+        if self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputsParams):
+                raise bad("structured_outputs", self.structured_outputs, "must be a StructuredOutputsParams")
+            self.structured_outputs.verify()
         self._verify_stops()
         verify_token_rules(self)
         if self.logprob_token_ids is not None:
@@ -199,6 +214,8 @@ class SamplingParams:
             wire["seed"] = (int(self.seed) + child + 2**63) % 2**64 - 2**63
         if child:
             wire.pop("prompt_logprobs", None)  # the same for every child
+        if self.structured_outputs is not None:
+            wire["structured_output"] = self.structured_outputs.to_wire()
         return Sampling(**wire, bad_words=bad_words)
 
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 ONLY_GENERATION = "only generation is supported so far"
 NO_BEAMS = "beam search is not supported; n samples several answers"
-NO_GRAMMARS = "structured outputs are not supported yet"
 DECISIONS = "what the engine decided is in `engine`, and its options in describe_engine()"
 
 METHODS = {
@@ -27,8 +26,6 @@ METHODS = {
 }
 SAMPLING = {
     "BeamSearchParams": NO_BEAMS,
-    "GuidedDecodingParams": NO_GRAMMARS,
-    "StructuredOutputsParams": NO_GRAMMARS,
 }
 PACKAGE = SAMPLING | {
     "ClassificationRequestOutput": ONLY_GENERATION,

@@ -164,7 +164,7 @@ class RequestTable:
                     sequence.logprob_rows.append(row)
 
     def _silent_tokens(self, finished: Iterable[Finish], slots: list[int]) -> frozenset[int]:
-        stopped = {finish.slot for finish in finished if finish.reason is FinishReason.STOP}
+        stopped = {finish.slot for finish in finished if _has_mark(finish)}
         last = {slot: position for position, slot in enumerate(slots) if slot in stopped}
         return frozenset(
             position
@@ -182,7 +182,7 @@ class RequestTable:
             stream.touched = False
             stream.fail(_error_of(finish))
             return
-        silent = finish.reason is FinishReason.STOP and not stream.params.include_stop_str_in_output
+        silent = _has_mark(finish) and not stream.params.include_stop_str_in_output
         self._finish(sequence, reason, finish.stop_token, silent_last_token=silent)
 
     def _finish(
@@ -203,6 +203,11 @@ class RequestTable:
         if slots:
             self._aborted.update(slots)
             self._send(Abort(slots=tuple(slots)))
+
+
+def _has_mark(finish: Finish) -> bool:
+    """The last token says that the answer ends, and is no part of it."""
+    return finish.reason is FinishReason.STOP and not finish.with_last_token
 
 
 def _messages_of(stream: RequestStream) -> list[AddRequest]:

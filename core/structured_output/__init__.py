@@ -1,0 +1,1 @@
+"""Grammars of answers: compiled beside the loop, followed token by token."""

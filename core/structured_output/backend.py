@@ -1,0 +1,61 @@
+"""What a library of grammars does for the core. It is a backend's file that imports it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from headrace.ipc.messages import StructuredOutput
+
+
+class Matcher(Protocol):
+    """Where one answer stands in its grammar: a function of the tokens that it has accepted, and of nothing else."""
+
+    backend: Backend
+    """That fills its masks."""
+
+    def accept(self, token_id: int) -> bool:
+        """Takes the answer's next token. False, and never to be used again, where the grammar does not allow it."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing but the end may follow, or the end has come."""
+        ...
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot go on: a limit that it met; "" while it can."""
+        ...
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, might come next. Takes none of them."""
+        ...
+
+    def forced_tokens(self) -> list[int]:
+        """Tokens that must come next, written as the tokenizer would write their text; [] where there is a choice."""
+        ...
+
+    def copy(self) -> Matcher:
+        """One at the same place, which goes its own way."""
+        ...
+
+
+class Backend(Protocol):
+    """One library, for one tokenizer. `compile` may be called from several threads at once."""
+
+    name: str
+
+    def compile(self, wanted: StructuredOutput) -> Matcher:
+        """The beginning of the grammar. Raises InvalidRequestError with the library's reason."""
+        ...
+
+    def fill(self, places: Sequence[tuple[Matcher, int, list[int]]], masks: np.ndarray) -> None:
+        """Writes which tokens may come next into masks [num_masks, num_words] int32, as TokenMasks has them.
+
+        Each place is a matcher, the number of its mask, and drafts that it allows: the masks after each of those are
+        the next ones.
+        """
+        ...

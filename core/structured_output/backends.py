@@ -1,0 +1,93 @@
+"""Which library follows a request's grammar. Each is made ready by the first request that needs it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from headrace.core.options.structured_outputs import StructuredOutputs
+from headrace.core.structured_output.backend import Backend, Matcher
+from headrace.ipc.failure import HeadraceError, InvalidRequestError
+from headrace.ipc.messages import StructuredOutput
+
+logger = logging.getLogger(__name__)
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """What a grammar's library knows of the model."""
+
+    tokenizer_json: bytes
+    """In the `tokenizers` library's form; empty where the engine runs without a tokenizer."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+def make_backend(name: str, vocabulary: Vocabulary) -> Backend:
+    """Takes up to a second. Raises InvalidRequestError where the library is missing, or cannot read the tokenizer."""
+    try:
+        from headrace.core.structured_output.llguidance_backend import LLGuidanceBackend
+
+        kinds = {"llguidance": LLGuidanceBackend}
+        return kinds[name](vocabulary.tokenizer_json.decode(), vocabulary.vocab_size, vocabulary.eos_token_ids)
+    except ModuleNotFoundError as error:
+        raise InvalidRequestError(f"{name} cannot be used: the engine lacks {error.name}; pip install {name}") from None
+    except HeadraceError:
+        raise
+    except Exception as error:  # whatever it says of a tokenizer of a kind it does not know
+        raise InvalidRequestError(f"{name} cannot read this model's tokenizer: {error}") from error
+
+
+class Backends:
+    """The libraries of a plan, as one `Backend`: what the first refuses is tried with the next."""
+
+    name = "auto"
+
+    def __init__(self, options: StructuredOutputs, vocabulary: Vocabulary) -> None:
+        self._options, self._vocabulary = options, vocabulary
+        self._lock = threading.Lock()
+        self._made: dict[str, Backend] = {}
+
+    def compile(self, wanted: StructuredOutput) -> Matcher:
+        if not self._vocabulary.tokenizer_json:
+            raise InvalidRequestError(
+                "SamplingParams.structured_outputs needs the model's tokenizer, and the engine runs without one "
+                "(skip_tokenizer_init)"
+            )
+        options = self._options
+        wanted = msgspec.structs.replace(
+            wanted,
+            disable_any_whitespace=wanted.disable_any_whitespace or options.disable_any_whitespace,
+            disable_additional_properties=wanted.disable_additional_properties or options.disable_additional_properties,
+        )
+        first, *others = options.backends
+        try:
+            return self._backend(first).compile(wanted)
+        except InvalidRequestError as error:
+            if options.disable_fallback or wanted.disable_fallback:
+                raise
+            for name in others:
+                try:
+                    matcher = self._backend(name).compile(wanted)
+                except InvalidRequestError:
+                    continue  # the first one's reason is the one to hear
+                logger.info("a grammar is followed by %s: %s", name, error)
+                return matcher
+            raise
+
+    def fill(self, places: Sequence[tuple[Matcher, int, list[int]]], masks: np.ndarray) -> None:
+        made = list(self._made.values())
+        for backend in made:
+            own = places if len(made) == 1 else [each for each in places if each[0].backend is backend]
+            if own:
+                backend.fill(own, masks)
+
+    def _backend(self, name: str) -> Backend:
+        with self._lock:
+            if name not in self._made:
+                self._made[name] = make_backend(name, self._vocabulary)
+                logger.info("grammars are followed by %s", name)
+            return self._made[name]

@@ -1,0 +1,81 @@
+"""The gatekeeper of grammars: compiles what requests ask for on threads of its own, and keeps what was compiled.
+
+request --> cached? ----------------------------> it gets a copy, and no gate is closed
+              | no
+              v
+         gate "grammar" closes, a thread compiles --> GateOpened, its requests have copies
+                                                 \\-> GateFailed with the library's reason
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from headrace.core.engine.gates import Gate, GateFailed, GateOpened
+from headrace.core.schedule.requests import Request
+from headrace.core.structured_output.backend import Matcher
+from headrace.ipc.failure import Failure
+from headrace.ipc.messages import AddRequest, Generate, StructuredOutput
+
+MOST_CACHED = 256
+"""Grammars that are kept."""
+NUM_THREADS = 2
+REASON = "grammar"
+
+
+class GrammarCompiler:
+    """A `Gatekeeper`. Its threads hand requests their matchers: while a request is gated nobody else touches it."""
+
+    def __init__(
+        self,
+        compile_one: Callable[[StructuredOutput], Matcher],
+        report: Callable[[GateOpened | GateFailed], None],
+    ) -> None:
+        """compile_one: the beginning of a grammar; it may take long, and raises InvalidRequestError with the reason.
+        report: takes news from any thread."""
+        self._compile_one, self._report = compile_one, report
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[Gate, Matcher] = OrderedDict()  # the least recently used first
+        self._waiting: dict[Gate, list[Request]] = {}
+
+    def closed_gates(self, request: Request, message: AddRequest) -> Iterable[Gate]:
+        wanted = message.task.sampling.structured_output if isinstance(message.task, Generate) else None
+        if wanted is None:
+            return ()
+        gate = Gate(REASON, hashlib.sha256(msgspec.msgpack.encode(wanted)).hexdigest()[:32])
+        with self._lock:
+            if (compiled := self._compiled.get(gate)) is not None:
+                self._compiled.move_to_end(gate)
+                request.matcher = compiled.copy()
+                return ()
+            if gate not in self._waiting:
+                self._waiting[gate] = []
+                self._pool.submit(self._compile, gate, wanted)
+            self._waiting[gate].append(request)
+        return (gate,)
+
+    def stop(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, gate: Gate, wanted: StructuredOutput) -> None:
+        try:
+            compiled = self._compile_one(wanted)
+        except BaseException as error:  # a library's panic is no Exception
+            with self._lock:
+                del self._waiting[gate]
+            self._report(GateFailed(gate, Failure.of(error, process="engine-core", phase=REASON)))
+            return
+        with self._lock:
+            for request in self._waiting.pop(gate):
+                request.matcher = compiled.copy()
+            self._compiled[gate] = compiled
+            while len(self._compiled) > MOST_CACHED:
+                self._compiled.popitem(last=False)
+        self._report(GateOpened(gate))

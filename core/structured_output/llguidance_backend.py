@@ -1,0 +1,181 @@
+"""Grammars by llguidance: Earley's parser over lexemes, in Rust, with no automaton to build before the first token."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, StructTag
+from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+
+from headrace.core.structured_output.json_schema import find_culprit, without_additional_properties
+from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.messages import StructuredOutput
+
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+"""What one grammar may cost: tens of milliseconds to compile, a few for a mask, and some 100 MB."""
+LONGEST_REASON = 600
+"""Characters of a library's reason, which may quote the grammar."""
+
+
+class LLGuidanceMatcher:
+    """A `Matcher`."""
+
+    def __init__(self, backend: LLGuidanceBackend, matcher: LLMatcher) -> None:
+        self.backend, self.matcher = backend, matcher
+
+    def accept(self, token_id: int) -> bool:
+        return bool(self.matcher.consume_token(token_id))
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.matcher.is_stopped())
+
+    @property
+    def problem(self) -> str:
+        return _reason(self.matcher.get_error())
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        return int(self.matcher.validate_tokens(list(token_ids)))
+
+    def forced_tokens(self) -> list[int]:
+        return list(self.matcher.compute_ff_tokens())
+
+    def copy(self) -> LLGuidanceMatcher:
+        return LLGuidanceMatcher(self.backend, self.matcher.deep_copy())
+
+
+class LLGuidanceBackend:
+    """A `Backend`."""
+
+    name = "llguidance"
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Takes about a second for a large vocabulary. Raises ValueError for a tokenizer that it cannot read."""
+        self._tokenizer = LLTokenizer(
+            _without_length_rules(tokenizer_json), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
+        )
+        self._limits = LLParserLimits(**LIMITS)
+        self._executor = LLExecutor(num_threads=os.cpu_count() or 1)
+
+    def compile(self, wanted: StructuredOutput) -> LLGuidanceMatcher:
+        try:
+            grammar = _grammar_of(wanted)
+        except (ValueError, AssertionError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise _refusal(wanted, str(error) or type(error).__name__) from None
+        except Exception as error:  # GBNF's converter has a class of its own
+            raise _refusal(wanted, str(error)) from None
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if problem := matcher.get_error():
+            where = ""
+            if wanted.kind == "json":
+                where = find_culprit(json.loads(wanted.text), problem, lambda schema: _problem_of(schema, self._limits))
+            raise _refusal(wanted, problem, where)
+        # The first mask builds most of what later ones reuse, and may meet a limit; copies share it.
+        masks = np.zeros((1, -(-self._tokenizer.vocab_size // 32)), np.int32)
+        matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
+        if problem := matcher.get_error():
+            raise _refusal(wanted, problem)
+        return LLGuidanceMatcher(self, matcher)
+
+    def fill(self, places: Sequence[tuple[Any, int, list[int]]], masks: np.ndarray) -> None:
+        plain = [(place.matcher, index) for place, index, drafts in places if not drafts]
+        if plain:
+            fill_next_token_bitmask_par(self._executor, plain, masks)
+        drafted = [(place.matcher, index, drafts) for place, index, drafts in places if drafts]
+        if drafted:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, masks)
+
+
+def version() -> str:
+    return str(llguidance.__version__)
+
+
+def _grammar_of(wanted: StructuredOutput) -> str:
+    """The library's own form of a request's. Raises ValueError and more for what it cannot read."""
+    match wanted.kind:
+        case "json":
+            schema = json.loads(wanted.text)
+            if wanted.disable_additional_properties:
+                schema = without_additional_properties(schema)
+            return _json_grammar(schema, wanted)
+        case "json_object":
+            return _json_grammar({"type": "object"}, wanted)
+        case "regex":
+            return LLMatcher.grammar_from_regex(wanted.text)
+        case "choice":
+            return LLMatcher.grammar_from_lark(
+                "start: " + " | ".join(json.dumps(each) for each in json.loads(wanted.text))
+            )
+        case "grammar":
+            return LLMatcher.grammar_from_lark(any_to_lark(wanted.text))
+        case "structural_tag":
+            return _tag_grammar(json.loads(wanted.text))
+
+
+def _json_grammar(schema: Any, wanted: StructuredOutput) -> str:
+    options: dict[str, Any] = {"whitespace_flexible": not wanted.disable_any_whitespace}
+    if wanted.whitespace_pattern:
+        options["whitespace_pattern"] = wanted.whitespace_pattern
+    if not isinstance(schema, dict):  # true and false are schemas too
+        schema = {"allOf": [schema]}
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+
+
+def _tag_grammar(tag: Any) -> str:
+    """Of vLLM's form: {structures: [{begin, schema, end}], triggers: [text]}."""
+    tags = []
+    for structure in tag["structures"]:
+        begin = structure["begin"]
+        trigger = next((each for each in tag["triggers"] if begin.startswith(each)), None)
+        if trigger is None:
+            raise ValueError(f"no trigger begins {begin!r}")
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=structure["schema"], end=structure["end"]))
+    return StructTag.to_grammar(tags, assume_special=False)
+
+
+def _problem_of(schema: Any, limits: LLParserLimits) -> str:
+    """Why the schema cannot be compiled, without a tokenizer; "" when it can."""
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    return LLMatcher.validate_grammar(grammar, limits=limits)
+
+
+def _refusal(wanted: StructuredOutput, problem: str, where: str = "") -> InvalidRequestError:
+    place = f" at {where}" if where else ""
+    return InvalidRequestError(
+        f"SamplingParams.structured_outputs: the {_NAMES[wanted.kind]} cannot be used{place}: {_reason(problem)}"
+    )
+
+
+_NAMES = {
+    "json": "JSON schema",
+    "json_object": "JSON object",
+    "regex": "regular expression",
+    "choice": "choice",
+    "grammar": "grammar",
+    "structural_tag": "structural tag",
+}
+
+
+def _reason(problem: str) -> str:
+    """In one line, and without the library's own stack."""
+    problem = " ".join(problem.split("<backtrace>", maxsplit=1)[0].split())
+    return problem if len(problem) <= LONGEST_REASON else f"{problem[: LONGEST_REASON - 3]}..."
+
+
+def _without_length_rules(tokenizer_json: str) -> str:
+    """Truncation and padding of a tokenizer apply to whole prompts."""
+    parsed = json.loads(tokenizer_json)
+    return json.dumps({**parsed, "truncation": None, "padding": None})

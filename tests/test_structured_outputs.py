@@ -1,0 +1,188 @@
+"""Structured outputs, from the caller to the sampled token: answers have the form that was asked for, and what cannot
+be asked for ends with the reason and harms nobody."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+import tiny_models
+
+from headrace import (
+    LLM,
+    GuidedDecodingParams,
+    InvalidRequestError,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "block_size": 8,
+    "max_num_seqs": 8,
+    "max_model_len": 320,
+    "num_gpu_blocks_override": 200,
+}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["new", "old", "lost"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+def form(temperature: float = 1.0, max_tokens: int = 200, seed: int | None = 7, **of: Any) -> SamplingParams:
+    params = StructuredOutputsParams(**of)
+    return SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed, structured_outputs=params)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_models.save("llama", tmp_path_factory.mktemp("model"), tokenizer=True))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: str) -> Iterator[LLM]:
+    with LLM(model=folder, in_process=True, **ENGINE) as llm:
+        yield llm
+
+
+def texts(outputs: list[RequestOutput]) -> list[str]:
+    assert all(each.finish_reason == "stop" for output in outputs for each in output.outputs)
+    return [each.text for output in outputs for each in output.outputs]
+
+
+def ask(llm: LLM, params: SamplingParams | list[SamplingParams], prompt: str = "the water") -> list[str]:
+    prompts = [prompt] * (len(params) if isinstance(params, list) else 1)
+    return texts(llm.generate(prompts, params, use_tqdm=False))
+
+
+def test_answers_of_one_batch_have_the_form_that_each_asked_for(llm: LLM) -> None:
+    asked = [
+        form(json=PERSON, disable_any_whitespace=True),
+        form(json=json.dumps(PERSON), disable_any_whitespace=True, temperature=0),
+        form(regex="[a-c]{3}(xy)?"),
+        form(choice=["yes", "no", "é世"]),
+        form(grammar='start: "a" start | "b"'),
+        form(grammar='root ::= "x" [0-9]{2}'),
+    ]
+    first, second, expression, choice, lark, gbnf = ask(llm, asked)
+    for answer in (first, second):
+        jsonschema.validate(json.loads(answer), PERSON)
+        assert not re.search(r"\s", re.sub(r'"[^"]*"', "", answer)), "there is no space between the parts"
+    assert re.fullmatch("[a-c]{3}(xy)?", expression)
+    assert choice in ("yes", "no", "é世")
+    assert re.fullmatch("a*b", lark)
+    assert re.fullmatch("x[0-9]{2}", gbnf)
+
+
+def test_a_neighbour_without_a_form_answers_as_if_it_were_alone(llm: LLM) -> None:
+    free = SamplingParams(temperature=1, max_tokens=24, seed=3, ignore_eos=True)
+    (alone,) = llm.generate(["the mill"], free, use_tqdm=False)
+    _, beside = llm.generate(["the water", "the mill"], [form(regex="[0-9]{20}"), free], use_tqdm=False)
+    assert beside.outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+def test_a_cut_answer_is_the_beginning_of_a_whole_one(llm: LLM) -> None:
+    whole = ask(llm, form(json=PERSON, disable_any_whitespace=True))[0]
+    (cut,) = llm.generate(["the water"], form(json=PERSON, disable_any_whitespace=True, max_tokens=9), use_tqdm=False)
+    assert cut.outputs[0].finish_reason == "length"
+    assert cut.outputs[0].text
+    assert whole.startswith(cut.outputs[0].text)
+
+
+def test_several_outputs_each_follow_the_form(llm: LLM) -> None:
+    params = form(regex="[a-z]{4}[0-9]{4}")
+    params.n = 4
+    answers = ask(llm, params)
+    assert len(set(answers)) == 4
+    assert all(re.fullmatch("[a-z]{4}[0-9]{4}", each) for each in answers)
+
+
+def test_the_end_of_the_form_ends_the_answer_whatever_eos_and_min_tokens_say(llm: LLM) -> None:
+    params = form(choice=["yes"])
+    params.ignore_eos, params.min_tokens = True, 50
+    (output,) = llm.generate(["the water"], params, use_tqdm=False)
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("yes", "stop")
+    assert tiny_models.EOS not in output.outputs[0].token_ids
+
+
+def test_an_answer_that_may_go_on_ends_with_an_end_of_sequence_token(llm: LLM) -> None:
+    params = form(regex="a+")
+    params.logit_bias = {tiny_models.EOS: 100.0}
+    (output,) = llm.generate(["the water"], params, use_tqdm=False)
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("a", "stop")
+
+
+def test_a_seeded_answer_is_the_same_after_a_preemption(llm: LLM, folder: str) -> None:
+    params = [form(json=PERSON, seed=seed) for seed in range(6)]
+    expected = ask(llm, params)
+    small = {**ENGINE, "num_gpu_blocks_override": 42, "max_num_batched_tokens": 24}
+    with LLM(model=folder, in_process=True, **small) as tight:
+        assert ask(tight, params) == expected
+        assert tight.get_stats().num_preemptions > 0
+
+
+def test_the_retired_names_ask_for_the_same(llm: LLM) -> None:
+    assert ask(llm, SamplingParams(guided_decoding=GuidedDecodingParams(choice=["left"]))) == ["left"]
+    assert ask(llm, SamplingParams(structured_outputs={"choice": ["right"]})) == ["right"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("of", "said"),
+    [
+        ({}, "needs exactly one of json, regex"),
+        ({"regex": "a", "choice": ["a"]}, "given are regex, choice"),
+        ({"json": "{"}, "structured_outputs.json is not valid JSON"),
+        ({"json": 5}, "structured_outputs.json is int, and must be a schema"),
+        ({"json": {"a": {1, 2}}}, "structured_outputs.json is not valid JSON"),
+        ({"json": "[" * 90_000}, "structured_outputs.json"),
+        ({"choice": []}, "structured_outputs.choice must be a list of texts"),
+        ({"choice": ["a", 5]}, "structured_outputs.choice must be a list of texts"),
+        ({"regex": ""}, "structured_outputs.regex must be a text that is not empty"),
+        ({"regex": "a" * (1 << 21)}, "structured_outputs.regex must have at most 1048576 characters"),
+        (
+            {"regex": "a", "disable_fallback": 1},
+            "structured_outputs.disable_fallback is int, and must be True or False",
+        ),
+    ],
+)
+def test_what_the_frontend_can_see_is_refused_by_name(of: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(said)):
+        StructuredOutputsParams(**of)
+
+
+@pytest.mark.parametrize(
+    ("of", "said"),
+    [
+        ({"json": {"properties": {"a": {"items": {"type": "foo"}}}}}, "at /properties/a/items: Invalid type: foo"),
+        ({"json": {"type": "array", "uniqueItems": True}}, 'Unimplemented keys: ["uniqueItems"]'),
+        ({"json": {"$ref": "#/$defs/none"}}, "Pointer '/$defs/none' does not exist"),
+        ({"json": {"enum": []}}, "Unsatisfiable schema"),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"grammar": "start: nothing"}, 'unknown name: "nothing"'),
+        ({"grammar": "root ::= nothing"}, "nothing"),
+        ({"structural_tag": {"structures": []}}, "structural tag"),
+    ],
+)
+def test_what_the_engine_cannot_follow_ends_with_the_librarys_reason(llm: LLM, of: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(said)):
+        llm.generate(["the water"], form(**of), use_tqdm=False)
+    assert ask(llm, form(choice=["still here"])) == ["still here"]
+
+
+def test_an_engine_without_a_tokenizer_says_what_is_missing(folder: str) -> None:
+    with LLM(model=folder, in_process=True, skip_tokenizer_init=True, **ENGINE) as llm:
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a"]), detokenize=False)
+        with pytest.raises(InvalidRequestError, match="needs the model's tokenizer"):
+            llm.generate([[5, 6]], params, use_tqdm=False)
