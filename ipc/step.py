@@ -56,7 +56,7 @@ class TokenMasks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     places: np.ndarray
     """[num_masks] int32, ascending: the places that have a mask; at others any token may be chosen"""
     bits: np.ndarray
-    """[num_masks * num_words] int32, mask after mask: bit t % 32 of a mask's word t // 32 is set where token t may be"""
+    """[num_masks * num_words] int32, mask after mask: bit t % 32 of its word t // 32 is set where token t may be"""
 
     def select(self, kept: np.ndarray) -> TokenMasks:
         """Of the places that kept [num_places] bool leaves, numbered anew."""

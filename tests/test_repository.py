@@ -44,7 +44,9 @@ MAY_IMPORT_LAZILY = MappingProxyType(
         },
     }
 )
-MAY_IMPORT_BY_FILE = MappingProxyType({"ipc/step.py": {"numpy"}})
+MAY_IMPORT_BY_FILE = MappingProxyType(
+    {"ipc/step.py": {"numpy"}, "core/structured_output/llguidance_backend.py": {"llguidance"}}
+)
 
 WITHIN = frozenset(map(Path, ["executor/checkpoints/gguf", "executor/models/blocks", "executor/models/families"]))
 """Folders that the README of the one above describes."""

@@ -13,8 +13,10 @@ from headrace.ipc.messages import StructuredOutput
 class Matcher(Protocol):
     """Where one answer stands in its grammar: a function of the tokens that it has accepted, and of nothing else."""
 
-    backend: Backend
-    """That fills its masks."""
+    @property
+    def backend(self) -> Backend:
+        """That fills its masks."""
+        ...
 
     def accept(self, token_id: int) -> bool:
         """Takes the answer's next token. False, and never to be used again, where the grammar does not allow it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llguidance
 import numpy as np
@@ -13,9 +13,13 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, Struc
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
+from headrace.core.structured_output.backend import Backend
 from headrace.core.structured_output.json_schema import find_culprit, without_additional_properties
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
@@ -33,8 +37,9 @@ LONGEST_REASON = 600
 class LLGuidanceMatcher:
     """A `Matcher`."""
 
-    def __init__(self, backend: LLGuidanceBackend, matcher: LLMatcher) -> None:
-        self.backend, self.matcher = backend, matcher
+    def __init__(self, backend: Backend, matcher: LLMatcher) -> None:
+        self.backend: Backend = backend
+        self.matcher = matcher
 
     def accept(self, token_id: int) -> bool:
         return bool(self.matcher.consume_token(token_id))
@@ -126,7 +131,7 @@ def _grammar_of(wanted: StructuredOutput) -> str:
 
 
 def _json_grammar(schema: Any, wanted: StructuredOutput) -> str:
-    options: dict[str, Any] = {"whitespace_flexible": not wanted.disable_any_whitespace}
+    options: JsonCompileOptions = {"whitespace_flexible": not wanted.disable_any_whitespace}
     if wanted.whitespace_pattern:
         options["whitespace_pattern"] = wanted.whitespace_pattern
     if not isinstance(schema, dict):  # true and false are schemas too

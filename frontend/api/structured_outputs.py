@@ -92,9 +92,9 @@ class StructuredOutputsParams:
             raise _bad(name, f"must have at most {MOST_GRAMMAR_CHARACTERS} characters")
 
     def to_wire(self) -> StructuredOutput:
-        name = next(name for name in FORMS if getattr(self, name) not in (None, False))
+        name: Any = next(name for name in FORMS if getattr(self, name) not in (None, False))
         return StructuredOutput(
-            kind=name,  # type: ignore[arg-type] - FORMS are its kinds
+            kind=name,
             text=self._text(name),
             disable_fallback=self.disable_fallback,
             disable_any_whitespace=self.disable_any_whitespace,
