@@ -90,6 +90,19 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_
     structured_output: StructuredOutput | None = None
     """The form of the answer; None: any."""
 
+    typical_p: Annotated[float, Range(0, 1, open_low=True), ModelDefault(None)] = 1.0
+    top_n_sigma: Annotated[float, Range(-1, FLOAT32), ModelDefault(None)] = 0.0
+    xtc_probability: Annotated[float, Range(0, 1), ModelDefault(None)] = 0.0
+    xtc_threshold: Annotated[float, Range(0, 1), ModelDefault(None)] = 0.1
+    dry_multiplier: Annotated[float, Range(0, FLOAT32), ModelDefault(None)] = 0.0
+    dry_base: Annotated[float, Range(1, 100), ModelDefault(None)] = 1.75
+    dry_allowed_length: Annotated[int, Range(1, INT32), ModelDefault(None)] = 2
+    dry_penalty_last_n: Annotated[int, Range(-1, INT32), ModelDefault(None)] = -1
+    dry_breaker_token_ids: Annotated[tuple[TokenId, ...], Longest(1024)] = ()
+    mirostat: Annotated[int, Range(0, 2), ModelDefault(None)] = 0
+    mirostat_tau: Annotated[float, Range(0, FLOAT32), ModelDefault(None)] = 5.0
+    mirostat_eta: Annotated[float, Range(0, FLOAT32), ModelDefault(None)] = 0.1
+
 
 class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """The task of a request that samples tokens."""

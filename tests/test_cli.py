@@ -140,7 +140,10 @@ def test_a_wrong_command_line_is_one_sentence_and_status_2(
         ),
         ("serve --override-generation-config.top_k 1.5", "sets top_k=1.5: it must be a whole number, at least -1"),
         ("complete x --override-generation-config.top_p 0", "sets top_p=0: it must be a number, over 0 and at most 1"),
-        ("bench latency --override-generation-config.tempo 1", "cannot set tempo; it can set temperature, top_p"),
+        (
+            "bench latency --override-generation-config.tempo 1",
+            "cannot set tempo; it can set max_tokens, min_tokens",
+        ),
         ("bench serve --top-p 0", "--top-p=0.0: must be over 0 and at most 1"),
         ("bench serve --frequency-penalty 5", "--frequency-penalty=5.0: must be at least -2 and at most 2"),
     ],

@@ -9,7 +9,7 @@ from cpu_pools import many_threads_ops, two_threads_ops  # noqa: F401
 from torch import Tensor
 
 from headrace.executor.sampling.random_numbers import gumbel_noise, row_keys
-from headrace.executor.sampling.sampler import truncate
+from headrace.executor.sampling.truncation import truncate
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear import Runtime
 from headrace.kernels.cpu.ops import CpuOps

@@ -12,7 +12,8 @@ import torch
 from scalar_noise import scalar_noise
 
 from headrace.executor.cpu.batch import BatchState
-from headrace.executor.sampling.sampler import CANDIDATES, Sampled, penalise, sample, truncate
+from headrace.executor.sampling.sampler import Sampled, penalise, sample
+from headrace.executor.sampling.truncation import CANDIDATES, truncate
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow, StepPlan
 from headrace.kernels.reference.sampling import likeliest

@@ -11,7 +11,8 @@ import triton.language as tl
 
 from headrace.executor.cpu.batch import Draws
 from headrace.executor.sampling import random_numbers
-from headrace.executor.sampling.sampler import choose_in_torch, truncate
+from headrace.executor.sampling.sampler import choose_in_torch
+from headrace.executor.sampling.truncation import truncate
 from headrace.kernels import ops
 from headrace.kernels.reference.sampling import (
     DeviceDraws,

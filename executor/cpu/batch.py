@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.executor.sampling.row_processors import RowProcessor, processors_of
 from headrace.executor.sampling.token_rules import TokenRules, rules_of
 from headrace.executor.sampling.verification import SampledPositions
 from headrace.ipc.messages import Sampling
@@ -34,9 +35,11 @@ class Needs(enum.IntFlag):
     """allowed_token_ids, bad_words or logit_bias."""
     BAD_WORDS = 128
     """Bad words of several tokens, which ask for the tokens before; only with TOKEN_RULES."""
+    PROCESSORS = 256
+    """Something of `sampling/row_processors`."""
 
 
-CHANGES = int(Needs.PENALTIES | Needs.MIN_TOKENS | Needs.TOKEN_RULES)
+CHANGES = int(Needs.PENALTIES | Needs.MIN_TOKENS | Needs.TOKEN_RULES | Needs.PROCESSORS)
 """What changes logits before a choice."""
 
 
@@ -75,7 +78,7 @@ class SamplingColumns:
 
     def __init__(self, num_rows: int, eos_token_ids: Sequence[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
-        self.needs = np.zeros(num_rows, np.uint8)
+        self.needs = np.zeros(num_rows, np.uint16)
         """Bits of `Needs`."""
         self.temperature = np.zeros(num_rows, np.float32)
         self.top_p = np.ones(num_rows, np.float64)
@@ -96,6 +99,8 @@ class SamplingColumns:
         """As they came: what few requests ask for is read from here, and needs no column."""
         self.rules: dict[int, TokenRules] = {}
         """Only of rows that need TOKEN_RULES."""
+        self.processors: dict[int, tuple[RowProcessor, ...]] = {}
+        """Only of rows that need PROCESSORS."""
 
     def enter(self, row: int, sampling: Sampling, seed: int) -> None:
         self.params[row] = sampling
@@ -116,6 +121,10 @@ class SamplingColumns:
         if (rules := rules_of(sampling)) is not None:
             self.rules[row] = rules
             self.needs[row] |= Needs.TOKEN_RULES | (Needs.BAD_WORDS if rules.words_after else 0)
+        self.processors.pop(row, None)
+        if processors := processors_of(sampling):
+            self.processors[row] = processors
+            self.needs[row] |= Needs.PROCESSORS
 
 
 def _needs(sampling: Sampling) -> Needs:

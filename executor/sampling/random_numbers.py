@@ -67,6 +67,13 @@ def draw(logits: np.ndarray, key: np.uint64, steps: np.ndarray) -> int:
     return int(contenders[(logits[contenders] + _noise(drawn[contenders])).argmax()])
 
 
+def uniform(seed: int, position: int) -> float:
+    """Of a row at a position, between 0 and 1, and independent of the noise of all tokens: `u` of token id 2**32."""
+    key = row_keys(np.array([seed], np.uint64), np.array([position]))
+    word = mix(key + np.uint64(GOLDEN * ((1 << 32) + 1) % (1 << 64)))
+    return (int(word[0]) >> 12) * 2.0**-52 + 2.0**-53
+
+
 def token_steps(vocab_size: int) -> np.ndarray:
     """[vocab_size] uint64: what a row's key is advanced by for each token."""
     return np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(GOLDEN)

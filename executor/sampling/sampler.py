@@ -19,15 +19,13 @@ from headrace.executor.cpu.batch import CHANGES, BatchState, Draws, Needs
 from headrace.executor.models.inputs import Chosen
 from headrace.executor.sampling.logprobs import asked_tokens, logprob_rows
 from headrace.executor.sampling.random_numbers import draw, gumbel_noise, row_keys, token_steps
+from headrace.executor.sampling.rows import ProcessedRows
 from headrace.executor.sampling.token_rules import additions
+from headrace.executor.sampling.truncation import first_width, to_column, to_indices, truncate
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import LogprobRows
 from headrace.ipc.step import RowFailure, TokenMasks
-from headrace.kernels.reference.sampling import CPU_TILE_ELEMENTS, likeliest
 
-CANDIDATES = 256
-"""How many of the likeliest tokens are ranked at first; rows whose choice needs more are ranked whole."""
-MOST_CANDIDATES = 1024
 ALL_FORBIDDEN = (
     "allowed_token_ids, bad_words, logit_bias and the stop tokens that min_tokens forbids leave no token to choose"
 )
@@ -80,7 +78,7 @@ def sample(
     needs = batch.sampling.needs[rows]
     used = batch.needs(rows) if len(rows) else 0
     reporting = np.flatnonzero((needs & Needs.LOGPROBS) != 0)
-    raw = logits[_indices(reporting, logits)] if reporting.size else None  # a copy, before anything changes them
+    raw = logits[to_indices(reporting, logits)] if reporting.size else None  # a copy, before anything changes them
     changes = bool(used & CHANGES) or masks is not None
     problems: dict[int, str] = {}
     if changes:
@@ -89,7 +87,14 @@ def sample(
             apply_masks(logits, masks)
         apply_rules(logits, batch, rows, num_tokens)
         penalise(logits, batch, rows, num_tokens)
-    chosen = (choose or choose_in_torch)(logits, batch.draws(rows, num_tokens))
+    draws, processed = batch.draws(rows, num_tokens), None
+    if used & Needs.PROCESSORS:
+        processed = ProcessedRows(batch, rows, num_tokens, problems)
+        processed.change(logits)
+        draws = processed.keep(logits, draws)
+    chosen = (choose or choose_in_torch)(logits, draws)
+    if processed is not None:
+        processed.chosen(chosen.token_ids)
     if changes:
         for index in np.flatnonzero(np.isneginf(chosen.best)):
             problems.setdefault(int(index), ALL_FORBIDDEN)
@@ -97,7 +102,7 @@ def sample(
         problems = find_problems(chosen.best)
     if raw is not None and problems:
         good = ~np.isin(reporting, list(problems))
-        reporting, raw = reporting[good], raw[_column(good, raw)]
+        reporting, raw = reporting[good], raw[to_column(good, raw)]
     if raw is None or not len(raw):
         return Sampled(chosen.token_ids, problems)
     asked = asked_tokens(batch.sampling, rows[reporting])
@@ -126,13 +131,13 @@ def apply_rules(logits: Tensor, batch: BatchState, rows: np.ndarray, num_tokens:
     """What requests say of single tokens, in place: allowed tokens, bad words, min_tokens, bias (the order of vLLM)."""
     for index, _, rules in batch.with_rules(rows):
         if len(rules.allowed):
-            allowed = _indices(rules.allowed, logits)
+            allowed = to_indices(rules.allowed, logits)
             kept = logits[index, allowed]
             logits[index] = -torch.inf
             logits[index, allowed] = kept
     places, added = additions(batch, rows, logits.shape[1], num_tokens)
     if places.size:
-        logits.view(-1).index_add_(0, _indices(places, logits), _column(added, logits))
+        logits.view(-1).index_add_(0, to_indices(places, logits), to_column(added, logits))
 
 
 def penalise(logits: Tensor, batch: BatchState, rows: np.ndarray, num_tokens: np.ndarray | None = None) -> None:
@@ -157,8 +162,8 @@ def penalise(logits: Tensor, batch: BatchState, rows: np.ndarray, num_tokens: np
     flat_logits = logits.view(-1)
 
     places = np.unique(np.concatenate(seen))
-    repetition = _column(batch.sampling.repetition_penalty[rows[places // vocab_size]], logits)
-    at = _indices(places, logits)
+    repetition = to_column(batch.sampling.repetition_penalty[rows[places // vocab_size]], logits)
+    at = to_indices(places, logits)
     values = flat_logits[at]
     flat_logits[at] = torch.where(values > 0, values / repetition, values * repetition)
 
@@ -166,23 +171,23 @@ def penalise(logits: Tensor, batch: BatchState, rows: np.ndarray, num_tokens: np
     owners = rows[places // vocab_size]
     losses = batch.sampling.frequency_penalty[owners] * counts.astype(np.float32)
     losses += batch.sampling.presence_penalty[owners]
-    flat_logits[_indices(places, logits)] -= _column(losses, logits)
+    flat_logits[to_indices(places, logits)] -= to_column(losses, logits)
 
 
 def _choose_randomly(logits: Tensor, draws: Draws, indices: np.ndarray) -> np.ndarray:
     """Token ids [num_indices] drawn for the rows at `indices` from their truncated, tempered distributions."""
-    tempered = logits if len(indices) == len(logits) else logits[_indices(indices, logits)]
-    tempered = tempered.div_(_column(draws.temperature[indices], logits)[:, None])
-    keys = _column(row_keys(draws.seed[indices], draws.position[indices]).view(np.int64), logits)[:, None]
+    tempered = logits if len(indices) == len(logits) else logits[to_indices(indices, logits)]
+    tempered = tempered.div_(to_column(draws.temperature[indices], logits)[:, None])
+    keys = to_column(row_keys(draws.seed[indices], draws.position[indices]).view(np.int64), logits)[:, None]
     top_k, top_p, min_p = draws.top_k[indices], draws.top_p[indices], draws.min_p[indices]
     truncating = (top_k > 0) | (top_p < 1) | (min_p > 0)
     token_ids = np.empty(len(indices), np.int64)
     if not truncating.all():
         whole = np.flatnonzero(~truncating)
         token_ids[whole] = _draw_from_all(tempered, keys, whole)
-    pending, width = np.flatnonzero(truncating), _first_width(top_k[truncating], logits.shape[1])
+    pending, width = np.flatnonzero(truncating), first_width(top_k[truncating], logits.shape[1])
     while pending.size:
-        at = _indices(pending, logits)
+        at = to_indices(pending, logits)
         candidates = truncate(
             tempered if len(pending) == len(tempered) else tempered[at],
             width,
@@ -204,66 +209,9 @@ def _draw_from_all(tempered: Tensor, keys: Tensor, indices: np.ndarray) -> np.nd
         logits, steps = tempered.numpy(), token_steps(vocab_size)
         words = keys[:, 0].numpy().view(np.uint64)
         return np.array([draw(logits[index], words[index], steps) for index in indices])
-    at = _indices(indices, tempered)
+    at = to_indices(indices, tempered)
     noise = gumbel_noise(keys[at], torch.arange(vocab_size, device=tempered.device))
     return _argmax(noise.add_(tempered[at]))[0]
-
-
-@dataclass(frozen=True)
-class Candidates:
-    token_ids: Tensor  # [num_rows, width] int64, in the order of `likeliest`
-    logits: Tensor  # [num_rows, width] float64, -inf for what is truncated
-    complete: np.ndarray  # [num_rows] bool: nothing that truncation keeps lies beyond `width`
-
-
-def truncate(tempered: Tensor, width: int, *, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> Candidates:
-    """The tokens that min_p, top_k and top_p keep, looked for among the `width` likeliest.
-
-    tempered: [num_rows, vocab_size] float32; top_k: 0 for none, top_p: 1 for none, min_p: 0 for none, [num_rows].
-    In the total order each of the three keeps a beginning: min_p the tokens at least min_p times as probable as
-    the first, top_k the first k of those, top_p the shortest beginning of what is left that has at least the
-    share top_p of its mass. What is kept does not depend on the width, as long as that is enough.
-    """
-    vocab_size = tempered.shape[1]
-    token_ids = likeliest(tempered, width)
-    values = tempered.gather(1, token_ids).double()
-    first = values[:, :1]
-    weights = (values - first).exp()
-    by_min_p = (weights >= _column(min_p, tempered)[:, None]).sum(1)
-    by_top_k = _column(np.where(top_k > 0, np.minimum(top_k, vocab_size), vocab_size), tempered)
-    # When all `width` pass min_p, more beyond them may.
-    by_min_p = torch.where(by_min_p < width, by_min_p, vocab_size)
-    limit = torch.minimum(by_min_p, by_top_k)
-    bounded = limit <= width
-
-    share = _column(top_p, tempered)
-    place = torch.arange(width, device=tempered.device)
-    mass = weights.masked_fill_(place >= limit[:, None], 0).cumsum(1)
-    total = mass[:, -1]
-    # Without min_p and top_k, top_p takes its share of the whole vocabulary, of which `width` tokens may be enough.
-    whole = _column((min_p <= 0) & (top_k <= 0), tempered)
-    if whole.any():
-        total = total.masked_scatter(whole, _exp_sums(tempered, first, whole))
-    by_top_p = (mass < (share * total)[:, None]).sum(1) + 1
-    reached = whole & (by_top_p <= width)
-    keep = torch.where(share < 1, torch.minimum(by_top_p, limit), limit)
-    return Candidates(token_ids, values.masked_fill_(place >= keep[:, None], -torch.inf), _host(bounded | reached))
-
-
-def _exp_sums(logits: Tensor, first: Tensor, chosen: Tensor) -> Tensor:
-    """[num_chosen] float64: the sums of exp(logits - first) of the rows that chosen [num_rows] bool marks."""
-    at_once = max(1, CPU_TILE_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
-    sums = [
-        (logits[rows] - first[rows].float()).exp_().sum(1, dtype=torch.float64)
-        for rows in chosen.nonzero()[:, 0].split(at_once)
-    ]
-    return torch.cat(sums)
-
-
-def _first_width(top_k: np.ndarray, vocab_size: int) -> int:
-    """Wide enough for every small top_k, and for what top_p and min_p usually keep."""
-    wanted = np.where(top_k > 0, np.minimum(top_k, MOST_CANDIDATES), CANDIDATES)
-    return min(int(wanted.max(initial=1)), vocab_size)
 
 
 def _argmax(values: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -288,15 +236,3 @@ def find_problems(best: np.ndarray) -> dict[int, str]:
     return {
         int(i): f"the model's highest logit is {best[i]}: its computation overflowed" for i in np.flatnonzero(~finite)
     }
-
-
-def _indices(indices: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(indices.astype(np.int64)).to(like.device)
-
-
-def _column(values: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(like.device)
-
-
-def _host(values: Tensor) -> np.ndarray:
-    return values.cpu().numpy()

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 from headrace.frontend.api.sampling_fields import Field, bad, check_of, declared_fields, sent_fields
 from headrace.frontend.api.structured_outputs import StructuredOutputsParams, structured_outputs_from
-from headrace.frontend.api.token_rules import openai_bias, verify_token_ids, verify_token_rules
+from headrace.frontend.api.token_rules import openai_bias, verify_texts, verify_token_ids, verify_token_rules
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Sampling
 from headrace.ipc.ranges import Range
@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would only overflow."""
+
+NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 NOT_SUPPORTED = frozenset(
     {
@@ -89,6 +91,28 @@ class SamplingParams:
     top_p: Annotated[float, Field("Keep the likeliest tokens that make up this share", flag=True)] = 1.0
     top_k: Annotated[int, Field("Keep this many of the likeliest tokens; 0 or -1 keeps all", flag=True)] = 0
     min_p: Annotated[float, Field("Keep tokens at least this likely, relative to the likeliest", flag=True)] = 0.0
+    typical_p: Annotated[float, Field("Keep the tokens of most usual information, up to this share", flag=True)] = 1.0
+    top_n_sigma: Annotated[
+        float, Field("Keep tokens whose logits lie so many standard deviations below the highest; 0 is off", flag=True)
+    ] = 0.0
+    xtc_probability: Annotated[
+        float, Field("How often all tokens over xtc_threshold but the least likely of them go", flag=True)
+    ] = 0.0
+    xtc_threshold: Annotated[float, Field("The probability that makes a token a top choice", flag=True)] = 0.1
+    dry_multiplier: Annotated[
+        float,
+        Field("Times dry_base to the length of a repeated run, off tokens that go on with it", flag=True),
+    ] = 0.0
+    dry_base: Annotated[float, Field("See dry_multiplier", flag=True)] = 1.75
+    dry_allowed_length: Annotated[int, Field("Runs shorter than this may repeat", flag=True)] = 2
+    dry_penalty_last_n: Annotated[int, Field("Last tokens that are searched for runs; -1: all", flag=True)] = -1
+    dry_sequence_breakers: Annotated[
+        list[str] | None,
+        Field("Texts that no run goes over; None is line breaks, colons, quotes, asterisks", longest=64),
+    ] = None
+    mirostat: Annotated[int, Field("Its version, 1 or 2: hold the surprise near mirostat_tau; 0 is off", flag=True)] = 0
+    mirostat_tau: Annotated[float, Field("Bits of surprise per token to hold", flag=True)] = 5.0
+    mirostat_eta: Annotated[float, Field("How fast mirostat follows", flag=True)] = 0.1
     seed: Annotated[int | None, Field("Makes the output reproducible; None (or -1) is random", flag=True)] = None
     logit_bias: Annotated[dict[int, float] | None, Field("Token id: added to its logit; -inf forbids it")] = None
     allowed_token_ids: Annotated[list[int] | None, Field("The only tokens to choose from; None allows all")] = None
@@ -170,6 +194,8 @@ class SamplingParams:
             self.structured_outputs.verify()
         self._verify_stops()
         verify_token_rules(self)
+        if self.dry_sequence_breakers is not None:
+            verify_texts("dry_sequence_breakers", self.dry_sequence_breakers)
         if self.logprob_token_ids is not None:
             verify_token_ids("logprob_token_ids", self.logprob_token_ids)
             if self.logprobs:
@@ -196,10 +222,10 @@ class SamplingParams:
                         "stop_token_ids", self.stop_token_ids, f"must contain token ids, which {token_id!r} is not"
                     )
 
-    def to_wire(self, max_tokens: int, child: int = 0, bad_words: tuple[tuple[int, ...], ...] = ()) -> Sampling:
+    def to_wire(self, max_tokens: int, child: int = 0, tokenized: Mapping[str, Any] = NOTHING) -> Sampling:
         """What the core needs for output `child` of n; `max_tokens` is at most what the model's length allows.
 
-        bad_words: as `token_rules.tokenize_bad_words` gives them.
+        tokenized: the fields that `token_rules.tokenized_fields` gives.
         """
         wire: dict[str, Any] = {}
         for name, default, converted in _SENT:
@@ -216,7 +242,7 @@ class SamplingParams:
             wire.pop("prompt_logprobs", None)  # the same for every child
         if self.structured_outputs is not None:
             wire["structured_output"] = self.structured_outputs.to_wire()
-        return Sampling(**wire, bad_words=bad_words)
+        return Sampling(**wire, **tokenized)
 
 
 FIELDS = declared_fields(SamplingParams)

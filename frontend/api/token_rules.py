@@ -116,6 +116,42 @@ def tokenize_bad_words(
     return tuple(runs)
 
 
+DRY_BREAKERS = ("\n", ":", '"', "*")
+"""Its author's, where a request names none."""
+MOST_BREAKERS, MOST_BREAKER_CHARACTERS = 64, 64
+
+
+def verify_texts(name: str, texts: Any) -> None:
+    """Raises InvalidRequestError for what is no short list of short texts."""
+    if not isinstance(texts, list | tuple):
+        raise bad(name, texts, "must be a list of strings")
+    for text in texts:
+        if not isinstance(text, str) or not 0 < len(text) <= MOST_BREAKER_CHARACTERS:
+            raise bad(name, texts, f"must contain only strings of 1 to {MOST_BREAKER_CHARACTERS} characters")
+    if len(texts) > MOST_BREAKERS:
+        raise bad(name, texts, f"may have at most {MOST_BREAKERS} strings")
+
+
+def tokenized_fields(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> dict[str, Any]:
+    """The message's fields that come from texts. Raises InvalidRequestError."""
+    fields: dict[str, Any] = {}
+    if params.bad_words:
+        fields["bad_words"] = tokenize_bad_words(params.bad_words, tokenizer, vocab_size)
+    if params.dry_multiplier > 0:
+        fields["dry_breaker_token_ids"] = _breakers(params.dry_sequence_breakers, tokenizer)
+    return fields
+
+
+def _breakers(texts: Sequence[str] | None, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Of each text the last token, behind a letter, as its author has it: so a tokeniser puts no space before it."""
+    if tokenizer is None:
+        if texts:
+            raise bad("dry_sequence_breakers", texts, "needs a tokenizer, and this engine runs without one")
+        return ()
+    texts = DRY_BREAKERS if texts is None else texts
+    return tuple(dict.fromkeys(_encode(tokenizer, "a" + text)[-1] for text in texts))
+
+
 def openai_bias(logit_bias: Any) -> Any:
     """With keys as JSON has them made token ids, and numbers brought between -100 and 100. Raises InvalidRequestError.
 
@@ -140,9 +176,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> Sequence[int]:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"SamplingParams.bad_words contains what is no valid Unicode text: {error}"
-        ) from error
+        raise InvalidRequestError(f"the request contains what is no valid Unicode text: {error}") from error
     return tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from headrace import __version__
 from headrace.frontend.api.prompts import Prompt, check_request
 from headrace.frontend.api.sampling_params import SamplingParams
-from headrace.frontend.api.token_rules import tokenize_bad_words
+from headrace.frontend.api.token_rules import tokenized_fields
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
 from headrace.frontend.client.engine_process import EngineProcess, listener_of
 from headrace.frontend.client.request import RequestStream
@@ -140,7 +140,7 @@ class CoreClient(AsyncControls):
             raise InvalidRequestError(f"a request with the id {request_id!r} is running; ids must be unique")
         if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
             raise InvalidRequestError(f"priority must be an integer, and smaller is sooner, not {priority!r}")
-        bad_words = tokenize_bad_words(params.bad_words or (), self.tokenizer, self.welcome.vocab_size)
+        tokenized = tokenized_fields(params, self.tokenizer, self.welcome.vocab_size)
         return self.requests.add(
             request_id,
             prompt,
@@ -148,7 +148,7 @@ class CoreClient(AsyncControls):
             max_tokens=max_tokens,
             priority=priority,
             tokenizer=self.tokenizer,
-            bad_words=bad_words,
+            tokenized=tokenized,
         )
 
     def abort(self, request_ids: str | Iterable[str]) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from headrace.frontend.api.outputs import (
     CompletionOutput,
@@ -20,7 +21,7 @@ from headrace.frontend.api.outputs import (
     RequestOutput,
 )
 from headrace.frontend.api.prompts import Prompt
-from headrace.frontend.api.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.api.sampling_params import NOTHING, RequestOutputKind, SamplingParams
 from headrace.frontend.text.detokenizer import Detokenizer, StopChecker
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import HeadraceError
@@ -159,7 +160,7 @@ class RequestStream:
         self.touched = False
         """Whether the step at hand brought news."""
         self.max_tokens = self.priority = 0  # as they were sent
-        self.bad_words: tuple[tuple[int, ...], ...] = ()  # the same
+        self.tokenized: Mapping[str, Any] = NOTHING  # the same
         self.interval = 1
         """How many new tokens of an output its reader gets together."""
         self.num_replays = 0

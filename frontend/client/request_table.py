@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from headrace.frontend.api.prompts import Prompt
-from headrace.frontend.api.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.api.sampling_params import NOTHING, RequestOutputKind, SamplingParams
 from headrace.frontend.client.request import LogprobRow, RequestStream, SequenceState, split_rows
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.codec import Tensor
@@ -54,12 +55,12 @@ class RequestTable:
         max_tokens: int,
         priority: int,
         tokenizer: Tokenizer | None,
-        bad_words: tuple[tuple[int, ...], ...] = (),
+        tokenized: Mapping[str, Any] = NOTHING,
     ) -> RequestStream:
         """Sends the request, one slot for each of its `n` outputs. Everything is checked already."""
         stream = RequestStream(request_id, prompt, params, tokenizer, self._next_slot)
         stream.max_tokens, stream.priority, stream.interval = max_tokens, priority, self.stream_interval
-        stream.bad_words = bad_words
+        stream.tokenized = tokenized
         self._next_slot += params.n
         self._streams[request_id] = stream
         for sequence in stream.sequences:
@@ -219,7 +220,7 @@ def _messages_of(stream: RequestStream) -> list[AddRequest]:
             slot=sequence.slot,
             request_id=request_id if params.n == 1 else f"{request_id}#{sequence.index}",
             prompt_token_ids=token_ids,
-            task=Generate(sampling=params.to_wire(stream.max_tokens, sequence.index, stream.bad_words)),
+            task=Generate(sampling=params.to_wire(stream.max_tokens, sequence.index, stream.tokenized)),
             priority=stream.priority,
             cache_salt=prompt.cache_salt,
             output_interval=_output_interval(params, stream.interval),

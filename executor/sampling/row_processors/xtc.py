@@ -1,0 +1,36 @@
+"""xtc: "exclude top choices". By chance, all tokens of at least a threshold's probability go, but the least likely one.
+
+By its author's definition (p-e-w, text-generation-webui's pull request 6335). Whether it happens at a position is a
+function of the seed and the position, as every random number here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.executor.sampling.random_numbers import uniform
+from headrace.executor.sampling.row_processors import Candidates, Position, ProcessorKind, RowProcessor, TokenMask
+from headrace.ipc.messages import Sampling
+
+
+class Xtc(RowProcessor):
+    def __init__(self, probability: float, threshold: float) -> None:
+        self._probability, self._threshold = probability, threshold
+
+    def keep(self, candidates: Candidates, at: Position) -> TokenMask | None:
+        if uniform(at.seed, len(at.tokens)) >= self._probability:
+            return None
+        ranking = candidates.ranking()
+        count = int((candidates.probabilities() >= self._threshold).sum())
+        mask = np.ones(len(ranking), bool)
+        mask[ranking[: max(0, count - 1)]] = False
+        return mask
+
+
+def _of(sampling: Sampling) -> Xtc | None:
+    if sampling.xtc_probability <= 0 or sampling.xtc_threshold > 0.5:  # no two tokens have more than half each
+        return None
+    return Xtc(sampling.xtc_probability, sampling.xtc_threshold)
+
+
+PROCESSOR = ProcessorKind(order=40, of=_of)

@@ -1,0 +1,93 @@
+"""Runs the processors of single rows (row_processors/) around a choice, each in a guard of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.executor.cpu.batch import BatchState, Draws, Needs
+from headrace.executor.sampling.row_processors import Candidates, Position, RowProcessor
+from headrace.executor.sampling.truncation import truncate_row
+
+T = TypeVar("T")
+
+
+class ProcessedRows:
+    """The rows of a step that have processors. problems: index of a row -> why it failed; they are added to."""
+
+    def __init__(
+        self, batch: BatchState, rows: np.ndarray, num_tokens: np.ndarray | None, problems: dict[int, str]
+    ) -> None:
+        """rows, num_tokens: as in `sampler.sample`."""
+        self._problems = problems
+        self._kept: dict[int, tuple[Candidates, Position]] = {}
+        self._processors: dict[int, tuple[RowProcessor, ...]] = {}
+        self._ends = batch.num_tokens[rows] if num_tokens is None else num_tokens
+        self._batch, self._rows = batch, rows
+        for index in np.flatnonzero((batch.sampling.needs[rows] & Needs.PROCESSORS) != 0).tolist():
+            row = rows[index]
+            if num_tokens is not None and num_tokens[index] > batch.num_tokens[row]:
+                # What a processor did for a draft's place could not be undone: the row ends before it.
+                problems[index] = "its processors take one token at a time"
+                continue
+            is_random = (batch.sampling.needs[row] & Needs.RANDOM) != 0
+            found = batch.sampling.processors[int(row)]
+            self._processors[index] = tuple(each for each in found if is_random or not each.only_random)
+
+    def change(self, logits: Tensor) -> None:
+        """[num_rows, vocab_size] float32, in place."""
+        for index, processors in self._processors.items():
+            values, at = logits[index].cpu().numpy(), self._position(index, logits.shape[1])
+            for each in processors:
+                self._guarded(index, each, each.change, values, at)
+            if logits.device.type != "cpu":
+                logits[index] = torch.from_numpy(values).to(logits.device)
+
+    def keep(self, logits: Tensor, draws: Draws) -> Draws:
+        """Forbids, in place, what truncation and processors leave out; the draws that are left to do."""
+        chosen = [index for index in self._processors if draws.temperature[index] > 0 and index not in self._problems]
+        if not chosen:
+            return draws
+        top_k, top_p, min_p = draws.top_k.copy(), draws.top_p.copy(), draws.min_p.copy()
+        for index in chosen:
+            at = self._position(index, logits.shape[1])
+            candidates = truncate_row(logits[index], draws, index)
+            for each in self._processors[index]:
+                mask = self._guarded(index, each, each.keep, candidates, at)
+                if mask is not None:
+                    candidates = candidates.where(mask)
+            if not len(candidates.token_ids):
+                self._problems.setdefault(index, "its processors left no token to choose")
+                continue
+            self._kept[index] = candidates, at
+            ids = torch.from_numpy(candidates.token_ids).to(logits.device)
+            kept = logits[index, ids]
+            logits[index] = -torch.inf
+            logits[index, ids] = kept
+            top_k[index], top_p[index], min_p[index] = 0, 1.0, 0.0
+        return dataclasses.replace(draws, top_k=top_k, top_p=top_p, min_p=min_p)
+
+    def chosen(self, token_ids: np.ndarray) -> None:
+        """[num_rows] int32"""
+        for index, (candidates, at) in self._kept.items():
+            for each in self._processors[index]:
+                if index not in self._problems:
+                    self._guarded(index, each, each.chosen, int(token_ids[index]), candidates, at)
+
+    def _position(self, index: int, vocab_size: int) -> Position:
+        row, batch = self._rows[index], self._batch
+        tokens = batch.tokens[row, : self._ends[index]]
+        return Position(tokens, int(batch.num_prompt_tokens[row]), int(batch.sampling.seed[row]), vocab_size)
+
+    def _guarded(self, index: int, processor: RowProcessor, call: Callable[..., T], *arguments: object) -> T | None:
+        try:
+            return call(*arguments)
+        except Exception as error:  # whatever it is, it is this request's alone
+            name = type(processor).__name__
+            self._problems.setdefault(index, f"its processor {name} failed: {type(error).__name__}: {error}")
+            return None
