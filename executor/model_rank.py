@@ -94,7 +94,7 @@ class ModelRank(Rank):
         groups = kv_cache.cache_groups(spec, self._options.max_model_len)
         if self._options.disable_hybrid_kv_cache_manager:
             groups = ONE_GROUP
-        kv_rows = own_kv_rows(spec, self._place, groups)
+        kv_rows, kv_elements = own_kv(spec, self._place, groups)
         return ModelDescription(
             name=checkpoint.name,
             architecture=spec.architecture,
@@ -104,7 +104,7 @@ class ModelRank(Rank):
             num_layers=spec.num_layers,
             hidden_size=spec.hidden_size,
             intermediate_size=spec.intermediate_size,
-            kv_elements_per_token=kv_rows * spec.head_dim,
+            kv_elements_per_token=kv_elements,
             kv_rows_per_token=kv_rows,
             cache_groups=groups,
             eos_token_ids=tuple(checkpoint.eos_token_ids),
@@ -280,13 +280,14 @@ class WorkerProfile:
         return str(path)
 
 
-def own_kv_rows(spec: ArchSpec, place: RankPlace, groups: Sequence[CacheGroup]) -> int:
-    """Keys and values of one token in a block of this rank's, each a row of head_dim elements.
+def own_kv(spec: ArchSpec, place: RankPlace, groups: Sequence[CacheGroup]) -> tuple[int, int]:
+    """What is kept of one token in a block of this rank's: vectors, and their elements.
 
     The ranks' sum may be more than a single rank has: where there are fewer key/value heads than ranks, and where
     stages have a group's layers in unequal numbers.
     """
-    return 2 * kv_cache.layers_in_block(spec.num_layers, place, groups) * spec.local_kv_heads(place.tp_size)
+    num_layers, own = kv_cache.layers_in_block(spec.num_layers, place, groups), spec.own_cache(place.tp_size)
+    return num_layers * own.rows, num_layers * own.elements
 
 
 def cache_dtype(plan: Plan, *, is_program: bool) -> torch.dtype:

@@ -49,6 +49,8 @@ LIMITS = StepLimits(max_tokens=1024, max_seqs=16, max_positions=512)
 CANNOT = {
     "llama_gqa_tied": "heads of 8 to 256 values in steps of 8, not 10",
     "llama_dynamic": "dynamic rotary scaling depends on the length of a prompt",
+    "deepseek_v3_moe": "has no latent attention",
+    "deepseek_v2_moe": "has no latent attention",
 }
 CAN = [name for name in CASES if name not in CANNOT]
 PACKED_ERROR = 1e-3

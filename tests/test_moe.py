@@ -64,6 +64,15 @@ def test_a_bias_decides_who_is_chosen_and_is_not_in_the_weights() -> None:
     assert torch.equal(weights, logits[:, [2, 1]].sigmoid())
 
 
+def test_experts_come_from_the_best_groups_by_one_or_by_the_sum_of_several_scores() -> None:
+    logits = torch.tensor([[3.0, -9.0, 2.0, 2.5, 1.0, 1.0]])
+    groups = {"num_groups": 3, "groups_chosen": 1, "top_k": 2, "scoring": "softmax", "renormalise": False}
+    assert route(logits, **groups)[0].tolist() == [[0, 1]]
+    ids, weights = route(logits, **groups, group_best=2, bias=torch.tensor([0, 0, 0.5, 0, 0, 0]))
+    assert ids.tolist() == [[2, 3]]
+    assert torch.equal(weights, logits.softmax(-1)[:, [2, 3]])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_experts_are_added_with_their_weights(dtype: torch.dtype, activation: str) -> None:
@@ -118,7 +127,13 @@ def test_every_version_that_serves_here_is_its_reference_within_rounding(dtype: 
         if version.why_not(**facts):
             continue
         for scoring in ("softmax", "sigmoid"):
-            for options in ({"renormalise": True}, {"renormalise": False, "bias": torch.rand(16), "scale": 0.5}):
+            groups = {"num_groups": 4, "groups_chosen": 2}
+            for options in (
+                {"renormalise": True},
+                {"renormalise": False, "bias": torch.rand(16), "scale": 0.5},
+                {"renormalise": False, **groups},
+                {"renormalise": True, "bias": torch.rand(16), "group_best": 2, **groups},
+            ):
                 ids, weights = route(logits, top_k=4, scoring=scoring, **options)
                 found_ids, found = version.function(logits, top_k=4, scoring=scoring, **options)
                 assert torch.equal(found_ids, ids)

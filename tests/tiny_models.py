@@ -75,6 +75,28 @@ def _experts(family: str, **config: Any) -> TinyModel:
     return TinyModel(f"{family}ForCausalLM", f"{family}Config", base | config)
 
 
+def _latent(family: str, **config: Any) -> TinyModel:
+    base = {
+        "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+        "v_head_dim": 20,
+    }  # fmt: skip
+    return TinyModel(f"{family}ForCausalLM", f"{family}Config", base | config)
+
+
+def _deepseek(version: str, **config: Any) -> TinyModel:
+    """Groups of which some are left out, and a yarn that stretches queries and keys."""
+    base = {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2,
+        "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+        "num_hidden_layers": 3, "tie_word_embeddings": False, "max_position_embeddings": 512,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
+            "mscale": 0.8, "mscale_all_dim": 1.1,
+        },
+    }  # fmt: skip
+    return _latent(f"Deepseek{version}", **(base | config))
+
+
 TINY_MODELS: dict[str, TinyModel] = {
     "llama": _llama(num_key_value_heads=4, tie_word_embeddings=False),
     "llama_gqa_tied": _llama(
@@ -141,6 +163,8 @@ TINY_MODELS: dict[str, TinyModel] = {
     ),
     "qwen3_moe": _experts("Qwen3Moe", head_dim=32, norm_topk_prob=True),
     "qwen3_moe_some_dense": _experts("Qwen3Moe", head_dim=16, num_hidden_layers=3, mlp_only_layers=[1]),
+    "deepseek_v3_moe": _deepseek("V3"),
+    "deepseek_v2_moe": _deepseek("V2", q_lora_rank=None, topk_method="group_limited_greedy", n_shared_experts=1),
     "olmoe": _experts("Olmoe", num_key_value_heads=4, intermediate_size=32),
     "olmoe_gqa": _experts("Olmoe", intermediate_size=64, norm_topk_prob=True),
 }  # fmt: skip
@@ -218,6 +242,9 @@ def _randomise(model: Any, seed: int, embedding_std: float) -> None:
                 parameter.copy_(0.6 * noise)  # apart enough that rounding seldom changes who is chosen
             else:
                 parameter.copy_(noise * (embedding_std if "embed" in parameter_name else 0.25))
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(0.5 * torch.rand(buffer.shape, generator=generator))
     model.tie_weights()
 
 

@@ -38,6 +38,17 @@ def case_routing_chooses_the_same_experts_and_weights() -> None:
             torch.testing.assert_close(found, weights, rtol=1e-5, atol=1e-6)
 
 
+def case_routing_within_groups_chooses_the_same_experts() -> None:
+    logits, bias = torch.randn(5, 24) * 3, torch.rand(24)
+    for scoring, correction, best in (("softmax", None, 1), ("sigmoid", bias, 2)):
+        options = {"top_k": 4, "scoring": scoring, "renormalise": True, "bias": correction}
+        options |= {"num_groups": 4, "groups_chosen": 2, "group_best": best}
+        ids, weights = route(logits, **options)
+        found_ids, found = moe.route_experts(logits, **options)
+        assert torch.equal(found_ids, ids)
+        torch.testing.assert_close(found, weights, rtol=1e-5, atol=1e-6)
+
+
 def case_experts_of_floats() -> None:
     """All experts of a row, several blocks of an expert, and fewer rows than experts."""
     sizes = ((1, 4, 4, 33, 20), (70, 3, 2, 64, 48), (5, 20, 2, 80, 7))

@@ -39,7 +39,7 @@ def why_not(spec: ArchSpec, dtype: torch.dtype, place: RankPlace = SINGLE) -> st
             return reason
     if spec.hidden_size > MOST_ROW_VALUES:
         return f"the program norms rows of at most {MOST_ROW_VALUES} values, not {spec.hidden_size}."
-    return why_no_attention(head_dim=spec.head_dim) or build.why_not() or ""
+    return why_no_attention(head_dim=spec.cache.key_size) or build.why_not() or ""
 
 
 class CpuDecoder:

@@ -173,7 +173,12 @@ class ProgramOps:
     def product(self, weight: CpuLinear, x: Buffer) -> Product:
         return Product(weight, x)
 
-    def experts(self, stack: PackedExperts, x: Buffer, logits: Buffer, routing: Routing) -> ChosenExperts:
+    def attend_latent(self, attend: Any, query: Buffer, latent: Buffer) -> Buffer:
+        raise NotImplementedError("a program has no latent attention: the block's why_no_program should say so")
+
+    def experts(
+        self, stack: PackedExperts, x: Buffer, logits: Buffer, routing: Routing, correction: Tensor | None = None
+    ) -> ChosenExperts:
         expert_ids = self._room(routing.num_chosen, torch.int32)
         weights = self._room(routing.num_chosen, torch.float32)
         self.builder.route(
@@ -183,6 +188,10 @@ class ProgramOps:
             scoring=routing.scoring,
             renormalise=routing.renormalise,
             scale=routing.scale,
+            bias=correction,
+            num_groups=routing.num_groups,
+            groups_chosen=routing.groups_chosen,
+            group_best=routing.group_best,
         )
         return ChosenExperts(stack, x, expert_ids, weights)
 

@@ -134,6 +134,11 @@ class CpuWeights(CheckedWeights):
                 return CpuAttend(declared, query_norm, key_norm)
             case blocks.ExpertStack():
                 return self.experts(declared, prefix)
+            case blocks.Vector():
+                own = own_part(declared.size, self.place)
+                return self.vector(prefix + declared.name, size_of(declared.size), take=own)
+            case blocks.AttendLatent():
+                raise NotImplementedError("a program has no latent attention: the block's why_no_program says so")
 
     def norm(self, declared: blocks.Norm, prefix: str) -> CpuNorm:
         name, size, own = prefix + declared.name, size_of(declared.size), own_part(declared.size, self.place)

@@ -38,6 +38,27 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class TokenCache:
+    """What a mixer keeps of each token: a key of each key/value head, and a value beside it or within it."""
+
+    num_heads: int
+    """Of all ranks, which divide them; fewer heads than ranks are repeated."""
+    key_size: int
+    value_size: int
+    """0 where a value is a part of its key, as in latent attention."""
+
+    @property
+    def rows(self) -> int:
+        """Vectors of one token: a quantised cache keeps a scale for each."""
+        return self.num_heads * (2 if self.value_size else 1)
+
+    @property
+    def elements(self) -> int:
+        """Values of one token."""
+        return self.num_heads * (self.key_size + self.value_size)
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """What reads other tokens, and what works on each token alone: two blocks around the residual stream."""
 
@@ -77,6 +98,12 @@ class WeightNames:
     value: str = "self_attn.v_proj"
     output: str = "self_attn.o_proj"
     query_norm: str = "self_attn.q_norm"
+    query_down: str = "self_attn.q_a_proj"
+    query_down_norm: str = "self_attn.q_a_layernorm"
+    query_up: str = "self_attn.q_b_proj"
+    latent_down: str = "self_attn.kv_a_proj_with_mqa"
+    latent_norm: str = "self_attn.kv_a_layernorm"
+    latent_up: str = "self_attn.kv_b_proj"
     key_norm: str = "self_attn.k_norm"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
@@ -89,6 +116,8 @@ class WeightNames:
     expert_down: str = "down_proj"
     shared_expert: str = "mlp.shared_expert"
     shared_router: str = "mlp.shared_expert_gate"
+    router_correction: str = "mlp.gate.e_score_correction_bias"
+    """The whole name."""
     attention_norm: str = "input_layernorm"
     attention_post_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
@@ -134,15 +163,17 @@ class ArchSpec:
         self._require(0 < self.norm.eps < 1, f"the norm's eps must be between 0 and 1, got {self.norm.eps}")
         for block in {block for layer in self.layers for block in (layer.mixer, layer.ffn)}:
             self._require(not block.problem(), block.problem())
-        heads = {(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) for mixer in self.mixers}
-        self._require(len(heads) == 1, f"layers differ in their heads (number, key/value heads, size): {sorted(heads)}")
+        heads = sorted({mixer.num_heads for mixer in self.mixers})
+        self._require(len(heads) == 1, f"layers differ in the number of their heads: {heads}")
+        caches = {mixer.cache for mixer in self.mixers}
+        self._require(len(caches) == 1, f"layers differ in what they keep of a token: {caches}")
         for rope in self.ropes:
             self._check_rope(rope)
 
     def _check_rope(self, rope: RopeSpec) -> None:
         self._require(
-            rope.rotary_dim % 2 == 0 and 2 <= rope.rotary_dim <= self.head_dim,
-            f"{rope.rotary_dim} rotary dimensions must be even and fit a head of {self.head_dim}",
+            rope.rotary_dim % 2 == 0 and 2 <= rope.rotary_dim <= self.cache.key_size,
+            f"{rope.rotary_dim} rotary dimensions must be even and fit a head of {self.cache.key_size}",
         )
         self._require(rope.theta > 1, f"rope theta must be above 1, got {rope.theta}")
         self._require(rope.factor > 0, f"rope factor must be positive, got {rope.factor}")
@@ -173,12 +204,9 @@ class ArchSpec:
         return self.layers[0].mixer.num_heads
 
     @property
-    def num_kv_heads(self) -> int:
-        return self.layers[0].mixer.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.layers[0].mixer.head_dim
+    def cache(self) -> TokenCache:
+        """What every layer keeps of a token."""
+        return self.layers[0].mixer.cache
 
     @property
     def num_layers(self) -> int:
@@ -192,16 +220,6 @@ class ArchSpec:
     @property
     def embedding_width(self) -> int:
         return self.embedding_size or self.hidden_size
-
-    @property
-    def kv_elements_per_token(self) -> int:
-        """Keys and values of one token, summed over layers."""
-        return self.kv_rows_per_token * self.head_dim
-
-    @property
-    def kv_rows_per_token(self) -> int:
-        """Vectors of head_dim elements that those are."""
-        return 2 * self.num_layers * self.num_kv_heads
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
@@ -225,6 +243,7 @@ class ArchSpec:
         }
         return replace(self, layers=tuple(padded[layer] for layer in self.layers))
 
-    def local_kv_heads(self, tp_size: int) -> int:
-        """Key/value heads of one of `tp_size` ranks; fewer heads than ranks are repeated. Raises ModelError."""
-        return max(1, self.for_ranks(tp_size).num_kv_heads // tp_size)
+    def own_cache(self, tp_size: int) -> TokenCache:
+        """What a layer keeps on one of `tp_size` ranks. Raises ModelError."""
+        whole = self.for_ranks(tp_size).cache
+        return replace(whole, num_heads=max(1, whole.num_heads // tp_size))

@@ -21,6 +21,7 @@ from headrace.executor.models.blocks import Attend, Declared, Linear, Role, Rout
 from headrace.executor.models.reading import CheckedWeights, Part, own_part
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.kernels.reference.attention import AttentionParams, PagedBatch
+from headrace.kernels.reference.latent import LatentUp
 from headrace.kernels.reference.moe import ExpertWeights
 from headrace.kernels.reference.rotary_cache import LayerCache, Rotation
 from headrace.kernels.reference.rows import DenseLinear, LinearWeight
@@ -124,8 +125,13 @@ class EagerWeights(CheckedWeights):
                 return EagerNorm(self, declared, prefix)
             case Attend():
                 return EagerAttend(self, declared, prefix)
+            case blocks.AttendLatent():
+                return EagerLatent(self, declared, prefix)
             case blocks.ExpertStack():
                 return EagerExperts(self, declared, prefix)
+            case blocks.Vector():
+                own = own_part(declared.size, self.place)
+                return self.vector(prefix + declared.name, size_of(declared.size), take=own)
 
     def linear(
         self, parts: Sequence[Part], in_features: int, columns: slice | None, bias: bool, role: Role
@@ -236,6 +242,44 @@ class EagerAttend:
         return Rotation(cos, sin, query_norm=query_norm.weight, key_norm=key_norm.weight, eps=query_norm.eps)
 
 
+class EagerLatent:
+    """An `AttendLatent` with its projections and the kernels that serve it."""
+
+    def __init__(self, weights: EagerWeights, declared: blocks.AttendLatent, prefix: str) -> None:
+        self._declared, self._num_heads = declared, declared.num_heads // weights.place.tp_size
+        rows, name = declared.up_rows, prefix + declared.up
+        part = Part(name, rows.size, own_part(rows, weights.place))
+        stacked = weights.stack([(f"{name}.weight", part)], declared.latent_dim, None)
+        keys, values = stacked.unflatten(0, (self._num_heads, -1)).split((declared.nope_dim, declared.value_dim), 1)
+        self._up = LatentUp(keys.contiguous(), values.transpose(1, 2).contiguous())
+        weights.nbytes += stacked.nbytes
+        self._rope_index, self._params = weights.ropes.index(declared.rope), AttentionParams(declared.scale)
+        self._rotate = weights.kernel("rotary", head_dim=declared.rope_dim)
+        self._write = weights.kernel("write_cache", head_dim=declared.latent_dim + declared.rope_dim)
+        self._attend = weights.kernel(
+            "latent_attention",
+            num_heads=self._num_heads,
+            latent_dim=declared.latent_dim,
+            rope_dim=declared.rope_dim,
+        )
+
+    def __call__(self, query: Tensor, latent: Tensor, step: Step, cache: LayerCache) -> Tensor:
+        """query [num_tokens, heads * (nope_dim + rope_dim)], latent [num_tokens, latent_dim + rope_dim] ->
+        [num_tokens, heads * value_dim]"""
+        declared = self._declared
+        query = query.view(len(query), self._num_heads, -1)
+        queries, q = query.split((declared.nope_dim, declared.rope_dim), dim=-1)
+        compressed, k = latent[:, None].split((declared.latent_dim, declared.rope_dim), dim=-1)
+        if declared.interleaved:  # in both, so that products stay what they are
+            q, k = (each.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for each in (q, k))
+        q, k = self._rotate(q.contiguous(), k.contiguous(), *step.cos_sin[self._rope_index])
+        vector = torch.cat([compressed, k], dim=-1)
+        self._write(vector, vector, cache.keys, cache.values, step.batch, cache.scales)
+        query = torch.cat([queries, q], dim=-1)
+        attended = self._attend(query, self._up, cache.keys, step.batch, self._params, cache.scales)
+        return attended.reshape(len(query), -1)
+
+
 class EagerExperts:
     """An `ExpertStack`'s weights with the kernels that serve them."""
 
@@ -256,14 +300,19 @@ class EagerExperts:
         self._experts: ExpertWeights = pack(gate_up, down, declared.activation)
         weights.nbytes += self._experts.nbytes
 
-    def __call__(self, x: Tensor, logits: Tensor, routing: Routing) -> Tensor:
-        """x [num_tokens, hidden], logits [num_tokens, num_experts] -> [num_tokens, hidden]"""
+    def __call__(self, x: Tensor, logits: Tensor, routing: Routing, correction: Tensor | None) -> Tensor:
+        """x [num_tokens, hidden], logits [num_tokens, num_experts], correction [num_experts] float32 ->
+        [num_tokens, hidden]"""
         expert_ids, shares = self._route(
             logits,
             top_k=routing.num_chosen,
             scoring=routing.scoring,
             renormalise=routing.renormalise,
             scale=routing.scale,
+            bias=correction,
+            num_groups=routing.num_groups,
+            groups_chosen=routing.groups_chosen,
+            group_best=routing.group_best,
         )
         return self._experts.apply(x, expert_ids, shares)
 
@@ -291,8 +340,13 @@ class EagerOps:
     def product(self, weight: EagerLinear, x: Tensor) -> Any:
         return weight(x)
 
-    def experts(self, stack: EagerExperts, x: Tensor, logits: Tensor, routing: Routing) -> Tensor:
-        return stack(x, logits, routing)
+    def attend_latent(self, attend: EagerLatent, query: Tensor, latent: Tensor) -> Tensor:
+        return attend(query, latent, self._step, self._cache)
+
+    def experts(
+        self, stack: EagerExperts, x: Tensor, logits: Tensor, routing: Routing, correction: Tensor | None = None
+    ) -> Tensor:
+        return stack(x, logits, routing, correction)
 
     def call(self, function: Callable[..., Tensor], *values: Tensor) -> Tensor:
         return function(*values)

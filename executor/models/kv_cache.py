@@ -26,7 +26,8 @@ SCALED = (torch.int8, torch.float8_e4m3fn)
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """A key and a value tensor for each of a rank's layers, [num_blocks, num_kv_heads, block_size, head_dim].
+    """A key and a value tensor for each of a rank's layers, [num_blocks, num_kv_heads, block_size, head_dim]. Where a
+    value is a part of its key, both are one tensor.
 
     Layers of different cache groups share tensors, as a block belongs to one group at a time: the first layer of each
     group has the first pair, and so on. In int8 and fp8 (float8_e4m3fn) each row of head_dim elements is stored divided
@@ -115,9 +116,9 @@ def block_bytes(
     groups: Sequence[CacheGroup] = ONE_GROUP,
 ) -> int:
     """Memory of one block of a rank, keys and values."""
-    row_bytes = spec.head_dim * dtype.itemsize + (torch.float32.itemsize if dtype in SCALED else 0)
-    num_layers = layers_in_block(spec.num_layers, place, groups)
-    return 2 * num_layers * spec.local_kv_heads(place.tp_size) * block_size * row_bytes
+    own = spec.own_cache(place.tp_size)
+    token_bytes = own.elements * dtype.itemsize + (own.rows * torch.float32.itemsize if dtype in SCALED else 0)
+    return layers_in_block(spec.num_layers, place, groups) * block_size * token_bytes
 
 
 def allocate(
@@ -132,7 +133,8 @@ def allocate(
     """A rank's zeroed cache; on a CPU its pages take memory once they are written. Raises ModelError if it cannot."""
     if num_blocks < 1 or block_size < 1:
         raise ModelError(f"a cache needs at least one block of one token, got {num_blocks} blocks of {block_size}")
-    shape = (num_blocks, spec.local_kv_heads(place.tp_size), block_size, spec.head_dim)
+    own = spec.own_cache(place.tp_size)
+    shape = (num_blocks, own.num_heads, block_size)
     own_groups = group_of_layers(spec.num_layers, place, groups)
     places = [own_groups[:index].count(group) for index, group in enumerate(own_groups)]  # each layer's in its group
     pages: list[mmap.mmap] = []
@@ -153,9 +155,11 @@ def allocate(
         return tuple(made[place] for place in places)
 
     try:
-        keys, values = for_layers(shape, dtype), for_layers(shape, dtype)
-        key_scales = for_layers(shape[:-1], torch.float32) if dtype in SCALED else ()
-        value_scales = for_layers(shape[:-1], torch.float32) if dtype in SCALED else ()
+        keys = values = for_layers((*shape, own.key_size), dtype)
+        key_scales = value_scales = for_layers(shape, torch.float32) if dtype in SCALED else ()
+        if own.value_size:
+            values = for_layers((*shape, own.value_size), dtype)
+            value_scales = for_layers(shape, torch.float32) if dtype in SCALED else ()
     except (OSError, OverflowError, RuntimeError) as error:
         total = num_blocks * block_bytes(spec, block_size, dtype, place, groups)
         raise ModelError(f"a cache of {num_blocks} blocks needs {total:,} bytes on {device}: {error}") from error

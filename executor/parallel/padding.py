@@ -150,7 +150,7 @@ def padded_for(
             f"{now} for {was} {what}"
             for was, now, what in (
                 (spec.num_heads, padded.num_heads, "query heads"),
-                (spec.num_kv_heads, padded.num_kv_heads, "key/value heads"),
+                (spec.cache.num_heads, padded.cache.num_heads, "key/value heads"),
                 (spec.intermediate_size, padded.intermediate_size, "inner columns of an MLP"),
             )
             if was != now

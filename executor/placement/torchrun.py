@@ -17,7 +17,7 @@ import msgspec
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.cpu.rank import CpuRank
-from headrace.executor.model_rank import own_kv_rows
+from headrace.executor.model_rank import own_kv
 from headrace.executor.parallel.gloo import GlooCollectives, open_gloo
 from headrace.executor.parallel.rank_place import RankPlace, World
 from headrace.executor.placement.in_process import InProcessExecutor
@@ -61,8 +61,8 @@ class ExternalExecutor(InProcessExecutor):
         spec, own = self.rank.found.spec, self.rank.place
         # The largest share is every rank's, or the cores would make caches of different sizes and plan other steps.
         stages = [RankPlace.of(rank, own.tp_size, own.pp_size, own.layer_partition) for rank in range(own.world_size)]
-        rows = max(own_kv_rows(spec, place, described.cache_groups) for place in stages)
-        return msgspec.structs.replace(described, kv_rows_per_token=rows, kv_elements_per_token=rows * spec.head_dim)
+        rows, elements = map(max, zip(*(own_kv(spec, place, described.cache_groups) for place in stages), strict=True))
+        return msgspec.structs.replace(described, kv_rows_per_token=rows, kv_elements_per_token=elements)
 
     def load(self, plan: Plan, report: Report) -> MemoryReading:
         report("meet the other ranks")

@@ -1,6 +1,9 @@
 // The ops of mixtures of experts: see experts.h.
 #include "experts_driver.h"
 
+#include <algorithm>
+#include <limits>
+
 namespace headrace {
 namespace {
 
@@ -34,6 +37,21 @@ void choose_best(const float* keys, int64_t count, int64_t top_k, int32_t* best)
     for (; at > 0 && keys[i] > keys[best[at - 1]]; --at) best[at] = best[at - 1];
     best[at] = static_cast<int32_t>(i);
   }
+}
+
+// Sets the keys of all groups but the best to -inf. worth: [num_groups], best: [groups_chosen].
+void leave_best_groups(const RouteArgs& args, float* keys, float* worth, int32_t* best) {
+  const float lowest = -std::numeric_limits<float>::infinity();
+  const int64_t size = args.num_experts / args.num_groups;
+  for (int64_t group = 0; group < args.num_groups; ++group) {
+    choose_best(keys + group * size, size, args.group_best, best);
+    worth[group] = 0.0f;
+    for (int64_t i = 0; i < args.group_best; ++i) worth[group] += keys[group * size + best[i]];
+  }
+  choose_best(worth, args.num_groups, args.groups_chosen, best);
+  for (int64_t group = 0; group < args.num_groups; ++group)
+    if (std::find(best, best + args.groups_chosen, static_cast<int32_t>(group)) == best + args.groups_chosen)
+      std::fill(keys + group * size, keys + (group + 1) * size, lowest);
 }
 
 // Where the parts of the op's scratch begin, and how much there is, for so many rows.
@@ -150,18 +168,20 @@ HR_EXPORT void hr_op_route(const void* raw, const Step& step, int thread, int nu
   const auto& args = *static_cast<const RouteArgs*>(raw);
   const int64_t count = args.num_experts, padded = (count + kLanes - 1) / kLanes * kLanes;
   float* logits = reinterpret_cast<float*>(step.thread_scratch(thread));
-  float *scores = logits + padded, *sums = scores + padded;
+  float *scores = logits + padded, *sums = scores + padded, *worth = sums + padded;
+  const bool is_grouped = args.num_groups > 1;
   for (int64_t i = count; i < padded; ++i) logits[i] = 0.0f;
   const Range mine = split(step.rows(args.rows, args.fixed_rows), thread, num_threads);
   for (int64_t row = mine.begin; row < mine.end; ++row) {
     for (int64_t i = 0; i < count; ++i)
       logits[i] = load_one(args.logits, row * args.logits_stride + i, args.logits_dtype);
     score(args.scoring, logits, count, scores);
-    if (args.bias)
-      for (int64_t i = 0; i < count; ++i) sums[i] = scores[i] + args.bias[i];
+    if (args.bias || is_grouped)
+      for (int64_t i = 0; i < count; ++i) sums[i] = scores[i] + (args.bias ? args.bias[i] : 0.0f);
+    if (is_grouped) leave_best_groups(args, sums, worth, reinterpret_cast<int32_t*>(worth + padded));
     int32_t* best = args.expert_ids + row * args.top_k;
     float* weights = args.weights + row * args.top_k;
-    choose_best(args.bias ? sums : logits, count, args.top_k, best);
+    choose_best(args.bias || is_grouped ? sums : logits, count, args.top_k, best);
     float sum = 0.0f;
     for (int64_t slot = 0; slot < args.top_k; ++slot) sum += weights[slot] = scores[best[slot]];
     const float divisor = args.renormalise == 0 ? 1.0f : sum > 1e-20f ? sum : 1e-20f;

@@ -15,7 +15,7 @@ namespace headrace {
 
 enum class Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
 
-// Arguments of hr_op_route, which needs 12 (num_experts + kLanes) bytes of thread scratch.
+// Arguments of hr_op_route, which needs 20 (num_experts + kLanes) bytes of thread scratch.
 struct RouteArgs {
   const void* logits;  // [rows, num_experts]
   const float* bias;   // [num_experts], added to scores to choose by, or null
@@ -24,6 +24,9 @@ struct RouteArgs {
   int64_t logits_stride;  // elements
   int64_t num_experts;
   int64_t top_k;
+  int64_t num_groups;     // of neighbours; experts come from the best groups_chosen of them
+  int64_t groups_chosen;  // by the sum of each one's group_best best scores
+  int64_t group_best;
   int64_t fixed_rows;  // with Rows::kFixed
   Rows rows;
   DType logits_dtype;

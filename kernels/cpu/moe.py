@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -135,36 +135,60 @@ class PackedExperts:
         return out.to(x.dtype)
 
 
-def route_args(num_experts: int, top_k: int, scoring: Scoring, renormalise: bool, scale: float) -> RouteArgs:
+class RouteOptions(TypedDict, total=False):
+    """Of `reference.route_experts`."""
+
+    scoring: Required[Scoring]
+    renormalise: Required[bool]
+    scale: float
+    num_groups: int
+    groups_chosen: int
+    group_best: int
+
+
+def route_args(num_experts: int, top_k: int, options: RouteOptions) -> RouteArgs:
     """The arguments of routing but for what depends on the rows. Raises ValueError for what there is not."""
+    scoring, num_groups = options["scoring"], options.get("num_groups", 1)
+    groups_chosen, group_best = options.get("groups_chosen", 1), options.get("group_best", 1)
     if not 0 < top_k <= num_experts:
         raise ValueError(f"{top_k} of {num_experts} experts cannot be chosen.")
     if scoring not in SCORINGS:
         raise ValueError(f"experts are scored by {' or '.join(SCORINGS)}, not by {scoring!r}.")
+    if num_experts % num_groups or not (
+        0 < groups_chosen <= num_groups and 0 < group_best <= num_experts // num_groups
+    ):
+        raise ValueError(
+            f"the {group_best} best of {num_experts} experts in {num_groups} groups cannot choose {groups_chosen} of them."
+        )
     return RouteArgs(
-        num_experts=num_experts, top_k=top_k, scoring=SCORINGS[scoring], renormalise=renormalise, scale=scale
+        num_experts=num_experts,
+        top_k=top_k,
+        num_groups=num_groups,
+        groups_chosen=groups_chosen,
+        group_best=group_best,
+        scoring=SCORINGS[scoring],
+        renormalise=options["renormalise"],
+        scale=options.get("scale", 1.0),
     )
 
 
 def route_scratch_bytes(num_experts: int) -> int:
     """For each thread."""
-    return 12 * (num_experts + 16)
+    return 20 * (num_experts + 16)
 
 
 def route_experts(
     logits: Tensor,
     *,
     top_k: int,
-    scoring: Scoring,
-    renormalise: bool,
-    scale: float = 1.0,
     bias: Tensor | None = None,
     used: Runtime | None = None,
+    **options: Unpack[RouteOptions],
 ) -> tuple[Tensor, Tensor]:
     """As `reference.route_experts`, in this process's shared runtime or the one given."""
     logits, runtime_ = logits.contiguous(), used or runtime()
     num_rows, num_experts = logits.shape
-    args = route_args(num_experts, top_k, scoring, renormalise, scale)
+    args = route_args(num_experts, top_k, options)
     expert_ids = torch.empty(num_rows, top_k, dtype=torch.int32)
     weights = torch.empty(num_rows, top_k)
     wide_bias = None if bias is None else bias.float().contiguous()

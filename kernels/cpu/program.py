@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 
-from headrace.kernels.reference.moe import Scoring
-
 from .linear import ACTIVATIONS, ROWS_LOGITS, ROWS_TOKENS, EmbedArgs, LinearArgs, PackedLinear, Runtime
-from .moe import PackedExperts, route_args, route_scratch_bytes
+from .moe import PackedExperts, RouteOptions, route_args, route_scratch_bytes
 from .ops import MOST_ROW_VALUES, WORKSPACE_BYTES
 from .program_args import (
     ActivationArgs,
@@ -231,10 +229,8 @@ class Builder:
         expert_ids: Buffer,
         weights: Buffer,
         *,
-        scoring: Scoring,
-        renormalise: bool,
-        scale: float = 1.0,
         bias: Tensor | None = None,
+        **options: Unpack[RouteOptions],
     ) -> None:
         """expert_ids (int32), weights (float32) = the best experts of each row of logits [.., num_experts], as many as
         these have columns: `reference.route_experts`."""
@@ -243,7 +239,7 @@ class Builder:
         found = expert_ids.tensor.dtype, weights.tensor.dtype
         require_same(found, (torch.int32, torch.float32), "the types of experts and weights", "what routing writes")
         check_vector(bias, logits.columns, "a router's bias")
-        args = route_args(logits.columns, expert_ids.columns, scoring, renormalise, scale)
+        args = route_args(logits.columns, expert_ids.columns, options)
         args.logits, args.logits_stride, args.logits_dtype = logits.address, logits.stride, logits.type
         args.bias, args.rows = address_of(bias), ROW_COUNTS[logits.rows]
         args.expert_ids, args.weights = expert_ids.address, weights.address

@@ -224,6 +224,15 @@ def _gather(cache: _Cache, rows: Tensor, *shape: int) -> Tensor:
     return (wide * factors.view(*shape, -1, 1)).to(cache.dtype)
 
 
+def gather_tokens(
+    dtype: torch.dtype, cache: Tensor, scales: CacheScales | None, batch: PagedBatch, sequence: int
+) -> Tensor:
+    """All that a cache of one head holds of a sequence: [context length, head_dim] in `dtype`."""
+    length = batch.context_lens[sequence]
+    blocks = batch.block_tables[sequence, : -(-length // batch.block_size)].long()
+    return _gather(_caches(dtype, cache, cache, scales)[0], blocks, 1)[0, :length]
+
+
 def _attend_decodes(
     query: Tensor, key_cache: _Cache, value_cache: _Cache, group: _DecodeGroup, params: AttentionParams, out: Tensor
 ) -> None:

@@ -33,6 +33,9 @@ def route_experts(
     renormalise: bool,
     scale: float = 1.0,
     bias: Tensor | None = None,
+    num_groups: int = 1,
+    groups_chosen: int = 1,
+    group_best: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.route_experts`."""
     num_rows, num_experts = logits.shape
@@ -54,6 +57,9 @@ def route_experts(
             TOP_K=top_k,
             SIGMOID=scoring == "sigmoid",
             RENORMALISE=renormalise,
+            NUM_GROUPS=num_groups,
+            GROUPS_CHOSEN=groups_chosen,
+            GROUP_BEST=group_best,
             BLOCK=block,
             BLOCK_TOP_K=power_of_two(top_k),
             num_warps=min(4, max(1, block // 128)),
@@ -191,6 +197,9 @@ def route_kernel(
     TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUPS_CHOSEN: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_TOP_K: tl.constexpr,
 ):
@@ -207,6 +216,23 @@ def route_kernel(
     keys = wide
     if bias is not None:
         keys = tl.where(inside, scores + tl.load(bias + numbers, mask=inside, other=0.0), float("-inf"))
+    elif NUM_GROUPS > 1:
+        keys = tl.where(inside, scores, float("-inf"))
+    if NUM_GROUPS > 1:
+        groups = numbers // (num_experts // NUM_GROUPS)
+        worth = tl.where(inside, 0.0, float("-inf"))
+        for group in tl.static_range(NUM_GROUPS):
+            left = tl.where(groups == group, keys, float("-inf"))
+            for _ in tl.static_range(GROUP_BEST):
+                largest = tl.max(left, 0)
+                worth = tl.where(inside & (groups == group), worth + largest, worth)
+                left = tl.where(numbers == tl.min(tl.where(left == largest, numbers, BLOCK), 0), float("-inf"), left)
+        is_chosen = numbers < 0
+        for _ in tl.static_range(GROUPS_CHOSEN):
+            best_group = tl.min(tl.where(worth == tl.max(worth, 0), groups, NUM_GROUPS - 1), 0)
+            is_chosen = is_chosen | (groups == best_group)
+            worth = tl.where(groups == best_group, float("-inf"), worth)
+        keys = tl.where(is_chosen & inside, keys, float("-inf"))
     slots = tl.arange(0, BLOCK_TOP_K)
     chosen = tl.zeros([BLOCK_TOP_K], tl.int32)
     found = tl.zeros([BLOCK_TOP_K], tl.float32)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 from headrace.executor.models.arch import ArchSpec, LayerSpec
 
 if TYPE_CHECKING:
-    from headrace.executor.models.arch import RopeSpec
+    from headrace.executor.models.arch import RopeSpec, TokenCache
     from headrace.executor.parallel.rank_place import RankPlace
 
 Role = Literal["matrix", "bias", "norm", "embedding", "head", "router", "expert"]
@@ -152,7 +152,46 @@ class ExpertStack:
             yield Weight(f"{down}.weight", (self.hidden, self.inner), "expert")
 
 
-Declared = Linear | Norm | Attend | ExpertStack
+@dataclass(frozen=True)
+class AttendLatent:
+    """Latent attention over the paged cache: see `kernels.reference.latent`. The rotary dimensions come last."""
+
+    num_heads: int
+    """Of all ranks."""
+    nope_dim: int
+    """Of a head's query and key, without rotary positions."""
+    rope_dim: int
+    latent_dim: int
+    value_dim: int
+    scale: float
+    rope: RopeSpec
+    interleaved: bool
+    """Dimension 2i is rotated with 2i + 1, instead of i with i + rope_dim / 2."""
+    up: str
+    """The matrix, without `.weight`, that makes keys and values of the compressed vector: of each head nope_dim rows of
+    its key, then value_dim rows of its value."""
+
+    @property
+    def up_rows(self) -> Axis:
+        each = self.nope_dim + self.value_dim
+        return Axis(self.num_heads * each, unit=each)
+
+    def weights(self) -> Iterator[Weight]:
+        yield Weight(f"{self.up}.weight", (self.up_rows, self.latent_dim), "matrix")
+
+
+@dataclass(frozen=True)
+class Vector:
+    """Values that a block's ops take as they are, in float32."""
+
+    name: str
+    size: Dimension
+
+    def weights(self) -> Iterator[Weight]:
+        yield Weight(self.name, (self.size,), "bias")
+
+
+Declared = Linear | Norm | Attend | AttendLatent | ExpertStack | Vector
 Held = Mapping[str, Any]
 """What `declare` named, as a reader holds it for its `Ops`."""
 Value = Any
@@ -167,6 +206,11 @@ class Routing:
     scoring: Literal["softmax", "sigmoid"]
     renormalise: bool
     scale: float = 1.0
+    num_groups: int = 1
+    """A token's experts come from the best groups_chosen of so many groups of neighbours."""
+    groups_chosen: int = 1
+    group_best: int = 1
+    """How many of a group's best scores add up to what it is worth."""
 
 
 class Ops(Protocol):
@@ -181,11 +225,16 @@ class Ops(Protocol):
     def attend(self, attend: Any, qkv: Value) -> Value:
         """qkv: query, key and value heads side by side -> [num_tokens, heads * head_dim]; writes the cache."""
 
+    def attend_latent(self, attend: Any, query: Value, latent: Value) -> Value:
+        """query: of each head nope_dim and rope_dim columns; latent: latent_dim and rope_dim columns -> [num_tokens,
+        heads * value_dim]; writes the cache."""
+
     def product(self, weight: Any, x: Value) -> Value:
         """A contribution: a `Linear` without an activation, computed as it is added."""
 
-    def experts(self, stack: Any, x: Value, logits: Value, routing: Routing) -> Value:
-        """A contribution: the weighted sum of what the chosen experts of an `ExpertStack` make of x."""
+    def experts(self, stack: Any, x: Value, logits: Value, routing: Routing, correction: Any = None) -> Value:
+        """A contribution: the weighted sum of what the chosen experts of an `ExpertStack` make of x. correction: a
+        `Vector` that is added to the scores to choose, and to nothing else."""
 
     def call(self, function: Callable[..., Value], *values: Value) -> Value:
         """Any torch function of tensors. Only where ops run eagerly: a block that needs it says so in
@@ -228,13 +277,16 @@ class Ffn(Block):
 
 
 class Mixer(Block):
-    """A block that reads other tokens, by way of a cache of key and value heads."""
+    """A block that reads other tokens, by way of what it keeps of each."""
 
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
     rope: RopeSpec | None
     sliding_window: int | None
+
+    @property
+    def cache(self) -> TokenCache:
+        """What it keeps of a token."""
+        raise NotImplementedError
 
 
 def rounded_up(size: int, step: int) -> int:

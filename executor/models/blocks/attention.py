@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from headrace.executor.models.arch import ArchSpec, RopeSpec
+from headrace.executor.models.arch import ArchSpec, RopeSpec, TokenCache
 from headrace.executor.models.blocks import Attend, Axis, Declared, Held, Linear, Mixer, Norm, Ops, rounded_up
 from headrace.ipc.failure import ModelError
 
@@ -29,6 +29,10 @@ class Attention(Mixer):
     qk_norm: Literal["no", "head", "whole"] = "no"
     """What is normed before rotation: each head's query and key, or those of all heads as one row."""
     soft_cap: float | None = None
+
+    @property
+    def cache(self) -> TokenCache:
+        return TokenCache(self.num_kv_heads, self.head_dim, self.head_dim)
 
     def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
         names, hidden = spec.names, spec.hidden_size

@@ -16,6 +16,7 @@ from headrace.executor.models.blocks import (
     Linear,
     Ops,
     Routing,
+    Vector,
     rounded_up,
 )
 from headrace.executor.models.blocks.dense import Activation
@@ -32,14 +33,28 @@ class Experts(Ffn):
     """Of each expert."""
     activation: Activation
     shared_inner: int = 0
-    """Of an expert that every token goes to, beside those chosen, weighted by a gate of its own; 0 for none."""
+    """Of an expert that every token goes to, beside those chosen; 0 for none."""
+    shared_gate: bool = True
+    """What the shared expert makes is weighted by a gate of its own."""
+    router_bias: bool = False
+    correction: bool = False
+    """Experts are chosen by their scores and a vector added to them."""
 
     def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
         names, hidden = spec.names, spec.hidden_size
-        router = Linear(((names.router, self.num_experts),), hidden, role="router")
+        router = Linear(((names.router, self.num_experts),), hidden, self.router_bias, role="router")
         each = [f"{names.experts}.{index}." for index in range(self.num_experts)]
         found: dict[str, Declared] = {"router": router, "experts": self._stack(spec, each, self.inner)}
-        if self.shared_inner:
+        if self.correction:
+            found["correction"] = Vector(names.router_correction, self.num_experts)
+        if self.shared_inner and not self.shared_gate:
+            gate, up, down = (
+                f"{names.shared_expert}.{name}" for name in (names.expert_gate, names.expert_up, names.expert_down)
+            )
+            inner = Axis(self.shared_inner)
+            found["shared_up"] = Linear(((gate, inner), (up, inner)), hidden, activation=self.activation, gated=True)
+            found["shared_down"] = Linear(((down, hidden),), inner)
+        elif self.shared_inner:
             found["shared_router"] = Linear(((names.shared_router, 1),), hidden, role="router")
             found["shared"] = self._stack(spec, [f"{names.shared_expert}."], self.shared_inner)
         return found
@@ -52,8 +67,11 @@ class Experts(Ffn):
         return ExpertStack(gates, ups, downs, spec.hidden_size, Axis(inner), self.activation)
 
     def emit(self, ops: Ops, held: Held, x: Any) -> Sequence[Any]:
-        found = [ops.experts(held["experts"], x, ops.linear(held["router"], x), self.routing)]
-        if self.shared_inner:
+        logits = ops.linear(held["router"], x)
+        found = [ops.experts(held["experts"], x, logits, self.routing, held.get("correction"))]
+        if self.shared_inner and not self.shared_gate:
+            found.append(ops.product(held["shared_down"], ops.linear(held["shared_up"], x)))
+        elif self.shared_inner:
             found.append(ops.experts(held["shared"], x, ops.linear(held["shared_router"], x), SHARED))
         return found
 
@@ -74,6 +92,17 @@ class Experts(Ffn):
             return f"an expert's inner size must be at least 1, got {self.inner}"
         if not 1 <= self.routing.num_chosen <= self.num_experts:
             return f"{self.routing.num_chosen} of {self.num_experts} experts cannot be chosen for a token"
+        return self._problem_of_groups()
+
+    def _problem_of_groups(self) -> str:
+        routing = self.routing
+        if routing.num_groups < 1 or self.num_experts % routing.num_groups:
+            return f"{self.num_experts} experts cannot stand in {routing.num_groups} groups"
+        size = self.num_experts // routing.num_groups
+        if not 1 <= routing.groups_chosen <= routing.num_groups or routing.group_best > size:
+            return f"{routing.groups_chosen} of {routing.num_groups} groups of {size} experts cannot be chosen"
+        if routing.groups_chosen * size < routing.num_chosen:
+            return f"{routing.groups_chosen} groups of {size} experts have no {routing.num_chosen} to choose"
         return ""
 
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:

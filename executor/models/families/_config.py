@@ -222,6 +222,19 @@ def experts(config: Config, inner: int, *, renormalise: bool, shared_inner: int 
     return Experts(integer(config, key), routing, inner, activation(config, "hidden_act", "silu"), shared_inner)
 
 
+def corrected_routing(config: Config) -> Routing:
+    """DeepSeek V3's: scores by sigmoid, groups by their two best."""
+    return Routing(
+        integer(config, "num_experts_per_tok"),
+        "sigmoid",
+        renormalise=flag(config, "norm_topk_prob", True),
+        scale=number(config, "routed_scaling_factor", 1.0),
+        num_groups=integer(config, "n_group", 1),
+        groups_chosen=integer(config, "topk_group", 1),
+        group_best=2 if integer(config, "n_group", 1) > 1 else 1,
+    )
+
+
 def sparse_layers(config: Config, mixture: Experts) -> Callable[[int], Ffn]:
     """Qwen's: the mixture in every `decoder_sparse_step`th layer but those of `mlp_only_layers`."""
     step = integer(config, "decoder_sparse_step", 1)

@@ -1,0 +1,121 @@
+"""Latent attention (MLA: DeepSeek-V2, section 2.1): of each token one compressed vector is kept, which all heads share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace.executor.models.arch import ArchSpec, RopeSpec, TokenCache
+from headrace.executor.models.blocks import (
+    AttendLatent,
+    Axis,
+    Declared,
+    Held,
+    Linear,
+    Mixer,
+    Norm,
+    Ops,
+    rounded_up,
+)
+from headrace.ipc.failure import ModelError
+
+LATENT_EPS = 1e-6
+"""Of the norms of compressed vectors, whatever the model's other norms have."""
+
+
+@dataclass(frozen=True)
+class LatentAttention(Mixer):
+    num_heads: int
+    nope_dim: int
+    """Of a head's query and key, without rotary positions."""
+    rope_dim: int
+    """Of a head's query, and of the one rotated key of all heads."""
+    value_dim: int
+    latent_dim: int
+    """Of the compressed vector."""
+    scale: float
+    """Multiplies the products of queries and keys."""
+    rope: RopeSpec
+    interleaved: bool = True
+    """Dimension 2i is rotated with 2i + 1, instead of i with i + rope_dim / 2."""
+    query_rank: int | None = None
+    """Of the vector that queries are compressed to; None where they are not."""
+    bias: bool = False
+    """On what compresses, and on the output."""
+    sliding_window: None = None
+
+    @property
+    def cache(self) -> TokenCache:
+        return TokenCache(1, self.latent_dim + self.rope_dim, 0)
+
+    def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
+        names, hidden = spec.names, spec.hidden_size
+        head = self.nope_dim + self.rope_dim
+        queries = Axis(self.num_heads * head, unit=head)
+        found: dict[str, Declared] = {}
+        if self.query_rank is None:
+            found["query"] = Linear(((names.query, queries),), hidden)
+        else:
+            found["query_down"] = Linear(((names.query_down, self.query_rank),), hidden, self.bias)
+            found["query_norm"] = self._norm(names.query_down_norm, self.query_rank)
+            found["query"] = Linear(((names.query_up, queries),), self.query_rank)
+        found["latent"] = Linear(((names.latent_down, self.latent_dim + self.rope_dim),), hidden, self.bias)
+        found["latent_norm"] = self._norm(names.latent_norm, self.latent_dim)
+        found["attend"] = AttendLatent(
+            num_heads=self.num_heads,
+            nope_dim=self.nope_dim,
+            rope_dim=self.rope_dim,
+            latent_dim=self.latent_dim,
+            value_dim=self.value_dim,
+            scale=self.scale,
+            rope=self.rope,
+            interleaved=self.interleaved,
+            up=names.latent_up,
+        )
+        values = Axis(self.num_heads * self.value_dim, unit=self.value_dim)
+        found["output"] = Linear(((names.output, hidden),), values, self.bias)
+        return found
+
+    def _norm(self, name: str, size: int) -> Norm:
+        return Norm(name, size, "rms", LATENT_EPS, weight_offset=0.0, affine=True)
+
+    def emit(self, ops: Ops, held: Held, x: Any) -> Sequence[Any]:
+        down = ops.norm(held["query_norm"], ops.linear(held["query_down"], x)) if self.query_rank else x
+        query = ops.linear(held["query"], down)
+        latent = ops.norm(held["latent_norm"], ops.linear(held["latent"], x), 0, self.latent_dim)
+        return [ops.product(held["output"], ops.attend_latent(held["attend"], query, latent))]
+
+    def for_ranks(self, tp_size: int, inner_block: int) -> LatentAttention:
+        """Every rank has some heads, and all of the compressed vectors."""
+        if self.num_heads < tp_size:
+            raise ModelError(
+                f"{self.num_heads} attention heads cannot be divided among {tp_size} ranks: each needs at least one"
+            )
+        return replace(self, num_heads=rounded_up(self.num_heads, tp_size))
+
+    def values_per_token(self, tp_size: int) -> int:
+        """Queries as they are and absorbed, what is attended, results, and the compressed vectors."""
+        latent = self.latent_dim + self.rope_dim
+        each = 2 * (self.nope_dim + self.rope_dim) + 2 * latent + 2 * self.value_dim
+        return self.num_heads // tp_size * each + 3 * latent + 2 * (self.query_rank or 0)
+
+    def problem(self) -> str:
+        sizes = (
+            "num_heads",
+            "nope_dim",
+            "rope_dim",
+            "value_dim",
+            "latent_dim",
+            *(["query_rank"] * bool(self.query_rank)),
+        )
+        for name in sizes:
+            if getattr(self, name) < 1:
+                return f"latent attention's {name} must be at least 1, got {getattr(self, name)}"
+        if self.rope.rotary_dim != self.rope_dim:
+            return f"{self.rope.rotary_dim} rotary dimensions are not the {self.rope_dim} of latent attention"
+        return "" if 0 < self.scale < math.inf else f"attention_scale must be positive, got {self.scale}"
+
+    def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
+        return "the program has no latent attention."

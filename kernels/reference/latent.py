@@ -1,0 +1,127 @@
+"""Latent attention (DeepSeek-V2, section 2.1) over a paged cache, in torch.
+
+The cache holds one vector per token that all heads share: a compressed vector, and a rotated key beside it. A head's
+keys and values are projections of the compressed vector. Two forms give the same sums:
+
+    absorbed   the projections are applied to queries and results, and heads attend to the cached vectors as they are
+    expanded   keys and values are made for the context once, for prompts long enough to repay it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.kernels.reference.attention import (
+    QUERY_TILE_TOKENS,
+    AttentionParams,
+    CacheScales,
+    PagedBatch,
+    gather_tokens,
+    paged_attention,
+)
+
+EXPANDED_ELEMENTS = 1 << 24
+"""Most elements of keys and values that are expanded at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class LatentUp:
+    """A layer's projections from the compressed vector."""
+
+    keys: Tensor  # [num_heads, nope_dim, latent_dim]
+    values: Tensor  # [num_heads, latent_dim, value_dim]
+
+    @property
+    def least_expanded(self) -> int:
+        """From how many tokens of a prompt on expanding its context multiplies less."""
+        (_, nope_dim, latent_dim), value_dim = self.keys.shape, self.values.shape[2]
+        saved = 2 * latent_dim - nope_dim - value_dim
+        return latent_dim * (nope_dim + value_dim) // saved + 1 if saved > 0 else 1 << 31
+
+
+def latent_attention(
+    query: Tensor,
+    up: LatentUp,
+    cache: Tensor,
+    batch: PagedBatch,
+    params: AttentionParams,
+    scales: CacheScales | None = None,
+) -> Tensor:
+    """Each token attends to its sequence's cached vectors up to its own position, which are already written.
+
+    query [num_tokens, num_heads, nope_dim + rope_dim], the last rope_dim dimensions rotated; cache [num_blocks, 1,
+    block_size, latent_dim + rope_dim], as of `paged_attention`. A window and a soft cap are none of its params.
+    Returns [num_tokens, num_heads, value_dim] in query's dtype; padding gets zeros.
+    """
+    starts, lens, least = batch.query_starts, batch.context_lens, up.least_expanded
+    long = [seq for seq, end in enumerate(lens) if end and starts[seq + 1] - starts[seq] >= least]
+    out = torch.zeros(*query.shape[:2], up.values.shape[2], dtype=query.dtype, device=query.device)
+    if len(long) < len(lens):
+        short = _without(batch, long) if long else batch
+        out = project_values(paged_attention(absorb(query, up), cache, cache, short, params, scales), up)
+    for seq in long:
+        tokens = slice(starts[seq], starts[seq + 1])
+        context = gather_tokens(query.dtype, cache, scales, batch, seq)
+        out[tokens] = _expanded(query[tokens], up, context, params.scale)
+    return out
+
+
+def absorb(query: Tensor, up: LatentUp) -> Tensor:
+    """query [num_tokens, num_heads, nope_dim + rope_dim] -> [num_tokens, num_heads, latent_dim + rope_dim]"""
+    nope_dim = up.keys.shape[1]
+    absorbed = torch.bmm(query[..., :nope_dim].transpose(0, 1), up.keys).transpose(0, 1)
+    return torch.cat([absorbed, query[..., nope_dim:]], dim=-1)
+
+
+def project_values(attended: Tensor, up: LatentUp) -> Tensor:
+    """attended [num_tokens, num_heads, latent_dim or more], of which the first count -> [.., .., value_dim]"""
+    compressed = attended[..., : up.values.shape[1]]
+    return torch.bmm(compressed.transpose(0, 1), up.values).transpose(0, 1)
+
+
+def _without(batch: PagedBatch, sequences: list[int]) -> PagedBatch:
+    """These sequences become padding."""
+    key = ("latent", len(sequences))  # of one model all layers leave out the same
+    if key not in batch.memo:
+        seq_lens = batch.seq_lens.clone()
+        seq_lens[sequences] = 0
+        batch.memo[key] = replace(batch, seq_lens=seq_lens, memo={})
+    found: PagedBatch = batch.memo[key]
+    return found
+
+
+def _expanded(query: Tensor, up: LatentUp, context: Tensor, scale: float) -> Tensor:
+    """query [num_tokens, num_heads, head_dim] of a sequence's last tokens, context [length, latent_dim + rope_dim] ->
+    [num_tokens, num_heads, value_dim]. As many heads at a time as memory allows."""
+    (num_tokens, num_heads, head_dim), length = query.shape, len(context)
+    latent_dim, value_dim = up.values.shape[1:]
+    compressed, rotated = context[:, :latent_dim], context[:, latent_dim:]
+    start = length - num_tokens
+    out = torch.empty(num_heads, num_tokens, value_dim, dtype=query.dtype, device=query.device)
+    together = max(1, EXPANDED_ELEMENTS // (length * (head_dim + value_dim)))
+    for first in range(0, num_heads, together):
+        heads = slice(first, first + together)
+        shared = rotated.expand(len(up.keys[heads]), -1, -1)
+        keys = torch.cat([compressed @ up.keys[heads].transpose(1, 2), shared], dim=-1)
+        values, q = compressed @ up.values[heads], query[:, heads].transpose(0, 1)
+        if not start:
+            out[heads] = F.scaled_dot_product_attention(q[None], keys[None], values[None], is_causal=True, scale=scale)
+            continue
+        for tile in range(0, num_tokens, QUERY_TILE_TOKENS):
+            end = min(tile + QUERY_TILE_TOKENS, num_tokens)
+            at = torch.arange(start + tile, start + end, device=query.device)[:, None]
+            visible = torch.arange(start + end, device=query.device) <= at
+            out[heads, tile:end] = F.scaled_dot_product_attention(
+                q[None, :, tile:end], keys[None, :, : start + end], values[None, :, : start + end], visible, scale=scale
+            )
+    return out.transpose(0, 1)
+
+
+REFERENCES: Mapping[str, Callable[..., Any]] = MappingProxyType({"latent_attention": latent_attention})
