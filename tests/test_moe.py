@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import ops
+from headrace.kernels.expert_groups import ExpertGroups
 from headrace.kernels.reference.moe import ExpertStack, QuantisedStack, Scoring
 from headrace.kernels.reference.quantised import dequantise
 from headrace.kernels.reference.rows import ACTIVATIONS, DenseLinear
@@ -66,9 +67,10 @@ def test_a_bias_decides_who_is_chosen_and_is_not_in_the_weights() -> None:
 
 def test_experts_come_from_the_best_groups_by_one_or_by_the_sum_of_several_scores() -> None:
     logits = torch.tensor([[3.0, -9.0, 2.0, 2.5, 1.0, 1.0]])
-    groups = {"num_groups": 3, "groups_chosen": 1, "top_k": 2, "scoring": "softmax", "renormalise": False}
-    assert route(logits, **groups)[0].tolist() == [[0, 1]]
-    ids, weights = route(logits, **groups, group_best=2, bias=torch.tensor([0, 0, 0.5, 0, 0, 0]))
+    options = {"top_k": 2, "scoring": "softmax", "renormalise": False}
+    assert route(logits, **options, groups=ExpertGroups(3, 1))[0].tolist() == [[0, 1]]
+    bias = torch.tensor([0, 0, 0.5, 0, 0, 0])
+    ids, weights = route(logits, **options, groups=ExpertGroups(3, 1, best=2), bias=bias)
     assert ids.tolist() == [[2, 3]]
     assert torch.equal(weights, logits.softmax(-1)[:, [2, 3]])
 
@@ -127,12 +129,11 @@ def test_every_version_that_serves_here_is_its_reference_within_rounding(dtype: 
         if version.why_not(**facts):
             continue
         for scoring in ("softmax", "sigmoid"):
-            groups = {"num_groups": 4, "groups_chosen": 2}
             for options in (
                 {"renormalise": True},
                 {"renormalise": False, "bias": torch.rand(16), "scale": 0.5},
-                {"renormalise": False, **groups},
-                {"renormalise": True, "bias": torch.rand(16), "group_best": 2, **groups},
+                {"renormalise": False, "groups": ExpertGroups(4, 2)},
+                {"renormalise": True, "bias": torch.rand(16), "groups": ExpertGroups(4, 2, best=2)},
             ):
                 ids, weights = route(logits, top_k=4, scoring=scoring, **options)
                 found_ids, found = version.function(logits, top_k=4, scoring=scoring, **options)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headrace.executor.gpu.kernels import to_int4, to_int8
 from headrace.kernels import ops
+from headrace.kernels.expert_groups import ExpertGroups
 from headrace.kernels.reference.moe import QuantisedStack
 from headrace.kernels.triton import moe
 
@@ -42,7 +43,7 @@ def case_routing_within_groups_chooses_the_same_experts() -> None:
     logits, bias = torch.randn(5, 24) * 3, torch.rand(24)
     for scoring, correction, best in (("softmax", None, 1), ("sigmoid", bias, 2)):
         options = {"top_k": 4, "scoring": scoring, "renormalise": True, "bias": correction}
-        options |= {"num_groups": 4, "groups_chosen": 2, "group_best": best}
+        options["groups"] = ExpertGroups(4, 2, best)
         ids, weights = route(logits, **options)
         found_ids, found = moe.route_experts(logits, **options)
         assert torch.equal(found_ids, ids)

@@ -189,9 +189,7 @@ class ProgramOps:
             renormalise=routing.renormalise,
             scale=routing.scale,
             bias=correction,
-            num_groups=routing.num_groups,
-            groups_chosen=routing.groups_chosen,
-            group_best=routing.group_best,
+            groups=routing.groups,
         )
         return ChosenExperts(stack, x, expert_ids, weights)
 

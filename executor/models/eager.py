@@ -310,9 +310,7 @@ class EagerExperts:
             renormalise=routing.renormalise,
             scale=routing.scale,
             bias=correction,
-            num_groups=routing.num_groups,
-            groups_chosen=routing.groups_chosen,
-            group_best=routing.group_best,
+            groups=routing.groups,
         )
         return self._experts.apply(x, expert_ids, shares)
 

@@ -16,6 +16,7 @@ from typing import Any, Required, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from headrace.kernels.expert_groups import ALL_EXPERTS, ExpertGroups
 from headrace.kernels.reference.moe import ExpertStack, ExpertWeights, Scoring
 from headrace.kernels.registry import Version
 
@@ -141,31 +142,24 @@ class RouteOptions(TypedDict, total=False):
     scoring: Required[Scoring]
     renormalise: Required[bool]
     scale: float
-    num_groups: int
-    groups_chosen: int
-    group_best: int
+    groups: ExpertGroups
 
 
 def route_args(num_experts: int, top_k: int, options: RouteOptions) -> RouteArgs:
     """The arguments of routing but for what depends on the rows. Raises ValueError for what there is not."""
-    scoring, num_groups = options["scoring"], options.get("num_groups", 1)
-    groups_chosen, group_best = options.get("groups_chosen", 1), options.get("group_best", 1)
+    scoring, groups = options["scoring"], options.get("groups", ALL_EXPERTS)
     if not 0 < top_k <= num_experts:
         raise ValueError(f"{top_k} of {num_experts} experts cannot be chosen.")
     if scoring not in SCORINGS:
         raise ValueError(f"experts are scored by {' or '.join(SCORINGS)}, not by {scoring!r}.")
-    if num_experts % num_groups or not (
-        0 < groups_chosen <= num_groups and 0 < group_best <= num_experts // num_groups
-    ):
-        raise ValueError(
-            f"the {group_best} best of {num_experts} experts in {num_groups} groups cannot choose {groups_chosen} of them."
-        )
+    if reason := groups.why_not(num_experts, top_k):
+        raise ValueError(f"{reason}.")
     return RouteArgs(
         num_experts=num_experts,
         top_k=top_k,
-        num_groups=num_groups,
-        groups_chosen=groups_chosen,
-        group_best=group_best,
+        num_groups=groups.count,
+        groups_chosen=groups.chosen,
+        group_best=groups.best,
         scoring=SCORINGS[scoring],
         renormalise=options["renormalise"],
         scale=options.get("scale", 1.0),

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.kernels.expert_groups import ALL_EXPERTS, ExpertGroups
 from headrace.kernels.reference.quantised import QuantisedLinear
 from headrace.kernels.reference.rows import LinearWeight, activate_and_multiply
 
@@ -48,24 +49,21 @@ def route_experts(
     renormalise: bool,
     scale: float = 1.0,
     bias: Tensor | None = None,
-    num_groups: int = 1,
-    groups_chosen: int = 1,
-    group_best: int = 1,
+    groups: ExpertGroups = ALL_EXPERTS,
 ) -> tuple[Tensor, Tensor]:
     """The `top_k` experts of each token, best first, and the weights of their results.
 
     logits [num_tokens, num_experts] of any float type. A score is the softmax over all experts, or each logit's
     sigmoid, in float32. The best logits are chosen, of equals the lower index; with a bias [num_experts] float32
-    (DeepSeek-V3, section 2.1.2) the best sums of score and bias, which the weights do not contain. With several groups
-    of neighbours, only from the best `groups_chosen` of them, by the sum of each one's `group_best` best. Weights are
-    scores, divided by their sum if renormalised, times `scale`.
+    (DeepSeek-V3, section 2.1.2) the best sums of score and bias, which the weights do not contain. Only within the best
+    of `groups`, where there are several. Weights are scores, divided by their sum if renormalised, times `scale`.
     Returns expert_ids [num_tokens, top_k] int32 and weights [num_tokens, top_k] float32.
     """
     wide = logits.float()
     scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
     order = wide if bias is None else scores + bias
-    if num_groups > 1:
-        order = _within_groups(scores if bias is None else order, num_groups, groups_chosen, group_best)
+    if groups.count > 1:
+        order = _within_groups(scores if bias is None else order, groups)
     expert_ids = order.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(-1, expert_ids)
     if renormalise:
@@ -73,11 +71,11 @@ def route_experts(
     return expert_ids.to(torch.int32), weights * scale
 
 
-def _within_groups(order: Tensor, num_groups: int, groups_chosen: int, group_best: int) -> Tensor:
+def _within_groups(order: Tensor, groups: ExpertGroups) -> Tensor:
     """order [num_tokens, num_experts] with -inf in all groups but the best."""
-    grouped = order.unflatten(-1, (num_groups, -1))
-    worth = grouped.topk(group_best, dim=-1).values.sum(-1)
-    best = worth.sort(dim=-1, descending=True, stable=True).indices[:, :groups_chosen]
+    grouped = order.unflatten(-1, (groups.count, -1))
+    worth = grouped.topk(groups.best, dim=-1).values.sum(-1)
+    best = worth.sort(dim=-1, descending=True, stable=True).indices[:, : groups.chosen]
     is_chosen = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, best, True)
     return grouped.masked_fill(~is_chosen[..., None], float("-inf")).flatten(1)
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels.expert_groups import ALL_EXPERTS, ExpertGroups
 from headrace.kernels.reference.moe import LEAST_SUM, ExpertStack, ExpertWeights, QuantisedStack, Scoring
 from headrace.kernels.triton import configs
 from headrace.kernels.triton.activation import activated
@@ -33,9 +34,7 @@ def route_experts(
     renormalise: bool,
     scale: float = 1.0,
     bias: Tensor | None = None,
-    num_groups: int = 1,
-    groups_chosen: int = 1,
-    group_best: int = 1,
+    groups: ExpertGroups = ALL_EXPERTS,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.route_experts`."""
     num_rows, num_experts = logits.shape
@@ -57,9 +56,9 @@ def route_experts(
             TOP_K=top_k,
             SIGMOID=scoring == "sigmoid",
             RENORMALISE=renormalise,
-            NUM_GROUPS=num_groups,
-            GROUPS_CHOSEN=groups_chosen,
-            GROUP_BEST=group_best,
+            NUM_GROUPS=groups.count,
+            GROUPS_CHOSEN=groups.chosen,
+            GROUP_BEST=groups.best,
             BLOCK=block,
             BLOCK_TOP_K=power_of_two(top_k),
             num_warps=min(4, max(1, block // 128)),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec
+from headrace.kernels.expert_groups import ALL_EXPERTS, ExpertGroups
 
 if TYPE_CHECKING:
     from headrace.executor.models.arch import RopeSpec, TokenCache
@@ -206,11 +207,7 @@ class Routing:
     scoring: Literal["softmax", "sigmoid"]
     renormalise: bool
     scale: float = 1.0
-    num_groups: int = 1
-    """A token's experts come from the best groups_chosen of so many groups of neighbours."""
-    groups_chosen: int = 1
-    group_best: int = 1
-    """How many of a group's best scores add up to what it is worth."""
+    groups: ExpertGroups = ALL_EXPERTS
 
 
 class Ops(Protocol):

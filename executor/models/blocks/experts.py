@@ -92,18 +92,7 @@ class Experts(Ffn):
             return f"an expert's inner size must be at least 1, got {self.inner}"
         if not 1 <= self.routing.num_chosen <= self.num_experts:
             return f"{self.routing.num_chosen} of {self.num_experts} experts cannot be chosen for a token"
-        return self._problem_of_groups()
-
-    def _problem_of_groups(self) -> str:
-        routing = self.routing
-        if routing.num_groups < 1 or self.num_experts % routing.num_groups:
-            return f"{self.num_experts} experts cannot stand in {routing.num_groups} groups"
-        size = self.num_experts // routing.num_groups
-        if not 1 <= routing.groups_chosen <= routing.num_groups or routing.group_best > size:
-            return f"{routing.groups_chosen} of {routing.num_groups} groups of {size} experts cannot be chosen"
-        if routing.groups_chosen * size < routing.num_chosen:
-            return f"{routing.groups_chosen} groups of {size} experts have no {routing.num_chosen} to choose"
-        return ""
+        return self.routing.groups.why_not(self.num_experts, self.routing.num_chosen)
 
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
         if spec.norm_placement == "post":

@@ -1,4 +1,4 @@
-"""Latent attention (MLA: DeepSeek-V2, section 2.1): of each token one compressed vector is kept, which all heads share."""
+"""Latent attention (MLA: DeepSeek-V2, section 2.1): all heads share one compressed vector per token."""
 
 from __future__ import annotations
 
@@ -102,14 +102,9 @@ class LatentAttention(Mixer):
         return self.num_heads // tp_size * each + 3 * latent + 2 * (self.query_rank or 0)
 
     def problem(self) -> str:
-        sizes = (
-            "num_heads",
-            "nope_dim",
-            "rope_dim",
-            "value_dim",
-            "latent_dim",
-            *(["query_rank"] * bool(self.query_rank)),
-        )
+        sizes = ["num_heads", "nope_dim", "rope_dim", "value_dim", "latent_dim"]
+        if self.query_rank is not None:
+            sizes.append("query_rank")
         for name in sizes:
             if getattr(self, name) < 1:
                 return f"latent attention's {name} must be at least 1, got {getattr(self, name)}"

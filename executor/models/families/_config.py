@@ -13,6 +13,7 @@ from headrace.executor.models.blocks.dense import Activation, Dense
 from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.models.families import Config
 from headrace.ipc.failure import ModelError
+from headrace.kernels.expert_groups import ExpertGroups
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -224,14 +225,13 @@ def experts(config: Config, inner: int, *, renormalise: bool, shared_inner: int 
 
 def corrected_routing(config: Config) -> Routing:
     """DeepSeek V3's: scores by sigmoid, groups by their two best."""
+    num_groups = integer(config, "n_group", 1)
     return Routing(
         integer(config, "num_experts_per_tok"),
         "sigmoid",
         renormalise=flag(config, "norm_topk_prob", True),
         scale=number(config, "routed_scaling_factor", 1.0),
-        num_groups=integer(config, "n_group", 1),
-        groups_chosen=integer(config, "topk_group", 1),
-        group_best=2 if integer(config, "n_group", 1) > 1 else 1,
+        groups=ExpertGroups(num_groups, integer(config, "topk_group", 1), best=2 if num_groups > 1 else 1),
     )
 
 

@@ -1,0 +1,30 @@
+"""From which of a mixture's experts a token's are chosen. No torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class ExpertGroups(NamedTuple):
+    """A token's experts come from the best `chosen` of `count` groups of neighbours (DeepSeek-V2, section 2.2.2)."""
+
+    count: int = 1
+    chosen: int = 1
+    best: int = 1
+    """How many of a group's best scores add up to what it is worth."""
+
+    def why_not(self, num_experts: int, top_k: int) -> str:
+        """What is wrong with them, as a sentence's end; "" when nothing is."""
+        if self.count < 1 or num_experts % self.count:
+            return f"{num_experts} experts cannot stand in {self.count} groups"
+        size = num_experts // self.count
+        if not 1 <= self.chosen <= self.count or not 1 <= self.best <= size:
+            return (
+                f"{self.chosen} of {self.count} groups cannot be chosen by the {self.best} best of their {size} experts"
+            )
+        if self.chosen * size < top_k:
+            return f"{self.chosen} groups of {size} experts have no {top_k} to choose"
+        return ""
+
+
+ALL_EXPERTS = ExpertGroups()
