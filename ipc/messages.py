@@ -447,6 +447,8 @@ class Ready(Message):
     startup_s: dict[str, float]
     ranks_startup_s: tuple[dict[str, float], ...] = ()
     """Of each worker process of an engine; see Facts."""
+    peer_timeout_s: float | None = None
+    """How long it and its clients may be silent; None for what is usual."""
 
 
 class ChildFailed(Message):

@@ -21,13 +21,15 @@ from headrace.ipc.failure import HeadraceError
 
 HEARTBEAT_INTERVAL_MS = 1_000
 PEER_TIMEOUT_S = 60.0
-"""How long a peer may be silent whose connection is open; HEADRACE_PEER_TIMEOUT is another time, in seconds.
+"""How long a peer may be silent whose connection is open, unless an option or HEADRACE_PEER_TIMEOUT says else.
 
 One that is stopped (by a signal, a debugger, its virtual machine) goes on later where it was.
 """
 MAX_MESSAGE_BYTES = 1 << 30
 QUEUE_MESSAGES = 100_000
 """Bound of each direction's queue. A core must never block on one slow client, so past it messages are refused."""
+CLIENT_SENDS_MESSAGES = 1_000
+"""Bound of what a client has on its way to the core; what it sends besides, it keeps where it is counted."""
 LINGER_MS = 500
 NEVER_MS = 7 * 24 * 3600 * 1000
 _UNIX_PATH_BYTES = 107
@@ -126,19 +128,26 @@ def peer_timeout_s() -> float:
     return seconds
 
 
-def configure(socket: zmq.Socket[bytes], address: str) -> None:
+def configure(socket: zmq.Socket[bytes], address: str, timeout_s: float | None) -> None:
     """Bounded queues, heartbeats, no lingering; IPv6 for an address that is."""
     socket.set_hwm(QUEUE_MESSAGES)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(peer_timeout_s() * 1e3))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int((timeout_s or peer_timeout_s()) * 1e3))
     socket.setsockopt(zmq.IPV6, "[" in address)
 
 
-def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> tuple[zmq.Socket[bytes], str]:
+def bind_router(
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    *,
+    timeout_s: float | None = None,
+    unread_messages: int | None = None,
+) -> tuple[zmq.Socket[bytes], str]:
     """A ROUTER bound at `address` (or, when empty, at a new ipc:// one) and the address that was bound.
 
+    timeout_s: how long a client may be silent, by default `peer_timeout_s`; unread_messages: how many may wait for one.
     Sending to a client that is gone raises EHOSTUNREACH, and to one whose queue is full EAGAIN, instead of
     dropping silently. Raises AddressError when the address is taken or cannot be used.
     """
@@ -147,7 +156,9 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> tuple[
     if path is not None and path.exists() and not _refuses(path):
         raise AddressError(f"cannot listen at {wanted}: another process does")
     socket = context.socket(zmq.ROUTER)
-    configure(socket, wanted)
+    configure(socket, wanted, timeout_s)
+    if unread_messages is not None:
+        socket.setsockopt(zmq.SNDHWM, unread_messages)
     socket.setsockopt(zmq.ROUTER_MANDATORY, True)
     try:
         socket.bind(wanted)
@@ -160,10 +171,13 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> tuple[
     return socket, bound.decode().rstrip("\0") if isinstance(bound, bytes) else wanted
 
 
-def new_dealer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+def new_dealer(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, timeout_s: float | None = None
+) -> zmq.Socket[bytes]:
     """A DEALER for one connection to `address`, not connected yet: lost or refused, it is never tried again."""
     socket = context.socket(zmq.DEALER)
-    configure(socket, check_address(address))
+    configure(socket, check_address(address), timeout_s)
+    socket.setsockopt(zmq.SNDHWM, CLIENT_SENDS_MESSAGES)
     # Not -1, which would also drop what was received and not read yet, such as a core's last words.
     socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
     return socket

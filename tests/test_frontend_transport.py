@@ -18,10 +18,12 @@ import pytest
 import zmq
 from fake_core import FakeCore, Faults, ZmqCore, zmq_core
 
-from headrace import EngineDeadError, ModelError, SamplingParams, __version__
+from headrace import EngineDeadError, ModelError, QueueFullError, SamplingParams, __version__
 from headrace.frontend.api.prompts import Prompt
+from headrace.frontend.client import transport
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.transport import ZmqTransport
+from headrace.ipc import sockets
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import SCHEMA_HASH
 from headrace.ipc.sockets import AddressError
@@ -189,6 +191,46 @@ def test_a_core_that_stops_answering_without_closing_is_found_by_heartbeats(
 
     try:
         assert run(test()) < 8.0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_what_waits_for_a_core_that_reads_nothing_is_bounded_and_the_request_beyond_is_told_when_to_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "MOST_UNSENT_BYTES", 2_000_000)
+    monkeypatch.setattr(sockets, "CLIENT_SENDS_MESSAGES", 4)
+    address = f"ipc://{tmp_path}/core.sock"
+    script = SERVE.format(tests=str(Path(__file__).parent), address=address)
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+
+    async def test() -> None:
+        client = await CoreClient.connect(address)
+        os.kill(process.pid, signal.SIGSTOP)
+        prompt, count = Prompt(token_ids=[5] * 100_000), 0
+        while not client._transport.is_full:
+            client.submit(str(count), prompt, LONG)
+            client.abort(str(count))  # as an HTTP client's that leaves; the message waits all the same
+            await asyncio.sleep(0)
+            count += 1
+            assert count < 1000, "nothing bounds what waits"
+        with pytest.raises(QueueFullError, match="the engine-core reads nothing") as caught:
+            client.submit("one more", prompt, LONG)
+        assert caught.value.failure is not None
+        assert caught.value.failure.retry_after_s > 0
+        os.kill(process.pid, signal.SIGCONT)
+        while client._transport.is_full:
+            await asyncio.sleep(0.01)
+        assert len((await client.submit("late", Prompt(token_ids=[5]), LONG).final()).outputs[0].token_ids) == 200
+        assert client._transport._unsent_bytes == 0
+        await client.close()
+
+    try:
+        run(test())
     finally:
         process.kill()
         process.wait()

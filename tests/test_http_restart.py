@@ -10,13 +10,23 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
 import pytest
-from http_server import Server, address_of_engine, engine_of, metric, serving, wait_until
+from http_server import HERE, Server, engine_of, metric, serving, wait_until
+from null_with_tokenizer import BACKEND, VOCAB_SIZE
 from test_http_lifecycle import COMPLETIONS, ENDLESS, SLOW, streaming
+
+from headrace.core.options.parsing import parse_options
+from headrace.core.process.supervisor import Child, start_engine
+
+NULL_ENGINE: dict[str, Any] = {
+    **{"model": "null", "distributed_executor_backend": BACKEND},
+    **{"hf_overrides": {"vocab_size": VOCAB_SIZE, **SLOW}},
+}
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
@@ -49,22 +59,77 @@ def test_an_engine_that_dies_ends_its_streams_with_the_cause_and_the_server(proc
         assert "the engine has ended: " in server.log
 
 
-def test_servers_that_attached_end_with_their_engine():
-    """Nobody can tell them the signal, but what this host shows of the process."""
-    with serving(null_model=SLOW) as owner:
-        address = address_of_engine(owner)
-        with (
-            serving("--engine", address, "--api-server-count", "2", attached=True) as server,
-            server.client() as client,
-            streaming(client) as lines,
-        ):
-            engine = engine_of(owner)
-            engine.kill()
-            last_event = [line for line in lines if line][-2]
+@contextlib.contextmanager
+def engine_at(address: str) -> Iterator[Child]:
+    """An engine that is nobody's child but this test's."""
+    child = start_engine(parse_options(**NULL_ENGINE), address)
+    try:
+        child.wait_ready(60)
+        yield child
+    finally:
+        child.kill()
+
+
+def test_servers_attach_again_to_an_engine_that_is_started_anew_at_its_address(tmp_path, monkeypatch):
+    """Meanwhile streams end with what this host shows of the process, and health, models and log tell the state."""
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    address = f"ipc://{tmp_path}/engine.sock"
+    options = ("--engine", address, "--api-server-count", "2")
+    with contextlib.ExitStack() as stack:
+        with engine_at(address) as engine:
+            server = stack.enter_context(serving(*options, attached=True))
+            client = stack.enter_context(server.client())
+            with streaming(client) as lines:
+                os.kill(engine.pid, signal.SIGKILL)
+                last_event = [line for line in lines if line][-2]
             assert '"code":"engine_dead"' in last_event
             assert f"its process {engine.pid} ended without a word, as one does that is killed" in last_event
-            assert server.wait_exit() == 70
-            assert server.log.count("the engine has ended: ") == 1
+        server.wait_log("the engine has ended: ")
+        for path, status in (("/health/ready", 503), ("/health", 503), ("/v1/models", 503), ("/health/live", 200)):
+            wait_until_all(server, path, status)
+        answer = client.post(COMPLETIONS, json={"prompt": [5]})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+        stack.enter_context(engine_at(address))
+        for path in ("/health/ready", "/v1/models"):
+            wait_until_all(server, path, 200)
+        assert client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1}).status_code == 200
+        server.wait_log(f"the engine at {address} is there again")
+        server.signal()
+        assert server.wait_exit() == 0
+        assert server.log.count("the engine has ended: ") == 1, "one of several processes tells, once"
+
+
+def wait_until_all(server: Server, path: str, status: int) -> None:
+    """Every process of the server answers so; which one is asked, the kernel chooses for each connection."""
+
+    def answers() -> bool:
+        with server.client() as client:
+            return client.get(path).status_code == status
+
+    wait_until(lambda: all(answers() for _ in range(8)), 40, f"{path} with {status}")
+
+
+@pytest.mark.system
+def test_an_attached_engine_that_was_stopped_for_longer_than_the_peer_timeout_is_used_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    address = f"ipc://{tmp_path}/engine.sock"
+    with (
+        engine_at(address) as engine,
+        serving("--engine", address, "--peer-timeout", "2", attached=True) as server,
+        server.client() as client,
+    ):
+        asked = {"prompt": [7, 8], "max_tokens": 20, "ignore_eos": True, "temperature": 1, "seed": 3}
+        expected = client.post(COMPLETIONS, json=asked).json()["choices"][0]["text"]
+        with streaming(client) as lines:
+            os.kill(engine.pid, signal.SIGSTOP)
+            last_event = [line for line in lines if line][-2]
+        assert '"code":"engine_dead"' in last_event
+        server.wait_log("the engine has ended: .* is stopped, by a signal or a debugger")
+        assert client.get("/health/ready").status_code == 503
+        os.kill(engine.pid, signal.SIGCONT)
+        server.wait_log(f"the engine at {address} is there again")
+        assert client.post(COMPLETIONS, json=asked).json()["choices"][0]["text"] == expected
+        assert metric(client, "headrace:num_requests_running") == 0, "what it had at its stop has ended"
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
@@ -252,9 +317,8 @@ def silent(client: Any) -> bool:
 
 @pytest.mark.system
 @pytest.mark.parametrize("processes", ["1", "2"])
-def test_an_engine_that_stays_silent_is_ended_before_another_is_started(processes, monkeypatch):
-    monkeypatch.setenv("HEADRACE_PEER_TIMEOUT", "2")
-    options = ("--restart-engine", "5", "--api-server-count", processes)
+def test_an_engine_that_stays_silent_is_ended_before_another_is_started(processes):
+    options = ("--restart-engine", "5", "--api-server-count", processes, "--peer-timeout", "2")
     with serving(*options, null_model=SLOW) as server:
         for _ in range(2):
             before = engine_of(server)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from engine_parts import make_plan, welcome_of
@@ -11,6 +12,8 @@ from wire_client import WireClient
 
 from headrace.core.engine.sessions import ClientGone, Inbox, Sessions
 from headrace.core.engine.zmq_port import ZmqPort
+from headrace.core.options.engine_options import Options
+from headrace.core.process.daemon import new_port
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.transport import ZmqTransport
 from headrace.ipc import sockets
@@ -84,3 +87,23 @@ def test_a_busy_port_still_probes_its_clients(port: Port) -> None:
     with WireClient(port.port.address) as client:
         port.port.set_load(Load(num_running=1, num_waiting=0), frozenset({1}))
         client.receive(Load)
+
+
+def test_how_much_one_client_may_leave_unread_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "QUEUE_MESSAGES", 2)  # of the client's side
+
+    def sent_before_dismissal(**options: Any) -> int:
+        port = new_port(Options(**options), "")
+        try:
+            port.serve(Sessions(Inbox(), welcome_of(*make_plan()), None))
+            with WireClient(port.address):
+                for count in range(2000):
+                    port.send(1, StepOutputs(step=1, slots=BIG, token_ids=BIG))
+                    if not port.clients:
+                        return count
+                raise AssertionError("the client was never given up")
+        finally:
+            port.close()
+
+    few, more = (sent_before_dismissal(max_client_unread_messages=most) for most in (1, 100))
+    assert few + 90 < more < few + 110

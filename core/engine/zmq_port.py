@@ -49,10 +49,17 @@ class ZmqPort:
     each send the loop's thread looks whether messages have come, and wakes the other one.
     """
 
-    def __init__(self, address: str) -> None:
-        """Binds at once, so that the address is known; `serve` starts answering. Raises AddressError."""
+    def __init__(
+        self, address: str, *, peer_timeout_s: float | None = None, unread_messages: int | None = None
+    ) -> None:
+        """Binds at once, so that the address is known; `serve` starts answering. Raises AddressError.
+
+        peer_timeout_s: how long a client may be silent; unread_messages: how many it may leave unread.
+        """
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket, self.address = bind_router(self._context, address)
+        self._socket, self.address = bind_router(
+            self._context, address, timeout_s=peer_timeout_s, unread_messages=unread_messages
+        )
         self._socket_lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False

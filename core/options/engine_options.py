@@ -292,6 +292,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             minimum=0.001,
         ),
     ] = 256.0
+    max_client_unread_messages: Annotated[
+        int,
+        Option(
+            SCHEDULER,
+            "Most messages, one for each step that brought a client something, that wait for one client to read them; "
+            "one that leaves more unread is dismissed, and its requests end with the cause",
+            "messages",
+            minimum=1,
+        ),
+    ] = 100_000
     enable_chunked_prefill: Annotated[
         bool, Option(SCHEDULER, "Compute long prompts in pieces between other requests' tokens")
     ] = True
@@ -438,6 +448,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     shutdown_timeout: Annotated[
         float, Option(PROCESS, "How long running requests may take to finish at shutdown", "seconds", minimum=0)
     ] = 30.0
+    peer_timeout: Annotated[
+        float | None,
+        Option(
+            PROCESS,
+            "How long engine and client may hear nothing of each other, as where one is stopped or swapped out, until "
+            "the other takes it for dead",
+            "seconds",
+            minimum=1,
+            maximum=86400,
+            default_text="the environment's HEADRACE_PEER_TIMEOUT, else 60",
+        ),
+    ] = None
     control_timeout: Annotated[
         float,
         Option(

@@ -85,7 +85,7 @@ def run_alone(options: Options, address: str) -> int:
     if options.node_rank:
         return run_as_node(options)
     try:
-        port = ZmqPort(address)
+        port = new_port(options, address)
     except HeadraceError as error:
         print(f"engine-core: {error}", file=sys.stderr)
         return EXIT_START_FAILED
@@ -116,6 +116,10 @@ def run_alone(options: Options, address: str) -> int:
     finally:
         bar.close(is_done=False)
         core.close()
+
+
+def new_port(options: Options, address: str) -> ZmqPort:
+    return ZmqPort(address, peer_timeout_s=options.peer_timeout, unread_messages=options.max_client_unread_messages)
 
 
 def run_as_node(options: Options) -> int:
@@ -160,7 +164,7 @@ def run_as_child(fd: int) -> int:
         if not isinstance(start, Start) or start.schema_hash != SCHEMA_HASH:
             raise HeadraceError("the program that started this engine-core is of another version of Headrace")
         options = parse_options(**start.options)
-        port = ZmqPort(start.bind)
+        port = new_port(options, start.bind)
         core = EngineCore(options, port)
         threading.Thread(
             target=obey_parent, args=(channel, core.stop, EXIT_ENGINE_FAILED), name="parent", daemon=True
@@ -168,7 +172,14 @@ def run_as_child(fd: int) -> int:
         core.start(on_phase, on_read)
         assert core.facts is not None, "the start is over"
         of_ranks = core.facts.ranks_startup_s
-        channel.send(Ready(address=port.address, startup_s=core.startup_s, ranks_startup_s=of_ranks))
+        channel.send(
+            Ready(
+                address=port.address,
+                startup_s=core.startup_s,
+                ranks_startup_s=of_ranks,
+                peer_timeout_s=options.peer_timeout,
+            )
+        )
         phase[0] = "serve"
 
         def on_failure(failure: Failure) -> None:

@@ -222,7 +222,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
     async def _start(self) -> CoreClient:
         assert self._child is not None
         ready = await asyncio.to_thread(self._child.wait_ready)
-        client = CoreClient(ZmqTransport(ready.address), cause_grace_s=CAUSE_GRACE_S)
+        client = CoreClient(ZmqTransport(ready.address, ready.peer_timeout_s), cause_grace_s=CAUSE_GRACE_S)
         await client.start()
         self._child.on_exit(client.fail_threadsafe)
         self._client = client

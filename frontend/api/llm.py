@@ -62,7 +62,7 @@ class LLM(Controls, NamesWhatIsMissing):
         child = start_own_engine(model, options)
         try:
             ready = child.wait_ready()
-            self._open(ZmqTransport(ready.address), CONNECT_TIMEOUT_S, child)
+            self._open(ZmqTransport(ready.address, ready.peer_timeout_s), CONNECT_TIMEOUT_S, child)
         except BaseException:
             child.kill()
             raise

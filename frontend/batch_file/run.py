@@ -55,7 +55,7 @@ def engine_source(arguments: argparse.Namespace) -> Source:
         raise OptionError(
             f"--engine attaches to an engine that has its options; leave out {', '.join(given or ['--config'])}"
         )
-    return Attached(arguments.engine)
+    return Attached(arguments.engine, comes_back=False)  # its death ends the run
 
 
 class BatchRun:

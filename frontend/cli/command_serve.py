@@ -13,7 +13,7 @@ from headrace.core.options.values import option_specs
 from headrace.frontend.http.options import ServeOptions, check_serve_options
 from headrace.ipc.failure import OptionError
 
-_OF_THE_SERVER_TOO = ("shutdown_timeout", "disable_log_stats")
+_OF_THE_SERVER_TOO = ("shutdown_timeout", "peer_timeout", "disable_log_stats")
 """Options of an engine that count for a server without one of its own."""
 
 

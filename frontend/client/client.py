@@ -26,6 +26,7 @@ from headrace.ipc.failure import (
     Failure,
     HeadraceError,
     InvalidRequestError,
+    QueueFullError,
 )
 from headrace.ipc.messages import (
     SCHEMA_HASH,
@@ -131,9 +132,14 @@ class CoreClient(AsyncControls):
         """Checks and sends a request whose prompt is tokenised. `params` must not be changed afterwards.
 
         max_tokens: what `check_request` gave, where the caller has checked the request already.
-        Raises InvalidRequestError before anything is sent, and EngineDeadError.
+        Raises InvalidRequestError and QueueFullError before anything is sent, and EngineDeadError.
         """
         self.check_alive()
+        if self._transport.is_full:
+            why = "the engine-core reads nothing, and more waits to be sent to it than this client keeps"
+            raise QueueFullError.from_failure(
+                Failure(message=why, type="QueueFullError", process="client", phase="submit", retry_after_s=1.0)
+            )
         if max_tokens is None:
             max_tokens = check_request(prompt, params, self.welcome)
         if request_id in self.requests:

@@ -29,12 +29,19 @@ CONNECTION_LOST = "ConnectionLost"
 """A Failure's type: nothing more is known."""
 _MESSAGES_PER_TURN = 64
 """How many messages to take before other work of the loop gets its turn."""
+MOST_UNSENT_BYTES = 256_000_000
+"""What may wait for a core that reads nothing, as one that is stopped."""
 
 
 class Transport(Protocol):
     """One session's way to a core and back, in order and without loss until it is closed."""
 
     address: str
+
+    @property
+    def is_full(self) -> bool:
+        """So much waits to be sent that requests are no use."""
+        ...
 
     def open(self, on_message: OnMessage, on_closed: OnClosed) -> None:
         """Begins. Raises AddressError for an address that cannot be used."""
@@ -60,6 +67,8 @@ class MemoryTransport:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_message: OnMessage | None = None
         self._on_closed: OnClosed | None = None
+
+    is_full = False  # the core's inbox has a bound of its own, and answers at it
 
     def open(self, on_message: OnMessage, on_closed: OnClosed) -> None:
         self._loop = asyncio.get_running_loop()
@@ -105,11 +114,15 @@ class ZmqTransport:
     edge-triggered, so the socket is read until it is empty, and looked at again after every send.
     """
 
-    def __init__(self, address: str) -> None:
-        """Raises AddressError when clients cannot connect to such an address."""
-        self.address = check_address(address)
+    def __init__(self, address: str, peer_timeout_s: float | None = None) -> None:
+        """peer_timeout_s: how long the core may be silent.
+
+        Raises AddressError when clients cannot connect to such an address.
+        """
+        self.address, self._peer_timeout_s = check_address(address), peer_timeout_s
         self._codec: Codec[CoreMessage] = Codec(CoreMessage)
         self._unsent: collections.deque[list[Any]] = collections.deque()
+        self._unsent_bytes = 0
         self._connected = False
         self._turn_due = False
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -118,7 +131,7 @@ class ZmqTransport:
         self._loop = asyncio.get_running_loop()
         self._on_message, self._on_closed = on_message, on_closed
         self._context = zmq.Context()
-        self._socket = new_dealer(self._context, self.address)
+        self._socket = new_dealer(self._context, self.address, self._peer_timeout_s)
         # The monitor has to be there before the connection is tried, or its failure may go unseen.
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
@@ -141,9 +154,15 @@ class ZmqTransport:
     def send(self, message: ClientMessage) -> None:
         if self._context is None:
             return
-        self._unsent.append(self._codec.encode(message))
+        frames = self._codec.encode(message)
+        self._unsent.append(frames)
+        self._unsent_bytes += sum(map(len, frames))
         self._flush()
         self._look_again()
+
+    @property
+    def is_full(self) -> bool:
+        return self._unsent_bytes > MOST_UNSENT_BYTES
 
     def close(self) -> None:
         if self._context is None:
@@ -174,7 +193,7 @@ class ZmqTransport:
                 self._socket.send_multipart(self._unsent[0], zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._unsent.popleft()
+            self._unsent_bytes -= sum(map(len, self._unsent.popleft()))
 
     def _receive(self) -> None:
         for _ in range(_MESSAGES_PER_TURN):

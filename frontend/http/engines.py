@@ -44,6 +44,11 @@ class Source(Protocol):
         """Whether `open` may be called again after a death."""
         ...
 
+    @property
+    def is_awaited(self) -> bool:
+        """Its model's name stays meanwhile, and requests that had brought nothing wait for it."""
+        ...
+
     async def open(self) -> CoreClient:
         """Waits until the engine is ready. Raises HeadraceError when it will not be."""
         ...
@@ -52,15 +57,18 @@ class Source(Protocol):
 
 
 class Attached:
-    """An engine that somebody else runs."""
+    """An engine that somebody else runs, who may start another at its address, or let one go on that was stopped."""
 
-    comes_back = False
+    is_awaited = False  # nobody knows whether
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    def __init__(self, address: str, peer_timeout_s: float | None = None, *, comes_back: bool = True) -> None:
+        self.address, self.comes_back = address, comes_back
+        self._peer_timeout_s = peer_timeout_s
 
     async def open(self) -> CoreClient:
-        return await CoreClient.connect(self.address)
+        client = CoreClient(ZmqTransport(self.address, self._peer_timeout_s))
+        await client.start()
+        return client
 
     async def close(self, deadline_s: float) -> None:
         """It goes on without us."""
@@ -83,6 +91,8 @@ class Owned:
     def comes_back(self) -> bool:
         return self._restarts_left > 0 or (self._restarts > 0 and self._was_stable)
 
+    is_awaited = comes_back
+
     @property
     def _was_stable(self) -> bool:
         return time.monotonic() - self._ready_s > _STABLE_AFTER_S
@@ -104,7 +114,7 @@ class Owned:
         )
         self.on_ready(ready)
         self.address = ready.address
-        client = CoreClient(ZmqTransport(ready.address), cause_grace_s=CAUSE_GRACE_S)
+        client = CoreClient(ZmqTransport(ready.address, ready.peer_timeout_s), cause_grace_s=CAUSE_GRACE_S)
         await client.start()
         self._ready_s = time.monotonic()
         self._child.on_exit(client.fail_threadsafe)
@@ -190,6 +200,8 @@ class EnginePool:
         self.failure: Failure | None = None
         self.on_death: Callable[[Failure], None] | None = None
         """Told of each engine that ends after the start."""
+        self.on_return: Callable[[str], None] | None = None
+        """Told the address of each that is there again."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -209,7 +221,7 @@ class EnginePool:
     def names(self) -> list[str]:
         """Every model that is served: those of engines that run first, none of engines that are gone for good."""
         there = [engine for engine in self.engines if engine.usable]
-        back_soon = [engine for engine in self.engines if not engine.usable and engine.source.comes_back]
+        back_soon = [engine for engine in self.engines if not engine.usable and engine.source.is_awaited]
         known = [*there, *back_soon] or self.engines
         return list(dict.fromkeys(name for engine in known for name in engine.names))
 
@@ -265,8 +277,9 @@ class EnginePool:
                 failure = await self._serve(engine)
             except HeadraceError as error:
                 failure = Failure.of(error, process="server", phase="connect")
+            was_there = engine.client is not None
             engine.disconnected(failure)
-            if self.on_death is not None and self.started.is_set():
+            if was_there and self.on_death is not None and self.started.is_set():
                 self.on_death(failure)
             if not engine.source.comes_back or not self.started.is_set():
                 break
@@ -285,12 +298,14 @@ class EnginePool:
         client = await engine.source.open()
         death: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
         client.on_dead = lambda failure: None if death.done() else death.set_result(failure)
-        client.is_replaced = lambda: engine.source.comes_back
+        client.is_replaced = lambda: engine.source.is_awaited
         if engine.requests is not None:
             client.requests = engine.requests
             if count := engine.requests.replay(client.send):
                 logger.warning("%d requests that had brought nothing are sent to the new engine", count)
         engine.requests = client.requests
+        if engine.failure is not None and self.on_return is not None:
+            self.on_return(engine.source.address)
         engine.client, engine.failure = client, None
         engine.names = client.welcome.served_model_names or (client.welcome.model,)
         if all(each.client is not None for each in self.engines):

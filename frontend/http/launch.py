@@ -119,7 +119,7 @@ def _serve_here(engine_options: Options, options: ServeOptions, child: Child | N
     sources: Sequence[Source]
     if child is None:
         phases.enter("attach to the engine")
-        sources = [Attached(address) for address in options.engine]
+        sources = [Attached(address, engine_options.peer_timeout) for address in options.engine]
     else:
         owned = Owned(lambda: _start_again(engine_options), child, restarts=options.restart_engine)
         owned.on_progress = lambda phase: phases.enter(f"engine: {phase}")
@@ -127,7 +127,7 @@ def _serve_here(engine_options: Options, options: ServeOptions, child: Child | N
         sources = [owned]
     server.logs_stats = not engine_options.disable_log_stats
     server.on_ready = lambda: phases.finish(ready_text(url, options))
-    server.on_engine_end = say_engine_ended
+    server.on_engine_end, server.on_engine_return = say_engine_ended, say_engine_returned
 
     async def serve() -> int:
         _stop_on_signals(server.stop, engine_options.shutdown_timeout)
@@ -159,6 +159,10 @@ def _stop_on_signals(stop: Callable[[float], None], shutdown_timeout_s: float) -
 
 def say_engine_ended(failure: Failure) -> None:
     say(f"the engine has ended: {failure.message}")
+
+
+def say_engine_returned(address: str) -> None:
+    say(f"the engine at {address} is there again")
 
 
 def ready_text(url: str, options: ServeOptions) -> str:

@@ -54,6 +54,7 @@ _LOOK_S = 5.0
 
 class EngineReady(msgspec.Struct, frozen=True):
     address: str
+    peer_timeout_s: float | None
 
 
 class EngineEnded(msgspec.Struct, frozen=True):
@@ -149,7 +150,7 @@ class _EngineKeeper:
 
         def on_ready(ready: Ready) -> None:
             say_workers(ready)
-            self._events.put(EngineReady(ready.address))
+            self._events.put(EngineReady(ready.address, ready.peer_timeout_s))
 
         _watch_start(
             child,
@@ -221,7 +222,7 @@ class _Service:
         processes: list[_HttpProcess],
     ) -> None:
         self._options, self._keeper, self._events = options, keeper, events
-        self._shutdown_timeout_s = engine_options.shutdown_timeout
+        self._shutdown_timeout_s, self._peer_timeout_s = engine_options.shutdown_timeout, engine_options.peer_timeout
         self._logs_stats = not engine_options.disable_log_stats
         self._processes = processes
         self._pages = os.memfd_create("headrace-metrics")  # no name that could stay behind
@@ -258,6 +259,7 @@ class _Service:
         told = WorkerOptions(
             server=self._options,
             parent_has_engine=self._keeper.child is not None,
+            peer_timeout_s=self._peer_timeout_s,
             pages_file=f"/proc/self/fd/{self._pages}",
             num_processes=len(self._processes),
             index=process.index,
@@ -296,7 +298,7 @@ class _Service:
                 case EngineReady():
                     if not self._was_ready:
                         self.on_engine()
-                    self._tell(EngineUp(address=event.address))
+                    self._tell(EngineUp(address=event.address, peer_timeout_s=event.peer_timeout_s))
                 case EngineStartDue():
                     self._keeper.restart()
                 case EngineEnded() | ProcessEnded() if not self._was_ready:
@@ -354,7 +356,7 @@ class _Service:
             elif process.stopped_since_s is None:
                 process.stopped_since_s = now_s
                 say(f"{child.name} (pid {child.pid}) is stopped by a signal or a debugger; its connections wait")
-            elif now_s - process.stopped_since_s > peer_timeout_s():
+            elif now_s - process.stopped_since_s > (self._peer_timeout_s or peer_timeout_s()):
                 os.kill(child.pid, signal.SIGKILL)  # its end is told as any other
 
     def _tell(self, news: EngineUp | EngineDown, processes: Sequence[_HttpProcess] = ()) -> None:

@@ -149,6 +149,8 @@ class HttpServer:
         self.on_ready: Callable[[], None] | None = None
         self.on_engine_end: Callable[[Failure], None] | None = None
         """Told of each engine that ends after the start."""
+        self.on_engine_return: Callable[[str], None] | None = None
+        """Told the address of each that is there again."""
         self.logs_stats = False
         """Whether this process tells of the engines' load; one of several does."""
 
@@ -179,7 +181,7 @@ class HttpServer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         sys.setswitchinterval(_SWITCH_S)
         pool = EnginePool(sources)
-        pool.on_death = self.on_engine_end
+        pool.on_death, pool.on_return = self.on_engine_end, self.on_engine_return
         state = ServerState(self._options, pool, self._pages, keys=self._keys, template=self._template)
         server = _UvicornServer(self._config(make_app(state)))
         raise_file_limit()

@@ -26,7 +26,7 @@ from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.event_loop import run_async
 from headrace.frontend.client.transport import ZmqTransport
 from headrace.frontend.http.engines import CAUSE_GRACE_S, Attached, Source
-from headrace.frontend.http.launch import say_engine_ended, set_up_server_logging
+from headrace.frontend.http.launch import say_engine_ended, say_engine_returned, set_up_server_logging
 from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.server import EXIT_ERROR, HttpServer, listen, url_of
@@ -41,6 +41,7 @@ class EngineUp(Message, frozen=True):
     """The engine is ready at this address."""
 
     address: str
+    peer_timeout_s: float | None = None
 
 
 class EngineDown(Message, frozen=True):
@@ -65,7 +66,8 @@ class ParentEngine:
         """`on_lost` tells the parent."""
         self._on_lost = on_lost
         self.address = ""
-        self.comes_back = True
+        self.comes_back = self.is_awaited = True
+        self._peer_timeout_s: float | None = None
         self._failure: Failure | None = None
         self._client: CoreClient | None = None
         self._news: collections.deque[EngineUp | EngineDown] = collections.deque()
@@ -91,7 +93,7 @@ class ParentEngine:
             self._has_news.clear()
             await self._has_news.wait()
         # Lost connections wait for the parent's word, which has the cause.
-        self._client = CoreClient(ZmqTransport(self.address), cause_grace_s=CAUSE_GRACE_S)
+        self._client = CoreClient(ZmqTransport(self.address, self._peer_timeout_s), cause_grace_s=CAUSE_GRACE_S)
         await self._client.start()
         return self._client
 
@@ -103,8 +105,10 @@ class ParentEngine:
             news = self._news.popleft()
             if isinstance(news, EngineUp):
                 self.address, self._client = news.address, None
+                self._peer_timeout_s = news.peer_timeout_s
                 continue
-            self.address, self.comes_back, self._failure = "", news.comes_back, news.failure
+            self.address, self._failure = "", news.failure
+            self.comes_back = self.is_awaited = news.comes_back
             if self._client is not None:
                 self._client.fail(news.failure)
                 self._failure = self._client.failure  # the engine's own words, if it had time for any
@@ -118,6 +122,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """With the port that the parent bound."""
     parent_has_engine: bool
     """The parent runs the one engine and says how it is; else they are those of `server`."""
+    peer_timeout_s: float | None
+    """Of those of `server`; the parent's own comes with EngineUp."""
     pages_file: str
     num_processes: int
     index: int
@@ -153,7 +159,9 @@ def _serve(options: WorkerOptions, channel: Channel) -> int:
             channel.send(lost)
 
     kept = ParentEngine(tell_lost)
-    sources: list[Source] = [kept] if options.parent_has_engine else [Attached(each) for each in options.server.engine]
+    sources: list[Source] = [kept]
+    if not options.parent_has_engine:
+        sources = [Attached(each, options.peer_timeout_s) for each in options.server.engine]
     pages = Pages(len(sources), file=Path(options.pages_file), num_processes=options.num_processes, index=options.index)
     server = HttpServer(options.server, sock, pages)
     address = url_of(options.server, sock)
@@ -165,7 +173,7 @@ def _serve(options: WorkerOptions, channel: Channel) -> int:
     server.on_ready = on_ready
     server.logs_stats = options.logs_stats
     if not options.parent_has_engine and options.index == 0:  # all of them see it; one tells
-        server.on_engine_end = say_engine_ended
+        server.on_engine_end, server.on_engine_return = say_engine_ended, say_engine_returned
     threading.Thread(
         target=obey_parent, args=(channel, server.stop_threadsafe, EXIT_ERROR, kept.tell), name="parent", daemon=True
     ).start()
