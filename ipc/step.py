@@ -58,6 +58,11 @@ class TokenMasks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     bits: np.ndarray
     """[num_masks * num_words] int32, mask after mask: bit t % 32 of its word t // 32 is set where token t may be"""
 
+    def allowed(self, vocab_size: int) -> np.ndarray:
+        """[num_masks, vocab_size] bool"""
+        words = self.bits.reshape(len(self.places), -1).view(np.uint8)
+        return np.unpackbits(words, axis=1, count=vocab_size, bitorder="little").view(bool)
+
     def select(self, kept: np.ndarray) -> TokenMasks:
         """Of the places that kept [num_places] bool leaves, numbered anew."""
         chosen = kept[self.places]

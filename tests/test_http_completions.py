@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 from http_server import Server, ask, joined, serving, stream
 
@@ -45,6 +47,43 @@ def test_openai_client_biases_and_limits(sdk):
     limits = {"allowed_token_ids": [5, 6, 7], "bad_words": ["lazy"]}
     answer = sdk.completions.create(model="null", prompt="x", max_tokens=3, logit_bias={"5": 10}, extra_body=limits)
     assert answer.usage.completion_tokens == 3
+
+
+PLACE = {"type": "object", "properties": {"at": {"enum": ["sea", "hill"]}}, "required": ["at"]}
+FORMS = [
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "place", "schema": PLACE, "strict": True}}},
+    {"structured_outputs": {"json": PLACE}},
+    {"guided_json": json.dumps(PLACE)},
+    {"structured_outputs": {"choice": ['{"at":"sea"}', '{"at":"hill"}']}},
+    {"guided_regex": r'\{"at":"(sea|hill)"\}'},
+    {"guided_grammar": 'root ::= "{\\"at\\":\\"" ("sea" | "hill") "\\"}"'},
+]
+
+
+@pytest.mark.parametrize("asked", FORMS, ids=lambda asked: next(iter(asked)))
+def test_every_spelling_of_structured_outputs_gives_an_answer_of_that_form(client, asked):
+    body = {"max_tokens": 400, "structured_outputs": {"json": PLACE}, "seed": 3}
+    if "structured_outputs" not in asked:
+        del body["structured_outputs"]
+    for route, prompt in ((COMPLETIONS, {"prompt": "where"}), (CHAT, {"messages": [{"role": "user", "content": "?"}]})):
+        answer = client.post(route, json={**body, **asked, **prompt})
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        text = choice["text"] if route == COMPLETIONS else choice["message"]["content"]
+        assert json.loads(text)["at"] in ("sea", "hill")
+
+
+def test_openai_client_parses_an_answer_into_a_pydantic_model(sdk):
+    class Flag(pydantic.BaseModel):
+        colours: list[Literal["red", "blue"]] = pydantic.Field(max_length=3)
+        square: bool
+
+    messages = [{"role": "user", "content": "describe a flag"}]
+    answer = sdk.chat.completions.parse(model="null", messages=messages, response_format=Flag, max_tokens=400)
+    assert isinstance(answer.choices[0].message.parsed, Flag)
+    with sdk.chat.completions.stream(model="null", messages=messages, response_format=Flag, max_tokens=400) as stream:
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Flag)
 
 
 def test_openai_client_streams_what_it_would_get_whole(sdk):

@@ -91,7 +91,22 @@ def check_error(response: httpx.Response, status: int, param: str | None, said: 
         ({"prompt": [5], "allowed_token_ids": []}, "allowed_token_ids", "no token at all"),
         ({"prompt": [5], "allowed_token_ids": [5, 400]}, "allowed_token_ids", "0 to 399"),
         ({"prompt": [5], "bad_words": ["x", "\n"]}, "bad_words", "not empty and not blank"),
-        ({"prompt": [5], "response_format": {"type": "json_object"}}, "response_format", "structured outputs"),
+        ({"prompt": [5], "response_format": {"type": "xml"}}, "response_format", "type text, json_object, json_schema"),
+        (
+            {"prompt": [5], "response_format": {"type": "json_schema"}},
+            "response_format",
+            "json_schema must be an object",
+        ),
+        ({"prompt": [5], "structured_outputs": {"jsn": {}}}, "structured_outputs", "no field 'jsn'"),
+        ({"prompt": [5], "structured_outputs": {"regex": "(a"}}, "structured_outputs", "unclosed group"),
+        ({"prompt": [5], "guided_json": {"type": "foo"}}, "structured_outputs", "Invalid type: foo"),
+        ({"prompt": [5], "guided_regex": "a", "guided_choice": ["a"]}, "structured_outputs", "given are regex, choice"),
+        (
+            {"prompt": [5], "guided_regex": "a", "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "as structured_outputs and guided_...",
+        ),
+        ({"prompt": [5], "guided_decoding_backend": "outlines"}, "guided_decoding_backend", "the engine's own"),
         ({"prompt": [5], "tempratur": 1}, "tempratur", "did you mean temperature"),
         ({"prompt": [5], "stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
         ({"prompt": [5], "stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown"),
@@ -173,7 +188,7 @@ def test_a_field_that_changes_no_answer_is_taken_as_others_take_it(client, extra
         assert answer.json()["choices"] == expected.json()["choices"]
 
 
-@pytest.mark.parametrize("name", ["response_format", "reasoning_effort", "guided_json", "prediction"])
+@pytest.mark.parametrize("name", ["reasoning_effort", "prediction"])
 def test_a_field_that_would_change_the_answer_and_cannot_is_refused_by_name(client, name):
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, name: {"type": "json_object"}}
     check_error(client.post(CHAT, json=body), 400, name, "not supported")

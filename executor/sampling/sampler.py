@@ -27,7 +27,8 @@ from headrace.ipc.messages import LogprobRows
 from headrace.ipc.step import RowFailure, TokenMasks
 
 ALL_FORBIDDEN = (
-    "allowed_token_ids, bad_words, logit_bias and the stop tokens that min_tokens forbids leave no token to choose"
+    "allowed_token_ids, bad_words, logit_bias, structured_outputs and the stop tokens that min_tokens forbids leave no "
+    "token to choose"
 )
 
 
@@ -121,9 +122,8 @@ def choose_in_torch(logits: Tensor, draws: Draws) -> Chosen:
 
 def apply_masks(logits: Tensor, masks: TokenMasks) -> None:
     """Forbids, in place, what masks do not allow."""
-    bits = masks.bits.reshape(len(masks.places), -1).view(np.uint8)
-    allowed = np.unpackbits(bits, axis=1, count=logits.shape[1], bitorder="little").view(bool)
-    for place, mask in zip(masks.places.tolist(), torch.from_numpy(allowed).to(logits.device), strict=True):
+    allowed = torch.from_numpy(masks.allowed(logits.shape[1])).to(logits.device)
+    for place, mask in zip(masks.places.tolist(), allowed, strict=True):
         logits[place].masked_fill_(~mask, -torch.inf)
 
 

@@ -201,15 +201,24 @@ class _Rows:
         if rows is not self._decoding:  # else all are sampled again
             rows = self._decoding = plan.rows if plan.sampled.all() else plan.rows[plan.sampled]
         if plan.drafts is None:
-            token_ids = self._draw(rows, self._num_tokens[rows])
+            token_ids = self._masked(plan, self._draw(rows, self._num_tokens[rows]))
             self._num_tokens[rows] += 1
             return rows, rows, token_ids, None
         places = SampledPositions(plan, plan.drafts)
-        token_ids = self._draw(places.row_of, self._num_tokens[places.row_of] + places.nth)
+        token_ids = self._masked(plan, self._draw(places.row_of, self._num_tokens[places.row_of] + places.nth))
         counts = places.counts(token_ids)
         kept = places.kept(counts)
         self._num_tokens[rows] += counts
         return rows, places.row_of[kept], token_ids[kept], counts
+
+    def _masked(self, plan: StepPlan, token_ids: np.ndarray) -> np.ndarray:
+        """In the place of tokens that the plan's masks forbid, ones that they allow."""
+        if plan.masks is not None:
+            for place, allowed in zip(plan.masks.places, plan.masks.allowed(self._model.vocab_size), strict=True):
+                if not allowed[token_ids[place]] and allowed.any():
+                    choices = np.flatnonzero(allowed)
+                    token_ids[place] = choices[token_ids[place] % len(choices)]
+        return token_ids
 
     def _draw(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """[num_tokens] int32 tokens for positions of rows, none of them special but where the model says so."""

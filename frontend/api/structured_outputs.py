@@ -122,6 +122,23 @@ class GuidedDecodingParams(StructuredOutputsParams):
     """Their name in older versions."""
 
 
+def from_body(body: Any) -> StructuredOutputsParams | None:
+    """From the fields of a request's body; None where it asks for no form. Raises InvalidRequestError."""
+    retired = {name: value for name in RETIRED if (value := getattr(body, name)) is not None}
+    named = {
+        "structured_outputs": body.structured_outputs,
+        "response_format": from_response_format(body.response_format),
+        "guided_...": {RETIRED[name]: value for name, value in retired.items()} or None,
+    }
+    given = {name: value for name, value in named.items() if value is not None}
+    if len(given) > 1:
+        raise InvalidRequestError(
+            f"SamplingParams.structured_outputs is given several times, as {' and '.join(given)}: give one of them"
+        )
+    found = next(iter(given.values()), None)
+    return structured_outputs_from(found) if isinstance(found, dict) else found
+
+
 def from_response_format(response_format: Any) -> StructuredOutputsParams | None:
     """OpenAI's field; None for what asks for nothing. Raises InvalidRequestError."""
     if response_format is None:

@@ -14,6 +14,7 @@ import msgspec
 
 from headrace.frontend.api.prompts import Prompt
 from headrace.frontend.api.sampling_params import FIELDS, RequestOutputKind, SamplingParams
+from headrace.frontend.api.structured_outputs import from_body
 from headrace.frontend.api.token_rules import openai_bias
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.options import ServeOptions
@@ -57,6 +58,7 @@ def sampling_params(
         raise bad_field("stop", f"a stop string is longer than {MAX_STOP_CHARACTERS} characters")
     given = {name: getattr(request, name) for name in _PASSED_ON}
     given |= {"prompt_logprobs": request.prompt_logprobs, "logit_bias": openai_bias(request.logit_bias)}
+    given["structured_outputs"] = from_body(request)
     values = {name: value for name, value in (given | chosen).items() if value is not None}
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(**{"max_tokens": None, **welcome.generation_defaults, **values, "output_kind": kind})

@@ -42,6 +42,21 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     logit_bias: Annotated[dict[str, float] | None, Meta(description="Token id: -100 to 100, added to its logit")] = None
     stop: Annotated[str | list[str] | None, Meta(description="Texts that end the output, and are not in it")] = None
     prompt_logprobs: Annotated[int | None, Meta(description="Likeliest tokens to report per prompt token")] = None
+    structured_outputs: Annotated[
+        dict[str, Any] | None,
+        Meta(description="The form of the output: json, regex, choice, grammar, json_object or structural_tag"),
+    ] = None
+    response_format: Annotated[
+        dict[str, Any] | None, Meta(description="The same as OpenAI has it: text, json_object or json_schema")
+    ] = None
+    guided_json: Annotated[str | dict[str, Any] | None, Meta(description="structured_outputs.json, retired")] = None
+    guided_regex: Annotated[str | None, Meta(description="structured_outputs.regex, retired")] = None
+    guided_choice: Annotated[list[str] | None, Meta(description="structured_outputs.choice, retired")] = None
+    guided_grammar: Annotated[str | None, Meta(description="structured_outputs.grammar, retired")] = None
+    guided_json_object: Annotated[bool | None, Meta(description="structured_outputs.json_object, retired")] = None
+    guided_whitespace_pattern: Annotated[
+        str | None, Meta(description="structured_outputs.whitespace_pattern, retired")
+    ] = None
     add_special_tokens: Annotated[bool | None, Meta(description="Add special tokens to the prompt, such as BOS")] = None
     stream: Annotated[bool | None, Meta(description="Send the output as server-sent events while it grows")] = None
     stream_options: StreamOptions | None = None
@@ -165,7 +180,6 @@ class Neutral(msgspec.Struct, frozen=True):
     """No answer depends on it: every value is taken, unless the server is strict."""
 
 
-_STRUCTURED = "structured outputs are not supported yet"
 _BEAMS = "beam search is not supported"
 _TOOLS = "tool calls are not parsed: an answer that calls a tool holds the call as text"
 _TEXT_ONLY = "models read and write text alone"
@@ -180,13 +194,7 @@ NEUTRAL: Mapping[str, Neutral] = types.MappingProxyType(
         "prompt_cache_retention": Neutral("a hint; what is cached stays as long as there is room", is_harmless=True),
         "store": Neutral(_STORED, (False,), is_harmless=True),
         "service_tier": Neutral("there is one tier", ("auto", "default"), is_harmless=True),
-        "response_format": Neutral(_STRUCTURED, ({"type": "text"},)),
-        "structured_outputs": Neutral(_STRUCTURED),
-        "guided_json": Neutral(_STRUCTURED),
-        "guided_regex": Neutral(_STRUCTURED),
-        "guided_choice": Neutral(_STRUCTURED),
-        "guided_grammar": Neutral(_STRUCTURED),
-        "guided_decoding_backend": Neutral(_STRUCTURED),
+        "guided_decoding_backend": Neutral("the engine's own is used (structured_outputs_config)", ("auto",)),
         "use_beam_search": Neutral(_BEAMS, (False,)),
         "length_penalty": Neutral(_BEAMS, (1.0,)),
         "early_stopping": Neutral(_BEAMS, (False,)),
