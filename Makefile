@@ -45,6 +45,7 @@ bench-check: install
 
 docs: install
 	$(BIN)/python -m headrace.core.options.document
+	$(BIN)/python -m headrace.executor.checkpoints.quantisation.document
 
 install: $(INSTALLED)
 

@@ -99,6 +99,7 @@ class ModelRank(Rank):
             name=checkpoint.name,
             architecture=spec.architecture,
             checkpoint_dtype=checkpoint.dtype_name,
+            stored_as="" if checkpoint.quantisation is None else checkpoint.quantisation.names[0],
             max_model_len=spec.max_positions,
             vocab_size=spec.vocab_size,
             num_layers=spec.num_layers,

@@ -130,7 +130,8 @@ def test_the_dtype_is_the_configs_or_else_the_weights_own(tmp_path: Path) -> Non
         ({"dtype": "float16"}, "float16"),
         ({"torch_dtype": "float32"}, "float32"),
         ({"text_config": {"dtype": "float16"}}, "float16"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "float16"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}, "dtype": "bfloat16"}, "bfloat16"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert open_folder(tmp_path).dtype_name == expected

@@ -99,10 +99,11 @@ def test_a_cache_from_another_cpu_is_not_loaded(folder: Path, monkeypatch: pytes
 
 def test_each_unit_is_in_one_part_but_for_what_both_need() -> None:
     units, _ = build.sources(build.FOLDER)
-    core, packed = (set(build.units_of(part, units)) for part in (build.CORE, build.PACKED))
-    assert core | packed == set(units)
-    assert {unit.stem for unit in core & packed} == build.SHARED_UNITS
-    assert {unit.stem for unit in packed} == build.SHARED_UNITS | build.PACKED_UNITS
+    parts = (build.CORE, build.PACKED, build.GROUPED)
+    core, packed, grouped = ({unit.stem for unit in build.units_of(part, units)} for part in parts)
+    assert core | packed | grouped == {unit.stem for unit in units}
+    assert core & packed == core & grouped == packed & grouped == build.SHARED_UNITS
+    assert packed == build.SHARED_UNITS | build.PACKED_UNITS
 
 
 def test_packed_weights_alone_need_their_library(monkeypatch: pytest.MonkeyPatch) -> None:

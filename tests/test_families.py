@@ -66,7 +66,6 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
         ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor must be positive, got -1"),
         ({"rope_scaling": "linear"}, "must be a mapping, got 'linear'"),
         ({"rope_scaling": LLAMA3_ROPE | {"type": "llama3", "low_freq_factor": 4.0}}, "high_freq_factor above"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\)"),
     ],
 )
 def test_a_wrong_config_is_refused_with_the_field_and_its_value(change: dict[str, Any], message: str) -> None:

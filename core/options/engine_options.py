@@ -98,12 +98,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ),
     ] = None
     quantization: Annotated[
-        Literal["gguf", "int8", "int4", "fp8"] | None,
+        str | None,
         Option(
             MODEL,
-            "Quantise float weights as they are loaded: on a CPU to blocks of 8 or 4 bits (embedding and head always "
-            "to 8), on a GPU to groups of 8 or 4 bits, or to fp8 with a scale for each row (embedding and head stay "
-            "as they are); gguf: insist on a GGUF file, which is computed as it is stored anyway",
+            "Quantise float weights as they are loaded: int8 and int4, on a CPU in blocks of 8 or 4 bits (embedding "
+            "and head always 8), on a GPU in groups of 8 or 4 bits, and fp8 on a GPU, with a scale for each row "
+            "(embedding and head stay as they are). gguf, awq, gptq and the other formats of docs/quantization.md "
+            "insist on a checkpoint that is stored so, which is computed as it is stored anyway",
             default_text="as the checkpoint stores them",
             short="-q",
         ),

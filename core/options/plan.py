@@ -39,6 +39,9 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Its layers by what they keep of a request; see cache_groups.py."""
     device_bytes: int = 0
     """Memory of the GPU that runs it, of the smallest among several; 0 on a CPU."""
+    stored_as: str = ""
+    """The quantised format whose matrices stay packed whatever `dtype` is asked for, as in a checkpoint's
+    quantization_config; empty for floats, and for GGUF files, which `dtype` dequantises."""
     why_no_prefix_caching: str = ""
     """Why a token's key may depend on more than the tokens before it, so that blocks cannot be shared; else empty."""
 

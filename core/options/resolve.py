@@ -48,7 +48,7 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
     weight_bits, bits_reason = _weight_bits(options, model)
     if options.quantization is not None:
         decide("quantization", options.quantization, bits_reason)
-    packed = options.dtype == "auto" and model.checkpoint_dtype not in _FLOAT_DTYPES
+    packed = bool(model.stored_as) or (options.dtype == "auto" and model.checkpoint_dtype not in _FLOAT_DTYPES)
     kv_cache_dtype, kv_reason = _kv_cache_dtype(options, dtype, packed)
     if kv_cache_dtype != dtype or options.kv_cache_dtype != "auto":
         decide("kv_cache_dtype", kv_cache_dtype, kv_reason)
@@ -132,10 +132,11 @@ def _kv_cache_dtype(options: Options, dtype: str, packed: bool) -> tuple[str, st
 
 def _weight_bits(options: Options, model: ModelDescription) -> tuple[int | None, str]:
     """The bits that float weights are quantised to as they are loaded, None for no such thing; and the reason."""
-    asked, stored, group = options.quantization, model.checkpoint_dtype, options.quantization_group_size
+    asked, group = options.quantization, options.quantization_group_size
+    stored = model.stored_as or model.checkpoint_dtype
     if group not in _GROUP_SIZES:
         raise OptionError(f"quantization_group_size={group} is not to be had; there are 32, 64 and 128")
-    if asked in (None, "gguf", "fp8"):
+    if asked not in ("int8", "int4"):
         if group != Options().quantization_group_size:
             raise OptionError(
                 f"quantization_group_size={group} says how int8 and int4 quantise; ask for quantization=int8 or int4, "
@@ -145,6 +146,13 @@ def _weight_bits(options: Options, model: ModelDescription) -> tuple[int | None,
             raise OptionError(
                 f"quantization=gguf asks for a quantised GGUF file, and the weights of {model.name} are {stored}; "
                 "leave it out, or quantise them as they are loaded with quantization=int8 or int4"
+            )
+        if model.stored_as and asked is not None:  # which format it names was compared as the checkpoint was found
+            return None, f"the checkpoint is computed as it is stored: {stored}"
+        if asked not in (None, "gguf", "fp8"):
+            raise OptionError(
+                f"quantization={asked} asks for a checkpoint that is stored so, and the weights of {model.name} are "
+                f"{stored}; leave it out, or quantise them as they are loaded with quantization=int8 or int4"
             )
         if asked != "fp8":
             return None, "the checkpoint is computed as it is stored"

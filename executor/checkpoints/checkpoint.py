@@ -18,6 +18,7 @@ from headrace.ipc.ranges import model_defaults
 
 if TYPE_CHECKING:
     from headrace.executor.checkpoints.gguf.file import GGUFFile
+    from headrace.executor.checkpoints.quantisation import Format as Quantisation
     from headrace.executor.checkpoints.safetensors_weights import Strategy
     from headrace.executor.checkpoints.weights import OnRead, WeightSource
 
@@ -51,10 +52,14 @@ class Checkpoint:
     """How safetensors files are read."""
     gguf: GGUFFile | None = field(default=None, repr=False)
     """The opened file, where the config came from one."""
+    quantisation: Quantisation | None = field(default=None, repr=False)
+    """What a folder's weights are stored in; None for floats."""
 
     @property
     def stored_bytes(self) -> int | None:
-        """Memory of a GGUF file's tensors as they are stored; None for other formats."""
+        """Memory of quantised weights as they are stored; None for floats."""
+        if self.quantisation is not None:
+            return sum(file.stat().st_size for file in _weight_files(self.path))
         return None if self.gguf is None else sum(record.nbytes for record in self.gguf.tensors.values())
 
     on_read: OnRead | None = field(default=None, repr=False)
@@ -85,7 +90,16 @@ class Checkpoint:
             from headrace.executor.models.families import spec_from_config
 
             return ShardedWeights(self.path, place, spec_from_config(self.config).num_layers, self.load_strategy)
-        return _folder_weights(self.path, self.format, self.load_strategy, place)
+        stored: WeightSource = _folder_weights(self.path, self.format, self.load_strategy, place)
+        if self.quantisation is None:
+            return stored
+        from headrace.executor.checkpoints.quantisation.weights import QuantisedWeights
+        from headrace.executor.models.families import spec_from_config
+        from headrace.executor.models.sizes import model_weights
+
+        spec = spec_from_config(self.config)
+        declared = model_weights(spec, spec.names.prefix_in(stored.names()))
+        return QuantisedWeights(stored, self.quantisation, declared)
 
 
 def open_checkpoint(options: Options) -> Checkpoint:
@@ -202,8 +216,18 @@ def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Ch
             f"{folder} holds no weights: *.safetensors, pytorch_model*.bin or one .gguf file are looked for",
             hint="load_format dummy runs it with random weights",
         )
-    config = _overridden(read_json(config_path), options.hf_overrides)
+    config = _overridden(_with_quantisation(read_json(config_path), folder), options.hf_overrides)
     generation = _read_generation_config(folder, options)
+    quantisation = None
+    if options.quantization or config.get("quantization_config") or config.get("compression_config"):
+        from headrace.executor.checkpoints.quantisation import format_of  # brings torch
+
+        quantisation = format_of(config, options.quantization)
+    if quantisation is not None and found not in ("safetensors", "pt"):
+        raise OptionError(
+            f"load_format {found} is of floats, and {folder} is stored as {quantisation.names[0]}; the hf_overrides "
+            '{"quantization_config": null} leave that aside'
+        )
     return Checkpoint(
         name=name,
         path=folder,
@@ -213,7 +237,21 @@ def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Ch
         generation_config=_sampling_defaults(generation, options),
         eos_token_ids=_eos_token_ids(generation, config),
         load_strategy=options.safetensors_load_strategy,
+        quantisation=quantisation,
     )
+
+
+def _with_quantisation(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The config with what hf_quant_config.json beside it says, where it says nothing itself."""
+    file = folder / "hf_quant_config.json"
+    if config.get("quantization_config") or not file.is_file():
+        return config
+    beside = read_json(file)
+    stored, producer = beside.get("quantization"), beside.get("producer")
+    if not isinstance(stored, Mapping):
+        raise ModelError(f"{file} has no object named quantization")
+    name = producer.get("name", "modelopt") if isinstance(producer, Mapping) else "modelopt"
+    return {**config, "quantization_config": {"quant_method": name, **stored}}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -273,9 +311,6 @@ def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any]) -> 
 
 def _dtype_name(config: Mapping[str, Any], folder: Path, found: Format) -> str:
     """The config's dtype, or the weights' own where it names none."""
-    quantization = config.get("quantization_config")
-    if isinstance(quantization, Mapping):
-        return str(quantization.get("quant_method", "quantised"))
     text = config.get("text_config")
     for each in (config, text if isinstance(text, Mapping) else {}):
         named = each.get("dtype") or each.get("torch_dtype")
@@ -283,6 +318,8 @@ def _dtype_name(config: Mapping[str, Any], folder: Path, found: Format) -> str:
             return named.removeprefix("torch.")
     if found == "dummy":
         return "float32"
+    if config.get("quantization_config"):
+        return "float16"
     if found == "sharded_state":
         from headrace.executor.checkpoints.safetensors_weights import SafetensorsWeights
 

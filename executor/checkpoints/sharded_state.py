@@ -143,6 +143,11 @@ def save(options: Options, folder: Path) -> list[Path]:
             f"a sharded state is made of a folder of safetensors or PyTorch files, and {checkpoint.path} is "
             f"{checkpoint.format}{reason}"
         )
+    if checkpoint.quantisation is not None:
+        raise OptionError(
+            f"a sharded state is of floats, and {checkpoint.path} is stored as {checkpoint.quantisation.names[0]}, of "
+            "which each rank reads its own groups"
+        )
     if folder.resolve() == checkpoint.path.resolve():
         raise OptionError(f"{folder} is the model's own folder; name another for the sharded state")
     spec = spec_from_config(checkpoint.config)

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 
 from headrace.ipc.failure import ModelError
+from headrace.kernels.grouped import GroupedWeight
 
+Packed = tuple[str, np.ndarray] | GroupedWeight
+"""What a source's `packed` gives: a GGUF type's name and [rows, bytes of a row] uint8, or codes with group scales."""
 OnRead = Callable[[int, int], None]
 """Bytes that have been read, and of how many."""
 ON_READ_INTERVAL_S = 0.1
@@ -130,6 +133,8 @@ class WatchedWeights:
         self._told_s = 0.0
         if hasattr(source, "packed"):
             self.packed = self._packed
+        if hasattr(source, "group_of"):
+            self.group_of = source.group_of
 
     def names(self) -> frozenset[str]:
         return self._source.names()
@@ -142,8 +147,8 @@ class WatchedWeights:
         self._count(name)
         return part
 
-    def _packed(self, name: str) -> tuple[str, np.ndarray] | None:
-        stored: tuple[str, np.ndarray] | None = self._source.packed(name)  # type: ignore[attr-defined]
+    def _packed(self, name: str) -> Packed | None:
+        stored: Packed | None = self._source.packed(name)  # type: ignore[attr-defined]
         self._count(name)
         return stored
 

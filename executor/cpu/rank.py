@@ -67,9 +67,15 @@ class CpuRank(ModelRank):
 
     def load(self, plan: Plan, report: Report) -> MemoryReading:
         check_no_gpu_options(plan.options)
+        if plan.options.quantization == "fp8" and not plan.model.stored_as:
+            raise OptionError(
+                "quantization=fp8 of float weights is computed on a GPU only, and the model runs on the CPU "
+                f"(device={plan.options.device}); int8 and int4 are computed on a CPU, and fp8 checkpoints"
+            )
         report("compile kernels")
         if plan.weights_stay_packed or plan.weight_bits:
-            build.load(part=build.PACKED)  # beside the other part, which is still compiling where this one must be
+            # Beside the other part, which is still compiling where this one must be.
+            build.load(part=build.GROUPED if plan.model.stored_as else build.PACKED)
         self._compiling.join()
         report("load weights")
         self._plan = plan

@@ -13,16 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.weights import WeightSource
+from headrace.executor.checkpoints.weights import Packed, WeightSource
 from headrace.executor.models import blocks
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import Attend, Axis, Declared, Linear, Role, size_of
 from headrace.executor.models.reading import CheckedWeights, Part, own_part
 from headrace.executor.models.sizes import model_weights
-from headrace.executor.parallel.padding import PaddedWeights, packed_part
+from headrace.executor.parallel.padding import PaddedWeights, grouped_part, packed_part
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.kernels.cpu.linear import (
     FLOAT_TYPES,
+    GROUPED_TYPES,
     WEIGHT_TYPES,
     Arena,
     PackedLinear,
@@ -30,14 +31,16 @@ from headrace.kernels.cpu.linear import (
     dequantise,
     pack,
     quantise,
+    why_not_group,
 )
 from headrace.kernels.cpu.moe import PackedExperts, why_no_experts
 from headrace.kernels.cpu.program_parts import Norm
+from headrace.kernels.grouped import GroupedWeight, joined
 
 logger = logging.getLogger(__name__)
 
-Stored = Tensor | tuple[str, Tensor]
-"""A matrix: floats [rows, columns], or a GGUF type's name and [rows, bytes of a row] uint8."""
+Stored = Tensor | tuple[str, Tensor] | GroupedWeight
+"""A matrix: floats [rows, columns], a GGUF type's name and [rows, bytes of a row] uint8, or codes with group scales."""
 
 OUTER_BITS = 8
 """What embedding and head are quantised to: their errors reach every token undiluted."""
@@ -161,7 +164,7 @@ class CpuWeights(CheckedWeights):
         first = 0
         while first < len(stored):
             last = first + 1
-            while last < len(stored) and _type_name(stored[last]) == _type_name(stored[first]):
+            while last < len(stored) and _go_together(stored[last], stored[first]):
                 last += 1
             is_pair = declared.gated and last - first == 2
             weights.append(self._pack(_joined(stored[first:last]), gated=is_pair))
@@ -180,16 +183,20 @@ class CpuWeights(CheckedWeights):
             return [*gate_up, self._stored(Part(prefix + declared.downs[index], hidden), inner, own, "expert")]
 
         first, rest = stored(0), range(1, len(declared.gates))
-        kinds = {tuple(map(_type_name, first))}
-        if self._packed is not None:  # else all become what the first became
-            kinds |= {tuple(map(_type_name, stored(index))) for index in rest}
-        reason = "its experts differ in type"
-        if len(kinds) == 1:
-            reason = why_no_experts(next(iter(kinds)), hidden, own_inner, declared.activation)
+        # Floats all become what the first became; what stays as it is stored is held for a layer at a time.
+        others: list[list[Stored]] | None = None if self._packed is None else [stored(index) for index in rest]
+        kinds = tuple(map(_type_name, first))
+        reason = why_no_experts(kinds, hidden, own_inner, declared.activation)
+        if not all(_go_together(*pair) for each in (others or ()) for pair in zip(each, first, strict=True)):
+            reason = "its experts differ in type"
+        elif not _go_together(first[0], first[1]):
+            reason = "an expert's gate and up projection are computed together, and are stored differently"
+        elif any(isinstance(matrix, GroupedWeight) and matrix.order is not None for matrix in first):
+            reason = "each expert has its inputs in an order of its own"
         if reason:
             logger.warning("the experts below %s are kept in %s: %s", prefix, dtype_name(self.dtype), reason)
         gate_ups, downs = [], []
-        for each in chain((first,), map(stored, rest)):
+        for each in chain((first,), map(stored, rest) if others is None else others):
             gate, up, down = (_floats(matrix, self.dtype) if reason else matrix for matrix in each)
             gate_ups.append(self._pack(_joined([gate, up]), gated=True))
             downs.append(self._pack(down, gated=False))
@@ -228,10 +235,12 @@ class CpuWeights(CheckedWeights):
         self._check(name, (part.num_rows, in_features))
         if bits is not None:
             return self._quantised(name, self._source.get(name, rows=part.rows, columns=columns), bits)
-        kept: tuple[str, np.ndarray] | None = None if self._packed is None else self._packed(name)
+        kept: Packed | None = None if self._packed is None else self._packed(name)
         if kept is None:
             floats = self._source.get(name, rows=part.rows, columns=columns)
             return floats if self._packed is not None and floats.dtype in FLOAT_TYPES else floats.to(self.dtype)
+        if isinstance(kept, GroupedWeight):
+            return self._grouped(name, kept, part, columns)
         type_name, data = kept
         kind, cut = WEIGHT_TYPES.get(type_name), None
         if kind is not None:
@@ -242,6 +251,17 @@ class CpuWeights(CheckedWeights):
             return self._source.get(name, rows=part.rows, columns=columns).to(self.dtype)
         # torch wants writable memory, which a file's map is not.
         return type_name, torch.from_numpy(np.require(cut, requirements=["C", "W"]))
+
+    def _grouped(self, name: str, whole: GroupedWeight, part: Part, columns: slice | None) -> Stored:
+        cut = grouped_part(self._source, name, whole, part.rows, columns)
+        kind = f"{whole.kind} in groups of {whole.group}"
+        if cut is None:
+            self._undivided.add(kind)
+        elif cut.shape[1] % GROUPED_TYPES[whole.kind].block_size or why_not_group(whole.kind, whole.group):
+            self._unpacked_types.add(kind)
+        else:
+            return cut
+        return self._source.get(name, rows=part.rows, columns=columns).to(self.dtype)
 
     def _quantised(self, name: str, floats: Tensor, bits: int) -> Stored:
         assert self._blocks is not None, "bits come with blocks"
@@ -269,14 +289,22 @@ def inner_block(spec: ArchSpec, source: WeightSource, *, keep_packed: bool, bloc
     }
     if blocks is not None:
         return 1 if any(size % blocks.group_size for size in divided.values()) else blocks.group_size
+    group_of = getattr(_stored_source(source), "group_of", None)
+    if group_of is not None:
+        return math.lcm(*(group_of(name) or 1 for name in divided if name in names))
     assert packed is not None, "one of both is there"
     kept = [packed(name) for name in divided if name in names]
-    return math.lcm(*(WEIGHT_TYPES[each[0]].block_size for each in kept if each and each[0] in WEIGHT_TYPES))
+    types = [each[0] for each in kept if isinstance(each, tuple)]
+    return math.lcm(*(WEIGHT_TYPES[each].block_size for each in types if each in WEIGHT_TYPES))
 
 
-def _packed_reader(source: WeightSource) -> Callable[[str], tuple[str, np.ndarray] | None] | None:
+def _packed_reader(source: WeightSource) -> Callable[[str], Packed | None] | None:
     """Gives whole matrices as they are stored; None for a source that stores floats alone."""
-    return getattr(source.source if isinstance(source, PaddedWeights) else source, "packed", None)
+    return getattr(_stored_source(source), "packed", None)
+
+
+def _stored_source(source: WeightSource) -> WeightSource:
+    return source.source if isinstance(source, PaddedWeights) else source
 
 
 def _listed(names: set[str]) -> str:
@@ -285,10 +313,21 @@ def _listed(names: set[str]) -> str:
 
 
 def _type_name(stored: Stored) -> str:
+    if isinstance(stored, GroupedWeight):
+        return stored.kind
     return stored[0] if isinstance(stored, tuple) else FLOAT_TYPES[stored.dtype]
 
 
+def _go_together(one: Stored, other: Stored) -> bool:
+    """Whether they can stand one below the other as one weight."""
+    if isinstance(one, GroupedWeight) and isinstance(other, GroupedWeight):
+        return one.goes_with(other)
+    return _type_name(one) == _type_name(other)
+
+
 def _floats(stored: Stored, dtype: torch.dtype) -> Tensor:
+    if isinstance(stored, GroupedWeight):
+        return stored.floats().to(dtype)
     return stored.to(dtype) if isinstance(stored, Tensor) else dequantise(*stored).to(dtype)
 
 
@@ -300,6 +339,7 @@ def _joined(parts: Sequence[Stored]) -> Stored:
     """Parts of one type, one below the other."""
     if len(parts) == 1:
         return parts[0]
-    name = _type_name(parts[0])
-    rows = torch.cat([part[1] if isinstance(part, tuple) else part for part in parts])
-    return (name, rows) if isinstance(parts[0], tuple) else rows
+    if isinstance(parts[0], GroupedWeight):
+        return joined([part for part in parts if isinstance(part, GroupedWeight)])
+    rows = torch.cat([part[1] if isinstance(part, tuple) else part for part in parts])  # type: ignore[misc]
+    return (_type_name(parts[0]), rows) if isinstance(parts[0], tuple) else rows

@@ -122,11 +122,6 @@ def check_no_gpu_options(options: Options) -> None:
         )
     if options.batch_invariant:
         raise OptionError(f"batch_invariant is for GPUs, and the model runs on the CPU (device={options.device})")
-    if options.quantization == "fp8":
-        raise OptionError(
-            f"quantization=fp8 is computed on a GPU only, and the model runs on the CPU (device={options.device}); "
-            "int8 and int4 of float checkpoints are computed on a CPU"
-        )
 
 
 def check_gpu(device: torch.device, dtype: torch.dtype, facts: GpuFacts) -> None:

@@ -46,7 +46,9 @@ class Rounding:
     def of(cls, plan: Plan) -> Rounding | None:
         """What the plan asks for, if it asks for any."""
         kind = {8: "int8", 4: "int4"}.get(plan.weight_bits or 0, plan.options.quantization)
-        return None if kind in (None, "gguf") else cls(str(kind), plan.options.quantization_group_size)
+        if kind in (None, "gguf") or plan.model.stored_as:
+            return None
+        return cls(str(kind), plan.options.quantization_group_size)
 
     @classmethod
     def bits_of(cls, plan: Plan, itemsize: int) -> float:

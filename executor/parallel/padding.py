@@ -24,6 +24,7 @@ from headrace.executor.models.blocks import Axis
 from headrace.executor.models.sizes import model_weights
 from headrace.executor.parallel.rank_place import RankPlace
 from headrace.ipc.failure import ModelError
+from headrace.kernels.grouped import GroupedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -173,18 +174,7 @@ def packed_part(
     """
     elements, num_bytes = block
     height, width = part_size(tuple(source.shape(name)), rows, columns)
-    if isinstance(source, PaddedWeights):
-        pieces = source.pieces(name, rows, columns)
-    else:
-        first_row, first_column = (0 if part is None else part.start for part in (rows, columns))
-        pieces = [
-            Piece(
-                slice(0, height),
-                slice(0, width),
-                slice(first_row, first_row + height),
-                slice(first_column, first_column + width),
-            )
-        ]
+    pieces = _pieces(source, name, rows, columns)
     edges = {edge for p in pieces for s in (p.columns, p.source_columns) for edge in (s.start, s.stop)}
     if any(edge % elements for edge in (*edges, width)):
         return None
@@ -199,6 +189,35 @@ def packed_part(
         part = data[piece.source_rows, in_bytes(piece.source_columns)]
         whole[piece.rows, in_bytes(piece.columns)] = part
     return whole
+
+
+def grouped_part(
+    source: WeightSource, name: str, whole: GroupedWeight, rows: slice | None, columns: slice | None
+) -> GroupedWeight | None:
+    """A part of a matrix with group scales; None where it begins or ends within a group. Padding has scales of zero."""
+    height, width = part_size(tuple(source.shape(name)), rows, columns)
+    pieces = _pieces(source, name, rows, columns)
+    if not all(whole.columns_divide(p.source_columns.start, p.source_columns.stop) for p in pieces):
+        return None
+    if len(pieces) == 1 and (pieces[0].rows.stop, pieces[0].columns.stop) == (height, width):
+        return whole.part(pieces[0].source_rows, pieces[0].source_columns)
+    edges = {edge for p in pieces for edge in (p.columns.start, p.columns.stop)}
+    if whole.order is not None or any(edge % whole.group for edge in (*edges, width)):
+        return None
+    found = whole.blank(height, width)
+    for piece in pieces:
+        found.part(piece.rows, piece.columns).write(whole.part(piece.source_rows, piece.source_columns))
+    return found
+
+
+def _pieces(source: WeightSource, name: str, rows: slice | None, columns: slice | None) -> list[Piece]:
+    """Where a part of a matrix comes from, padded or not."""
+    if isinstance(source, PaddedWeights):
+        return source.pieces(name, rows, columns)
+    height, width = part_size(tuple(source.shape(name)), rows, columns)
+    first_row, first_column = (0 if part is None else part.start for part in (rows, columns))
+    source_rows = slice(first_row, first_row + height)
+    return [Piece(slice(0, height), slice(0, width), source_rows, slice(first_column, first_column + width))]
 
 
 def part_size(shape: tuple[int, ...], rows: slice | None, columns: slice | None) -> tuple[int, int]:

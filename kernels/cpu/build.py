@@ -41,13 +41,16 @@ BASE_FLAGS = (
 )  # fmt: skip
 # Units whose templates take the compiler seconds. The others are compiled as one: a third of their time goes into
 # reading the same headers.
-LARGE_UNITS = frozenset({"attention", "quant_4", "quant_5", "quant_8"})
+GROUPED_TYPE_UNITS = frozenset({"groups_4", "groups_8", "groups_float4", "groups_e4m3"})
+LARGE_UNITS = frozenset({"attention", "quant_4", "quant_5", "quant_8", *GROUPED_TYPE_UNITS})
 # Units that -O3 makes faster; elsewhere it takes the compiler longer for nothing.
 UNROLLED_UNITS = frozenset({"attention"})
-# The kernels are two libraries, and the second is built when the first packed weight is met: most models have none,
-# and the start with an empty cache is a matter of how much there is to compile.
-CORE, PACKED = "core", "packed"
+# The kernels are three libraries; those of packed weights, of GGUF files and of other checkpoints, are built when the
+# first such weight is met: most models have none, and the start with an empty cache is a matter of how much there is
+# to compile.
+CORE, PACKED, GROUPED = "core", "packed", "grouped"
 PACKED_UNITS = frozenset({"quant_4", "quant_5", "quant_8", "quant_tiles"})
+GROUPED_UNITS = GROUPED_TYPE_UNITS | {"groups_tiles"}
 SHARED_UNITS = frozenset({"linear_write", "team"})
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,-z,defs")
 
@@ -193,8 +196,10 @@ def sources(folder: Path) -> tuple[list[Path], list[Path]]:
 
 def units_of(part: str, units: list[Path]) -> list[Path]:
     """The C++ files that make a part."""
-    wanted = PACKED_UNITS | SHARED_UNITS
-    return [unit for unit in units if (unit.stem in wanted if part == PACKED else unit.stem not in PACKED_UNITS)]
+    if part == CORE:
+        return [unit for unit in units if unit.stem not in PACKED_UNITS | GROUPED_UNITS]
+    wanted = (PACKED_UNITS if part == PACKED else GROUPED_UNITS) | SHARED_UNITS
+    return [unit for unit in units if unit.stem in wanted]
 
 
 def build_key(folder: Path, compiler: tuple[str, ...], flags: tuple[str, ...], part: str = CORE) -> str:

@@ -62,8 +62,8 @@ struct ExpertsScratch {
 
 ExpertsScratch scratch_of(const ExpertsArgs& args, int64_t rows) {
   const PackedWeight &gate_up = args.gate_up[0], &down = args.down[0];
-  const int64_t x_bytes = prepared_row_bytes(gate_up.type, gate_up.k);
-  const int64_t inner_bytes = prepared_row_bytes(down.type, down.k);
+  const int64_t x_bytes = prepared_row_bytes(gate_up);
+  const int64_t inner_bytes = prepared_row_bytes(down);
   const int64_t pairs = rows * args.top_k, in_pass = pairs < args.pass_rows ? pairs : args.pass_rows;
   ExpertsScratch at;
   at.shared_inner = rows > kPrepareAloneRows ? rows * x_bytes : 0;

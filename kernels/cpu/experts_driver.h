@@ -19,7 +19,7 @@ inline int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 // What StackRun.scratch must hold: gathered rows, and the sums of a block where K is cut.
 inline int64_t stack_scratch(const PackedWeight& w) {
-  int64_t row_bytes = prepared_row_bytes(w.type, w.k);
+  int64_t row_bytes = prepared_row_bytes(w);
   if (row_bytes < 4 * w.k) row_bytes = whole_lines(4 * w.k);
   const int64_t gathered = kLeastGathered * row_bytes;
   return (gathered < kActivationBlockBytes ? kActivationBlockBytes : gathered) + kMaxBlockRows * w.fan * kPanelRows * 4;

@@ -1,4 +1,5 @@
 // The ops of linear layers: dispatch by weight type, packing, and the look-up of rows.
+#include "groups.h"
 #include "linear_driver.h"
 
 namespace headrace {
@@ -11,6 +12,7 @@ struct PackArgs {
   int64_t source_stride;  // elements; bytes for a quantised weight
   void* packed;           // [hr_linear_bytes]
   DType source_dtype;
+  GroupSource groups;  // in place of source, for a weight with group scales
 };
 
 // Arguments of hr_op_embed: out[i] = W[ids[i]], exactly (then rounded to out_dtype), times `scale`.
@@ -27,6 +29,17 @@ struct EmbedArgs {
 };
 
 }  // namespace
+
+int64_t panel_bytes(const PackedWeight& w) {
+  if (is_grouped(w.type)) return grouped_panel_bytes(w);
+  return is_quantised(w.type) ? quant_panel_bytes(w.type, w.k) : float_panel_bytes(w.type, w.k);
+}
+
+int64_t prepared_row_bytes(const PackedWeight& w) {
+  if (is_grouped(w.type)) return grouped_prepared_bytes(w);
+  return is_quantised(w.type) ? quant_prepared_bytes(w.type, w.k) : float_prepared_bytes(w.type, w.k);
+}
+
 }  // namespace headrace
 
 using namespace headrace;
@@ -39,7 +52,9 @@ HR_EXPORT void hr_op_linear(const void* raw, const Step& step, int thread, int n
 HR_EXPORT void hr_op_pack(const void* raw, const Step&, int thread, int num_threads) {
   const auto& args = *static_cast<const PackArgs*>(raw);
   const Range mine = split(panels_of(args.weight), thread, num_threads);
-  if (is_quantised(args.weight.type))
+  if (is_grouped(args.weight.type))
+    pack_grouped_panels(args.weight, args.groups, args.packed, mine);
+  else if (is_quantised(args.weight.type))
     pack_quant_panels(args.weight, args.source, args.source_stride, args.packed, mine);
   else
     pack_float_panels(args.weight, args.source, args.source_stride, args.source_dtype, args.packed, mine);
@@ -56,6 +71,8 @@ HR_EXPORT void hr_op_embed(const void* raw, const Step& step, int thread, int nu
     const int64_t id = ids[row] - args.first_id;
     if (id < 0 || id >= args.weight.n)
       std::memset(values, 0, static_cast<size_t>(k) * sizeof(float));
+    else if (is_grouped(args.weight.type))
+      unpack_grouped_row(args.weight, id, values);
     else if (is_quantised(args.weight.type))
       unpack_quant_row(args.weight, id, values);
     else
@@ -69,12 +86,12 @@ HR_EXPORT void hr_op_embed(const void* raw, const Step& step, int thread, int nu
 
 // Bytes of a weight in packed form; 0 when the type does not have this k.
 HR_EXPORT int64_t hr_linear_bytes(const PackedWeight* weight) {
-  return panels_of(*weight) * panel_bytes(weight->type, weight->k);
+  return panels_of(*weight) * panel_bytes(*weight);
 }
 
 // What hr_op_linear needs for up to max_rows rows, whatever the types of x and out.
 HR_EXPORT void hr_linear_scratch(const PackedWeight* weight, int64_t max_rows, ScratchNeed* need) {
-  const int64_t row_bytes = prepared_row_bytes(weight->type, weight->k);
+  const int64_t row_bytes = prepared_row_bytes(*weight);
   const int64_t block_rows = max_rows < kMaxBlockRows ? max_rows : kMaxBlockRows;
   need->shared_bytes = max_rows > kPrepareAloneRows ? max_rows * row_bytes : 0;
   need->per_thread_bytes = kPrepareAloneRows * row_bytes + block_rows * weight->fan * kPanelRows * 4;

@@ -33,8 +33,14 @@ enum class WeightType : int32_t {
   kQ4_K = 8,
   kQ5_K = 9,
   kQ6_K = 10,
+  // Of other checkpoints: see groups.h.
+  kInt4Groups = 11,
+  kInt8Groups = 12,
+  kFloat4Groups = 13,
+  kE4M3Groups = 14,
 };
-constexpr int kWeightTypes = 11;
+constexpr int kWeightTypes = 15;
+constexpr int32_t kNoZeros = -1;
 
 // What multiplies by the weights of a type: linear layers, and one stack of experts (see experts.h).
 struct Tiles {
@@ -51,9 +57,14 @@ struct PackedWeight {
   // 1, or 2 for a gated pair: rows [0, n/2) are the gate and [n/2, n) the up projection, packed as alternating panels
   // (gate panel j, up panel j, ...), so that one thread has both halves of an output at hand.
   int32_t fan;
-  // Of a quantised type, what hr_packed_tiles has for it: its tiles are in a library of their own, for they take the
-  // compiler as long as all the rest, and most models need none. Null for the float types.
+  // Of a quantised type, what hr_packed_tiles or hr_grouped_tiles has for it: its tiles are in a library of their own,
+  // for they take the compiler as long as all the rest, and most models need none. Null for the float types.
   const Tiles* tiles;
+  // Of a type with group scales, else unused.
+  const int32_t* order;  // [k]: the column of x that meets column i of the codes, or null for x as it is
+  int64_t group;         // weights along k that share a scale: 16, or a multiple of 32
+  DType scale_type;
+  int32_t zero_type;  // a DType, or kNoZeros
 };
 
 enum class Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2, kGelu = 3, kRelu = 4 };
@@ -122,22 +133,29 @@ int64_t float_prepared_bytes(WeightType type, int64_t k);
 int64_t quant_prepared_bytes(WeightType type, int64_t k);
 
 inline bool is_quantised(WeightType type) { return type >= WeightType::kQ4_0; }
-inline int64_t panel_bytes(WeightType type, int64_t k) {
-  return is_quantised(type) ? quant_panel_bytes(type, k) : float_panel_bytes(type, k);
-}
-
-inline int64_t prepared_row_bytes(WeightType type, int64_t k) {
-  return is_quantised(type) ? quant_prepared_bytes(type, k) : float_prepared_bytes(type, k);
-}
+inline bool is_grouped(WeightType type) { return type >= WeightType::kInt4Groups; }
+int64_t panel_bytes(const PackedWeight& w);
+int64_t prepared_row_bytes(const PackedWeight& w);
 
 // The given panels are written from `source` ([n, k] row-major; quantised: rows of GGUF blocks).
 void pack_float_panels(const PackedWeight& w, const void* source, int64_t source_stride, DType source_dtype,
                        void* packed, Range panels);
 void pack_quant_panels(const PackedWeight& w, const void* source, int64_t source_stride, void* packed, Range panels);
 
+// What a weight with group scales is packed from; all is in rows of W, and `groups` is k / group.
+struct GroupSource {
+  const void* codes;   // [n, stride] bytes: 4 bits: two codes in a byte, the first in its low half; 8 bits: one
+  int64_t stride;
+  const void* scales;  // [n, groups] of scale_type
+  const void* zeros;   // [n, groups] of zero_type, or null
+  const float* table;  // [16], of kFloat4Groups
+};
+void pack_grouped_panels(const PackedWeight& w, const GroupSource& source, void* packed, Range panels);
+
 // Row `row` of W as exact floats [k].
 void unpack_float_row(const PackedWeight& w, int64_t row, float* out);
 void unpack_quant_row(const PackedWeight& w, int64_t row, float* out);
+void unpack_grouped_row(const PackedWeight& w, int64_t row, float* out);
 
 const Tiles* tiles_of_f32();
 const Tiles* tiles_of_f16();

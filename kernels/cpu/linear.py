@@ -1,4 +1,4 @@
-"""Linear layers over packed weights: y = x W^T + b, in bf16, fp16, fp32 and the GGUF block types.
+"""Linear layers over packed weights: y = x W^T + b, in bf16, fp16, fp32, the GGUF block types and group scales.
 
 `pack` turns a weight into the kernels' own layout (see linear.h), after which the original can be freed. The type a
 weight is stored in decides how it multiplies:
@@ -9,6 +9,9 @@ weight is stored in decides how it multiplies:
   and are scaled and added in fp32.
   |error| <= sum_blocks d sum_k |w_k| + (K / 8 + 8) 2^-24 sum_k (|x_k| + d) (|w_k| + m),
   where w is the exact dequantisation and m the block's offset (its minimum or its step times the stored bias).
+
+- with group scales (`GroupedWeight`), integers: as quantised, with m = |scale * zero|; float4 and e4m3: codes are
+  expanded exactly and meet x in fp32: |error| <= (K + 4) 2^-24 sum_k |x_k w_k|.
 
 The rounding of the result to the output's type comes on top. A row's result is the same to the bit whatever the
 number of rows, its place among them and the number of threads. linear_reference.py has the same product in torch.
@@ -26,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.kernels.grouped import GroupedWeight
 from headrace.kernels.registry import Version
 
 from . import build
@@ -33,12 +37,15 @@ from .linear_args import (
     ACTIVATIONS,
     DTYPES,
     FLOAT_TYPES,
+    GROUPED_TYPES,
+    NO_ZEROS,
     ROWS_FIXED,
     ROWS_LOGITS,
     ROWS_SEQS,
     ROWS_TOKENS,
     WEIGHT_TYPES,
     EmbedArgs,
+    GroupSourceC,
     LinearArgs,
     PackArgs,
     PackedWeightC,
@@ -49,9 +56,29 @@ from .linear_reference import dequantise, quantise, reference
 from .threads import Pool
 
 __all__ = [
-    "ACTIVATIONS", "DTYPES", "ROWS_FIXED", "ROWS_LOGITS", "ROWS_SEQS", "ROWS_TOKENS", "VERSIONS", "WEIGHT_TYPES",
-    "Arena", "EmbedArgs", "LinearArgs", "PackArgs", "PackedLayer", "PackedLinear", "Runtime", "WeightType",
-    "dequantise", "pack", "quantise", "reference", "runtime", "why_not",
+    "ACTIVATIONS",
+    "DTYPES",
+    "GROUPED_TYPES",
+    "ROWS_FIXED",
+    "ROWS_LOGITS",
+    "ROWS_SEQS",
+    "ROWS_TOKENS",
+    "VERSIONS",
+    "WEIGHT_TYPES",
+    "Arena",
+    "EmbedArgs",
+    "LinearArgs",
+    "PackArgs",
+    "PackedLayer",
+    "PackedLinear",
+    "Runtime",
+    "WeightType",
+    "dequantise",
+    "pack",
+    "quantise",
+    "reference",
+    "runtime",
+    "why_not",
 ]  # fmt: skip
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -59,16 +86,25 @@ HUGE_PAGE_BYTES = 2 << 20
 
 def why_not(type_name: str, n: int, k: int, *, gated: bool = False, level: str = "native") -> str | None:
     """Why a weight [n, k] cannot be packed here, in a sentence, or None when it can."""
-    if type_name not in WEIGHT_TYPES:
+    kind = WEIGHT_TYPES.get(type_name) or GROUPED_TYPES.get(type_name)
+    if kind is None:
         return f"weights of type {type_name} are not supported; there are {', '.join(WEIGHT_TYPES)}."
     if n < 1 or k < 1:
         return f"a weight of [{n}, {k}] is empty."
-    block = WEIGHT_TYPES[type_name].block_size
+    block = kind.block_size
     if k % block != 0:
         return f"{type_name} stores blocks of {block} weights, and rows of {k} are not a multiple of that."
     if gated and n % 2 != 0:
         return f"a gated pair needs as many gate rows as up rows, and {n} rows cannot be halved."
-    return build.why_not(level) or (build.why_not(level, build.PACKED) if WEIGHT_TYPES[type_name].quantised else None)
+    part = library_part(type_name)
+    return build.why_not(level) or (None if part == build.CORE else build.why_not(level, part))
+
+
+def library_part(type_name: str) -> str:
+    """Of the libraries in `build`, the one that multiplies by weights of a type."""
+    if type_name in GROUPED_TYPES:
+        return build.GROUPED
+    return build.PACKED if WEIGHT_TYPES[type_name].quantised else build.CORE
 
 
 @dataclass
@@ -134,6 +170,8 @@ class PackedLinear:
     nbytes: int
     runtime: Runtime
     memory: mmap.mmap = field(repr=False)
+    order: Tensor | None = field(default=None, repr=False)
+    """[k] int32: see `GroupedWeight`."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -226,7 +264,7 @@ class PackedLinear:
 
 
 def pack(
-    weight: Tensor | tuple[str, Tensor],
+    weight: Tensor | tuple[str, Tensor] | GroupedWeight,
     *,
     gated: bool = False,
     arena: Arena | None = None,
@@ -234,11 +272,16 @@ def pack(
 ) -> PackedLinear:
     """A weight in packed form; the original is not referred to any more.
 
-    weight: [n, k] fp32, bf16 or fp16, kept in its type; or (GGUF type name, [n, bytes of a row] uint8).
+    weight: [n, k] fp32, bf16 or fp16, kept in its type; (GGUF type name, [n, bytes of a row] uint8); or codes with
+    group scales.
     gated: rows [0, n/2) are the gate projection and [n/2, n) the up projection of a gated pair.
     Raises ValueError where `why_not` has a reason.
     """
-    if isinstance(weight, tuple):
+    source: Tensor
+    type_name: str
+    if isinstance(weight, GroupedWeight):
+        type_name, source, k = weight.kind, weight.codes, weight.shape[1]
+    elif isinstance(weight, tuple):
         type_name, source = weight
         k = _k_of_rows(type_name, source)
     else:
@@ -249,14 +292,22 @@ def pack(
     n = source.shape[0]
     level = runtime_.library.level if runtime_ else "native"
     reason = why_not(type_name, n, k, gated=gated, level=level)
+    if reason is None and isinstance(weight, GroupedWeight):
+        reason = why_not_group(weight.kind, weight.group)
     if reason is not None:
         raise ValueError(f"The weight cannot be packed: {reason}")
     used = runtime_ or runtime()
     if source.stride(1) != 1:
         source = source.contiguous()
-    kind = WEIGHT_TYPES[type_name]
-    tiles = _tiles(used.library.level, kind.number) if kind.quantised else None
+    kind = _kind(type_name)
+    tiles = _tiles(used.library.level, type_name) if kind.quantised else None
     descriptor = PackedWeightC(n=n, k=k, type=kind.number, fan=2 if gated else 1, tiles=tiles)
+    order: Tensor | None = None
+    groups = GroupSourceC()
+    kept: tuple[object, ...] = ()
+    if isinstance(weight, GroupedWeight):
+        order = None if weight.order is None else weight.order.to(torch.int32).contiguous()
+        groups, kept = _describe_groups(weight, source, descriptor, order)
     nbytes = used.library.dll.hr_linear_bytes(ctypes.byref(descriptor))
     memory, address = (arena or used.arena).take(nbytes)
     descriptor.data = address
@@ -266,9 +317,41 @@ def pack(
         source_stride=source.stride(0),
         packed=address,
         source_dtype=DTYPES.get(source.dtype, 0),
+        groups=groups,
     )
     used.pool.run_op("hr_op_pack", args)
-    return PackedLinear(type_name, n, k, gated, descriptor, nbytes, used, memory)
+    del kept
+    return PackedLinear(type_name, n, k, gated, descriptor, nbytes, used, memory, order)
+
+
+def why_not_group(kind: str, group: int) -> str | None:
+    """Why the kernels do not take groups of this size, in a sentence; None when they do."""
+    if group % 32 == 0 or (group == 16 and kind in ("float4", "e4m3")):
+        return None
+    return f"the kernels take {kind} in groups of multiples of 32 weights{_OR_16.get(kind, '')}, not of {group}."
+
+
+_OR_16 = {"float4": " or of 16", "e4m3": " or of 16"}
+
+
+def _describe_groups(
+    weight: GroupedWeight, codes: Tensor, descriptor: PackedWeightC, order: Tensor | None
+) -> tuple[GroupSourceC, tuple[object, ...]]:
+    """What it is packed from, and what must live until then; the descriptor is completed."""
+    scales, zeros = weight.scales.contiguous(), None if weight.zeros is None else weight.zeros.contiguous()
+    table = (ctypes.c_float * 16)(*weight.table) if weight.table else None
+    descriptor.order = None if order is None else order.data_ptr()
+    descriptor.group = weight.group
+    descriptor.scale_type = DTYPES[scales.dtype]
+    descriptor.zero_type = NO_ZEROS if zeros is None else DTYPES[zeros.dtype]
+    source = GroupSourceC(
+        codes=codes.data_ptr(),
+        stride=codes.stride(0),
+        scales=scales.data_ptr(),
+        zeros=None if zeros is None else zeros.data_ptr(),
+        table=None if table is None else ctypes.addressof(table),
+    )
+    return source, (scales, zeros, table)
 
 
 @dataclass(frozen=True)
@@ -308,12 +391,18 @@ VERSIONS = (Version("linear", "cpu_packed", _pack_layer, _why_no_layer),)
 
 
 @functools.cache
-def _tiles(level: str, number: int) -> int:
+def _tiles(level: str, type_name: str) -> int:
     """The address of what multiplies by weights of a quantised type; `why_not` has said that there is one."""
-    library = build.load(level, build.PACKED)
+    part = library_part(type_name)
+    library = build.load(level, part)
     assert library is not None
-    library.dll.hr_packed_tiles.restype = ctypes.c_void_p
-    return int(library.dll.hr_packed_tiles(number))
+    find = getattr(library.dll, f"hr_{part}_tiles")
+    find.restype = ctypes.c_void_p
+    return int(find(_kind(type_name).number))
+
+
+def _kind(type_name: str) -> WeightType:
+    return GROUPED_TYPES[type_name] if type_name in GROUPED_TYPES else WEIGHT_TYPES[type_name]
 
 
 def _k_of_rows(type_name: str, rows: Tensor) -> int:

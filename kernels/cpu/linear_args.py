@@ -17,7 +17,8 @@ ROWS_FIXED, ROWS_TOKENS, ROWS_LOGITS, ROWS_SEQS = range(4)
 
 @dataclass(frozen=True)
 class WeightType:
-    """A storage type: its number in linear.h, and weights and bytes of a block as GGUF stores it."""
+    """A storage type: its number in linear.h, and weights and bytes of a block as GGUF stores it; of the types with
+    group scales, of a block's codes alone."""
 
     number: int
     block_size: int
@@ -43,6 +44,16 @@ WEIGHT_TYPES: Mapping[str, WeightType] = MappingProxyType(
         "Q6_K": WeightType(10, 256, 210),
     }
 )
+GROUPED_TYPES: Mapping[str, WeightType] = MappingProxyType(
+    {
+        "int4": WeightType(11, 32, 16),
+        "int8": WeightType(12, 32, 32),
+        "float4": WeightType(13, 32, 16),
+        "e4m3": WeightType(14, 32, 32),
+    }
+)
+"""The kinds of `kernels.grouped.GroupedWeight`."""
+NO_ZEROS = -1
 FLOAT_TYPES: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 )
@@ -58,6 +69,22 @@ class PackedWeightC(ctypes.Structure):
         ("type", ctypes.c_int32),
         ("fan", ctypes.c_int32),
         ("tiles", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
+        ("group", ctypes.c_int64),
+        ("scale_type", ctypes.c_int32),
+        ("zero_type", ctypes.c_int32),
+    )
+
+
+class GroupSourceC(ctypes.Structure):
+    """Mirror of `GroupSource` in linear.h."""
+
+    _fields_ = (
+        ("codes", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
     )
 
 
@@ -96,6 +123,7 @@ class PackArgs(ctypes.Structure):
         ("source_stride", ctypes.c_int64),
         ("packed", ctypes.c_void_p),
         ("source_dtype", ctypes.c_int32),
+        ("groups", GroupSourceC),
     )
 
 

@@ -5,7 +5,7 @@
 //   prepared_bytes(k)             bytes of a row of activations as the tile wants it
 //   usable(args)                  whether x can be read where it is, without preparation
 //   prepare(args, row, to)        one row of x into that form
-//   panel_bytes(k), block_k(k)    the packed panel; how much of K one pass takes (the whole, or a multiple of what
+//   panel_bytes(w), block_k(k)    the packed panel; how much of K one pass takes (the whole, or a multiple of what
 //                                 the tile's steps need)
 //   block_offset(k), x_offset(k)  bytes into a panel, and into a prepared row, where position k of K begins
 //   tile<kRows>(x, x_bytes, panel, k, sums, sums_stride, add, ahead)
@@ -146,7 +146,7 @@ inline void for_each_tile(int64_t begin, int64_t end, Each each) {
 template <class Kernel>
 void run_unit(const LinearArgs& args, const Prepared& x, int64_t unit, int64_t begin, int64_t end, float* sums,
               LaneHighest* highest) {
-  const int64_t k = args.weight.k, fan = args.weight.fan, panel_bytes = Kernel::panel_bytes(k);
+  const int64_t k = args.weight.k, fan = args.weight.fan, panel_bytes = Kernel::panel_bytes(args.weight);
   const int64_t block_k = Kernel::block_k(k), sums_stride = fan * kPanelRows;
   const char* panels = static_cast<const char*>(args.weight.data) + unit * fan * panel_bytes;
   if (block_k >= k) {

@@ -62,7 +62,8 @@ struct FloatKernel {
   static constexpr int kXBytes = kDot ? 2 : 4;
 
   static int64_t padded(int64_t k) { return (k + kStepK - 1) / kStepK * kStepK; }
-  static int64_t panel_bytes(int64_t k) { return padded(k) * kPanelRows * kWeightBytes; }
+  static int64_t bytes_of_panel(int64_t k) { return padded(k) * kPanelRows * kWeightBytes; }
+  static int64_t panel_bytes(const PackedWeight& w) { return bytes_of_panel(w.k); }
   static int64_t block_k(int64_t k) { return limited_k(k, kPanelRows * kWeightBytes); }
   static int64_t block_offset(int64_t k) { return k * kPanelRows * kWeightBytes; }
   static int64_t x_offset(int64_t k) { return k * kXBytes; }

@@ -21,9 +21,9 @@ static_assert(static_cast<int>(WeightType::kF16) == static_cast<int>(DType::kF16
 
 int64_t float_panel_bytes(WeightType type, int64_t k) {
   switch (type) {
-    case WeightType::kF32: return FloatKernel<WeightType::kF32>::panel_bytes(k);
-    case WeightType::kF16: return FloatKernel<WeightType::kF16>::panel_bytes(k);
-    case WeightType::kBF16: return FloatKernel<WeightType::kBF16>::panel_bytes(k);
+    case WeightType::kF32: return FloatKernel<WeightType::kF32>::bytes_of_panel(k);
+    case WeightType::kF16: return FloatKernel<WeightType::kF16>::bytes_of_panel(k);
+    case WeightType::kBF16: return FloatKernel<WeightType::kBF16>::bytes_of_panel(k);
     default: return 0;
   }
 }

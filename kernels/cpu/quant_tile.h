@@ -36,12 +36,46 @@ inline Floats load_integers(const char* from) {
 #endif
 }
 
+// offset: what is subtracted from each code; two_scales: the halves of a block have their own.
+inline __attribute__((always_inline)) void quantise_block(const void* x, int64_t at, DType dtype, int offset,
+                                                          bool two_scales, QuantBlock* block) {
+  constexpr int kParts = kBlock / kLanes;
+  Floats values[kParts], most = {};
+  for (int i = 0; i < kParts; ++i) {
+    values[i] = load_vector(x, at + i * kLanes, dtype);
+    most = larger(most, larger(values[i], -values[i]));
+  }
+  const float largest = largest_lane(most);
+  const float step = largest / (127.0f * 256.0f);
+  // A step that is subnormal has no finite inverse that is any use: such a block is as good as zero.
+  const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
+  typedef int8_t Small __attribute__((vector_size(kLanes)));
+  Ints sums[2] = {};
+  for (int i = 0; i < kParts; ++i) {
+    const Floats scaled = values[i] * inverse;
+    const Ints high = nearest_integers(scaled);
+    const Floats rest = (scaled - __builtin_convertvector(high, Floats)) * 256.0f;
+    const Ints low = nearest_integers(larger(smaller(rest, all_lanes(127.0f)), all_lanes(-127.0f)));
+    const Small small_high = __builtin_convertvector(high, Small), small_low = __builtin_convertvector(low, Small);
+    std::memcpy(block->high + i * kLanes, &small_high, sizeof(small_high));
+    std::memcpy(block->low + i * kLanes, &small_low, sizeof(small_low));
+    sums[i * 2 / kParts] += (high << 8) + low;
+  }
+  int32_t halves[2] = {};
+  for (int half = 0; half < 2; ++half)
+    for (int lane = 0; lane < kLanes; ++lane) halves[half] += sums[half][lane];
+  block->step = step;
+  block->step_sum = step * static_cast<float>(halves[0] + halves[1]);
+  block->correct[0] = -offset * (two_scales ? halves[0] : halves[0] + halves[1]);
+  block->correct[1] = two_scales ? -offset * halves[1] : 0;
+}
+
 template <WeightType kType>
 struct QuantKernel {
   static constexpr QuantLayout kLayout = layout_of(kType);
   static constexpr int kMaxRows = kQuantTileRows;
 
-  static int64_t panel_bytes(int64_t k) { return kLayout.panel_bytes(k); }
+  static int64_t panel_bytes(const PackedWeight& w) { return kLayout.panel_bytes(w.k); }
   // A panel of 32 rows of up to 8 bits stays in the second-level cache for any K that models have.
   static int64_t block_k(int64_t k) { return k; }
   static int64_t block_offset(int64_t) { return 0; }
@@ -52,39 +86,7 @@ struct QuantKernel {
   static void prepare(const LinearArgs& args, const char* from, char* to) {
     auto* blocks = reinterpret_cast<QuantBlock*>(to);
     for (int64_t block = 0; block < args.weight.k / kBlock; ++block)
-      quantise(from, block * kBlock, args.x_dtype, &blocks[block]);
-  }
-
-  static void quantise(const void* x, int64_t at, DType dtype, QuantBlock* block) {
-    constexpr int kParts = kBlock / kLanes;
-    Floats values[kParts], most = {};
-    for (int i = 0; i < kParts; ++i) {
-      values[i] = load_vector(x, at + i * kLanes, dtype);
-      most = larger(most, larger(values[i], -values[i]));
-    }
-    const float largest = largest_lane(most);
-    const float step = largest / (127.0f * 256.0f);
-    // A step that is subnormal has no finite inverse that is any use: such a block is as good as zero.
-    const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
-    typedef int8_t Small __attribute__((vector_size(kLanes)));
-    Ints sums[2] = {};
-    for (int i = 0; i < kParts; ++i) {
-      const Floats scaled = values[i] * inverse;
-      const Ints high = nearest_integers(scaled);
-      const Floats rest = (scaled - __builtin_convertvector(high, Floats)) * 256.0f;
-      const Ints low = nearest_integers(larger(smaller(rest, all_lanes(127.0f)), all_lanes(-127.0f)));
-      const Small small_high = __builtin_convertvector(high, Small), small_low = __builtin_convertvector(low, Small);
-      std::memcpy(block->high + i * kLanes, &small_high, sizeof(small_high));
-      std::memcpy(block->low + i * kLanes, &small_low, sizeof(small_low));
-      sums[i * 2 / kParts] += (high << 8) + low;
-    }
-    int32_t halves[2] = {};
-    for (int half = 0; half < 2; ++half)
-      for (int lane = 0; lane < kLanes; ++lane) halves[half] += sums[half][lane];
-    block->step = step;
-    block->step_sum = step * static_cast<float>(halves[0] + halves[1]);
-    block->correct[0] = -kLayout.offset * (kLayout.two_scales() ? halves[0] : halves[0] + halves[1]);
-    block->correct[1] = kLayout.two_scales() ? -kLayout.offset * halves[1] : 0;
+      quantise_block(from, block * kBlock, args.x_dtype, kLayout.offset, kLayout.two_scales(), &blocks[block]);
   }
 
   // The codes of kLanes rows of a block, as kQuads vectors of unsigned bytes.

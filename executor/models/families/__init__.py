@@ -57,16 +57,10 @@ def spec_from_config(config: Config) -> ArchSpec:
     """The model that a Hugging Face `config.json` describes.
 
     Raises ModelError when the architecture is unknown (listing the known ones), a field is missing or of the wrong
-    kind, the numbers do not fit together, or the weights are stored in a quantised form.
+    kind, or the numbers do not fit together.
     """
     named = config.get("architectures")
     if not isinstance(named, list | tuple) or not named or not isinstance(named[0], str):
         raise ModelError(f'the config has no "architectures"; one of {", ".join(families())} is expected')
     family = families().get(named[0]) or family_of_plugin(named[0])
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
-        raise ModelError(
-            f"this checkpoint's weights are quantised ({method}), which is not supported; "
-            "use the unquantised checkpoint or a GGUF file of it"
-        )
     return family.build(config)

@@ -1,0 +1,169 @@
+"""Quantised checkpoints. A format is one file here with a constant `FORMAT`: it reads the config's
+`quantization_config`, says which tensors hold a matrix, and makes of them the one form that the kernels know,
+`kernels.grouped.GroupedWeight`. What uses the forms knows no format, and a format knows no kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Container, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+
+from headrace.executor.models.blocks import Role
+from headrace.ipc.failure import ModelError, OptionError
+from headrace.kernels.grouped import GroupedWeight
+
+Config = Mapping[str, Any]
+Parts = Mapping[str, str]
+"""A format's own word for each tensor of a matrix -> its name in the checkpoint."""
+Shapes = Mapping[str, tuple[int, ...]]
+
+OF_FLOATS = ("gguf", "int8", "int4", "fp8")
+"""What the option `quantization` can ask for besides a checkpoint's own format: see core/options/resolve.py."""
+RETIRED: Mapping[str, str] = MappingProxyType(
+    {
+        "squeezellm": "vLLM took it out in 0.8; quantise the model anew with AWQ or GPTQ",
+        "aqlm": "vLLM took it out in 0.10; quantise the model anew with AWQ or GPTQ",
+        "deepspeedfp": "vLLM took it out; an fp8 checkpoint of compressed-tensors takes its place",
+        "marlin": "its weights lie in the order of one GPU kernel; use the GPTQ checkpoint that they were made of",
+        "gptq_marlin_24": "2:4 sparse weights are not computed; use the GPTQ checkpoint that they were made of",
+        "qqq": "vLLM took it out; a W4A16 or W8A8 checkpoint of compressed-tensors takes its place",
+        "bitblas": "its weights lie in the order of one GPU kernel; use the GPTQ checkpoint that they were made of",
+        "gptq_bitblas": "its weights lie in the order of one GPU kernel; use the GPTQ checkpoint they were made of",
+        "hqq_marlin": "it is no format of checkpoints",
+        "tpu_int8": "it is for TPUs; quantization=int8 quantises float weights as they are loaded",
+        "neuron_quant": "it is for Neuron devices; quantization=int8 quantises float weights as they are loaded",
+        "ipex": "AWQ and GPTQ checkpoints are computed without it",
+        "rtn": "quantization=int8 or int4 rounds float weights to the nearest as they are loaded",
+        "ptpc_fp8": "quantization=fp8 does that: a scale for each token and each row",
+        "experts_int8": "quantization=int8 quantises experts, and the other matrices too",
+    }
+)
+"""vLLM's names that stand for nothing here, and what to use."""
+
+
+class Format(ABC):
+    """One checkpoint's, made of its `quantization_config`. Methods raise ModelError, naming what disagrees."""
+
+    names: ClassVar[tuple[str, ...]]
+    """`quant_method` in configs first, then what vLLM calls it as well."""
+    stored: ClassVar[tuple[str, ...]]
+    """What the page of formats says there is: each way of storing a matrix."""
+    made_by: ClassVar[str]
+    """Who wrote the checkpoints that tests read."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, config: Config) -> Self:
+        """Raises ModelError for a setting that is missing or not to be had."""
+
+    @abstractmethod
+    def parts(self, module: str, role: Role, held: Container[str]) -> Parts | None:
+        """The tensors that hold a module's matrix, of those that the checkpoint holds; None where it is in floats."""
+
+    def beside(self, module: str) -> tuple[str, ...]:
+        """Tensors that may lie beside and are not needed."""
+        return ()
+
+    @abstractmethod
+    def shape(self, module: str, shapes: Shapes) -> tuple[int, int]:
+        """Rows and columns of the matrix, by its tensors' shapes, under the format's words for them."""
+
+    @abstractmethod
+    def group(self, module: str, columns: int) -> int:
+        """How many weights of a row of so many share a scale, at least: where ranks may cut it."""
+
+    @abstractmethod
+    def read(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
+        """The matrix, of the tensors that `parts` named."""
+
+
+@functools.cache
+def formats() -> Mapping[str, type[Format]]:
+    """Every format by each of its names."""
+    found: dict[str, type[Format]] = {}
+    for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
+        if not module.name.startswith("_"):
+            format_: type[Format] | None = getattr(importlib.import_module(f"{__name__}.{module.name}"), "FORMAT", None)
+            if format_ is not None:
+                found.update(dict.fromkeys(format_.names, format_))
+    return MappingProxyType(found)
+
+
+def check_name(asked: str | None) -> None:
+    """Raises OptionError for a `quantization` that there is not, saying what to use for one that vLLM has or had."""
+    if asked is None or asked in OF_FLOATS or asked in formats():
+        return
+    if asked in RETIRED:
+        raise OptionError(f"quantization={asked} is not to be had: {RETIRED[asked]}")
+    known = ", ".join([*OF_FLOATS, *formats()])
+    raise OptionError(f"quantization={asked} is unknown; there are {known}")
+
+
+def format_of(config: Config, asked: str | None) -> Format | None:
+    """What the checkpoint's weights are stored in; None for floats. `asked`: the option `quantization`.
+
+    Raises ModelError for a method that is unknown or retired, OptionError where what was asked is another format.
+    """
+    check_name(asked)
+    stored = config.get("quantization_config") or config.get("compression_config")
+    if stored is None:
+        return None
+    if not isinstance(stored, Mapping):
+        raise ModelError(f"quantization_config is a {type(stored).__name__}; an object is expected")
+    method = str(stored.get("quant_method", "")).lower().replace("-", "_")
+    own = formats().get(method) or formats().get(method.replace("_", "-"))
+    if own is None:
+        known = ", ".join(formats())
+        advice = RETIRED.get(method, f"known are {known}; an unquantised checkpoint or a GGUF file of it can be used")
+        named = f"by the method {stored['quant_method']}" if method else "by a method that it does not name"
+        raise ModelError(f"this checkpoint's weights are quantised {named}, which is not supported: {advice}")
+    if asked is not None and asked not in own.names:
+        raise OptionError(
+            f"quantization={asked} does not fit this checkpoint, whose weights are stored as {own.names[0]}; "
+            "leave it out"
+        )
+    return own.of(stored)
+
+
+def number(config: Config, names: tuple[str, ...], method: str, default: int | None = None) -> int:
+    """The whole number under the first of the names. Raises ModelError where there is none."""
+    for name in names:
+        found = config.get(name)
+        if isinstance(found, int) and not isinstance(found, bool):
+            return found
+        if found is not None:
+            raise ModelError(f"the {method} config's {name} is {found!r}; a whole number is expected")
+    if default is None:
+        raise ModelError(f"the {method} config has no {names[0]}")
+    return default
+
+
+def cut_bits(packed: Tensor, bits: int, count: int) -> Tensor:
+    """[n, words] int32 -> [n, count] uint8: the numbers of `bits` bits that lie in them one behind the other."""
+    import torch
+
+    each = 32 // math.gcd(32, bits)  # numbers in a whole count of words
+    words = each * bits // 32
+    rows = packed.reshape(packed.shape[0], -1, words).to(torch.int64) & 0xFFFFFFFF
+    found = torch.empty(*rows.shape[:2], each, dtype=torch.uint8)
+    for index in range(each):
+        word, shift = divmod(index * bits, 32)
+        value = rows[..., word] >> shift
+        if shift + bits > 32:
+            value = value | rows[..., word + 1] << (32 - shift)
+        found[..., index] = (value & ((1 << bits) - 1)).to(torch.uint8)
+    return found.flatten(1)[:, :count]
+
+
+def expect(condition: bool, module: str, sentence: str) -> None:
+    """Raises ModelError about a module's tensors."""
+    if not condition:
+        raise ModelError(f"the quantised weights of {module} do not fit their config: {sentence}")

@@ -1,0 +1,146 @@
+"""GPTQ (Frantar et al. 2022) as AutoGPTQ and GPTQModel store it: codes in int32 words along the input axis.
+
+    qweight [k * bits / 32, n] int32, scales [k / group, n], qzeros [k / group, n * bits / 32] int32, g_idx [k] int32
+
+A stored zero point is one less than the zero point, but in the second version of the layout. With `desc_act` the
+inputs were quantised in the order of their importance, and g_idx says in which group each is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, cut_bits, expect, number
+from headrace.executor.models.blocks import Role
+from headrace.ipc.failure import ModelError
+from headrace.kernels.grouped import GroupedWeight, two_in_a_byte
+
+METHOD = "GPTQ"
+BITS = (2, 3, 4, 8)
+
+
+@dataclass(frozen=True)
+class Gptq(Format):
+    names = ("gptq", "gptq_marlin", "gptqmodel", "gptq_v2", "moe_wna16")
+    stored = (
+        "4 and 8 bits, in groups or rows, zero points or none, `desc_act`, both layouts of zero points, `dynamic`",
+        "2 and 3 bits, kept in 4",
+    )
+    made_by = "a writer in tests"
+    bits: int
+    group_size: int
+    """-1: a scale for each row."""
+    adds_one: bool
+    """To each stored zero point."""
+    dynamic: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By regular expressions of module names, what differs: the first that matches counts."""
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        layout = str(config.get("checkpoint_format", "gptq"))
+        if layout not in ("gptq", "gptq_v2", ""):
+            raise ModelError(
+                f"the GPTQ checkpoint is in the layout {layout}, which is one kernel's own; use one in the layout gptq"
+            )
+        dynamic = config.get("dynamic") or {}
+        bits, size = number(config, ("bits",), METHOD), number(config, ("group_size",), METHOD, 128)
+        adds_one = layout != "gptq_v2" and config.get("quant_method") != "gptq_v2"
+        return cls(_checked(bits), size, adds_one, dynamic)
+
+    def _of(self, module: str) -> Gptq:
+        """With what differs for a module."""
+        for pattern, differs in self.dynamic.items():
+            if pattern.startswith("-:"):
+                continue
+            if re.match(pattern.removeprefix("+:"), module):
+                bits = _checked(number(differs, ("bits",), METHOD, self.bits))
+                return replace(self, bits=bits, group_size=number(differs, ("group_size",), METHOD, self.group_size))
+        return self
+
+    def parts(self, module: str, role: Role, held: Container[str]) -> Parts | None:
+        if f"{module}.qweight" not in held:
+            return None
+        found = {part: f"{module}.{part}" for part in ("qweight", "scales", "qzeros", "g_idx")}
+        if found["g_idx"] not in held:
+            del found["g_idx"]
+        return found
+
+    def shape(self, module: str, shapes: Shapes) -> tuple[int, int]:
+        words, n = shapes["qweight"]
+        return n, words * 32 // self._of(module).bits
+
+    def group(self, module: str, columns: int) -> int:
+        size = self._of(module).group_size
+        return columns if size <= 0 else size
+
+    def read(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
+        own = self._of(module)
+        qweight, scales, qzeros = tensors["qweight"], tensors["scales"], tensors["qzeros"]
+        (n, k), size = own.shape(module, {"qweight": tuple(qweight.shape)}), own.group(module, qweight.shape[0])
+        size = k if own.group_size <= 0 else size
+        expect(k % size == 0, module, f"groups of {size} do not divide {k} inputs")
+        groups = k // size
+        expect(
+            tuple(scales.shape) == (groups, n),
+            module,
+            f"scales are {list(scales.shape)}, and [{n}, {k}] of {own.bits} bits in groups of {size} needs "
+            f"{[groups, n]}",
+        )
+        expect(
+            tuple(qzeros.shape) == (groups, n * own.bits // 32),
+            module,
+            f"zero points are {list(qzeros.shape)}; {[groups, n * own.bits // 32]} is expected",
+        )
+        codes = cut_bits(qweight.T.contiguous(), own.bits, k)  # [n, k]
+        zeros = cut_bits(qzeros, own.bits, n).T.float() + int(own.adds_one)  # [n, groups]
+        order = _order(module, tensors.get("g_idx"), k, size)
+        if order is not None:
+            codes = codes[:, order.long()]
+        return integers(codes, own.bits, zeros, scales.T.contiguous(), size, order)
+
+
+def integers(
+    codes: Tensor, bits: int, zeros: Tensor | None, scales: Tensor, size: int, order: Tensor | None = None
+) -> GroupedWeight:
+    """codes [n, k] uint8 of up to 8 bits; zeros (None: the middle of the codes) and scales [n, k / size].
+
+    Fewer than 4 bits are kept in 4, and 5 to 7 in 8.
+    """
+    wide = 4 if bits <= 4 else 8
+    middle, wide_middle = 1 << (bits - 1), 1 << (wide - 1)
+    if zeros is None or bool((zeros == middle).all()):
+        zeros = None
+        if wide != bits:
+            codes = codes + (wide_middle - middle)
+    stored = two_in_a_byte(codes) if wide == 4 else codes.contiguous()
+    kept = None if zeros is None else zeros.to(torch.float16).contiguous()
+    return GroupedWeight("int4" if wide == 4 else "int8", stored, scales, size, kept, order)
+
+
+def _order(module: str, g_idx: Tensor | None, k: int, size: int) -> Tensor | None:
+    """[k] int32: the inputs group by group; None where they stand so already."""
+    if g_idx is None:
+        return None
+    expect(tuple(g_idx.shape) == (k,), module, f"g_idx has {list(g_idx.shape)} entries, and there are {k} inputs")
+    by_place = torch.arange(k) // size
+    if torch.equal(g_idx.long(), by_place) or not bool(g_idx.any()):
+        return None
+    order = torch.argsort(g_idx, stable=True)
+    is_even = torch.equal(g_idx[order].long(), by_place)
+    expect(is_even, module, f"g_idx does not have {size} inputs in each of {k // size} groups")
+    return order.to(torch.int32)
+
+
+def _checked(bits: int) -> int:
+    if bits not in BITS:
+        raise ModelError(f"GPTQ weights of {bits} bits are not supported; 2, 3, 4 and 8 bits are")
+    return bits
+
+
+FORMAT = Gptq

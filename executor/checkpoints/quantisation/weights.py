@@ -1,0 +1,92 @@
+"""A quantised checkpoint as a `WeightSource`: its matrices under the names and shapes of floats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from headrace.executor.checkpoints.quantisation import Format, Parts
+from headrace.executor.checkpoints.weights import WeightSource, bounds
+from headrace.executor.models.blocks import Weight
+from headrace.ipc.failure import ModelError
+from headrace.kernels.grouped import GroupedWeight
+
+
+class QuantisedWeights:
+    """Over the source of what is stored. `packed` gives a matrix as the kernels take it, `get` its values in float32.
+
+    Raises ModelError where config and tensors disagree: when it is made where tensors are missing, else as they are
+    read.
+    """
+
+    def __init__(self, source: WeightSource, format_: Format, declared: Iterable[Weight]) -> None:
+        """declared: what the model reads, under the checkpoint's names."""
+        self._source, self._format = source, format_
+        held = source.names()
+        self._parts: dict[str, Parts] = {}
+        weights = {weight.name: weight for weight in declared}
+        stored = set[str]()
+        for weight in weights.values():
+            module = weight.name.removesuffix(".weight")
+            if len(weight.dimensions) != 2 or not weight.name.endswith(".weight"):
+                continue
+            parts = format_.parts(module, weight.role, held)
+            if parts is None:
+                continue
+            if missing := [name for name in parts.values() if name not in held]:
+                raise ModelError(f"the quantised weights of {module} lack {', '.join(missing)}")
+            self._parts[weight.name] = parts
+            stored |= {*parts.values(), *(f"{module}.{name}" for name in format_.beside(module))}
+            bias = f"{module}.bias"
+            if bias in held and bias not in weights and not source.get(bias).any():
+                stored.add(bias)  # a tool writes zeros where the model has none
+        if not self._parts:
+            raise ModelError(
+                f"the config says that the weights are quantised ({format_.names[0]}), and none of them is stored so"
+            )
+        self._names = frozenset(held - stored | self._parts.keys())
+
+    def names(self) -> frozenset[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        parts = self._parts.get(name)
+        if parts is None:
+            return self._source.shape(name)
+        shapes = {part: self._source.shape(each) for part, each in parts.items()}
+        return self._format.shape(_module(name), shapes)
+
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        if name not in self._parts:
+            return self._source.get(name, rows=rows, columns=columns)
+        height, width = self.shape(name)
+        first, last = bounds(rows, height)
+        whole = self._read(name).part(slice(first, last), slice(0, width))
+        return whole.floats()[:, slice(*bounds(columns, width))].contiguous()
+
+    def packed(self, name: str) -> GroupedWeight | None:
+        """The whole matrix; None where it is in floats."""
+        return self._read(name) if name in self._parts else None
+
+    def group_of(self, name: str) -> int | None:
+        """How many weights of a row share a scale; None where it is in floats."""
+        return self._format.group(_module(name), self.shape(name)[1]) if name in self._parts else None
+
+    def _read(self, name: str) -> GroupedWeight:
+        module = _module(name)
+        tensors: Mapping[str, Tensor] = {part: self._source.get(each) for part, each in self._parts[name].items()}
+        try:
+            found = self._format.read(module, tensors)
+        except ValueError as error:
+            raise ModelError(f"the quantised weights of {module} do not fit together: {error}") from error
+        if found.kind == "e4m3" and ((found.codes & 0x7F) == 0x7F).any():
+            raise ModelError(f"the quantised weights of {module} hold NaN")
+        if not bool(torch.isfinite(found.scales).all()):
+            raise ModelError(f"the scales of {module} are not all finite numbers")
+        return found
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")

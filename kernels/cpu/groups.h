@@ -1,0 +1,76 @@
+// The packed form of checkpoints' quantised weights: codes of 4 or 8 bits, and scales that stand for groups along K.
+//
+//   w = scale * (code - zero)            the integer types; without zeros, `zero` is the middle of the codes, 8 or 128
+//   w = scale * value of the code        the float types: of a table of 16, or e4m3
+//
+// A panel holds kPanelRows = 32 rows, cut along K in blocks of 32 as in quant.h. Bytes of a panel, in this order (all
+// parts are multiples of 64 bytes):
+//
+//   head    GroupHead: what the tiles must know
+//   then for each group (a block has two groups of 16, which count as one here):
+//   scales  [32] of scale_type; [2, 32] for groups of 16
+//   zeros   the same of zero_type, where there are zeros
+//   codes   for each block of the group:
+//           4 bits: [4, 32, 4] bytes, byte (g, row, j): low nibble of k = 4 g + j, high nibble of k = 16 + 4 g + j
+//           integers of 8 bits: [8, 32, 4] bytes, the code of k = 4 g + j
+//           floats of 8 bits: [32, 32] bytes, the code of (k, row)
+//
+// Integers meet activations in two int8 parts, as GGUF's types do; floats are expanded exactly and meet fp32.
+#pragma once
+
+#include "linear.h"
+#include "quant.h"
+
+namespace headrace {
+
+constexpr int64_t kHeadBytes = 128;
+
+struct GroupHead {
+  int32_t group_blocks;  // blocks that share a scale
+  int32_t parts;         // 2 for groups of 16, else 1
+  DType scale_type;
+  int32_t zero_type;  // a DType, or kNoZeros
+  int32_t meta_bytes;  // scales and zeros of a group
+  int32_t unused[11];
+  float table[16];
+};
+static_assert(sizeof(GroupHead) == kHeadBytes, "tiles rely on it");
+
+constexpr int bits_of(WeightType type) {
+  return type == WeightType::kInt4Groups || type == WeightType::kFloat4Groups ? 4 : 8;
+}
+constexpr bool has_integers(WeightType type) {
+  return type == WeightType::kInt4Groups || type == WeightType::kInt8Groups;
+}
+constexpr int64_t group_code_bytes(WeightType type) { return bits_of(type) * kBlock * kPanelRows / 8; }
+
+inline GroupHead head_of(const PackedWeight& w) {
+  GroupHead head = {};
+  head.parts = w.group < kBlock ? 2 : 1;
+  head.group_blocks = w.group < kBlock ? 1 : static_cast<int32_t>(w.group / kBlock);
+  head.scale_type = w.scale_type;
+  head.zero_type = w.zero_type;
+  int64_t each = size_of(w.scale_type);
+  if (w.zero_type != kNoZeros) each += size_of(static_cast<DType>(w.zero_type));
+  head.meta_bytes = static_cast<int32_t>(each * kPanelRows * head.parts);
+  return head;
+}
+
+// 0 for a k that is no whole number of groups, or of blocks.
+inline int64_t grouped_panel_bytes(const PackedWeight& w) {
+  const GroupHead head = head_of(w);
+  const int64_t blocks = w.k / kBlock;
+  if (w.k % kBlock || w.group < 16 || (w.group > 16 && w.group % kBlock) || blocks % head.group_blocks) return 0;
+  return kHeadBytes + blocks / head.group_blocks * head.meta_bytes + blocks * group_code_bytes(w.type);
+}
+
+inline int64_t grouped_prepared_bytes(const PackedWeight& w) {
+  return has_integers(w.type) ? bytes_of_blocks(w.k) : (4 * w.k + 63) / 64 * 64;
+}
+
+const Tiles* tiles_of_int4_groups();
+const Tiles* tiles_of_int8_groups();
+const Tiles* tiles_of_float4_groups();
+const Tiles* tiles_of_e4m3_groups();
+
+}  // namespace headrace

@@ -1,0 +1,15 @@
+// The way into the library of weights with group scales.
+#include "groups.h"
+
+using namespace headrace;
+
+// What multiplies by weights of such a type: PackedWeight.tiles.
+HR_EXPORT const Tiles* hr_grouped_tiles(int32_t number) {
+  const auto type = static_cast<WeightType>(number);
+  switch (type) {
+    case WeightType::kInt4Groups: return tiles_of_int4_groups();
+    case WeightType::kInt8Groups: return tiles_of_int8_groups();
+    case WeightType::kFloat4Groups: return tiles_of_float4_groups();
+    default: return tiles_of_e4m3_groups();
+  }
+}

@@ -1,0 +1,132 @@
+"""Weights with group scales on the CPU kernels: products within their bounds, nothing lost in packing, and results that
+do not depend on the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_cpu_linear import UNIT, as_two_bytes, random_x
+
+from headrace.kernels.cpu import build, linear
+from headrace.kernels.cpu.linear import Runtime
+from headrace.kernels.grouped import FP4_E2M1, GroupedWeight, Kind, joined
+
+LEVELS = ["native", *(pytest.param(level, marks=pytest.mark.system) for level in ("avx512", "avx2", "portable"))]
+SHAPES = [(1, 1, 32, 32), (3, 17, 96, 96), (17, 192, 512, 128), (9, 70, 256, 64)]
+"""Rows of x, n, k and group."""
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def runtime(request: pytest.FixtureRequest) -> Runtime:
+    if reason := build.why_not(request.param, build.GROUPED):
+        pytest.skip(reason)
+    return linear.runtime(request.param, 2)
+
+
+def random_weight(
+    kind: Kind,
+    n: int,
+    k: int,
+    group: int,
+    *,
+    dtype: torch.dtype = torch.float16,
+    zeros: bool = False,
+    ordered: bool = False,
+) -> GroupedWeight:
+    random = torch.Generator().manual_seed(n * 7919 + k)
+    bits = 4 if kind in ("int4", "float4") else 8
+    codes = torch.randint(0, 256, (n, k * bits // 8), dtype=torch.uint8, generator=random)
+    if kind == "e4m3":
+        codes = torch.where((codes & 0x7F) == 0x7F, codes - 1, codes)  # those two are NaN
+    scales = (torch.randn(n, k // group, generator=random) * 0.1).to(dtype)
+    zero = torch.randint(0, 1 << bits, (n, k // group), generator=random).to(torch.float16)
+    order = torch.randperm(k, generator=random).to(torch.int32)
+    table = FP4_E2M1 if kind == "float4" else ()
+    return GroupedWeight(kind, codes, scales, group, zero if zeros else None, order if ordered else None, table)
+
+
+CASES = [("int4", False), ("int4", True), ("int8", False), ("int8", True), ("float4", False), ("e4m3", False)]
+
+
+@pytest.mark.parametrize(("kind", "zeros"), CASES)
+def test_products_are_within_the_stated_bounds(runtime: Runtime, kind: Kind, zeros: bool) -> None:
+    for index, (rows, n, k, group) in enumerate(SHAPES):
+        dtype = (torch.float32, torch.float16, torch.bfloat16)[index % 3]
+        weight = random_weight(kind, n, k, group, dtype=dtype, zeros=zeros, ordered=index % 2 == 1)
+        packed, exact_weight, x = linear.pack(weight, runtime_=runtime), weight.floats().double(), random_x(rows, k)
+        exact = x.double() @ exact_weight.T
+        got = packed.apply(x).double()
+        if kind in ("float4", "e4m3"):
+            bound = (k + 4) * UNIT * (x.double().abs() @ exact_weight.abs().T)
+        else:
+            in_order = x if weight.order is None else x[:, weight.order.long()]
+            _, step = as_two_bytes(in_order)
+            values = exact_weight if weight.order is None else exact_weight[:, weight.order.long()]
+            shift = torch.zeros(n, k).double()
+            if weight.zeros is not None:
+                shift = (weight.scales.double() * weight.zeros.double()).abs().repeat_interleave(group, 1)
+            bound = step @ values.abs().T
+            bound += (k / 8 + 8) * UNIT * ((in_order.double().abs() + step) @ (values.abs() + shift).T)
+        assert ((got - exact).abs() <= bound + 1e-30).all(), (kind, rows, n, k, group)
+
+
+@pytest.mark.parametrize("group", [16, 32])
+def test_groups_of_half_a_block_are_for_floats(runtime: Runtime, group: int) -> None:
+    weight = random_weight("float4", 40, 96, group, dtype=torch.float32)
+    assert torch.equal(linear.pack(weight, runtime_=runtime).unpack(), weight.floats())
+    x = random_x(5, 96)
+    exact = x.double() @ weight.floats().double().T
+    assert (linear.pack(weight, runtime_=runtime).apply(x).double() - exact).abs().max() < 1e-4
+    with pytest.raises(ValueError, match="the kernels take int4 in groups of multiples of 32 weights, not of 16"):
+        linear.pack(random_weight("int4", 40, 96, 16), runtime_=runtime)
+
+
+@pytest.mark.parametrize(("kind", "zeros"), CASES)
+def test_packing_loses_nothing_and_takes_little_more_than_the_codes(runtime: Runtime, kind: Kind, zeros: bool) -> None:
+    for gated in (False, True):
+        weight = random_weight(kind, 192, 768, 128, zeros=zeros, ordered=gated)
+        packed = linear.pack(weight, gated=gated, runtime_=runtime)
+        assert torch.equal(packed.unpack(), weight.floats())
+        assert weight.codes.nbytes <= packed.nbytes <= 1.08 * weight.codes.nbytes
+
+
+@pytest.mark.parametrize(("kind", "zeros"), CASES)
+def test_a_row_gets_the_same_bits_whatever_the_batch(runtime: Runtime, kind: Kind, zeros: bool) -> None:
+    packed = linear.pack(random_weight(kind, 96, 256, 64, zeros=zeros), runtime_=runtime)
+    x = random_x(40, 256)
+    singly = torch.cat([packed.apply(x[row : row + 1]) for row in range(40)])
+    for rows in (2, 7, 8, 9, 17, 40):
+        assert torch.equal(packed.apply(x[40 - rows :]), singly[40 - rows :]), rows
+
+
+def test_a_gated_pair_multiplies_its_halves(runtime: Runtime) -> None:
+    weight, x = random_weight("int4", 64, 128, 32, zeros=True), random_x(3, 128)
+    packed = linear.pack(weight, gated=True, runtime_=runtime)
+    exact = linear.reference(x, weight.floats(), gated=True, activation="silu", dtype=torch.float64)
+    assert (packed.apply(x, activation="silu").double() - exact).abs().max() < 1e-3 * exact.abs().max()
+
+
+def test_parts_and_joined_parts_are_those_of_the_whole() -> None:
+    whole = random_weight("int4", 48, 256, 64, zeros=True)
+    floats = whole.floats()
+    upper, lower = (whole.part(slice(first, first + 24), slice(0, 256)) for first in (0, 24))
+    assert torch.equal(joined([upper, lower]).floats(), floats)
+    assert torch.equal(whole.part(slice(8, 16), slice(64, 192)).floats(), floats[8:16, 64:192])
+    assert whole.columns_divide(64, 192)
+    assert not whole.columns_divide(32, 64)
+    assert not random_weight("int4", 48, 256, 64, ordered=True).columns_divide(64, 192)
+    assert not upper.goes_with(random_weight("int4", 48, 256, 64))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"group": 48}, "groups of 48 do not divide rows of 64"),
+        ({"scales": torch.ones(4, 3)}, r"scales are torch.float32 \[4, 3\]; \[4, 64\] in groups of 32 needs \[4, 2\]"),
+        ({"order": torch.arange(32)}, r"an order of \[32\] inputs; there are 64"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(change: dict[str, object], message: str) -> None:
+    parts = {"kind": "int8", "codes": torch.zeros(4, 64, dtype=torch.uint8), "scales": torch.ones(4, 2), "group": 32}
+    with pytest.raises(ValueError, match=message):
+        GroupedWeight(**(parts | change))  # type: ignore[arg-type]

@@ -1,0 +1,254 @@
+"""Quantised checkpoints on the CPU: they compute what their dequantised weights do, packed, and bad ones are named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantised_checkpoints as made
+import tiny_models
+import torch
+from model_driver import Driver
+from rank_threads import pool_for_each_rank
+from safetensors.torch import load_file, save_file
+from test_cpu_decoder import LIMITS
+from test_parallel_model import THREADS, first_logprobs
+from torch import Tensor
+
+from headrace.core.options.engine_options import Options
+from headrace.executor.checkpoints.checkpoint import open_checkpoint
+from headrace.executor.checkpoints.quantisation.document import DOCS_PAGE, quantisation_page
+from headrace.executor.cpu.decoder import CpuDecoder
+from headrace.executor.cpu.weights import CpuLinear
+from headrace.executor.models.decoder import Decoder
+from headrace.executor.models.families import spec_from_config
+from headrace.ipc.failure import ModelError, OptionError
+from headrace.kernels.cpu import build
+from headrace.kernels.cpu.linear import runtime
+from headrace.kernels.cpu.moe import PackedExperts
+
+__all__ = ["pool_for_each_rank"]  # a fixture
+
+pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+
+PROMPT = [5, 81, 17, 200, 33, 9, 264, 301, 12, 77]
+MOST_ERROR = 1e-3
+"""RMS error of logits over their spread where weights are exact and activations are rounded to 16 bits in blocks of 32
+(relative 2^-15): tiny random models multiply that from layer to layer."""
+EXACT_ERROR = 2e-5
+"""The same where activations stay fp32: float codes."""
+
+
+def opened(folder: Path, **options: Any) -> CpuDecoder:
+    checkpoint = open_checkpoint(Options(model=str(folder), **options))
+    spec = spec_from_config(checkpoint.config)
+    return CpuDecoder(spec, checkpoint.weights(), torch.float32, LIMITS, keep_packed=True, used=runtime(num_threads=1))
+
+
+def exact_greedy(model: Any, steps: int) -> tuple[list[int], Tensor]:
+    """Tokens after PROMPT and their logits in float64."""
+    ids, logits = list(PROMPT), []
+    with torch.no_grad():
+        for _ in range(steps):
+            logits.append(model(torch.tensor([ids]), use_cache=False).logits[0, -1])
+            ids.append(int(logits[-1].argmax()))
+    return ids[len(PROMPT) :], torch.stack(logits)
+
+
+def error_of(decoder: CpuDecoder | Decoder, model: Any, steps: int = 6) -> float:
+    """Of the logits over their spread, after the greedy tokens were found equal."""
+    expected, exact = exact_greedy(model, steps)
+    (tokens,), (logits,) = Driver(decoder).greedy([PROMPT], steps, chunk=64)
+    assert tokens == expected
+    return float((logits.double() - exact).square().mean().sqrt() / exact.std())
+
+
+def kinds_of(decoder: CpuDecoder) -> set[str]:
+    """The types of all matrices of layers."""
+    found = set()
+    for layer in decoder._model.layers:
+        for held in (*layer.mixer.values(), *layer.ffn.values()):
+            if isinstance(held, CpuLinear):
+                found |= {weight.type_name for weight in held.weights}
+            elif isinstance(held, PackedExperts):
+                found |= {weight.type_name for weight in (*held.gate_up, *held.down)}
+    return found
+
+
+Case = tuple[Callable[[], tuple[dict[str, Any], made.Writer]], set[str], float]
+CASES: dict[str, Case] = {
+    "gptq 4 bits": (made.gptq, {"int4"}, MOST_ERROR),
+    "gptq 4 bits, zeros": (lambda: made.gptq(symmetric=False), {"int4"}, MOST_ERROR),
+    "gptq 8 bits": (lambda: made.gptq(8), {"int8"}, MOST_ERROR),
+    "gptq 3 bits": (lambda: made.gptq(3), {"int4"}, MOST_ERROR),
+    "gptq 2 bits, zeros": (lambda: made.gptq(2, symmetric=False), {"int4"}, MOST_ERROR),
+    "gptq desc_act": (lambda: made.gptq(desc_act=True), {"int4"}, MOST_ERROR),
+    "gptq rows, v2": (lambda: made.gptq(group=-1, symmetric=False, v2=True), {"int4"}, MOST_ERROR),
+    "awq": (made.awq, {"int4"}, MOST_ERROR),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_dequantised_model_and_weights_stay_packed(case: str, tmp_path: Path) -> None:
+    make, kinds, bound = CASES[case]
+    model = made.write(tmp_path, tiny_models.build("llama"), *make())
+    decoder = opened(tmp_path)
+    assert kinds_of(decoder) == kinds
+    assert error_of(decoder, model) < bound
+
+
+@pytest.mark.parametrize("case", ["gptq 4 bits, zeros", "awq"])
+def test_experts_stay_packed_too(case: str, tmp_path: Path) -> None:
+    make, kinds, bound = CASES[case]
+    model = made.write(tmp_path, tiny_models.build("qwen3_moe"), *make())
+    decoder = opened(tmp_path)
+    assert kinds_of(decoder) == kinds | {"F32"}, "the router stays in floats"
+    assert error_of(decoder, model) < bound
+
+
+def test_experts_whose_inputs_are_ordered_are_kept_as_floats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = made.write(tmp_path, tiny_models.build("qwen3_moe"), *made.gptq(desc_act=True))
+    assert error_of(opened(tmp_path), model) < MOST_ERROR
+    assert "each expert has its inputs in an order of its own" in caplog.text
+
+
+@pytest.mark.parametrize("case", ["gptq desc_act", "awq"])
+def test_op_by_op_the_weights_are_dequantised(case: str, tmp_path: Path) -> None:
+    model = made.write(tmp_path, tiny_models.build("llama"), *CASES[case][0]())
+    checkpoint = open_checkpoint(Options(model=str(tmp_path)))
+    decoder = Decoder(spec_from_config(checkpoint.config), checkpoint.weights(), torch.float32, "cpu")
+    assert error_of(decoder, model) < EXACT_ERROR
+
+
+def test_what_a_gptq_config_says_of_single_modules_counts(tmp_path: Path) -> None:
+    (config, four), (_, eight) = made.gptq(4), made.gptq(8, 16 * 4)
+    config |= {"dynamic": {r"+:.*\.mlp\.down_proj": {"bits": 8, "group_size": -1}, r"-:.*k_proj": {}}}
+    _, eight = made.gptq(8, -1)
+    model = made.write(
+        tmp_path,
+        tiny_models.build("llama"),
+        config,
+        lambda module, weight: (eight if "down_proj" in module else four)(module, weight),
+        skip=("k_proj",),
+    )
+    decoder = opened(tmp_path)
+    assert kinds_of(decoder) == {"int4", "int8", "F32"}
+    assert error_of(decoder, model) < MOST_ERROR
+
+
+@pytest.fixture(scope="module")
+def gptq_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gptq")
+    made.write(folder, tiny_models.build("llama"), *made.gptq())
+    return folder
+
+
+def changed(folder: Path, into: Path, **config: Any) -> dict[str, Tensor]:
+    """A copy of the checkpoint with another quantization_config; returns the tensors."""
+    whole = json.loads((folder / "config.json").read_text())
+    whole["quantization_config"] |= config
+    (into / "config.json").write_text(json.dumps(whole))
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("asked", ["gptq", "gptq_marlin", None])
+def test_vllms_names_of_the_format_may_be_asked_for(gptq_folder: Path, asked: str | None) -> None:
+    assert open_checkpoint(Options(model=str(gptq_folder), quantization=asked)).quantisation is not None
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("awq", "quantization=awq does not fit this checkpoint, whose weights are stored as gptq"),
+        ("squeezellm", "quantization=squeezellm is not to be had: vLLM took it out in 0.8; quantise the model anew"),
+        ("gqtp", "quantization=gqtp is unknown; there are gguf, int8, int4, fp8, "),
+    ],
+)
+def test_another_format_than_the_checkpoints_is_refused(gptq_folder: Path, asked: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        open_checkpoint(Options(model=str(gptq_folder), quantization=asked))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "aqlm"}, r"by the method aqlm, which is not supported: vLLM took it out in 0\.10"),
+        ({"quant_method": "mystery"}, "by the method mystery, which is not supported: known are awq, "),
+        ({"bits": 5}, "GPTQ weights of 5 bits are not supported; 2, 3, 4 and 8 bits are"),
+        ({"bits": "four"}, "the GPTQ config's bits is 'four'; a whole number is expected"),
+        ({"checkpoint_format": "marlin"}, "in the layout marlin, which is one kernel's own"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused(
+    gptq_folder: Path, tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    save_file(changed(gptq_folder, tmp_path, **config), tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        open_checkpoint(Options(model=str(tmp_path)))
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        ({"bits": 8}, {}, rf"weight {Q_PROJ}.weight has shape \[64, 32\], but the config needs \[64, 64\]"),
+        ({"group_size": 48}, {}, f"weights of {Q_PROJ} do not fit their config: groups of 48 do not divide 64 inputs"),
+        (
+            {"group_size": 64},
+            {},
+            rf"{Q_PROJ} do not fit their config: scales are \[2, 64\], and \[64, 64\] of 4 ",
+        ),
+        ({}, {"scales": None}, f"the quantised weights of {Q_PROJ} lack {Q_PROJ}.scales"),
+        ({}, {"qzeros": torch.zeros(1, 8, dtype=torch.int32)}, r"zero points are \[1, 8\]; \[2, 8\] is expected"),
+        ({}, {"scales": torch.full((2, 64), torch.nan).half()}, f"the scales of {Q_PROJ} are not all finite"),
+        ({}, {"g_idx": torch.arange(64, dtype=torch.int32) % 3}, "g_idx does not have 32 inputs in each of 2 groups"),
+    ],
+)
+def test_config_and_tensors_that_disagree_are_named_before_serving(
+    gptq_folder: Path, tmp_path: Path, config: dict[str, Any], change: dict[str, Tensor | None], message: str
+) -> None:
+    tensors = changed(gptq_folder, tmp_path, **config)
+    for part, tensor in change.items():
+        del tensors[f"{Q_PROJ}.{part}"]
+        if tensor is not None:
+            tensors[f"{Q_PROJ}.{part}"] = tensor
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        opened(tmp_path)
+
+
+def test_a_config_of_quantised_weights_over_floats_is_refused(tmp_path: Path) -> None:
+    folder = tiny_models.save("llama", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": made.gptq()[0]}))
+    with pytest.raises(ModelError, match=r"weights are quantised \(gptq\), and none of them is stored so"):
+        opened(folder)
+
+
+def test_the_page_of_formats_is_what_the_formats_say() -> None:
+    page = Path(__file__).parent.parent / DOCS_PAGE
+    assert page.read_text(encoding="utf-8") == quantisation_page(), "run make docs"
+
+
+def test_ranks_divide_packed_weights_between_groups(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made.write(tmp_path, tiny_models.build("llama"), *made.gptq(symmetric=False))
+    one = first_logprobs(tmp_path, dtype="float32")
+    two = first_logprobs(tmp_path, dtype="float32", distributed_executor_backend=THREADS, tensor_parallel_size=2)
+    assert two == pytest.approx(one, abs=0.06)
+    assert "it has 128 for 96 inner columns of an MLP" in caplog.text
+    assert "no whole number of blocks" not in caplog.text
+    staged = first_logprobs(tmp_path, dtype="float32", distributed_executor_backend=THREADS, pipeline_parallel_size=2)
+    assert staged == pytest.approx(one, abs=0.06)
+
+
+def test_ranks_turn_what_is_ordered_across_them_into_floats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made.write(tmp_path, tiny_models.build("llama"), *made.gptq(desc_act=True))
+    one = first_logprobs(tmp_path, dtype="float32")
+    two = first_logprobs(tmp_path, dtype="float32", distributed_executor_backend=THREADS, tensor_parallel_size=2)
+    assert two == pytest.approx(one, abs=0.06)
+    assert "weights of type int4 in groups of 32 is no whole number of blocks; they are kept in float32" in caplog.text
