@@ -88,7 +88,7 @@ class ModelRank(Rank):
     def describe(self, report: Report) -> ModelDescription:
         report("find model")
         checkpoint = replace(open_checkpoint(self._options), on_read=reader_of(report))
-        spec = spec_from_config(checkpoint.config)
+        spec = spec_from_config(checkpoint.config).for_context(self._options.max_model_len)
         self._found = FoundModel(checkpoint, spec)
         check_shares(spec, self._place)
         groups = kv_cache.cache_groups(spec, self._options.max_model_len)

@@ -61,7 +61,8 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
         ({"rms_norm_eps": 0}, "eps must be between 0 and 1, got 0"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, got 'no'"),
         ({"rope_theta": float("nan")}, "rope_theta must be a number, got nan"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "type 'longrope' is not supported; known are default, linear"),
+        ({"rope_scaling": {"rope_type": "spiral"}}, "type 'spiral' is not supported; known are default, linear"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "short_factor must be a list of numbers, got None"),
         ({"rope_scaling": {"type": "linear"}}, "factor must be a number, got nothing"),
         ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor must be positive, got -1"),
         ({"rope_scaling": "linear"}, "must be a mapping, got 'linear'"),
@@ -171,3 +172,20 @@ def test_qwen2_slides_only_where_the_config_turns_it_on() -> None:
     assert [layer.sliding_window for layer in spec_from_config(config).layers] == [None, None]
     on = config | {"use_sliding_window": True}
     assert [layer.sliding_window for layer in spec_from_config(on).layers] == [None, 64]
+
+
+LONGROPE = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [float(i) for i in range(1, 9)]}
+
+
+def test_longrope_rotates_as_transformers_does_in_short_and_in_long_contexts() -> None:
+    config = LLAMA | {"max_position_embeddings": 4096, "original_max_position_embeddings": 512}
+    spec = spec_from_config(config | {"rope_scaling": LONGROPE})
+    parameters = {key: value for key, value in LONGROPE.items() if key != "type"}
+    parameters |= {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 512}
+    theirs = LlamaConfig(**config, rope_parameters=parameters)
+    for max_model_len, seq_len in ((512, 512), (513, 513), (None, 4096)):
+        rope = spec.for_context(max_model_len).layers[0].mixer.rope
+        expected, attention_factor = ROPE_INIT_FUNCTIONS["longrope"](theirs, None, seq_len=seq_len)
+        assert rope is not None
+        torch.testing.assert_close(inverse_frequencies(rope), expected, atol=0, rtol=1e-5)
+        assert rope.attention_factor == pytest.approx(attention_factor)

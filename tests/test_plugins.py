@@ -19,16 +19,16 @@ PROJECT = """
 requires = ["setuptools"]
 build-backend = "setuptools.build_meta"
 [project]
-name = "arcee-for-headrace"
+name = "squared-for-headrace"
 version = "1.0"
 [tool.setuptools]
-py-modules = ["arcee_family", "gentle_scheduler"]
+py-modules = ["squared_family", "gentle_scheduler"]
 [project.entry-points."headrace.plugins"]
-arcee = "arcee_family:FAMILY"
+squared = "squared_family:FAMILY"
 gentle = "gentle_scheduler:GentleScheduler"
-broken = "arcee_family:MISSING"
+broken = "squared_family:MISSING"
 [project.entry-points."vllm.general_plugins"]
-patches = "arcee_family:patch"
+patches = "squared_family:patch"
 """
 FAMILY = '''
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ def build(config):
         rope=RopeSpec(config["rope_parameters"]["rope_theta"], head_dim),
     )
     return ArchSpec(
-        architecture="ArceeForCausalLM",
+        architecture="SquaredForCausalLM",
         hidden_size=config["hidden_size"],
         vocab_size=config["vocab_size"],
         max_positions=config["max_position_embeddings"],
@@ -78,7 +78,7 @@ def build(config):
     )
 
 
-FAMILY = Family(("ArceeForCausalLM",), build)
+FAMILY = Family(("SquaredForCausalLM",), build)
 '''
 SCHEDULER = """
 from headrace.core.schedule.scheduler import Scheduler
@@ -104,7 +104,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the package is installed into."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
     for name, text in (
-        ("pyproject.toml", PROJECT), ("arcee_family.py", FAMILY), ("gentle_scheduler.py", SCHEDULER)
+        ("pyproject.toml", PROJECT), ("squared_family.py", FAMILY), ("gentle_scheduler.py", SCHEDULER)
     ):  # fmt: skip
         (source / name).write_text(text)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
@@ -121,6 +121,8 @@ def arcee(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     tiny_models._randomise(model, 0, 0.1)
     folder = tmp_path_factory.mktemp("arcee")
     model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["SquaredForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder, model
 
 
@@ -142,24 +144,24 @@ def test_a_family_with_a_block_of_its_own_is_served(
         assert answer == reference_logits(model, PROMPT, answer).argmax(-1).tolist()
     assert len(answer) == NEW_TOKENS
     assert "runs op by op, and not as one program of the CPU kernels: squares are not among" in done.stderr
-    assert "the plugin patches of arcee-for-headrace is registered for vLLM (vllm.general_plugins)" in done.stderr
+    assert "the plugin patches of squared-for-headrace is registered for vLLM (vllm.general_plugins)" in done.stderr
 
 
 def test_without_the_package_the_architecture_is_unknown_and_a_plugin_that_fails_is_named(
     arcee: tuple[Path, Any], installed: Path, tmp_path: Path
 ) -> None:
     folder, _ = arcee
-    assert "the architecture ArceeForCausalLM is not supported" in generate(folder, None).stderr
+    assert "the architecture SquaredForCausalLM is not supported" in generate(folder, None).stderr
     config = json.loads((folder / "config.json").read_text()) | {"architectures": ["OtherForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     said = generate(tmp_path, installed).stderr
     assert "the architecture OtherForCausalLM is not supported" in said
-    assert "ArceeForCausalLM; the plugin broken of arcee-for-headrace (arcee_family:MISSING) cannot be loaded" in said
+    assert "SquaredForCausalLM; the plugin broken of squared-for-headrace (squared_family:MISSING) cannot be loaded" in said
 
 
 def test_a_plugin_of_another_kind_or_none_is_refused_by_name(arcee: tuple[Path, Any], installed: Path) -> None:
-    said = generate(arcee[0], installed, scheduler_cls="arcee").stderr
-    assert "scheduler_cls=arcee is a Family; it must be a class" in said
+    said = generate(arcee[0], installed, scheduler_cls="squared").stderr
+    assert "scheduler_cls=squared is a Family; it must be a class" in said
     said = generate(arcee[0], installed, distributed_executor_backend="nothing").stderr
-    assert "a plugin's name (arcee, broken, gentle) or module:Class" in said
+    assert "a plugin's name (broken, gentle, squared) or module:Class" in said

@@ -172,7 +172,9 @@ TINY_MODELS: dict[str, TinyModel] = {
 
 def build(name: str, seed: int = 0, **config: Any) -> Any:
     """The transformers model in float32, in eval mode; `config` overrides single fields of its config."""
-    tiny = TINY_MODELS[name]
+    from tiny_families import FAMILIES  # which is made of what is here
+
+    tiny = TINY_MODELS[name] if name in TINY_MODELS else FAMILIES[name]
     values = COMMON | tiny.config | config
     model = getattr(transformers, tiny.model_class)(getattr(transformers, tiny.config_class)(**values)).eval()
     _randomise(model, seed, tiny.embedding_std)
@@ -184,7 +186,8 @@ def state_of(model: Any) -> dict[str, Tensor]:
     embedding, each expert by itself."""
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
-        state.pop("lm_head.weight")
+        for name in ("lm_head.weight", "output_projection.weight"):
+            state.pop(name, None)
     is_mixtral = type(model).__name__.startswith("Mixtral")
     names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     for name in [name for name in state if name.endswith(".experts.gate_up_proj")]:
@@ -228,20 +231,21 @@ def make_tokenizer() -> Any:
 def _randomise(model: Any, seed: int, embedding_std: float) -> None:
     """Weights large enough that the answer changes from token to token; biases and norms away from 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
-    centred_at_zero = "Gemma" in type(model).__name__
+    centred_at_zero = any(each in type(model).__name__ for each in ("Gemma", "Nemotron"))
     with torch.no_grad():
         for parameter_name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter_name.endswith(".bias"):
                 parameter.copy_(0.3 * noise)
-            elif "norm" in parameter_name:
+            elif "norm" in parameter_name or ".ln_" in parameter_name:
                 parameter.copy_(0.3 * noise + (0.0 if centred_at_zero else 1.0))
-            elif "embed_positions" in parameter_name:
+            elif "embed_positions" in parameter_name or ".wpe." in parameter_name:
                 parameter.copy_(0.5 * noise)
             elif parameter_name.endswith(".mlp.gate.weight"):
                 parameter.copy_(0.6 * noise)  # apart enough that rounding seldom changes who is chosen
             else:
-                parameter.copy_(noise * (embedding_std if "embed" in parameter_name else 0.25))
+                is_embedding = "embed" in parameter_name or ".wte." in parameter_name
+                parameter.copy_(noise * (embedding_std if is_embedding else 0.25))
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.copy_(0.5 * torch.rand(buffer.shape, generator=generator))

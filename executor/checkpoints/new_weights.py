@@ -22,7 +22,7 @@ def open_again(path: str, options: Options, plan: Plan, spec: ArchSpec) -> Check
         load_format = "auto" if options.load_format == "dummy" else options.load_format
         options = msgspec.structs.replace(options, model=path, load_format=load_format)
     checkpoint = open_checkpoint(options)
-    other = spec_from_config(checkpoint.config)
+    other = spec_from_config(checkpoint.config).for_context(options.max_model_len)
     if other != spec:
         differing = [name for name in spec.__dataclass_fields__ if getattr(spec, name) != getattr(other, name)]
         raise ModelError(

@@ -24,6 +24,7 @@ class CpuModel:
     spec: ArchSpec
     dtype: torch.dtype
     table: PackedLinear | None  # of this rank's tokens
+    embedding_norm: CpuNorm | None
     positions: Tensor | None  # [rows, hidden]
     project_in: CpuLinear | None
     layers: tuple[LayerHeld, ...]  # of this stage
@@ -37,22 +38,24 @@ def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
     """Reads the part of the weights' place. Raises ModelError, naming the tensor, when weights and spec disagree."""
     names, hidden, width, place = spec.names, spec.hidden_size, spec.embedding_width, weights.place
     prefix = names.prefix_in(weights)
-    table = positions = project_in = project_out = final_norm = head = None
+    table = embedding_norm = positions = project_in = project_out = final_norm = head = None
     own_tokens = place.vocabulary(spec.vocab_size) if place.tp_size > 1 else None
     if place.is_first_stage or (place.is_last_stage and spec.tied_head):
         table = weights.table(Part(prefix + names.embedding, spec.vocab_size, own_tokens), width)
+    if place.is_first_stage and spec.embedding_norm:
+        embedding_norm = weights.norm(Norm.of_stream(spec, names.embedding_norm), prefix)
     if place.is_first_stage and spec.learned_position_offset is not None:
         rows = spec.max_positions + spec.learned_position_offset
         positions = weights.matrix(f"{prefix}{names.positions}.weight", rows, hidden)
     if place.is_first_stage and width != hidden:
         project_in = weights.linear(Linear(((names.project_in, hidden),), width), prefix)
     layers = tuple(
-        weights.read_layer(spec, spec.layers[index], f"{prefix}layers.{index}.")
+        weights.read_layer(spec, spec.layers[index], names.layer(prefix, index))
         for index in place.layers(spec.num_layers)
     )
     if place.is_last_stage:
         if spec.final_norm:
-            final_norm = weights.norm(Norm.of(spec, names.final_norm, hidden), prefix)
+            final_norm = weights.norm(Norm.of_stream(spec, names.final_norm, spec.logit_scale), prefix)
         if width != hidden:
             project_out = weights.linear(Linear(((names.project_out, width),), hidden), prefix)
         if spec.tied_head:
@@ -60,13 +63,14 @@ def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
             head = CpuLinear((table,), (None,))
         else:
             head_name = next((n for n in names.lm_heads if f"{n}.weight" in weights), names.lm_heads[0])
-            head = weights.head(Part(head_name, spec.vocab_size, own_tokens), width)
+            head = weights.head(Part(head_name, spec.vocab_size, own_tokens), width, bias=spec.head_bias)
     weights.check_all_used(not_read(spec, place, prefix))
     weights.report_unpacked()
     return CpuModel(
         spec=spec,
         dtype=weights.dtype,
         table=table,
+        embedding_norm=embedding_norm,
         positions=positions,
         project_in=project_in,
         layers=layers,

@@ -17,6 +17,7 @@ from headrace.executor.cpu.model import CpuModel, rotary_tables
 from headrace.executor.cpu.weights import CpuAttend, CpuLinear, CpuNorm
 from headrace.executor.models.arch import RopeSpec
 from headrace.executor.models.blocks import Routing, emit_layer
+from headrace.executor.models.eager import stream_scale
 from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.parallel.collectives import SharedCollectives
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
@@ -315,8 +316,7 @@ class ProgramWriter:
 
     def _embed(self) -> None:
         model, spec, builder = self._model, self._spec, self._builder
-        # Rounded to the model's dtype, as the models that have a scale were trained.
-        scale = float(torch.tensor(spec.embedding_scale, dtype=model.dtype))
+        scale = stream_scale(spec, model.dtype)
         assert model.table is not None, "the first stage has the table"
         embedded = self._hidden
         if model.project_in is not None:
@@ -331,6 +331,8 @@ class ProgramWriter:
             rank_sum(builder, self._ranks.group, parts, embedded, add=False)
         if model.project_in is not None:
             self._ops.multiply(model.project_in, embedded, self._hidden)
+        if model.embedding_norm is not None:
+            builder.norm(self._hidden, self._hidden, model.embedding_norm.constants)
         if model.positions is not None:
             builder.add_positions(model.positions, self._hidden, spec.learned_position_offset or 0)
 

@@ -149,7 +149,8 @@ class CpuWeights(CheckedWeights):
         weight = bias = None
         if declared.affine:
             weight = self.vector(f"{name}.weight", size, declared.weight_offset, own)
-            bias = self.vector(f"{name}.bias", size, 0.0, own) if declared.kind == "layer" else None
+            bias = self.vector(f"{name}.bias", size, 0.0, own) if declared.bias else None
+            weight, bias = weight * declared.scale, None if bias is None else bias * declared.scale
         return CpuNorm(Norm(declared.kind, declared.eps, weight, bias), columns)
 
     def linear(self, declared: Linear, prefix: str) -> CpuLinear:
@@ -206,9 +207,11 @@ class CpuWeights(CheckedWeights):
         """A matrix of `columns` for looking rows up, and multiplying too where the head is tied to it."""
         return self._pack(self._stored(part, columns, None, role), gated=False)
 
-    def head(self, part: Part, in_features: int) -> CpuLinear:
+    def head(self, part: Part, in_features: int, *, bias: bool) -> CpuLinear:
         """The matrix that logits come of."""
-        return CpuLinear((self.table(part, in_features, "head"),), (None,))
+        table = self.table(part, in_features, "head")
+        added = self.vector(f"{part.name}.bias", part.num_rows, take=part.rows) if bias else None
+        return CpuLinear((table,), (added,))
 
     def report_unpacked(self) -> None:
         """Says once which weights are floats as the kernels do not compute them as they are stored, or as asked."""

@@ -12,8 +12,8 @@ from headrace.ipc.failure import ModelError
 if TYPE_CHECKING:
     from headrace.executor.models.blocks import Ffn, Mixer
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
-Placement = Literal["pre", "sandwich", "post"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+Placement = Literal["pre", "sandwich", "output", "parallel", "post"]
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,22 @@ class RopeSpec:
     kind: RopeKind = "default"
     factor: float = 1.0
     original_max_positions: int = 0
-    """The context before scaling: dynamic, llama3, yarn."""
+    """The context before scaling: dynamic, llama3, yarn, longrope."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     attention_factor: float = 1.0
-    """Multiplies cos and sin: yarn."""
+    """Multiplies cos and sin: yarn, longrope."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
     """Whether yarn's ramp starts and ends on whole dimensions."""
+    divisors: tuple[float, ...] = ()
+    """What each frequency is divided by in contexts up to the original: longrope."""
+    long_divisors: tuple[float, ...] = ()
+    """The same in longer ones; `ArchSpec.for_context` chooses."""
+    interleaved: bool = False
+    """The checkpoint's pairs are neighbours. Its rows are reordered as they are read, so that pairs are halves apart
+    wherever anything is computed."""
 
 
 @dataclass(frozen=True)
@@ -79,17 +86,37 @@ class NormSpec:
     """Added to the stored weight: 1 where the checkpoint holds the difference from 1 (Gemma)."""
     affine: bool = True
     """Whether there are weights at all (and, for layer norm, biases)."""
+    bias: bool = True
+    """Of an affine layer norm."""
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Matrices of a layer that a checkpoint stores as one, their rows in groups: g0: q k v, g1: q k v, ...
+
+    Names are below the layer's prefix, without `.weight` or `.bias`. A checkpoint that has the parts by themselves is
+    read as it is.
+    """
+
+    name: str
+    parts: tuple[tuple[str, int], ...]
+    """(name, its rows in each group), in order."""
+    groups: int = 1
+    transposed: bool = False
+    """[columns, rows], as GPT-2's are."""
 
 
 @dataclass(frozen=True)
 class WeightNames:
-    """Hugging Face names. Those of a layer are below `{prefix}layers.{i}.`, without `.weight` or `.bias`."""
+    """Hugging Face names. Those of a layer are below `{prefix}{layers}.{i}.`, without `.weight` or `.bias`."""
 
     prefixes: tuple[str, ...] = ("model.",)
     """What comes before everything but the head; the first under which the embedding is found is used."""
     lm_heads: tuple[str, ...] = ("lm_head",)
+    layers: str = "layers"
     embedding: str = "embed_tokens"
     positions: str = "embed_positions"
+    embedding_norm: str = "word_embeddings_layernorm"
     project_in: str = "project_in"
     project_out: str = "project_out"
     final_norm: str = "norm"
@@ -125,6 +152,10 @@ class WeightNames:
     ignorable: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
     """Regular expressions, searched for, of tensors that a checkpoint may hold and the decoder does not need."""
 
+    def layer(self, prefix: str, index: int) -> str:
+        """What the names of a layer's weights begin with."""
+        return f"{prefix}{self.layers}.{index}."
+
     def prefix_in(self, held: Container[str]) -> str:
         """Of these weights: the prefix under which the embedding is among them."""
         return next((p for p in self.prefixes if f"{p}{self.embedding}.weight" in held), self.prefixes[0])
@@ -142,10 +173,21 @@ class ArchSpec:
     layers: tuple[LayerSpec, ...]
     norm: NormSpec
     norm_placement: Placement = "pre"
-    """pre: before mixer and FFN; sandwich: before and after, inside the residual; post: after the residual."""
+    """pre: before mixer and FFN; sandwich: before and after, inside the residual; output: after, inside the residual;
+    parallel: before both, which read the same stream (with one norm where their norms' names are one); post: after the
+    residual."""
     final_soft_cap: float | None = None
     tied_head: bool = False
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Multiplies what mixers and FFNs add. What is computed is the stream divided by it: `Norm.of_stream`."""
+    logit_scale: float = 1.0
+    """Multiplies the logits; it is applied by the final norm."""
+    head_bias: bool = False
+    embedding_norm: bool = False
+    """Whether embeddings are normed before the first layer."""
+    fused: tuple[Fused, ...] = ()
+    """What a checkpoint of this model stores together."""
     embedding_size: int = 0
     """Width of the embedding and head where projections lead in and out of hidden_size; 0 is hidden_size."""
     learned_position_offset: int | None = None
@@ -157,9 +199,13 @@ class ArchSpec:
         for name in ("hidden_size", "vocab_size", "max_positions"):
             self._require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         self._require(bool(self.layers), "there must be at least one layer")
-        for name in ("final_soft_cap", "embedding_scale"):
+        for name in ("final_soft_cap", "embedding_scale", "residual_scale", "logit_scale"):
             value = getattr(self, name)
             self._require(value is None or 0 < value < math.inf, f"{name} must be positive, got {value}")
+        self._require(
+            self.logit_scale == 1 or (self.final_norm and self.norm.affine),
+            "scaled logits need a final norm with weights",
+        )
         self._require(0 < self.norm.eps < 1, f"the norm's eps must be between 0 and 1, got {self.norm.eps}")
         for block in {block for layer in self.layers for block in (layer.mixer, layer.ffn)}:
             self._require(not block.problem(), block.problem())
@@ -177,7 +223,7 @@ class ArchSpec:
         )
         self._require(rope.theta > 1, f"rope theta must be above 1, got {rope.theta}")
         self._require(rope.factor > 0, f"rope factor must be positive, got {rope.factor}")
-        if rope.kind in ("dynamic", "llama3", "yarn"):
+        if rope.kind in ("dynamic", "llama3", "yarn", "longrope"):
             self._require(
                 rope.original_max_positions >= 1,
                 f"{rope.kind} rope needs the original context's length, got {rope.original_max_positions}",
@@ -188,6 +234,13 @@ class ArchSpec:
             f"llama3 rope needs high_freq_factor above low_freq_factor, "
             f"got {rope.high_freq_factor} and {rope.low_freq_factor}",
         )
+
+        if rope.kind == "longrope":
+            for values in (rope.divisors, rope.long_divisors):
+                self._require(
+                    len(values) == rope.rotary_dim // 2 and all(0 < value < math.inf for value in values),
+                    f"longrope needs {rope.rotary_dim // 2} positive factors, got {list(values)[:8]}",
+                )
 
     def _require(self, holds: bool, message: str) -> None:
         if not holds:
@@ -230,6 +283,20 @@ class ArchSpec:
     def uses_prompt_lens(self) -> bool:
         """Whether a token's rotation depends on its prompt's length beyond the trained context (dynamic NTK)."""
         return any(rope.kind == "dynamic" for rope in self.ropes)
+
+    def for_context(self, max_model_len: int | None) -> ArchSpec:
+        """Itself with the rotation for requests of up to so many tokens (by default as many as it was made for).
+
+        LongRoPE has one for contexts up to the original and another for longer ones; one engine has one of them.
+        """
+        longest = max_model_len or self.max_positions
+        found: dict[LayerSpec, LayerSpec] = {}
+        for layer in dict.fromkeys(self.layers):
+            rope, mixer = layer.mixer.rope, layer.mixer
+            if rope is not None and rope.kind == "longrope" and longest > rope.original_max_positions:
+                mixer = replace(mixer, rope=replace(rope, divisors=rope.long_divisors))  # type: ignore[type-var]
+            found[layer] = LayerSpec(mixer, layer.ffn)
+        return replace(self, layers=tuple(found[layer] for layer in self.layers))
 
     def for_ranks(self, tp_size: int, inner_block: int = 1) -> ArchSpec:
         """Itself with as many heads and inner columns as `tp_size` ranks can share evenly; those added weigh nothing.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace import kernels
+from headrace.executor.checkpoints.declared_weights import as_declared
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.cpu.batch import Draws, StepArrays
 from headrace.executor.models.arch import ArchSpec
@@ -21,6 +22,7 @@ from headrace.executor.models.eager import (
     Step,
     VocabParallelEmbedding,
     VocabParallelHead,
+    stream_scale,
 )
 from headrace.executor.models.inputs import StepInputs, StepLogits, no_logits, step_in_two
 from headrace.executor.models.kv_cache import KVCache
@@ -52,7 +54,7 @@ class Decoder:
         keep: KeepLayer | None = None,
     ) -> None:
         """keep: is given each layer as it is read, and gives what is called in its place."""
-        spec, weights = padded_for(spec, weights, place)
+        spec, weights = padded_for(spec, as_declared(spec, weights), place)
         checked = EagerWeights(weights, dtype, torch.device(device), place, choose, spec.ropes)
         prefix = spec.names.prefix_in(checked)
         self.spec, self.dtype, self.device, self._place = spec, dtype, torch.device(device), place
@@ -60,6 +62,7 @@ class Decoder:
         self._positions: Tensor | None = None
         self._project_in: EagerLinear | None = None
         self._project_out: EagerLinear | None = None
+        self._embedding_norm: EagerNorm | None = None
         self._norm: EagerNorm | None = None
         self._head: VocabParallelHead | None = None
         if place.is_first_stage or (place.is_last_stage and spec.tied_head):
@@ -68,14 +71,14 @@ class Decoder:
                 prefix + spec.names.embedding,
                 spec.vocab_size,
                 spec.embedding_width,
-                spec.embedding_scale,
+                stream_scale(spec, dtype),
                 place,
             )
         if place.is_first_stage:
             self._read_beginning(checked, prefix)
         self._layers: list[CallLayer] = []
         for i in place.layers(spec.num_layers):
-            layer = Layer(checked, f"{prefix}layers.{i}.", spec, spec.layers[i])
+            layer = Layer(checked, spec.names.layer(prefix, i), spec, spec.layers[i])
             self._layers.append(layer if keep is None else keep(i, layer))
         if place.is_last_stage:
             self._read_end(checked, prefix)
@@ -89,18 +92,20 @@ class Decoder:
         if spec.learned_position_offset is not None:
             rows = spec.max_positions + spec.learned_position_offset
             self._positions = checked.matrix(f"{prefix}{names.positions}.weight", rows, hidden)
+        if spec.embedding_norm:
+            self._embedding_norm = EagerNorm(checked, Norm.of_stream(spec, names.embedding_norm), prefix)
         if (width := spec.embedding_width) != hidden:
             self._project_in = EagerLinear.read(checked, Linear(((names.project_in, hidden),), width), prefix)
 
     def _read_end(self, checked: EagerWeights, prefix: str) -> None:
         spec, names, hidden = self.spec, self.spec.names, self.spec.hidden_size
         if spec.final_norm:
-            self._norm = EagerNorm(checked, Norm.of(spec, names.final_norm, hidden), prefix)
+            self._norm = EagerNorm(checked, Norm.of_stream(spec, names.final_norm, spec.logit_scale), prefix)
         if (width := spec.embedding_width) != hidden:
             self._project_out = EagerLinear.read(checked, Linear(((names.project_out, width),), hidden), prefix)
         head = next((n for n in names.lm_heads if f"{n}.weight" in checked), names.lm_heads[0])
         tied = self._embedding if spec.tied_head else None
-        self._head = VocabParallelHead(checked, head, tied, (spec.vocab_size, width), self._place)
+        self._head = VocabParallelHead(checked, head, tied, (spec.vocab_size, width), spec.head_bias, self._place)
 
     choose = None
     """The sampler's own torch ops choose."""
@@ -138,6 +143,8 @@ class Decoder:
         hidden = self._embedding(inputs.token_ids)
         if self._project_in is not None:
             hidden = self._project_in(hidden)
+        if self._embedding_norm is not None:
+            hidden = self._embedding_norm(hidden)[0]
         if self._positions is not None:
             hidden = hidden + self._positions[inputs.positions + (self.spec.learned_position_offset or 0)]
         return hidden, None

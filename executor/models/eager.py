@@ -68,7 +68,8 @@ class EagerNorm:
         weight = bias = None
         if declared.affine:
             weight = weights.vector(f"{name}.weight", self._whole_size, declared.weight_offset, own)
-            bias = weights.vector(f"{name}.bias", self._whole_size, 0.0, own) if declared.kind == "layer" else None
+            bias = weights.vector(f"{name}.bias", self._whole_size, 0.0, own) if declared.bias else None
+            weight, bias = weight * declared.scale, None if bias is None else bias * declared.scale
         self.eps = declared.eps
         self._weights: tuple[Tensor | None, ...] = (weight, bias)
         if declared.kind == "rms":
@@ -450,6 +451,12 @@ class Layer:
         return min(rows, default=0)
 
 
+def stream_scale(spec: ArchSpec, dtype: torch.dtype) -> float:
+    """What embeddings are multiplied by to be the stream as it is kept."""
+    # Rounded to the model's dtype, as the models that have a scale were trained.
+    return float(torch.tensor(spec.embedding_scale, dtype=dtype)) / spec.residual_scale
+
+
 class VocabParallelEmbedding:
     """Token embeddings with the vocabulary divided among the ranks."""
 
@@ -462,14 +469,12 @@ class VocabParallelEmbedding:
         self.table: LinearWeight = DenseLinear(table, None)
         """A tied head puts its packed weight here, so that the table is in memory once."""
         self._num_rows = len(table)
-        self._embed, self._scale_by = weights.fused_kernel("embed"), scale
-        # Rounded to the model's dtype before it multiplies, as the models that have a scale were trained.
-        self._scale = torch.tensor(scale, dtype=weights.dtype, device=weights.device) if scale != 1.0 else None
+        self._embed, self._scale = weights.fused_kernel("embed"), scale
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids [num_tokens] int64 -> [num_tokens, width]"""
         if self._embed is not None and isinstance(self.table, DenseLinear):
-            rows = self._embed(token_ids, self.table.weight, self._rows.start, self._scale_by)
+            rows = self._embed(token_ids, self.table.weight, self._rows.start, self._scale)
             return rows if self._place.tp_size == 1 else self._place.all_reduce(rows)
         if self._place.tp_size == 1:
             rows = self.table.look_up(token_ids)
@@ -478,16 +483,21 @@ class VocabParallelEmbedding:
             mine = (local >= 0) & (local < self._num_rows)
             rows = self.table.look_up(local * mine).masked_fill(~mine[:, None], 0)
             rows = self._place.all_reduce(rows)
-        return rows if self._scale is None else rows * self._scale
+        return rows if self._scale == 1.0 else rows * self._scale
 
 
 class VocabParallelHead:
     """Logits over the whole vocabulary, each rank computing its own rows; tied heads share the embedding's table."""
 
     def __init__(
-        self, weights: EagerWeights, name: str, embedding: VocabParallelEmbedding | None, shape: tuple[int, int],
+        self,
+        weights: EagerWeights,
+        name: str,
+        embedding: VocabParallelEmbedding | None,
+        shape: tuple[int, int],
+        bias: bool,
         place: RankPlace,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._place = place
         if embedding is not None:
             dense = embedding.table
@@ -496,7 +506,7 @@ class VocabParallelHead:
             self.weight = embedding.table = weights.pack("head", dense.weight, None)
         else:
             rows = place.vocabulary(shape[0]) if place.tp_size > 1 else None
-            self.weight = weights.linear([Part(name, shape[0], rows)], shape[1], None, bias=False, role="head")
+            self.weight = weights.linear([Part(name, shape[0], rows)], shape[1], None, bias=bias, role="head")
         self._vocab_size = shape[0]
 
     def __call__(self, hidden: Tensor) -> Tensor:

@@ -116,9 +116,10 @@ def not_read(spec: ArchSpec, place: RankPlace, prefix: str) -> list[str]:
     # A tied checkpoint may carry a copy of the embedding as its head.
     excused = names.lm_heads if spec.tied_head or not place.is_last_stage else ()
     if not place.is_first_stage:
-        excused += tuple(prefix + name for name in (names.embedding, names.positions, names.project_in))
+        firsts = (names.embedding, names.positions, names.embedding_norm, names.project_in)
+        excused += tuple(prefix + name for name in firsts)
     if not place.is_last_stage:
         excused += tuple(prefix + name for name in (names.final_norm, names.project_out))
-    others = [f"{prefix}layers.{i}." for i in range(spec.num_layers) if i not in own]
+    others = [names.layer(prefix, i) for i in range(spec.num_layers) if i not in own]
     patterns = [rf"^{re.escape(name)}\.(weight|bias)$" for name in excused]
     return [*names.ignorable, *patterns, *(f"^{re.escape(start)}" for start in others)]

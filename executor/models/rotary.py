@@ -20,6 +20,8 @@ def inverse_frequencies(rope: RopeSpec) -> Tensor:
         return _llama3(rope, base)
     if rope.kind == "yarn":
         return _yarn(rope, base)
+    if rope.kind == "longrope":
+        return base / torch.tensor(rope.divisors)
     return base
 
 

@@ -18,12 +18,13 @@ LOGITS_COPIES = 4
 
 def model_weights(spec: ArchSpec, prefix: str | None = None) -> Iterator[Weight]:
     """Every weight of the model under its name in the checkpoint; `prefix` is by default the first of the names'."""
-    prefix = spec.names.prefixes[0] if prefix is None else prefix
+    names = spec.names
+    prefix = names.prefixes[0] if prefix is None else prefix
     yield from outer_weights(spec, prefix)
     declared = {layer: LayerDeclaration.of(spec, layer) for layer in set(spec.layers)}
     for index, layer in enumerate(spec.layers):
         for weight in declared[layer].weights():
-            yield Weight(f"{prefix}layers.{index}.{weight.name}", weight.dimensions, weight.role)
+            yield Weight(f"{names.layer(prefix, index)}{weight.name}", weight.dimensions, weight.role)
 
 
 def outer_weights(spec: ArchSpec, prefix: str) -> Iterator[Weight]:
@@ -33,13 +34,15 @@ def outer_weights(spec: ArchSpec, prefix: str) -> Iterator[Weight]:
     if spec.learned_position_offset is not None:
         rows = spec.max_positions + spec.learned_position_offset
         yield Weight(f"{prefix}{names.positions}.weight", (rows, hidden), "embedding")
+    if spec.embedding_norm:
+        yield from Norm.of_stream(spec, prefix + names.embedding_norm).weights()
     if width != hidden:
         yield from Linear(((prefix + names.project_in, hidden),), width).weights()
         yield from Linear(((prefix + names.project_out, width),), hidden).weights()
     if spec.final_norm:
-        yield from Norm.of(spec, prefix + names.final_norm, hidden).weights()
+        yield from Norm.of_stream(spec, prefix + names.final_norm).weights()
     if not spec.tied_head:
-        yield Weight(f"{names.lm_heads[0]}.weight", (spec.vocab_size, width), "head")
+        yield from Linear(((names.lm_heads[0], spec.vocab_size),), width, spec.head_bias, "head").weights()
 
 
 def weight_shapes(spec: ArchSpec) -> dict[str, tuple[int, ...]]:

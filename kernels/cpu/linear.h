@@ -67,7 +67,7 @@ struct PackedWeight {
   int32_t zero_type;  // a DType, or kNoZeros
 };
 
-enum class Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2, kGelu = 3, kRelu = 4 };
+enum class Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2, kGelu = 3, kRelu = 4, kRelu2 = 5 };
 
 // What a thread has seen of a row of results: lane i has the highest of columns i, i + kPanelRows, ..., of equals the
 // first, and NaN if there is any.

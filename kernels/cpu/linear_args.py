@@ -10,7 +10,9 @@ from types import MappingProxyType
 import torch
 
 DTYPES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
-ACTIVATIONS: Mapping[str, int] = MappingProxyType({"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4})
+ACTIVATIONS: Mapping[str, int] = MappingProxyType(
+    {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5}
+)
 ROWS_FIXED, ROWS_TOKENS, ROWS_LOGITS, ROWS_SEQS = range(4)
 """Which count of the step is an op's number of rows: its own constant, num_tokens, num_logits, num_seqs."""
 

@@ -95,6 +95,10 @@ inline Floats activate(Activation activation, Floats value) {
       return result;
     }
     case Activation::kRelu: return larger(value, all_lanes(0.0f));
+    case Activation::kRelu2: {
+      const Floats positive = larger(value, all_lanes(0.0f));
+      return positive * positive;
+    }
     default: return value;
   }
 }

@@ -30,6 +30,7 @@ def reference(
         "gelu_tanh": lambda value: torch.nn.functional.gelu(value, approximate="tanh"),
         "gelu": torch.nn.functional.gelu,
         "relu": torch.relu,
+        "relu2": lambda value: torch.relu(value).square(),
     }
     if gated:
         gate, up = y.chunk(2, dim=-1)

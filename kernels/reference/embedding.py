@@ -14,13 +14,12 @@ def embed(token_ids: Tensor, table: Tensor, first_row: int = 0, scale: float = 1
     """Rows of this rank's part of the embedding; zeros for tokens of other ranks and for padding (negative ids).
 
     token_ids [num_tokens] int32 or int64; table [num_rows, width], the rows first_row .. first_row + num_rows of the
-    whole; scale is rounded to the table's dtype before it multiplies. The ranks' results sum to the embedding.
-    Returns [num_tokens, width] in the table's dtype.
+    whole. The ranks' results sum to the embedding. Returns [num_tokens, width] in the table's dtype, rounded once.
     """
     local = token_ids.long() - first_row
     mine = (local >= 0) & (local < len(table))
     rows = table[torch.where(mine, local, 0)].masked_fill(~mine[:, None], 0)
-    return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=table.dtype, device=table.device)
+    return rows if scale == 1.0 else rows * scale
 
 
 REFERENCES: Mapping[str, Callable[..., Any]] = MappingProxyType({"embed": embed})

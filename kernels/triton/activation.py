@@ -50,6 +50,8 @@ def activated(x, KIND: tl.constexpr):
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == "gelu_tanh":
         return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    elif KIND == "relu2":
+        return tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
     else:
         tl.static_assert(KIND == "relu")
         return tl.maximum(x, 0.0)

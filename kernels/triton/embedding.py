@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 
 import torch
 import triton
@@ -34,17 +33,12 @@ def embed(
             first_row,
             len(table),
             width,
-            _rounded(scale, table.dtype),
+            scale,
             SCALED=scale != 1.0,
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
         )
     return out
-
-
-@functools.cache
-def _rounded(scale: float, dtype: torch.dtype) -> float:
-    return float(torch.tensor(scale, dtype=dtype))
 
 
 @triton.jit(do_not_specialize=["first_row"])
@@ -55,7 +49,7 @@ def embed_kernel(
     first_row,
     num_rows,
     width,
-    scale,  # already rounded to the table's dtype
+    scale,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):

@@ -12,7 +12,7 @@ another package brings a block of its own by subclassing `Block`. Nothing here i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec
@@ -100,15 +100,27 @@ class Norm:
     eps: float
     weight_offset: float
     affine: bool
+    bias: bool
+    """Of a layer norm."""
+    scale: float = 1.0
+    """Multiplies the result."""
 
     @classmethod
     def of(cls, spec: ArchSpec, name: str, size: Dimension) -> Norm:
-        return cls(name, size, spec.norm.kind, spec.norm.eps, spec.norm.weight_offset, spec.norm.affine)
+        norm = spec.norm
+        bias = norm.affine and norm.bias and norm.kind == "layer"
+        return cls(name, size, norm.kind, norm.eps, norm.weight_offset, norm.affine, bias)
+
+    @classmethod
+    def of_stream(cls, spec: ArchSpec, name: str, scale: float = 1.0) -> Norm:
+        """Of the residual stream, which is kept divided by `residual_scale`: a norm sees that in its eps alone."""
+        norm = cls.of(spec, name, spec.hidden_size)
+        return replace(norm, eps=norm.eps / spec.residual_scale**2, scale=scale)
 
     def weights(self) -> Iterator[Weight]:
         if self.affine:
             yield Weight(f"{self.name}.weight", (self.size,), "norm")
-            if self.kind == "layer":
+            if self.bias:
                 yield Weight(f"{self.name}.bias", (self.size,), "norm")
 
 
@@ -298,16 +310,20 @@ class LayerDeclaration:
     mixer: Mapping[str, Declared]
     ffn: Mapping[str, Declared]
     norms: Mapping[str, Norm]
-    """mixer and ffn, and in a sandwich mixer_post and ffn_post."""
+    """Of the spec's placement: mixer and ffn before these, mixer_post and ffn_post after them."""
 
     @classmethod
     def of(cls, spec: ArchSpec, layer: LayerSpec) -> LayerDeclaration:
-        names = spec.names
-        norms = {"mixer": names.attention_norm, "ffn": names.mlp_norm}
-        if spec.norm_placement == "sandwich":
-            norms |= {"mixer_post": names.attention_post_norm, "ffn_post": names.mlp_post_norm}
-        declared_norms = {key: Norm.of(spec, name, spec.hidden_size) for key, name in norms.items()}
-        return cls(layer.mixer.declare(spec), layer.ffn.declare(spec), declared_norms)
+        names, placement = spec.names, spec.norm_placement
+        norms: dict[str, Norm] = {}
+        if placement != "output":
+            norms["mixer"] = Norm.of_stream(spec, names.attention_norm)
+            if placement != "parallel" or names.mlp_norm != names.attention_norm:
+                norms["ffn"] = Norm.of_stream(spec, names.mlp_norm)
+        if placement in ("sandwich", "output"):
+            norms["mixer_post"] = Norm.of(spec, names.attention_post_norm, spec.hidden_size)
+            norms["ffn_post"] = Norm.of(spec, names.mlp_post_norm, spec.hidden_size)
+        return cls(layer.mixer.declare(spec), layer.ffn.declare(spec), norms)
 
     def weights(self) -> Iterator[Weight]:
         for part in (self.mixer, self.ffn, self.norms):
@@ -349,5 +365,10 @@ def emit_layer(spec: ArchSpec, layer: LayerSpec, held: LayerHeld, ops: LayerOps)
         ops.add(layer.ffn.emit(ops, held.ffn, ops.stream()))
         ops.norm_stream(norms["ffn"])
         return
-    ops.add(layer.mixer.emit(ops, held.mixer, ops.normed(norms["mixer"])), norms.get("mixer_post"))
-    ops.add(layer.ffn.emit(ops, held.ffn, ops.normed(norms["ffn"])), norms.get("ffn_post"))
+    if spec.norm_placement == "parallel":  # as in GPT-J; the second norm may be of fewer rows than the first
+        mixed = layer.mixer.emit(ops, held.mixer, ops.normed(norms["mixer"]))
+        ops.add([*mixed, *layer.ffn.emit(ops, held.ffn, ops.normed(norms.get("ffn", norms["mixer"])))])
+        return
+    for block, held_block, key in ((layer.mixer, held.mixer, "mixer"), (layer.ffn, held.ffn, "ffn")):
+        read = ops.normed(norms[key]) if key in norms else ops.stream()
+        ops.add(block.emit(ops, held_block, read), norms.get(f"{key}_post"))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import Axis, Declared, Ffn, Held, Linear, Ops, rounded_up
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
 @dataclass(frozen=True)

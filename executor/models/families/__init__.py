@@ -20,13 +20,17 @@ from headrace.ipc.plugins import load_plugins
 Config = Mapping[str, Any]
 
 
+class NotNativeError(ModelError):
+    """What a family's model has and its blocks do not: the transformers back-end may run it."""
+
+
 @dataclass(frozen=True)
 class Family:
     architectures: tuple[str, ...]
     """As in the config's `architectures`."""
     build: Callable[[Config], ArchSpec]
     """Takes the config with `architectures` set. What it returns may hold blocks of the family's own. Raises
-    ModelError naming the field that is missing or wrong."""
+    ModelError naming the field that is missing or wrong, NotNativeError for what the blocks cannot compute."""
 
 
 @functools.cache

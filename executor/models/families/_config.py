@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec, RopeKind, RopeSpec, WeightNames
@@ -21,7 +22,10 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_python": "gelu",
     "relu": "relu",
+    "relu2": "relu2",
 }
 ROPE_KINDS: dict[str, RopeKind] = {
     "default": "default",
@@ -29,6 +33,8 @@ ROPE_KINDS: dict[str, RopeKind] = {
     "dynamic": "dynamic",
     "llama3": "llama3",
     "yarn": "yarn",
+    "longrope": "longrope",
+    "su": "longrope",
 }
 
 
@@ -106,6 +112,8 @@ def rope(config: Config, head_dim: int, default_theta: float, layer_type: str | 
     if kind == "linear":
         return RopeSpec(theta, rotary_dim, kind, factor=positive(given, "factor"))
     max_positions = integer(config, "max_position_embeddings")
+    if kind == "longrope":
+        return _longrope(config, given, theta, rotary_dim)
     if kind == "dynamic":
         return RopeSpec(theta, rotary_dim, kind, positive(given, "factor"), original_max_positions=max_positions)
     original = integer(config, "original_max_position_embeddings", -1)
@@ -132,6 +140,34 @@ def rope(config: Config, head_dim: int, default_theta: float, layer_type: str | 
         beta_fast=number(given, "beta_fast", 32.0),
         beta_slow=number(given, "beta_slow", 1.0),
         truncate=flag(given, "truncate", True),
+    )
+
+
+def _longrope(config: Config, given: dict[str, Any], theta: float, rotary_dim: int) -> RopeSpec:
+    """LongRoPE (Ding et al. 2024): each frequency divided by a factor of its own, other ones in long contexts."""
+    max_positions = integer(config, "max_position_embeddings")
+    original = integer(given, "original_max_position_embeddings", -1)
+    if original < 1:
+        original = integer(config, "original_max_position_embeddings", max_positions)
+    short, long = given.get("short_factor"), given.get("long_factor")
+    for key, factors in (("short_factor", short), ("long_factor", long)):
+        if not isinstance(factors, list) or not all(isinstance(each, int | float) for each in factors):
+            raise ModelError(f"the rope parameter {key} must be a list of numbers, got {factors!r}")
+    assert isinstance(short, list)
+    assert isinstance(long, list)
+    factor = positive(given, "factor", max_positions / max(original, 1))
+    attention_factor = optional_number(given, "attention_factor")
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return RopeSpec(
+        theta,
+        rotary_dim,
+        "longrope",
+        factor,
+        original,
+        attention_factor=attention_factor,
+        divisors=tuple(map(float, short)),
+        long_divisors=tuple(map(float, long)),
     )
 
 
@@ -167,6 +203,26 @@ def layer_types(config: Config, num_layers: int, default: Sequence[str]) -> list
     if len(types) < num_layers:
         raise ModelError(f"the config has {num_layers} layers but {len(types)} layer_types")
     return types[:num_layers]
+
+
+def renamed(config: Config, **names: str) -> dict[str, Any]:
+    """The config with fields under the common name too: common=own."""
+    return dict(config) | {common: config[own] for common, own in names.items() if config.get(own) is not None}
+
+
+def biases(config: Config, key: str, default: bool) -> dict[str, bool]:
+    """Fields of `Attention`, for a family that has biases on all projections or on none."""
+    bias = flag(config, key, default)
+    return {"bias": bias, "output_bias": bias}
+
+
+def layer_norm(config: Config, key: str = "layer_norm_eps", *, default: float = 1e-5, **fields: Any) -> NormSpec:
+    return NormSpec("layer", number(config, key, default), **fields)
+
+
+def plain(config: Config, inner: int, key: str, default: str, *, bias: bool = True) -> Dense:
+    """An FFN without a gate; `key` names its activation."""
+    return Dense(inner, activation(config, key, default), gated=False, bias=bias)
 
 
 class Positions(NamedTuple):
@@ -255,16 +311,17 @@ def llama_like(
     ffn: Ffn | Callable[[int], Ffn] | None = None,
     default_context: int = 2048,
     tied_head: bool = False,
+    interleaved: bool = False,
     **overrides: Any,
 ) -> ArchSpec:
     """The shape most families share: RMS norms before, a gated FFN, rotary positions, grouped-query attention.
 
     positions: of each layer; by default all rotate with the config's rope. attention: fields of `Attention`. ffn: of
-    every layer, or of the layer of that number. tied_head: where the config does not say; `overrides` are fields of
-    ArchSpec.
+    every layer, or of the layer of that number. tied_head: where the config does not say. interleaved: the
+    checkpoint's rotated pairs are neighbours. `overrides` are fields of ArchSpec.
     """
     head_dim = head_dim or head_dim_of(config)
-    rotary = rope(config, head_dim, 10000.0)
+    rotary = replace(rope(config, head_dim, 10000.0), interleaved=interleaved)
     if positions is None:
         positions = [Positions(rotary)] * integer(config, "num_hidden_layers")
     ffn = dense(config) if ffn is None else ffn

@@ -1,0 +1,139 @@
+"""A checkpoint as a model declares its weights, where it stores them otherwise: several matrices as one, transposed, or
+with the pairs that are rotated together side by side.
+
+    stored   query_key_value [12, in]      head 0: q q k k v v   head 1: q q k k v v
+    declared query [4, in]                 rows 0 1 6 7
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.executor.checkpoints.weights import WeightSource, bounds
+from headrace.executor.models.arch import ArchSpec, Fused
+from headrace.ipc.failure import ModelError
+
+
+def as_declared(spec: ArchSpec, source: WeightSource) -> WeightSource:
+    """The source under the names and with the rows that the model's blocks declare; itself where they are the same."""
+    places = _places(spec, source.names())
+    return DeclaredWeights(source, places) if places else source
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where the rows of a declared tensor are."""
+
+    name: str
+    """Of the stored tensor."""
+    num_stored: int
+    """Rows that it must have."""
+    rows: np.ndarray  # [declared rows] int64
+    transposed: bool = False
+
+
+class DeclaredWeights:
+    """A `WeightSource` over another. Raises ModelError, when a shape is asked for, where a stored tensor is of another
+    shape than its parts make."""
+
+    def __init__(self, source: WeightSource, places: dict[str, Place]) -> None:
+        self.source, self._places = source, places
+        stored = {place.name for name, place in places.items() if place.name != name}
+        self._names = (source.names() - stored) | places.keys()
+        if hasattr(source, "packed"):
+            self.packed = self._packed
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        place = self._places.get(name)
+        if place is None:
+            return self.source.shape(name)
+        stored = tuple(self.source.shape(place.name))
+        found = stored[::-1] if place.transposed else stored
+        if found[0] != place.num_stored:
+            axis = "columns" if place.transposed and len(stored) == 2 else "rows"
+            raise ModelError(
+                f"weight {place.name} has shape {list(stored)}, but the config needs {place.num_stored} {axis}"
+            )
+        return (len(place.rows), *found[1:])
+
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        place = self._places.get(name)
+        if place is None:
+            return self.source.get(name, rows=rows, columns=columns)
+        self.shape(name)
+        wanted = place.rows[slice(*bounds(rows, len(place.rows)))]
+        if not len(wanted):
+            return self.source.get(place.name)[:0]
+        span = slice(int(wanted.min()), int(wanted.max()) + 1)
+        is_vector = len(self.source.shape(place.name)) == 1
+        if is_vector or not place.transposed:
+            found = self.source.get(place.name, rows=span, columns=columns)
+        else:
+            found = self.source.get(place.name, rows=columns, columns=span).T
+        if len(wanted) == len(found) and (np.diff(wanted) == 1).all():
+            return found
+        return found[torch.from_numpy(wanted - span.start)]
+
+    def _packed(self, name: str) -> tuple[str, np.ndarray] | None:
+        """As a GGUF file's: (type, [rows, bytes of a row])."""
+        place = self._places.get(name)
+        packed = self.source.packed  # type: ignore[attr-defined]
+        if place is None:
+            whole: tuple[str, np.ndarray] | None = packed(name)
+            return whole
+        stored = None if place.transposed else packed(place.name)
+        return None if stored is None else (stored[0], stored[1][place.rows])
+
+
+def _places(spec: ArchSpec, held: frozenset[str]) -> dict[str, Place]:
+    """Every declared tensor that is stored otherwise."""
+    names, found = spec.names, dict[str, Place]()
+    prefix = names.prefix_in(held)
+    for index, layer in enumerate(spec.layers):
+        start = names.layer(prefix, index)
+        for fused in spec.fused:
+            found |= _parts_of(fused, start, held)
+        rope = layer.mixer.rope
+        if rope is None or not rope.interleaved:
+            continue
+        order = _halves_apart(layer.mixer.head_dim, rope.rotary_dim)
+        each = [(names.query, layer.mixer.num_heads), (names.key, layer.mixer.num_kv_heads)]
+        each += [(names.query_norm, 1), (names.key_norm, 1)]
+        for name, heads in each:
+            rows = (np.arange(heads)[:, None] * layer.mixer.head_dim + order).reshape(-1)
+            for full in (f"{start}{name}.weight", f"{start}{name}.bias"):
+                if full in found:
+                    place = found[full]
+                    found[full] = Place(place.name, place.num_stored, place.rows[rows], place.transposed)
+                elif full in held:
+                    found[full] = Place(full, len(rows), rows)
+    return found
+
+
+def _parts_of(fused: Fused, start: str, held: frozenset[str]) -> dict[str, Place]:
+    """Of one layer, whose names begin with `start`."""
+    found: dict[str, Place] = {}
+    stride = sum(count for _, count in fused.parts)
+    for kind in ("weight", "bias"):
+        stored = f"{start}{fused.name}.{kind}"
+        if stored not in held:
+            continue
+        offset = 0
+        for part, count in fused.parts:
+            rows = (np.arange(fused.groups)[:, None] * stride + offset + np.arange(count)).reshape(-1)
+            found[f"{start}{part}.{kind}"] = Place(stored, fused.groups * stride, rows, fused.transposed)
+            offset += count
+    return found
+
+
+def _halves_apart(head_dim: int, rotary_dim: int) -> np.ndarray:
+    """For each row of a head: which stored row it is, where stored pairs are neighbours."""
+    rotated = np.arange(rotary_dim).reshape(-1, 2).T.reshape(-1)
+    return np.concatenate([rotated, np.arange(rotary_dim, head_dim)])

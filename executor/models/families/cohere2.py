@@ -1,0 +1,43 @@
+"""Command R7B and A: Command R's shape; three sliding layers with rotation to one full without."""
+
+from dataclasses import replace
+
+from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.families import Config, Family
+from headrace.executor.models.families._config import (
+    Positions,
+    biases,
+    head_dim_of,
+    integer,
+    layer_norm,
+    layer_types,
+    llama_like,
+    optional_integer,
+    positive,
+    rope,
+)
+from headrace.executor.models.families.cohere import NAMES
+
+
+def build(config: Config) -> ArchSpec:
+    num_layers, head_dim = integer(config, "num_hidden_layers"), head_dim_of(config)
+    pattern = integer(config, "sliding_window_pattern", 4)
+    default = ["full_attention" if (index + 1) % pattern == 0 else "sliding_attention" for index in range(num_layers)]
+    rotary = replace(rope(config, head_dim, 10000.0), interleaved=True)
+    sliding = Positions(rotary, optional_integer(config, "sliding_window"))
+    types = layer_types(config, num_layers, default)
+    return llama_like(
+        config,
+        positions=[sliding if kind == "sliding_attention" else Positions(None) for kind in types],
+        head_dim=head_dim,
+        attention=biases(config, "attention_bias", False),
+        default_context=8192,
+        tied_head=True,
+        norm=layer_norm(config, bias=False),
+        norm_placement="parallel",
+        logit_scale=positive(config, "logit_scale", 0.0625),
+        names=NAMES,
+    )
+
+
+FAMILY = Family(("Cohere2ForCausalLM",), build)

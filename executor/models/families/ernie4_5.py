@@ -1,0 +1,19 @@
+"""ERNIE 4.5, dense: Llama's shape with rotation by neighbouring pairs."""
+
+from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.families import Config, Family
+from headrace.executor.models.families._config import biases, dense, flag, llama_like
+
+
+def build(config: Config) -> ArchSpec:
+    return llama_like(
+        config,
+        attention=biases(config, "use_bias", False),
+        ffn=dense(config, bias=flag(config, "use_bias", False)),
+        default_context=131072,
+        tied_head=True,
+        interleaved=True,
+    )
+
+
+FAMILY = Family(("Ernie4_5ForCausalLM",), build)

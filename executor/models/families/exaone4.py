@@ -1,0 +1,38 @@
+"""EXAONE 4: norms after mixer and FFN, heads' queries and keys normed; full layers of a hybrid do not rotate."""
+
+from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.families import Config, Family
+from headrace.executor.models.families._config import (
+    Positions,
+    head_dim_of,
+    integer,
+    layer_types,
+    llama_like,
+    optional_integer,
+    rope,
+)
+
+
+def build(config: Config) -> ArchSpec:
+    num_layers, head_dim = integer(config, "num_hidden_layers"), head_dim_of(config)
+    window = optional_integer(config, "sliding_window")
+    pattern = config.get("sliding_window_pattern") or 4
+    if isinstance(pattern, int):
+        pattern = "L" * (pattern - 1) + "G"  # local and global layers
+    slides = [window is not None and pattern[index % len(pattern)] == "L" for index in range(num_layers)]
+    default = ["sliding_attention" if each else "full_attention" for each in slides]
+    rotary = rope(config, head_dim, 1e6)
+    positions = {
+        "sliding_attention": Positions(rotary, window),
+        "full_attention": Positions(rotary if window is None else None),
+    }
+    return llama_like(
+        config,
+        positions=[positions[kind] for kind in layer_types(config, num_layers, default)],
+        head_dim=head_dim,
+        attention={"qk_norm": "head"},
+        norm_placement="output",
+    )
+
+
+FAMILY = Family(("Exaone4ForCausalLM",), build)

@@ -1,0 +1,54 @@
+"""Falcon 1 to 3's own shape: layer norms, one or a few key/value heads, mixer and FFN beside each other."""
+
+from dataclasses import replace
+
+from headrace.executor.models.arch import ArchSpec, Fused, WeightNames
+from headrace.executor.models.families import Config, Family, NotNativeError
+from headrace.executor.models.families._config import flag, head_dim_of, integer, layer_norm, llama_like, plain, renamed
+
+NAMES = WeightNames(
+    prefixes=("transformer.", ""),
+    layers="h",
+    embedding="word_embeddings",
+    final_norm="ln_f",
+    query="self_attention.query",
+    key="self_attention.key",
+    value="self_attention.value",
+    output="self_attention.dense",
+    up="mlp.dense_h_to_4h",
+    down="mlp.dense_4h_to_h",
+)
+
+
+def build(config: Config) -> ArchSpec:
+    if flag(config, "alibi", False):
+        raise NotNativeError("the config's alibi is true, and positions as a bias on attention are not supported")
+    config = renamed(config, num_attention_heads="n_head", num_hidden_layers="n_layer")
+    num_heads, head_dim = integer(config, "num_attention_heads"), head_dim_of(config)
+    is_new = flag(config, "new_decoder_architecture", False)
+    if is_new:
+        groups = integer(config, "num_kv_heads", num_heads)
+    else:
+        groups = 1 if flag(config, "multi_query", True) else num_heads
+    is_parallel = is_new or flag(config, "parallel_attn", True)
+    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if is_new and config.get("num_ln_in_parallel_attn") in (None, 2):
+        names = {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"}
+    elif is_parallel:
+        names["mlp_norm"] = "input_layernorm"
+    bias = flag(config, "bias", False)
+    parts = ((NAMES.query, num_heads // max(groups, 1) * head_dim), (NAMES.key, head_dim), (NAMES.value, head_dim))
+    inner = integer(config, "ffn_hidden_size", 4 * integer(config, "hidden_size"))
+    return llama_like(
+        dict(config) | {"num_key_value_heads": groups},
+        attention={"bias": bias, "output_bias": bias},
+        ffn=plain(config, inner, "activation", "gelu", bias=bias),
+        tied_head=True,
+        norm=layer_norm(config, "layer_norm_epsilon"),
+        norm_placement="parallel" if is_parallel else "pre",
+        fused=(Fused("self_attention.query_key_value", parts, groups),),
+        names=replace(NAMES, **names),
+    )
+
+
+FAMILY = Family(("FalconForCausalLM",), build)

@@ -1,0 +1,21 @@
+"""Gemma 1: Llama's shape with norm weights less one, wide heads, scaled embeddings."""
+
+from headrace.executor.models.arch import ArchSpec, NormSpec
+from headrace.executor.models.families import Config, Family
+from headrace.executor.models.families._config import biases, dense, head_dim_of, integer, llama_like, number
+
+
+def build(config: Config) -> ArchSpec:
+    return llama_like(
+        config,
+        head_dim=head_dim_of(config, 256),
+        attention=biases(config, "attention_bias", False),
+        ffn=dense(config, "hidden_activation", "gelu_pytorch_tanh"),
+        default_context=8192,
+        tied_head=True,
+        norm=NormSpec("rms", number(config, "rms_norm_eps", 1e-6), weight_offset=1.0),
+        embedding_scale=integer(config, "hidden_size") ** 0.5,
+    )
+
+
+FAMILY = Family(("GemmaForCausalLM",), build)

@@ -1,0 +1,55 @@
+"""GPT-2 and its like: layer norms, learned positions, biases, matrices stored transposed."""
+
+from headrace.executor.models.arch import ArchSpec, Fused, WeightNames
+from headrace.executor.models.families import Config, Family, NotNativeError
+from headrace.executor.models.families._config import Positions, flag, integer, layer_norm, llama_like, plain, renamed
+
+NAMES = WeightNames(
+    prefixes=("transformer.", ""),
+    layers="h",
+    embedding="wte",
+    positions="wpe",
+    final_norm="ln_f",
+    query="attn.q",
+    key="attn.k",
+    value="attn.v",
+    output="attn.c_proj",
+    up="mlp.c_fc",
+    down="mlp.c_proj",
+    attention_norm="ln_1",
+    mlp_norm="ln_2",
+    ignorable=(r"\.attn\.(bias|masked_bias)$",),
+)
+COMMON_NAMES = {
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+}
+
+
+def build(config: Config) -> ArchSpec:
+    if flag(config, "scale_attn_by_inverse_layer_idx", False) or not flag(config, "scale_attn_weights", True):
+        raise NotNativeError("GPT-2 is supported with attention scaled by the heads' size alone")
+    config = renamed(config, **COMMON_NAMES)
+    hidden = integer(config, "hidden_size")
+    inner = integer(config, "n_inner", 4 * hidden)
+    return llama_like(
+        config,
+        positions=[Positions(None)] * integer(config, "num_hidden_layers"),
+        attention={"num_kv_heads": integer(config, "num_attention_heads"), "bias": True, "output_bias": True},
+        ffn=plain(config, inner, "activation_function", "gelu_new"),
+        tied_head=True,
+        norm=layer_norm(config, "layer_norm_epsilon"),
+        learned_position_offset=0,
+        fused=(
+            Fused("attn.c_attn", tuple((name, hidden) for name in (NAMES.query, NAMES.key, NAMES.value)), 1, True),
+            Fused(NAMES.output, ((NAMES.output, hidden),), 1, True),
+            Fused(NAMES.up, ((NAMES.up, inner),), 1, True),
+            Fused(NAMES.down, ((NAMES.down, hidden),), 1, True),
+        ),
+        names=NAMES,
+    )
+
+
+FAMILY = Family(("GPT2LMHeadModel",), build)

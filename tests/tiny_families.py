@@ -1,0 +1,68 @@
+"""Tiny random models of the dense families, as `tiny_models` makes them: one or two configs of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiny_models import TinyModel
+
+SMALL = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
+
+
+def tiny(name: str, config_class: str = "", embedding_std: float = 0.2, **config: Any) -> TinyModel:
+    return TinyModel(f"{name}ForCausalLM", config_class or f"{name}Config", SMALL | config, embedding_std)
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128,
+    "short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.5, 2.0, 4.0, 9.0], "partial_rotary_factor": 1.0,
+}  # fmt: skip
+WINDOW = {"sliding_window": 20}
+HYBRID = WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}
+GRANITE = {
+    "embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 4.0
+}  # fmt: skip
+GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128}
+
+FAMILIES: dict[str, TinyModel] = {
+    "phi": tiny("Phi", num_key_value_heads=4),
+    "phi3": tiny("Phi3", **WINDOW),
+    "phi3_longrope": tiny("Phi3", rope_parameters=LONGROPE, max_position_embeddings=512),
+    "granite": tiny("Granite", **(GRANITE | {"embedding_multiplier": 1.5}), tie_word_embeddings=True),
+    "granite_biases": tiny("Granite", **GRANITE, attention_bias=True, mlp_bias=True),
+    "hyperclovax": tiny("HyperCLOVAX", **(GRANITE | {"logits_scaling": 0.5}), use_post_norm=True),
+    "gpt_neox": tiny("GPTNeoX", hidden_size=64, tie_word_embeddings=False),
+    "gpt_neox_serial": tiny("GPTNeoX", hidden_size=64, use_parallel_residual=False, attention_bias=False),
+    "gptj": tiny("GPTJ", **GPT2, rotary_dim=4, tie_word_embeddings=False),
+    "gpt2": TinyModel("GPT2LMHeadModel", "GPT2Config", SMALL | GPT2, 0.2),
+    "gpt_bigcode": tiny("GPTBigCode", **GPT2),
+    "gpt_bigcode_heads": tiny("GPTBigCode", embedding_std=0.4, **GPT2, multi_query=False, tie_word_embeddings=False),
+    "falcon": tiny("Falcon", alibi=False, bias=False),
+    "falcon_new": tiny("Falcon", new_decoder_architecture=True, num_kv_heads=2, alibi=False),
+    "falcon_serial": tiny("Falcon", parallel_attn=False, multi_query=False, alibi=False, bias=True),
+    "starcoder2": tiny("Starcoder2", embedding_std=0.1, **WINDOW),
+    "cohere": tiny("Cohere", logit_scale=0.25),
+    "cohere2": tiny("Cohere2", **HYBRID),
+    "olmo": tiny("Olmo", tie_word_embeddings=False),
+    "olmo2": tiny("Olmo2", tie_word_embeddings=False),
+    "olmo3": tiny("Olmo3", tie_word_embeddings=False, **HYBRID),
+    "stablelm": tiny("StableLm", hidden_size=64, tie_word_embeddings=False, use_qkv_bias=True),
+    "stablelm_parallel": tiny("StableLm", hidden_size=64, tie_word_embeddings=False, use_parallel_residual=True),
+    "nemotron": tiny("Nemotron", head_dim=8, tie_word_embeddings=False),
+    "arcee": tiny("Arcee"),
+    "jais2": tiny("Jais2"),
+    "glm": tiny("Glm", head_dim=8, attention_bias=True),
+    "glm4": tiny("Glm4", head_dim=8, attention_bias=True),
+    "helium": tiny("Helium", head_dim=8),
+    "ernie4_5": tiny("Ernie4_5", head_dim=8, use_bias=True),
+    "seed_oss": tiny("SeedOss", head_dim=8),
+    "ministral": tiny("Ministral", **HYBRID, head_dim=8),
+    "cwm": tiny("Cwm", **HYBRID, head_dim=8, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
+    "exaone4": tiny("Exaone4", **HYBRID),
+    "exaone4_full": tiny("Exaone4", sliding_window=None, layer_types=["full_attention"] * 2),
+    "gemma": tiny("Gemma", head_dim=8, num_key_value_heads=1, embedding_std=0.05),
+    "vaultgemma": tiny(
+        "VaultGemma", **HYBRID, head_dim=8, query_pre_attn_scalar=8, embedding_std=0.05, final_logit_softcapping=3.0
+    ),
+    "biogpt": tiny("BioGpt", pad_token_id=2),
+}
