@@ -103,11 +103,12 @@ def _places(spec: ArchSpec, held: frozenset[str]) -> dict[str, Place]:
         rope = layer.mixer.rope
         if rope is None or not rope.interleaved:
             continue
-        order = _halves_apart(layer.mixer.head_dim, rope.rotary_dim)
-        each = [(names.query, layer.mixer.num_heads), (names.key, layer.mixer.num_kv_heads)]
+        keys = layer.mixer.cache
+        order = _halves_apart(keys.key_size, rope.rotary_dim)
+        each = [(names.query, layer.mixer.num_heads), (names.key, keys.num_heads)]
         each += [(names.query_norm, 1), (names.key_norm, 1)]
         for name, heads in each:
-            rows = (np.arange(heads)[:, None] * layer.mixer.head_dim + order).reshape(-1)
+            rows = (np.arange(heads)[:, None] * keys.key_size + order).reshape(-1)
             for full in (f"{start}{name}.weight", f"{start}{name}.bias"):
                 if full in found:
                     place = found[full]

@@ -100,7 +100,7 @@ class Norm:
     eps: float
     weight_offset: float
     affine: bool
-    bias: bool
+    bias: bool = False
     """Of a layer norm."""
     scale: float = 1.0
     """Multiplies the result."""
