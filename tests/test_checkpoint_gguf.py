@@ -229,6 +229,7 @@ def test_no_byte_of_a_header_can_be_changed_into_anything_but_a_model_error(tmp_
 
 
 @pytest.mark.demo_model
+@pytest.mark.system
 def test_the_demo_models_tensors_equal_transformers_own_dequantised_ones(demo_model_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint

@@ -34,7 +34,10 @@ open(f"{out}.{rank}", "w").write(json.dumps(answers))
 """
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size"),
+    [(1, 2), pytest.param(2, 1, marks=pytest.mark.system), pytest.param(2, 2, marks=pytest.mark.system)],
+)
 def test_every_rank_gets_the_tokens_of_a_single_process(tmp_path: Path, tp_size: int, pp_size: int) -> None:
     model, out, script = tmp_path / "model", tmp_path / "out", tmp_path / "script.py"
     tiny_models.save("qwen3", model)

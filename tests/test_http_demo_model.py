@@ -17,7 +17,7 @@ pytestmark = pytest.mark.demo_model
 
 PROMPTS = ["The capital of France is", "Water flows downhill because", "😀 ü 世界:"]
 MESSAGES: list[Any] = [{"role": "user", "content": "Why is the sky blue?"}]
-MAX_TOKENS = 24
+MAX_TOKENS = 10
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +90,7 @@ def test_the_process_that_speaks_http_is_small(server, sdk):
     assert any("tokenizers" in name for name in mapped)
 
 
+@pytest.mark.system
 def test_log_probabilities_are_transformers(sdk, server, demo_model_path):
     """Of a prompt, as lm-eval asks for them (echo), and of what is generated after it; in float32."""
     import torch
