@@ -130,10 +130,10 @@ def _sampling_runs() -> dict[str, Callable[[], object]]:
     import torch
 
     from headrace.kernels.cpu.linear import runtime
-    from headrace.kernels.cpu.program_parts import SamplingColumns, sample
+    from headrace.kernels.cpu.sampling import SampleBuffers, sample
 
     rows, logits = 8, torch.randn(8, VOCAB_SIZE)
-    greedy, drawn = (SamplingColumns(runtime(), rows, VOCAB_SIZE) for _ in range(2))
+    greedy, drawn = (SampleBuffers(runtime(), rows, VOCAB_SIZE) for _ in range(2))
     drawn.temperature[:], drawn.top_k[:], drawn.top_p[:] = 0.8, 50, 0.95
     return {
         "sampling, greedy": functools.partial(sample, runtime(), logits, greedy),

@@ -24,8 +24,8 @@ from headrace.kernels.cpu import build
 from headrace.kernels.cpu.limits import READ_BYTES, ReadArgs, limits
 from headrace.kernels.cpu.linear import Arena, Runtime, pack
 from headrace.kernels.cpu.program import Builder
-from headrace.kernels.cpu.program_parts import Attention, LayerCache, Norm, Rotary
-from headrace.kernels.cpu.program_run import Program, StepArrays
+from headrace.kernels.cpu.program_parts import AttentionLayer, LayerCache, Norm, Rotary
+from headrace.kernels.cpu.program_run import Program, ProgramStep
 from headrace.kernels.cpu.threads import Pool
 
 BLOCK_SIZE = 16
@@ -70,7 +70,7 @@ def demo_program(runtime: Runtime, max_tokens: int, num_blocks: int) -> Program:
         keys, values = torch.zeros(2, num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=inner).unbind(0)
         builder.norm(hidden, normed, norm)
         builder.linear(weight(width, HIDDEN), normed, qkv)
-        attention = Attention(HEADS, LayerCache(keys, values), HEAD_DIM**-0.5, rotary)
+        attention = AttentionLayer(HEADS, LayerCache(keys, values), HEAD_DIM**-0.5, rotary)
         builder.write_cache(qkv, attention)
         is_last = layer == LAYERS - 1
         if is_last:
@@ -95,14 +95,14 @@ def demo_program(runtime: Runtime, max_tokens: int, num_blocks: int) -> Program:
     return program
 
 
-def step_arrays(num_seqs: int, query_len: int, context: int) -> StepArrays:
+def step_arrays(num_seqs: int, query_len: int, context: int) -> ProgramStep:
     """Every sequence computes the last `query_len` tokens of its context."""
     tables = np.random.default_rng(0).permutation(num_seqs * -(-context // BLOCK_SIZE)).astype(np.int32)
     tables = tables.reshape(num_seqs, -1)
     positions = np.arange(context - query_len, context, dtype=np.int32)
     slots = tables[:, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
     starts = np.arange(num_seqs + 1, dtype=np.int32) * query_len
-    return StepArrays(
+    return ProgramStep(
         token_ids=np.arange(num_seqs * query_len, dtype=np.int32) % VOCAB,
         positions=np.tile(positions, num_seqs),
         slot_mapping=slots.reshape(-1),

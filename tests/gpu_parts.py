@@ -42,8 +42,6 @@ class TensorHashModel:
     No operation depends on the values of its inputs, so it can be captured.
     """
 
-    choose = None
-
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
         self._factors = torch.randint(1, NUM_HASHES, (MAX_MODEL_LEN,), generator=generator)

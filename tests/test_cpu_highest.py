@@ -12,8 +12,8 @@ from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear import Runtime, pack
 from headrace.kernels.cpu.ops import CpuOps
 from headrace.kernels.cpu.program import Builder
-from headrace.kernels.cpu.program_parts import SamplingColumns
 from headrace.kernels.cpu.program_run import Program, StepBuffers
+from headrace.kernels.cpu.sampling import SampleBuffers
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 
@@ -34,7 +34,7 @@ class Chooser:
         builder.gather(hidden, wanted)
         self.logits = builder.buffer(self.vocab, torch.float32, rows="logits", highest=True)
         builder.linear(pack(head, runtime_=runtime), wanted, self.logits)
-        self.columns: SamplingColumns = builder.sample(self.logits)
+        self.columns: SampleBuffers = builder.sample(self.logits)
         self.program: Program = builder.build(self.logits)
         self.buffers = StepBuffers(max_tokens=MAX_ROWS, max_seqs=MAX_ROWS, max_logits=MAX_ROWS, max_blocks=1)
         self.buffers.query_start[:] = np.arange(MAX_ROWS + 1)

@@ -17,7 +17,7 @@ from headrace.kernels.cpu.linear import WEIGHT_TYPES, PackedLinear, Runtime, pac
 from headrace.kernels.cpu.moe import PackedExperts, pack_experts, route_experts, why_no_experts
 from headrace.kernels.cpu.program import Builder
 from headrace.kernels.cpu.program_parts import Norm
-from headrace.kernels.cpu.program_run import StepArrays
+from headrace.kernels.cpu.program_run import ProgramStep
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 
@@ -166,9 +166,9 @@ def test_experts_that_nobody_chose_are_not_read() -> None:
     assert experts.apply(x[:0], ids[:0], weights[:0]).shape == (0, 16)
 
 
-def arrays_of(token_ids: list[int]) -> StepArrays:
+def arrays_of(token_ids: list[int]) -> ProgramStep:
     count = len(token_ids)
-    return StepArrays(
+    return ProgramStep(
         token_ids=np.array(token_ids, np.int32),
         positions=np.zeros(count, np.int32),
         slot_mapping=np.full(count, -1, np.int64),

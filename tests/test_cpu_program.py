@@ -13,8 +13,8 @@ from torch import Tensor
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear import PackedLinear, Runtime, pack
 from headrace.kernels.cpu.program import Builder
-from headrace.kernels.cpu.program_parts import Attention, LayerCache, Norm, Rotary
-from headrace.kernels.cpu.program_run import Program, StepArrays
+from headrace.kernels.cpu.program_parts import AttentionLayer, LayerCache, Norm, Rotary
+from headrace.kernels.cpu.program_run import Program, ProgramStep
 from headrace.kernels.cpu.threads import Pool
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
@@ -152,7 +152,7 @@ class Model:
             norms = {name: Norm("rms", 1e-6, layer[name]) for name in layer if layer[name].dim() == 1}
             builder.norm(hidden, normed, norms["norm1"])
             builder.linear(self._pack(layer["qkv"]), normed, qkv)
-            attention = Attention(
+            attention = AttentionLayer(
                 shape.heads,
                 cache,
                 shape.head_dim**-0.5,
@@ -199,12 +199,12 @@ class Model:
         return builder.build(logits)
 
 
-def step(sequences: list[list[int]], computed: list[int], ends: list[int]) -> StepArrays:
+def step(sequences: list[list[int]], computed: list[int], ends: list[int]) -> ProgramStep:
     """Sequence i computes its tokens [computed[i], ends[i]); its blocks are those from 20 i on, backwards."""
     spans = [(i, range(a, b)) for i, (a, b) in enumerate(zip(computed, ends, strict=True))]
     tables = np.array([[20 * i + 19 - j for j in range(20)] for i in range(len(sequences))], np.int32)
     places = [(i, position) for i, span in spans for position in span]
-    return StepArrays(
+    return ProgramStep(
         token_ids=np.array([sequences[i][position] for i, position in places], np.int32),
         positions=np.array([position for _, position in places], np.int32),
         slot_mapping=np.array([tables[i, p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for i, p in places], np.int64),
@@ -285,7 +285,7 @@ def test_logits_of_other_rows_can_be_had_afterwards() -> None:
     model = Model(weights, torch.float32)
     arrays = step(sequences_of([40], 203), [0], [40])
     every = model.program.run(arrays).clone()
-    only_last = StepArrays(**{**vars(arrays), "logits_rows": np.array([39], np.int32)})
+    only_last = ProgramStep(**{**vars(arrays), "logits_rows": np.array([39], np.int32)})
     assert torch.equal(model.program.run(only_last), every[39:])
     assert torch.equal(model.program.run_logits(np.array([3, 17], np.int32)), every[[3, 17]])
 
@@ -296,7 +296,7 @@ def test_the_last_layer_attends_for_no_more_than_the_rows_that_are_wanted() -> N
     arrays = step(sequences_of([100], 203), [0], [100])
     model.program.run(arrays)
     every = model.attended.tensor.clone()
-    model.program.run(StepArrays(**{**vars(arrays), "logits_rows": np.array([99], np.int32)}))
+    model.program.run(ProgramStep(**{**vars(arrays), "logits_rows": np.array([99], np.int32)}))
     assert torch.equal(model.attended.tensor[99], every[99])
     assert (model.attended.tensor[:64] != every[:64]).any(1).all(), "they are still those of the layer before"
 
@@ -308,7 +308,7 @@ def test_single_tokens_are_in_the_cache_also_where_nobody_wants_their_logits(wan
     sequences = sequences_of([9, 12, 5], weights.shape.vocab)
     model.program.run(step(sequences, [0, 0, 0], [7, 10, 3]))
     arrays = step(sequences, [7, 10, 3], [8, 11, 4])
-    model.program.run(StepArrays(**{**vars(arrays), "logits_rows": np.array(wanted, np.int32)}))
+    model.program.run(ProgramStep(**{**vars(arrays), "logits_rows": np.array(wanted, np.int32)}))
     last = model.program.run(step(sequences, [8, 11, 4], [9, 12, 5]))
     for tokens, logits in zip(sequences, last, strict=True):
         exact = weights.reference(tokens)[-1]
@@ -330,13 +330,13 @@ def test_a_step_that_does_not_fit_is_refused(change: dict[str, np.ndarray], mess
     model = Model(Weights(Shape(layers=1), torch.float32), torch.float32)
     arrays = step([[1]], [0], [1])
     with pytest.raises(ValueError, match=message):
-        model.program.run(StepArrays(**{**vars(arrays), **change}))
+        model.program.run(ProgramStep(**{**vars(arrays), **change}))
 
 
 def test_more_tokens_than_there_is_room_for_are_refused() -> None:
     model = Model(Weights(Shape(layers=1), torch.float32), torch.float32)
     sequences = sequences_of([MAX_TOKENS + 1], 203)
-    arrays = StepArrays(
+    arrays = ProgramStep(
         token_ids=np.array(sequences[0], np.int32),
         positions=np.arange(MAX_TOKENS + 1, dtype=np.int32),
         slot_mapping=np.full(MAX_TOKENS + 1, -1, np.int64),

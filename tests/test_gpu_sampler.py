@@ -9,7 +9,7 @@ import torch
 from headrace.executor.cpu.batch import Draws, Needs
 from headrace.executor.gpu.device_state import Deltas, DeviceState, HostDevice, Staging, StateShape
 from headrace.executor.gpu.sampler import Choice, choice_for, choose
-from headrace.executor.sampling.sampler import choose_in_torch
+from headrace.executor.sampling.sampler import choose_tokens
 from headrace.ipc.messages import Sampling
 
 NUM_ROWS, VOCAB_SIZE = 12, 700
@@ -41,7 +41,7 @@ def state_of(samplings: list[Sampling], seeds: list[int]) -> DeviceState:
 
 @pytest.mark.parametrize("choice", [Choice.ARGMAX, Choice.DRAW, Choice.TRUNCATE])
 @pytest.mark.parametrize("seed", range(8))
-def test_tokens_are_the_hosts(choice: Choice, seed: int) -> None:
+def test_tokens_are_those_of_the_cpus_kernel(choice: Choice, seed: int) -> None:
     dice = np.random.default_rng(seed)
     samplings = [sampling(dice, choice) for _ in range(NUM_ROWS)]
     seeds = [int(each) for each in dice.integers(-(2**63), 2**63, NUM_ROWS)]
@@ -59,7 +59,7 @@ def test_tokens_are_the_hosts(choice: Choice, seed: int) -> None:
         seed=np.array([each & (2**64 - 1) for each in seeds], np.uint64)[rows],
         position=positions,
     )
-    expected = choose_in_torch(logits.clone(), draws)
+    expected = choose_tokens(logits, draws)
     state, before = state_of(samplings, seeds), logits.clone()
     arguments = (logits, state, torch.from_numpy(rows), torch.from_numpy(positions).long(), choice)
     found = choose(*arguments)

@@ -112,8 +112,6 @@ def test_a_token_beyond_max_model_len_is_not_kept() -> None:
 class PagedHashModel:
     """Logits from a hash of all tokens in context, each read from its cache slot; wrong slots give other tokens."""
 
-    choose = None
-
     def step(self, arrays: StepArrays, kv_cache: Tensor, draws: Draws | None) -> StepLogits:
         return step_in_two(self, StepInputs.on(torch.device("cpu"), arrays), kv_cache)
 

@@ -13,10 +13,10 @@ from scalar_noise import scalar_noise
 
 from headrace.executor.cpu.batch import BatchState
 from headrace.executor.sampling.sampler import Sampled, penalise, sample
-from headrace.executor.sampling.truncation import CANDIDATES, truncate
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow, StepPlan
-from headrace.kernels.reference.sampling import likeliest
+from headrace.kernels.reference.sampling import likeliest, truncated
+from headrace.kernels.registry import choose_reference
 
 EOS = 2
 NONE = np.zeros(0, np.int32)
@@ -157,9 +157,14 @@ def token_rules(rng: np.random.Generator, vocab_size: int) -> dict[str, Any]:
 # --- choosing a token -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("op", ["fastest", "reference"])
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("vocab_size", [40, 700, 3000])
-def test_mixed_batch_equals_the_plain_definition(vocab_size: int, ties: bool) -> None:
+def test_mixed_batch_equals_the_plain_definition(
+    vocab_size: int, ties: bool, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if op == "reference":
+        monkeypatch.setattr("headrace.kernels.choose", choose_reference)
     cases = mixed_cases(48, vocab_size, seed=vocab_size)
     logits = random_logits(len(cases), vocab_size, seed=vocab_size + 1, ties=ties)
     found = run(logits, cases)
@@ -225,51 +230,46 @@ def test_top_k_of_one_is_greedy_whatever_the_seed() -> None:
 # --- truncation -------------------------------------------------------------------------------------------------
 
 
-def survivors(logits: torch.Tensor, width: int, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> set[int]:
-    found = truncate(logits[None], width, top_k=np.array([top_k]), top_p=np.array([top_p]), min_p=np.array([min_p]))
-    assert found.complete.tolist() == [True]
-    return set(found.token_ids[0][found.logits[0] > -math.inf].tolist())
+def survivors(logits: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> set[int]:
+    ranked = likeliest(logits[None], len(logits))
+    found = truncated(logits[None], ranked, *(torch.tensor([each]) for each in (top_k, top_p, min_p)))
+    return set(ranked[0][found[0] > -math.inf].tolist())
 
 
 def test_top_k_keeps_the_k_highest() -> None:
     logits = random_logits(1, 1000, seed=5)[0]
-    assert survivors(logits, 256, top_k=17) == set(logits.topk(17).indices.tolist())
+    assert survivors(logits, top_k=17) == set(logits.topk(17).indices.tolist())
 
 
-@pytest.mark.parametrize("width", [256, 1000])
-def test_top_p_keeps_the_smallest_nucleus_whatever_the_width(width: int) -> None:
+def test_top_p_keeps_the_smallest_nucleus() -> None:
     logits = random_logits(1, 1000, seed=6)[0]
     ordered = logits.double().softmax(0).sort(descending=True)
     size = int((ordered.values.cumsum(0) < 0.8).sum()) + 1
     assert 1 < size < 256
-    assert survivors(logits, width, top_p=0.8) == set(ordered.indices[:size].tolist())
+    assert survivors(logits, top_p=0.8) == set(ordered.indices[:size].tolist())
 
 
 def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest() -> None:
     logits = random_logits(1, 1000, seed=7)[0]
     probabilities = logits.double().softmax(0)
     expected = (probabilities >= 0.05 * probabilities.max()).nonzero()[:, 0].tolist()
-    assert survivors(logits, 256, min_p=0.05) == set(expected)
+    assert survivors(logits, min_p=0.05) == set(expected)
 
 
 def test_top_p_is_a_share_of_what_top_k_and_min_p_left() -> None:
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    assert survivors(logits, 4, top_k=2, top_p=0.5) == {0}  # 0.4 is 0.57 of the first two
-    assert survivors(logits, 4, top_p=0.5) == {0, 1}
-    assert survivors(logits, 4, min_p=0.6, top_p=0.58) == {0, 1}
+    assert survivors(logits, top_k=2, top_p=0.5) == {0}  # 0.4 is 0.57 of the first two
+    assert survivors(logits, top_p=0.5) == {0, 1}
+    assert survivors(logits, min_p=0.6, top_p=0.58) == {0, 1}
 
 
 def test_a_flat_distribution_is_truncated_over_the_whole_vocabulary() -> None:
-    logits = torch.zeros(4 * CANDIDATES)
-    found = truncate(logits[None], CANDIDATES, top_k=np.array([0]), top_p=np.array([0.5]), min_p=np.array([0.0]))
-    assert found.complete.tolist() == [False]
-    assert survivors(logits, len(logits), top_p=0.5) == set(range(2 * CANDIDATES))
-    found = truncate(logits[None], CANDIDATES, top_k=np.array([0]), top_p=np.array([0.5]), min_p=np.array([0.9]))
-    assert found.complete.tolist() == [False]
+    logits = torch.zeros(1000)
+    assert survivors(logits, top_p=0.5) == set(range(500))
     sampling = Sampling(max_tokens=1, top_p=0.5)
     drawn = run(logits.repeat(64, 1), [Case([1], 1, seed, sampling) for seed in range(64)]).token_ids
-    assert drawn.max() < 2 * CANDIDATES
-    assert drawn.max() > CANDIDATES
+    assert drawn.max() < 500
+    assert drawn.max() > 250
 
 
 @pytest.mark.parametrize("count", [1, 7, 50, 64])

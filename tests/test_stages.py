@@ -25,8 +25,6 @@ NONE = np.zeros(0, np.int32)
 class Seen:
     """A stage's model that keeps what it was given."""
 
-    choose = None
-
     def __init__(self) -> None:
         self.token_ids: list[list[int]] = []
 

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from unittest import mock
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from headrace.executor.cpu.batch import Draws
-from headrace.executor.sampling import random_numbers
-from headrace.executor.sampling.sampler import choose_in_torch
-from headrace.executor.sampling.truncation import truncate
 from headrace.kernels import ops
 from headrace.kernels.reference.sampling import (
     DeviceDraws,
     LogitChanges,
     Penalties,
     choose_tokens,
+    gumbel_noise,
+    likeliest,
     ordered_keys,
     pack_bits,
+    random_words,
+    truncated,
     unpack_bits,
 )
 from headrace.kernels.triton import logits as triton_logits
@@ -63,17 +62,6 @@ def make_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
     return logits
 
 
-def as_host_draws(draws: DeviceDraws) -> Draws:
-    return Draws(
-        temperature=draws.temperature.numpy(),
-        top_k=draws.top_k.numpy().astype(np.int64),
-        top_p=draws.top_p.numpy(),
-        min_p=draws.min_p.numpy(),
-        seed=draws.seed.numpy().view(np.uint64),
-        position=draws.position.numpy(),
-    )
-
-
 @triton.jit
 def _noise_kernel(seed, position, words, exact, rough, BLOCK: tl.constexpr):
     ids = tl.arange(0, BLOCK)
@@ -83,45 +71,42 @@ def _noise_kernel(seed, position, words, exact, rough, BLOCK: tl.constexpr):
     tl.store(rough + ids, rough_noise(drawn))
 
 
-def case_random_words_are_those_of_the_executor_to_the_bit() -> None:
+def case_random_words_are_those_of_the_reference_to_the_bit() -> None:
     ids = torch.arange(4096)
     for seed, position in ((0, 0), (-1, 7), (-(2**63), 2**31 - 1), (0x1234_5678_9ABC_DEF, 12345)):
         words, exact, rough = ids.clone(), torch.empty(4096, dtype=torch.float64), torch.empty(4096)
         _noise_kernel[(1,)](torch.tensor([seed]), torch.tensor([position]), words, exact, rough, BLOCK=4096)
-        keys = random_numbers.row_keys(np.array([seed]).view(np.uint64), np.array([position]))
-        signed = torch.from_numpy(keys.view(np.int64))[:, None]
-        assert torch.equal(words, random_numbers.words(signed, ids)[0])
-        noise = random_numbers.gumbel_noise(signed, ids)[0]
+        row = torch.tensor([seed]), torch.tensor([position])
+        assert torch.equal(words, random_words(*row, ids[None])[0])
+        noise = gumbel_noise(*row, ids[None])[0]
         torch.testing.assert_close(exact, noise, rtol=1e-15, atol=1e-15)
         assert (rough - noise).abs().max() < 1e-5
 
 
-def case_chosen_tokens_are_those_of_the_sampler() -> None:
+def case_chosen_tokens_are_those_of_the_reference() -> None:
     num_rows = len(SETTINGS) + 1
     draws, logits = make_draws(num_rows, SETTINGS), make_logits(num_rows, 2100)
-    host = choose_in_torch(logits.clone(), as_host_draws(draws))
     reference = choose_tokens(logits, draws)
-    assert torch.equal(reference.token_ids, torch.from_numpy(host.token_ids).long())
     found = sampling.choose_tokens(logits, draws)
     assert torch.equal(found.token_ids, reference.token_ids)
     assert torch.equal(found.best, reference.best)
 
 
-def case_truncation_keeps_exactly_what_the_sampler_keeps() -> None:
+def case_truncation_keeps_exactly_what_the_reference_keeps() -> None:
     num_rows, vocab_size = 2 * len(SETTINGS) + 1, 300
     draws, logits = make_draws(num_rows, SETTINGS), make_logits(num_rows, vocab_size)
     keys, last_ids = sampling.find_kept(logits, draws)
-    host = as_host_draws(draws)
     tempered = logits / torch.where(draws.temperature > 0, draws.temperature, 1.0)[:, None]
-    kept = truncate(tempered, vocab_size, top_k=host.top_k, top_p=host.top_p, min_p=host.min_p)
+    ranked = likeliest(tempered, vocab_size)
+    kept = truncated(tempered, ranked, draws.top_k, draws.top_p, draws.min_p)
     order = ordered_keys(tempered) >> 32
     ids = torch.arange(vocab_size)
     for row in range(num_rows):
         passing = (order[row] > keys[row]) | ((order[row] == keys[row]) & (ids <= last_ids[row]))
-        count = int(kept.logits[row].isfinite().sum())
+        count = int(kept[row].isfinite().sum())
         finite = logits[row].isfinite()
-        if host.temperature[row] > 0:
-            assert torch.equal(ids[passing & finite], kept.token_ids[row, :count].sort().values), SETTINGS[row % 10]
+        if draws.temperature[row] > 0:
+            assert torch.equal(ids[passing & finite], ranked[row, :count].sort().values), SETTINGS[row % 10]
         else:
             assert passing.all()
 

@@ -21,8 +21,8 @@ from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear import FLOAT_TYPES, Runtime, runtime
 from headrace.kernels.cpu.ops import CACHE_TYPES, MOST_ROW_VALUES, why_no_attention
-from headrace.kernels.cpu.program_parts import SamplingColumns, sample
 from headrace.kernels.cpu.program_run import StepBuffers
+from headrace.kernels.cpu.sampling import SampleBuffers
 
 
 def why_not(spec: ArchSpec, dtype: torch.dtype, place: RankPlace = SINGLE) -> str:
@@ -92,18 +92,18 @@ class CpuDecoder:
         written = self.bind(kv_cache)
         count = len(arrays.logits_indices)
         _fill(written.buffers, arrays)
-        self._enter(written.columns, draws, count)
+        self._enter(written.sampling, draws, count)
         written.program.run_filled(written.buffers)
-        chosen = Chosen(written.columns.token_ids[:count].copy(), written.columns.best[:count])
+        chosen = Chosen(written.sampling.token_ids[:count].copy(), written.sampling.best[:count])
         return StepLogits(self._logits[count], self._logits_at, chosen)
 
     def repeat(self, begun: BegunBlocks | None) -> Chosen:
         """The step before once more, which computed and chose a token for each of its sequences: each is one on."""
         assert self._written is not None, "a step comes first"
-        buffers, columns = self._written.buffers, self._written.columns
+        buffers, sampling = self._written.buffers, self._written.sampling
         count = buffers.step.num_seqs
-        buffers.token_ids[:count] = columns.token_ids[:count]
-        for moves_on in (buffers.positions, buffers.seq_lens, columns.position):
+        buffers.token_ids[:count] = sampling.token_ids[:count]
+        for moves_on in (buffers.positions, buffers.seq_lens, sampling.position):
             moves_on[:count] += 1
         buffers.slot_mapping[:, :count] += 1
         if begun is not None:
@@ -111,32 +111,24 @@ class CpuDecoder:
             buffers.slot_mapping[:, begun.sequences] = first_slots
             buffers.block_tables[:, begun.sequences, begun.places] = begun.block_ids
         self._written.program.run_filled(buffers)
-        return Chosen(columns.token_ids[:count].copy(), columns.best[:count])
-
-    def choose(self, logits: Tensor, draws: Draws) -> Chosen:
-        """Tokens for rows of logits, [n, vocab_size] float32."""
-        assert self._written is not None, "a step comes first"
-        columns, count = self._written.columns, len(logits)
-        self._enter(columns, draws, count)
-        sample(self.runtime, logits, columns)
-        return Chosen(columns.token_ids[:count].copy(), columns.best[:count])
+        return Chosen(sampling.token_ids[:count].copy(), sampling.best[:count])
 
     @staticmethod
-    def _enter(columns: SamplingColumns, draws: Draws | None, count: int) -> None:
+    def _enter(sampling: SampleBuffers, draws: Draws | None, count: int) -> None:
         if draws is None:
-            columns.temperature[:count] = 0.0
+            sampling.temperature[:count] = 0.0
             return
-        columns.temperature[:count] = draws.temperature
-        columns.top_k[:count] = draws.top_k
-        columns.top_p[:count] = draws.top_p
-        columns.min_p[:count] = draws.min_p
-        columns.seed[:count] = draws.seed
-        columns.position[:count] = draws.position
+        sampling.temperature[:count] = draws.temperature
+        sampling.top_k[:count] = draws.top_k
+        sampling.top_p[:count] = draws.top_p
+        sampling.min_p[:count] = draws.min_p
+        sampling.seed[:count] = draws.seed
+        sampling.position[:count] = draws.position
 
     def _logits_at(self, first: int, last: int) -> Tensor:
         written, most = self._written, self._limits.max_logits
         assert written is not None, "a step comes first"
-        written.columns.temperature[:] = 0.0  # nobody wants these rows' tokens
+        written.sampling.temperature[:] = 0.0  # nobody wants these rows' tokens
         if last - first <= most:
             return written.program.run_logits(np.arange(first, last, dtype=np.int32))
         parts = [(start, min(start + most, last)) for start in range(first, last, most)]

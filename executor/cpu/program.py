@@ -26,9 +26,10 @@ from headrace.kernels.cpu.linear import Runtime
 from headrace.kernels.cpu.moe import PackedExperts
 from headrace.kernels.cpu.ops import CacheScales
 from headrace.kernels.cpu.program import Builder
-from headrace.kernels.cpu.program_parts import Attention, Buffer, LayerCache, Rotary, SamplingColumns
+from headrace.kernels.cpu.program_parts import AttentionLayer, Buffer, LayerCache, Rotary
 from headrace.kernels.cpu.program_ranks import rank_gather, rank_meet, rank_sum
 from headrace.kernels.cpu.program_run import Program, StepBuffers
+from headrace.kernels.cpu.sampling import SampleBuffers
 
 ALONE_S = 500e-6
 """A step shorter than this takes one thread: beside other busy processes (the client, the HTTP server) two of them
@@ -62,7 +63,7 @@ class WrittenProgram:
     hidden: Tensor
     """[max_tokens, hidden_size] float32: where a stage of a pipeline starts from, and what it leaves to the next."""
     logits: Tensor  # [max_logits, vocab_size] float32; no rows where another stage has the head
-    columns: SamplingColumns  # the same
+    sampling: SampleBuffers  # the same
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class ProgramOps:
     def attend(self, attend: CpuAttend, qkv: Buffer) -> Buffer:
         declared, builder, tokens = attend.declared, self.builder, self.tokens
         num_heads = declared.num_heads // self._place.tp_size
-        attention = Attention(
+        attention = AttentionLayer(
             num_heads=num_heads,
             cache=self._cache,
             scale=declared.scale,
@@ -292,14 +293,14 @@ class ProgramWriter:
             emit_layer(spec, spec.layers[own[index]], held, self._ops)
         if place.is_last_stage:
             output = self._logits(self._ops.at.hidden)
-            logits, columns = output.tensor, self._builder.sample(output)
+            logits, sampling = output.tensor, self._builder.sample(output)
         else:
             output = self._hidden
-            logits, columns = torch.empty(0, spec.vocab_size), SamplingColumns(self._runtime, 0, spec.vocab_size)
+            logits, sampling = torch.empty(0, spec.vocab_size), SampleBuffers(self._runtime, 0, spec.vocab_size)
             if self._ranks is not None:
                 rank_meet(self._builder, self._ranks.group, self._hidden)
         program = self._builder.build(output)
-        return WrittenProgram(self._kv_cache, program, self._buffers, self._hidden.tensor, logits, columns)
+        return WrittenProgram(self._kv_cache, program, self._buffers, self._hidden.tensor, logits, sampling)
 
     def _layer_cache(self, index: int) -> LayerCache:
         cache, scales = self._kv_cache, None

@@ -216,8 +216,6 @@ class StepThread:
 class SleepingModel:
     """In the place of a model whose weights have been dropped: no step comes before the core has woken them."""
 
-    choose = None
-
     def step(self, *_: Any) -> NoReturn:
         raise RuntimeError("a step came while the weights sleep")
 

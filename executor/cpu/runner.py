@@ -13,7 +13,7 @@ import torch
 from headrace.executor.cpu.batch import BatchState, Draws, Needs, StepArrays
 from headrace.executor.models.inputs import BegunBlocks, Chosen, StepLogits
 from headrace.executor.sampling.logprobs import logprob_rows
-from headrace.executor.sampling.sampler import Choose, Sampled, find_problems, row_failure, sample
+from headrace.executor.sampling.sampler import Sampled, find_problems, row_failure, sample
 from headrace.executor.sampling.verification import SampledPositions, verify
 from headrace.ipc.step import PromptLogprobRun, StepPlan, StepResult
 
@@ -23,10 +23,6 @@ PROMPT_LOGITS_BYTES = 1 << 27
 
 class Model(Protocol):
     """What the runner asks of a model; `models.decoder.Decoder` is one, `cpu.decoder.CpuDecoder` another."""
-
-    @property
-    def choose(self) -> Choose | None:
-        """What chooses tokens for rows of logits, where the model brings it; else torch does."""
 
     def step(self, arrays: StepArrays, kv_cache: Any, draws: Draws | None) -> StepLogits:
         """Writes the tokens' keys and values into the cache, and gives the logits of `arrays.logits_indices`.
@@ -158,10 +154,10 @@ class ModelRunner:
                 masks = masks and masks.select(unharmed)
         sampled = Sampled(np.zeros(0, np.int32), {})
         if places is not None:
-            sampled = sample(logits, batch, rows, self._model.choose, batch.num_tokens[rows] + places.nth, masks)
+            sampled = sample(logits, batch, rows, batch.num_tokens[rows] + places.nth, masks)
             return self._verified(plan, places, sampled, prompt_logprobs, problems)
         if len(rows):
-            sampled = sample(logits, batch, rows, self._model.choose, masks=masks)
+            sampled = sample(logits, batch, rows, masks=masks)
             batch.append_sampled(rows, sampled.token_ids)
         return self._result(plan, rows, sampled, prompt_logprobs, problems | _by_row(rows, sampled.problems))
 

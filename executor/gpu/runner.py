@@ -221,7 +221,7 @@ class GpuRunner:
         assert logits is not None, "rows with drafts are sampled"
         with self.times.phase("sample"):
             num_tokens = batch.num_tokens[places.row_of] + places.nth
-            step.places, step.sampled = places, sample(logits, batch, places.row_of, None, num_tokens)
+            step.places, step.sampled = places, sample(logits, batch, places.row_of, num_tokens)
             verified = verify(places, step.sampled, {})
             batch.append_sampled(places.rows, verified.appended, verified.num_appended)
             ends = np.cumsum(verified.num_appended)

@@ -1,7 +1,6 @@
 """From logits to tokens without the host: everything that a choice depends on is read from the device's state.
 
-The same choices as `executor.sampler`, bit for bit where arithmetic allows it (`tests/test_gpu_sampler.py`), in
-operations whose shapes the host knows beforehand, so that they can be captured in a graph and nothing waits.
+The operations have shapes that the host knows beforehand, so that they can be captured in a graph and nothing waits.
 """
 
 from __future__ import annotations
@@ -47,21 +46,15 @@ def choice_for(needs: int) -> Choice:
     return Choice.DRAW if needs & Needs.RANDOM else Choice.ARGMAX
 
 
-class Chosen(NamedTuple):
-    token_ids: Tensor  # [num_rows] int32
-    best: Tensor  # [num_rows] float32: the highest logit, NaN where there is one
-
-
-Choose = Callable[[Tensor, DeviceState, Tensor, Tensor, Choice], Chosen]
+Choose = Callable[[Tensor, DeviceState, Tensor, Tensor, Choice], DeviceChosen]
 """The next token of each row: of logits [num_rows, vocab_size] float32, which are kept as they are, for rows
 [num_rows] int64 of the state at positions [num_rows] int64 of their sequences. LOGITS chooses as TRUNCATE does."""
 
 
 def chooser(device: torch.device, vocab_size: int) -> Choose:
     """By the kernel for this device where there is one."""
-    return partial(
-        choose_with, kernels.choose("choose_tokens", device=device, dtype=torch.float32, vocab_size=vocab_size)
-    )
+    facts = {"device": device, "dtype": torch.float32, "vocab_size": vocab_size, "captured": True}
+    return partial(choose_with, kernels.choose("choose_tokens", **facts))
 
 
 def choose_with(
@@ -71,7 +64,7 @@ def choose_with(
     rows: Tensor,
     positions: Tensor,
     choice: Choice,
-) -> Chosen:
+) -> DeviceChosen:
     """`Choose`, by a version of the op `choose_tokens`."""
     may_draw, may_truncate = choice is not Choice.ARGMAX, choice > Choice.DRAW
 
@@ -90,7 +83,7 @@ def choose_with(
         may_truncate=may_truncate,
     )
     chosen = op(logits, draws)
-    return Chosen(chosen.token_ids.int(), chosen.best)
+    return DeviceChosen(chosen.token_ids.int(), chosen.best)
 
 
 choose: Choose = partial(choose_with, choose_tokens)

@@ -107,9 +107,6 @@ class Decoder:
         tied = self._embedding if spec.tied_head else None
         self._head = VocabParallelHead(checked, head, tied, (spec.vocab_size, width), spec.head_bias, self._place)
 
-    choose = None
-    """The sampler's own torch ops choose."""
-
     def step(self, arrays: StepArrays, kv_cache: KVCache, draws: Draws | None) -> StepLogits:
         """Runs a step, as the runner asks for it."""
         inputs = StepInputs.on(self.device, arrays)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.executor.cpu.batch import BatchState, Draws, Needs
 from headrace.executor.sampling.row_processors import Candidates, Position, RowProcessor
-from headrace.executor.sampling.truncation import truncate_row
+from headrace.kernels.reference.sampling import likeliest, truncated
 
 T = TypeVar("T")
 
@@ -91,3 +91,17 @@ class ProcessedRows:
             name = type(processor).__name__
             self._problems.setdefault(index, f"its processor {name} failed: {type(error).__name__}: {error}")
             return None
+
+
+def truncate_row(logits: Tensor, draws: Draws, index: int) -> Candidates:
+    """What is left of one row, which is drawn at random: logits [vocab_size] float32, by the draws at `index`."""
+    temperature, *truncation = (
+        torch.from_numpy(column[index : index + 1]).to(logits.device)
+        for column in (draws.temperature, draws.top_k, draws.top_p, draws.min_p)
+    )
+    tempered = logits[None] / temperature
+    ranked = likeliest(tempered, len(logits))
+    token_ids = ranked[0].cpu().numpy()
+    values = truncated(tempered, ranked, *truncation)[0].cpu().numpy()
+    kept = np.isfinite(values)
+    return Candidates(token_ids[kept], values[kept])

@@ -35,10 +35,9 @@ from .program_parts import (
     CORE_MULTIPLY_ADDS_PER_S,
     FEW_ROWS,
     PANEL_ROWS,
-    Attention,
+    AttentionLayer,
     Buffer,
     Norm,
-    SamplingColumns,
     address_of,
     check_vector,
     matrix_of,
@@ -48,6 +47,7 @@ from .program_parts import (
     with_own_copies,
 )
 from .program_run import Program, Written
+from .sampling import SampleBuffers
 
 NORM_KINDS = {"rms": 0, "layer": 1}
 ROW_COUNTS = {"tokens": ROWS_TOKENS, "logits": ROWS_LOGITS}
@@ -284,7 +284,7 @@ class Builder:
         few = with_own_copies(args, "x", x)
         self._add("experts", "hr_op_experts", args, reads, (out, inner), few=few, keep=(kept, self._inner[key]))
 
-    def write_cache(self, qkv: Buffer, layer: Attention) -> None:
+    def write_cache(self, qkv: Buffer, layer: AttentionLayer) -> None:
         """q/k norm, rotation and the cache write. In steps where every sequence computes one token it is left to
         `attend`.
 
@@ -297,7 +297,7 @@ class Builder:
         name = "hr_op_rotary_and_cache_write"
         self._add("rotary", name, source, (qkv, keys), (qkv, keys), keep=(layer,), skipped_when_single=True)
 
-    def attend(self, qkv: Buffer, out: Buffer, layer: Attention, *, only_logits: bool = False) -> None:
+    def attend(self, qkv: Buffer, out: Buffer, layer: AttentionLayer, *, only_logits: bool = False) -> None:
         """Paged attention, after `write_cache`. only_logits: other rows than those that logits are wanted of may be
         left as they are."""
         require_same(out.columns, layer.num_heads * layer.cache.keys.shape[3], "attention's output", "its heads'")
@@ -373,12 +373,12 @@ class Builder:
         args.rows = ROW_COUNTS[logits.rows]
         self._add("soft_cap", "hr_op_soft_cap", args, (logits,), (logits,))
 
-    def sample(self, logits: Buffer) -> SamplingColumns:
+    def sample(self, logits: Buffer) -> SampleBuffers:
         """Chooses a token for each row of logits; parameters go into, and tokens come out of, what this returns."""
-        columns = SamplingColumns(self._runtime, len(logits.tensor), logits.columns)
-        args = columns.args(logits.tensor, ROW_COUNTS[logits.rows], logits.highest)
-        self._add("sample", "hr_op_sample", args, (logits,), (), keep=(columns,))
-        return columns
+        buffers = SampleBuffers(self._runtime, len(logits.tensor), logits.columns)
+        args = buffers.args(logits.tensor, ROW_COUNTS[logits.rows], logits.highest)
+        self._add("sample", "hr_op_sample", args, (logits,), (), keep=(buffers,))
+        return buffers
 
     def build(self, output: Buffer) -> Program:
         """The program, whose runs return `output`'s rows. The builder must not be used afterwards."""

@@ -6,13 +6,12 @@ import ctypes
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from .linear import DTYPES, ROWS_FIXED, Runtime
+from .linear import DTYPES
 from .ops import CacheScales, best_layout, describe_cache
-from .program_args import RotaryArgs, SampleArgs
+from .program_args import RotaryArgs
 
 FEW_ROWS = 16
 """Steps of at most this many tokens take the list in which each thread norms every row for itself."""
@@ -122,8 +121,8 @@ class LayerCache:
 
 
 @dataclass(frozen=True, eq=False)
-class Attention:
-    """One layer's attention. Norms apply to each head before rotation."""
+class AttentionLayer:
+    """Norms apply to each head before rotation."""
 
     num_heads: int
     cache: LayerCache
@@ -135,7 +134,7 @@ class Attention:
     soft_cap: float | None = None
 
 
-def rotary_args(qkv: Buffer, layer: Attention) -> RotaryArgs:
+def rotary_args(qkv: Buffer, layer: AttentionLayer) -> RotaryArgs:
     """What a layer's attention knows of queries, keys and values. Raises ValueError for what does not fit."""
     cache = describe_cache(layer.cache.keys, layer.cache.values, layer.cache.scales, layer.cache.layout)
     cache.slots_offset, cache.tables_offset = layer.cache.slots_offset, layer.cache.tables_offset
@@ -174,65 +173,6 @@ def rotary_args(qkv: Buffer, layer: Attention) -> RotaryArgs:
             raise ValueError(f"rotation of {2 * cos.shape[1]} dimensions does not fit heads of {head_dim}.")
         args.cos, args.sin, args.rotary_half = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
     return args
-
-
-class SamplingColumns:
-    """One row of parameters for each row of logits, written before a run, and what was chosen, read after it.
-
-    temperature 0 is greedy, and the row's other parameters are not read. top_k 0, top_p 1 and min_p 0 keep all.
-    position is that of the token being sampled, prompt included. `best` is the row's highest logit (NaN if the row
-    holds one): where it is not finite, the row's token id means nothing.
-    """
-
-    def __init__(self, runtime: Runtime, num_rows: int, vocab_size: int) -> None:
-        self.temperature = np.zeros(num_rows, np.float32)
-        self.top_k = np.zeros(num_rows, np.int64)
-        self.top_p = np.ones(num_rows, np.float64)
-        self.min_p = np.zeros(num_rows, np.float64)
-        self.seed = np.zeros(num_rows, np.uint64)
-        self.position = np.zeros(num_rows, np.int64)
-        self.token_ids = np.zeros(num_rows, np.int32)
-        self.best = np.zeros(num_rows, np.float32)
-        self._vocab_size = vocab_size
-        dll = runtime.library.dll
-        dll.hr_sample_workspace_bytes.restype = ctypes.c_int64
-        dll.hr_sample_workspace_bytes.argtypes = [ctypes.c_int64, ctypes.c_int]
-        size = dll.hr_sample_workspace_bytes(vocab_size, runtime.pool.num_threads)
-        self._workspace = torch.empty(size + 64, dtype=torch.uint8)
-
-    def args(self, logits: Tensor, rows: int = ROWS_FIXED, highest: Tensor | None = None) -> SampleArgs:
-        """The arguments of `hr_op_sample` over logits [num_rows or fewer, vocab_size] float32.
-
-        highest: of `Buffer.highest`, for steps in which that is all there is of the logits.
-        """
-        if logits.dtype != torch.float32 or logits.shape[1] != self._vocab_size or logits.stride(1) != 1:
-            raise ValueError(f"logits are float32 rows of {self._vocab_size}, not {logits.dtype} {list(logits.shape)}.")
-        return SampleArgs(
-            logits=logits.data_ptr(),
-            stride=logits.stride(0),
-            vocab_size=self._vocab_size,
-            num_rows=len(logits),
-            temperature=self.temperature.ctypes.data,
-            top_k=self.top_k.ctypes.data,
-            top_p=self.top_p.ctypes.data,
-            min_p=self.min_p.ctypes.data,
-            seeds=self.seed.ctypes.data,
-            positions=self.position.ctypes.data,
-            token_ids=self.token_ids.ctypes.data,
-            best=self.best.ctypes.data,
-            # 64-byte aligned
-            workspace=-(-self._workspace.data_ptr() // 64) * 64,
-            rows=rows,
-            highest=None if highest is None else highest.data_ptr(),
-            highest_rows=0 if highest is None else highest.shape[1],
-        )
-
-
-def sample(runtime: Runtime, logits: Tensor, columns: SamplingColumns) -> None:
-    """Chooses a token for each row of logits [n, vocab_size] float32, into the first n rows of `columns`."""
-    if len(logits) > len(columns.token_ids):
-        raise ValueError(f"{len(logits)} rows of logits; these columns have room for {len(columns.token_ids)}.")
-    runtime.pool.run_op("hr_op_sample", columns.args(logits))
 
 
 def with_own_copies(args: ctypes.Structure, name: str, buffer: Buffer) -> ctypes.Structure | None:

@@ -20,7 +20,7 @@ REFUSED_TOKEN_ID, REFUSED_POSITION = 1, 2
 
 
 @dataclass(frozen=True)
-class StepArrays:
+class ProgramStep:
     """What a step computes, all C-contiguous: sequence after sequence, each sequence's tokens in order of position."""
 
     token_ids: np.ndarray  # [num_tokens] int32
@@ -34,7 +34,7 @@ class StepArrays:
 
 class StepBuffers:
     """Arrays to fill in for each step, whose place a program knows: finding out seven addresses takes longer than
-    filling them. They are those of `StepArrays`; a step's own part comes first in each, and `step` has its counts.
+    filling them. They are those of `ProgramStep`; a step's own part comes first in each, and `step` has its counts.
 
     Slots and block tables are there once for each group of layers that has its own; `LayerCache` says which a layer
     reads. A step of `Program.run` has one for all.
@@ -117,7 +117,7 @@ class Program:
             for ops in self._ops
         ]
         self._own_step = self._step = Step()
-        self._arrays: StepArrays | StepBuffers | None = None
+        self._arrays: ProgramStep | StepBuffers | None = None
         dll = runtime.library.dll
         dll.hr_program_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
         dll.hr_program_run.restype = ctypes.c_int
@@ -133,7 +133,7 @@ class Program:
             sum(op.barrier_before for op in many),
         )
 
-    def run(self, arrays: StepArrays) -> Tensor:
+    def run(self, arrays: ProgramStep) -> Tensor:
         """Runs the step, cache writes included. Returns the output's rows, valid until the next run.
 
         Raises ValueError for arrays of another type or shape, more rows than there is room for, a token id outside
@@ -162,7 +162,7 @@ class Program:
         self._call(tail)
         return self._written.output.tensor[: len(logits_rows)]
 
-    def profile(self, arrays: StepArrays, runs: int) -> Profile:
+    def profile(self, arrays: ProgramStep, runs: int) -> Profile:
         """Runs the same step `runs` times and says where the time went."""
         self._load(arrays)
         program, names = self._programs[self._which], self.names[self._which]
@@ -183,7 +183,7 @@ class Program:
             working[name] = working.get(name, 0.0) + float(spent) * to_seconds
         return Profile(runs, seconds, working, float(ticks[:, :, 0].sum(dtype=np.float64)) * to_seconds)
 
-    def _load(self, arrays: StepArrays) -> None:
+    def _load(self, arrays: ProgramStep) -> None:
         """Points the step at the arrays, once they are known to be what it reads."""
         self._step, self._arrays = self._own_step, arrays
         step = self._step

@@ -1,6 +1,6 @@
 // From logits to tokens: greedy, or temperature, min_p, top_k and top_p and a draw by the Gumbel-max trick.
 //
-// The same choices, to the token, as the torch sampler makes: tokens rank by logit, highest first, and equal logits by
+// The choices of the reference (kernels/reference/sampling.py), to the token: tokens rank by logit, highest first, and equal logits by
 // id, lowest first; min_p, top_k and top_p each keep a beginning of that order; the noise of a token is a pure function
 // of (seed, position, token id).
 #pragma once

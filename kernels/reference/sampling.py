@@ -79,7 +79,7 @@ class DeviceDraws:
 class DeviceChosen(NamedTuple):
     """Tokens for rows of logits, on the device."""
 
-    token_ids: Tensor  # [num_rows] int64; meaningless where `best` is not finite
+    token_ids: Tensor  # [num_rows] int64 or int32; meaningless where `best` is not finite
     best: Tensor  # [num_rows] float32: each row's highest logit, NaN where it holds one
 
 
@@ -153,11 +153,11 @@ def _draw(logits: Tensor, draws: DeviceDraws, tile: slice) -> Tensor:
     tempered = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
     seed, position = draws.seed[tile], draws.position[tile]
     if not draws.may_truncate:
-        noise = _noise(seed, position, torch.arange(logits.shape[1], device=logits.device)[None])
+        noise = gumbel_noise(seed, position, torch.arange(logits.shape[1], device=logits.device)[None])
         return noise.add_(tempered).argmax(1)
     ids = likeliest(tempered, logits.shape[1])
     kept = truncated(tempered, ids, draws.top_k[tile], draws.top_p[tile].double(), draws.min_p[tile].double())
-    scores = kept.add_(_noise(seed, position, ids))
+    scores = kept.add_(gumbel_noise(seed, position, ids))
     return ids.gather(1, scores.argmax(1, keepdim=True))[:, 0]
 
 
@@ -176,7 +176,7 @@ def truncated(tempered: Tensor, token_ids: Tensor, top_k: Tensor, top_p: Tensor,
     by_top_k = torch.where(top_k > 0, top_k.long().clamp(max=vocab_size), vocab_size)
     limit = torch.minimum(by_min_p, by_top_k)
     mass = weights.masked_fill_(place >= limit[:, None], 0).cumsum(1)
-    # Without min_p and top_k, top_p takes its share of the whole vocabulary, summed as the CPU's sampler sums it.
+    # Without min_p and top_k, top_p takes its share of the whole vocabulary, summed in float64.
     whole = (min_p <= 0) & (top_k <= 0)
     total = torch.where(whole, (tempered - first.float()).exp_().sum(1, dtype=torch.float64), mass[:, -1])
     by_top_p = (mass < (top_p * total)[:, None]).sum(1) + 1
@@ -184,16 +184,16 @@ def truncated(tempered: Tensor, token_ids: Tensor, top_k: Tensor, top_p: Tensor,
     return values.masked_fill_(place >= keep[:, None], -torch.inf)
 
 
-def _noise(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
+def gumbel_noise(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
     """[num_rows, n] float64 for token ids [num_rows or 1, n]."""
-    return _uniform(seed, position, ids).log_().neg_().log_().neg_()
+    uniform = _shifted(random_words(seed, position, ids), 12).double().add_(0.5).mul_(2.0**-52)
+    return uniform.log_().neg_().log_().neg_()
 
 
-def _uniform(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
-    """[num_rows, n] float64 in (0, 1) for token ids [num_rows, n]."""
+def random_words(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
+    """[num_rows, n] int64, the bits of unsigned words, for token ids [num_rows or 1, n]."""
     key = _mix(seed + _signed(GOLDEN) * (position.long() + 1))
-    words = _mix(key[:, None] + (ids + 1) * _signed(GOLDEN))
-    return _shifted(words, 12).double().add_(0.5).mul_(2.0**-52)
+    return _mix(key[:, None] + (ids + 1) * _signed(GOLDEN))
 
 
 def _mix(bits: Tensor) -> Tensor:

@@ -1,0 +1,100 @@
+"""From logits to tokens on the CPU kernels: in a program, or as an op of its own."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..reference.sampling import DeviceChosen, DeviceDraws
+from ..registry import Version
+from .linear import ROWS_FIXED, Runtime, runtime
+from .ops import why_no_op
+from .program_args import SampleArgs
+
+
+class SampleBuffers:
+    """One row of parameters for each row of logits, written before a run, and what was chosen, read after it.
+
+    temperature 0 is greedy, and the row's other parameters are not read. top_k 0, top_p 1 and min_p 0 keep all.
+    position is that of the token being sampled, prompt included. `best` is the row's highest logit (NaN if the row
+    holds one): where it is not finite, the row's token id means nothing.
+    """
+
+    def __init__(self, runtime: Runtime, num_rows: int, vocab_size: int) -> None:
+        self.temperature = np.zeros(num_rows, np.float32)
+        self.top_k = np.zeros(num_rows, np.int64)
+        self.top_p = np.ones(num_rows, np.float64)
+        self.min_p = np.zeros(num_rows, np.float64)
+        self.seed = np.zeros(num_rows, np.uint64)
+        self.position = np.zeros(num_rows, np.int64)
+        self.token_ids = np.zeros(num_rows, np.int32)
+        self.best = np.zeros(num_rows, np.float32)
+        self._vocab_size = vocab_size
+        dll = runtime.library.dll
+        dll.hr_sample_workspace_bytes.restype = ctypes.c_int64
+        dll.hr_sample_workspace_bytes.argtypes = [ctypes.c_int64, ctypes.c_int]
+        size = dll.hr_sample_workspace_bytes(vocab_size, runtime.pool.num_threads)
+        self._workspace = torch.empty(size + 64, dtype=torch.uint8)
+
+    def args(self, logits: Tensor, rows: int = ROWS_FIXED, highest: Tensor | None = None) -> SampleArgs:
+        """The arguments of `hr_op_sample` over logits [num_rows or fewer, vocab_size] float32.
+
+        highest: of `Buffer.highest`, for steps in which that is all there is of the logits.
+        """
+        if logits.dtype != torch.float32 or logits.shape[1] != self._vocab_size or logits.stride(1) != 1:
+            raise ValueError(f"logits are float32 rows of {self._vocab_size}, not {logits.dtype} {list(logits.shape)}.")
+        return SampleArgs(
+            logits=logits.data_ptr(),
+            stride=logits.stride(0),
+            vocab_size=self._vocab_size,
+            num_rows=len(logits),
+            temperature=self.temperature.ctypes.data,
+            top_k=self.top_k.ctypes.data,
+            top_p=self.top_p.ctypes.data,
+            min_p=self.min_p.ctypes.data,
+            seeds=self.seed.ctypes.data,
+            positions=self.position.ctypes.data,
+            token_ids=self.token_ids.ctypes.data,
+            best=self.best.ctypes.data,
+            # 64-byte aligned
+            workspace=-(-self._workspace.data_ptr() // 64) * 64,
+            rows=rows,
+            highest=None if highest is None else highest.data_ptr(),
+            highest_rows=0 if highest is None else highest.shape[1],
+        )
+
+
+def sample(runtime: Runtime, logits: Tensor, buffers: SampleBuffers) -> None:
+    """Chooses a token for each row of logits [n, vocab_size] float32, into the first n rows of `buffers`."""
+    if len(logits) > len(buffers.token_ids):
+        raise ValueError(f"{len(logits)} rows of logits; these buffers have room for {len(buffers.token_ids)}.")
+    runtime.pool.run_op("hr_op_sample", buffers.args(logits))
+
+
+def choose_tokens(logits: Tensor, draws: DeviceDraws) -> DeviceChosen:
+    """The op `choose_tokens`; see its reference."""
+    used = runtime()
+    buffers = SampleBuffers(used, len(logits), logits.shape[1])
+    read = ("temperature", "position") if draws.may_draw else ()
+    for name in (*read, *(("top_k", "top_p", "min_p") if draws.may_truncate else ())):
+        getattr(buffers, name)[:] = getattr(draws, name).numpy()
+    buffers.seed[:] = draws.seed.numpy().view(np.uint64)
+    sample(used, logits, buffers)
+    return DeviceChosen(torch.from_numpy(buffers.token_ids), torch.from_numpy(buffers.best))
+
+
+def _why_not(
+    device: torch.device | None = None, dtype: torch.dtype | None = None, captured: bool = False, **_: Any
+) -> str:
+    if captured:
+        return "the CPU's sampler is no torch op, so a graph cannot record it."
+    if dtype != torch.float32:
+        return f"the CPU's sampler reads logits in float32, not in {dtype}."
+    return why_no_op(device, dtype)
+
+
+VERSIONS = (Version("choose_tokens", "cpu_native", choose_tokens, _why_not),)
