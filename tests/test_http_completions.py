@@ -212,7 +212,8 @@ def test_content_parts_of_text_are_joined(client):
 
 
 def test_chat_templates_and_what_they_see(client):
-    template = "{{ messages[0].content }}|{{ colour }}|{{ tools[0].name if tools }}|{{ add_generation_prompt }}"
+    name = "{{ tools[0].function.name if tools }}"
+    template = f"{{{{ messages[0].content }}}}|{{{{ colour }}}}|{name}|{{{{ add_generation_prompt }}}}"
 
     def rendered(**more: Any) -> str:
         body = {"messages": [{"role": "user", "content": "x"}], "chat_template": template, **more}
@@ -220,7 +221,8 @@ def test_chat_templates_and_what_they_see(client):
         return str(ask(client, "/detokenize", tokens=tokens)["prompt"])
 
     assert rendered(chat_template_kwargs={"colour": "red"}) == "x|red||True"
-    assert rendered(tools=[{"name": "f"}], add_generation_prompt=False) == "x||f|False"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert rendered(tools=tools, add_generation_prompt=False) == "x||f|False"
 
 
 def test_continue_final_message(client):

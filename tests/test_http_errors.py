@@ -200,7 +200,6 @@ def test_a_strict_server_takes_no_field_without_effect():
         assert client.post(CHAT, json={**body, "user": "me", "store": False}).status_code == 200
         for extra, param in (
             ({"store": True}, "store"),
-            ({"parallel_tool_calls": False}, "parallel_tool_calls"),
             ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
             ({"colour": "red"}, "colour"),
             ({"messages": [{"role": "user", "content": "x", "id": "1"}]}, "messages[0].id"),

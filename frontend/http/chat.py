@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from headrace.frontend.http.engines import Engine
 from headrace.frontend.http.errors import bad_field
 from headrace.frontend.http.generation import Job, PreparedRequest
 from headrace.frontend.http.options import ServeOptions
+from headrace.frontend.http.output_formats import OutputFormats
 from headrace.frontend.http.prompts import (
     ChatPrompts,
     cache_salt,
@@ -33,8 +35,12 @@ from headrace.frontend.http.responses import (
     ChatLogprobs,
     ChatResponse,
     Delta,
+    FunctionCall,
+    FunctionDelta,
     PromptLogprobs,
     TextEvent,
+    ToolCall,
+    ToolCallDelta,
     Usage,
     chat_logprobs,
     event,
@@ -43,6 +49,7 @@ from headrace.frontend.http.responses import (
     usage_of,
     usage_so_far,
 )
+from headrace.frontend.text.formats.parser import Event, OutputParser
 
 _WHOLE, _CHUNK = "chat.completion", "chat.completion.chunk"
 
@@ -52,6 +59,7 @@ def prepare_chat(
     engine: Engine,
     options: ServeOptions,
     prompts: ChatPrompts,
+    formats: OutputFormats,
     name: str,
     tenant: str,
 ) -> PreparedRequest:
@@ -72,7 +80,7 @@ def prepare_chat(
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
     check_outputs(1, params)
-    text = prompts.render(
+    prompt = prompts.render(
         request,
         request.messages,
         client.tokenizer,
@@ -80,6 +88,13 @@ def prepare_chat(
         enable_thinking=request.enable_thinking,
         documents=request.documents,
     )
+    text, reader = prompt.text, None
+    if client.tokenizer is not None:
+        tools = prompt.tools if options.enable_auto_tool_choice else None
+        reader = formats.reader(client.tokenizer, prompt.template, tools, prompt.text)
+    if reader is not None:
+        # Markers may be special tokens; the others are left out by the reader.
+        params.skip_special_tokens = False
     # The template writes the special tokens itself.
     (token_ids,) = tokenize_texts(
         [text],
@@ -88,14 +103,14 @@ def prepare_chat(
         max_tokens=client.welcome.max_model_len,
         param="messages",
     )
-    prompt = Prompt(text=text, token_ids=token_ids, cache_salt=cache_salt(request, tenant))
-    check_length(prompt, asked, client.welcome, "messages")
+    tokens = Prompt(text=text, token_ids=token_ids, cache_salt=cache_salt(request, tenant))
+    check_length(tokens, asked, client.welcome, "messages")
     id = f"chatcmpl-{name}"
     answer = Answer(request, id, request.model or engine.names[0], client.tokenizer)
     return PreparedRequest(
         engine=engine,
-        jobs=[Job(id, prompt, params, request.priority or 0)],
-        answer=ChatAnswer(request, answer, options.response_role),
+        jobs=[Job(id, tokens, params, request.priority or 0)],
+        answer=ChatAnswer(request, answer, options.response_role, reader),
         streams=bool(request.stream),
     )
 
@@ -103,10 +118,10 @@ def prepare_chat(
 class _Choice:
     """What is told of one output so far."""
 
-    __slots__ = ("began", "num_tokens", "text_event")
+    __slots__ = ("began", "num_tokens", "reader", "text_event")
 
-    def __init__(self, text_event: TextEvent) -> None:
-        self.text_event = text_event
+    def __init__(self, text_event: TextEvent, reader: OutputParser | None) -> None:
+        self.text_event, self.reader = text_event, reader
         self.began = False
         self.num_tokens = 0
 
@@ -114,8 +129,15 @@ class _Choice:
 class ChatAnswer:
     """Both forms of the response: `whole`, and the events of a stream (see `Chunks`)."""
 
-    def __init__(self, request: ChatCompletionRequest, answer: Answer, role: str) -> None:
-        self._request, self._answer, self._role = request, answer, role
+    def __init__(
+        self,
+        request: ChatCompletionRequest,
+        answer: Answer,
+        role: str,
+        make_reader: Callable[[], OutputParser] | None = None,
+    ) -> None:
+        """make_reader: of one output, where it may hold reasoning or tool calls."""
+        self._request, self._answer, self._role, self._make_reader = request, answer, role, make_reader
         self._choices: dict[SequenceState, _Choice] = {}
         self._streams: Sequence[RequestStream] = ()
         self._is_prompt_told = False
@@ -127,7 +149,7 @@ class ChatAnswer:
         for stream in streams:
             for sequence in stream.sequences:
                 plain = ChatChunkChoice(index=sequence.index, delta=Delta(content=TextEvent.PLACE))
-                self._choices[sequence] = _Choice(TextEvent(self._chunk([plain])))
+                self._choices[sequence] = _Choice(TextEvent(self._chunk([plain])), self._reader())
 
     def whole(self) -> bytes:
         """The response, once the stream has ended."""
@@ -156,19 +178,45 @@ class ChatAnswer:
             choice.began = True
             first = self._first(stream, sequence)
         output = sequence.read(delta=True, tokenizer=stream.tokenizer)
-        if self._is_plain and output.finish_reason is None:
+        deltas = [Delta(content=output.text)]
+        finish_reason = output.finish_reason
+        if choice.reader is not None:
+            events = self._read(choice.reader, output.text, ends=finish_reason is not None)
+            if self._is_plain and finish_reason is None:
+                return first + b"".join([self._event_of(choice, each, output.index) for each in events])
+            deltas = [_delta_of(each) for each in events] or [Delta()]
+            finish_reason = _finish_reason(choice.reader, finish_reason)
+        elif self._is_plain and finish_reason is None:
             return first + choice.text_event.of(output.text)
         choice.num_tokens += len(output.token_ids)
         told = ChatChunkChoice(
             index=output.index,
-            delta=Delta(content=output.text),
+            delta=deltas.pop(),
             logprobs=self._logprobs(output),
-            finish_reason=output.finish_reason,
+            finish_reason=finish_reason,
             stop_reason=output.stop_reason,
             token_ids=output.token_ids if self._answer.return_token_ids else UNSET,
         )
         usage = usage_so_far(stream, choice.num_tokens) if self._answer.continuous_usage else None
-        return first + event(self._chunk([told], usage))
+        before = [event(self._chunk([ChatChunkChoice(index=output.index, delta=each)])) for each in deltas]
+        return first + b"".join(before) + event(self._chunk([told], usage))
+
+    def _reader(self) -> OutputParser | None:
+        return None if self._make_reader is None else self._make_reader()
+
+    def _read(self, reader: OutputParser, text: str, *, ends: bool) -> list[Event]:
+        """What is new of an output, as far as the request wants it."""
+        events = reader.feed(text) + (reader.finish() if ends else [])
+        if self._request.include_reasoning is False:
+            events = [each for each in events if not each.reasoning]
+        if self._request.parallel_tool_calls is False:
+            events = [each for each in events if each.call <= 0]
+        return events
+
+    def _event_of(self, choice: _Choice, told: Event, index: int) -> bytes:
+        if told.content:
+            return choice.text_event.of(told.content)
+        return event(self._chunk([ChatChunkChoice(index=index, delta=_delta_of(told))]))
 
     def end(self) -> bytes:
         return event(self._chunk([], usage_of(self._streams))) if self._answer.include_usage else b""
@@ -188,11 +236,15 @@ class ChatAnswer:
         return ChatChunk(answer.id, _CHUNK, answer.created, answer.model, choices, usage or answer.no_usage())
 
     def _choice_of(self, output: CompletionOutput) -> ChatChoice:
+        message, finish_reason, reader = AssistantMessage(self._role, output.text), output.finish_reason, self._reader()
+        if reader is not None:
+            message = _message_of(self._role, self._read(reader, output.text, ends=True))
+            finish_reason = _finish_reason(reader, finish_reason)
         return ChatChoice(
             index=output.index,
-            message=AssistantMessage(role=self._role, content=output.text),
+            message=message,
             logprobs=self._logprobs(output),
-            finish_reason=output.finish_reason,
+            finish_reason=finish_reason,
             stop_reason=output.stop_reason,
             token_ids=output.token_ids if self._answer.return_token_ids else UNSET,
         )
@@ -208,3 +260,41 @@ class ChatAnswer:
     def _prompt_logprobs(self, stream: RequestStream) -> PromptLogprobs | UnsetType:
         asked: Any = self._request.prompt_logprobs
         return UNSET if asked is None or stream.prompt_logprobs is None else prompt_logprobs(stream.prompt_logprobs)
+
+
+def _finish_reason(reader: OutputParser, reason: str | None) -> str | None:
+    return "tool_calls" if reason == "stop" and reader.num_calls else reason
+
+
+def _delta_of(told: Event) -> Delta:
+    if told.reasoning:
+        return Delta(reasoning=told.reasoning, reasoning_content=told.reasoning)
+    if told.call < 0:
+        return Delta(content=told.content)
+    if not told.name:
+        return Delta(tool_calls=[ToolCallDelta(told.call, FunctionDelta(arguments=told.arguments))])
+    function = FunctionDelta(name=told.name, arguments=told.arguments)
+    return Delta(tool_calls=[ToolCallDelta(told.call, function, id=_call_id(told), type="function")])
+
+
+def _message_of(role: str, events: Sequence[Event]) -> AssistantMessage:
+    calls: list[ToolCall] = []
+    for each in events:
+        if each.name:
+            calls.append(ToolCall(_call_id(each), FunctionCall(each.name, each.arguments)))
+        elif each.call >= 0:
+            calls[each.call].function.arguments += each.arguments
+    content = "".join(each.content for each in events)
+    reasoning = "".join(each.reasoning for each in events) or UNSET
+    return AssistantMessage(
+        role,
+        content if content or not calls else None,
+        tool_calls=calls,
+        reasoning=reasoning,
+        reasoning_content=reasoning,
+    )
+
+
+def _call_id(told: Event) -> str:
+    """The model's own, else one that no other call has."""
+    return told.id or f"call_{uuid.uuid4().hex[:24]}"

@@ -128,6 +128,25 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trust_request_chat_template: Annotated[
         bool, Option(CHAT, "Let requests bring a chat template of their own; it runs in a sandbox")
     ] = False
+    tool_call_parser: Annotated[
+        str,
+        Option(
+            CHAT,
+            "The format in which the model writes tool calls: a name such as hermes, a YAML file of one's own, auto "
+            "(what the chat template speaks for), or none (calls stay text)",
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str | None,
+        Option(
+            CHAT,
+            "The format in which the model sets its reasoning off from the answer, named as for tool_call_parser",
+            default_text="reasoning stays part of the content",
+        ),
+    ] = None
+    enable_auto_tool_choice: Annotated[
+        bool, Option(CHAT, "Read tool calls where a request gives tools and leaves the choice to the model")
+    ] = True
     response_role: Annotated[str, Option(CHAT, "Role of the answers' messages")] = "assistant"
 
     enable_tokenizer_info_endpoint: Annotated[

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -194,6 +194,13 @@ def load_template(option: str | None) -> str | None:
         raise OptionError(f"chat_template={option}: neither a template nor a file that can be read ({error})") from None
 
 
+class RenderedChat(NamedTuple):
+    text: str
+    template: str
+    tools: list[dict[str, Any]] | None
+    """Those that the model was shown."""
+
+
 class ChatPrompts:
     """Renders conversations with the server's template, the model's, or (where trusted) the request's."""
 
@@ -209,8 +216,8 @@ class ChatPrompts:
         tool_choice: str | dict[str, Any] | None = None,
         enable_thinking: bool | None = None,
         documents: Sequence[dict[str, Any]] | None = None,
-    ) -> str:
-        """The prompt's text. Raises ApiError, and InvalidRequestError with the template's own words."""
+    ) -> RenderedChat:
+        """Raises ApiError, and InvalidRequestError with the template's own words."""
         if tokenizer is None:
             raise bad_field("messages", "this engine runs without a tokenizer: use /v1/completions with token ids")
         if not messages:
@@ -228,7 +235,7 @@ class ChatPrompts:
         begins = not continues if request.add_generation_prompt is None else request.add_generation_prompt
         named = self._choose_template(request.chat_template, tokenizer)
         template = tokenizer.get_chat_template(named, tools)
-        return render_chat(
+        text = render_chat(
             template,
             [_plain(message, index) for index, message in enumerate(messages)],
             add_generation_prompt=begins,
@@ -237,6 +244,7 @@ class ChatPrompts:
             documents=documents,
             variables={**tokenizer.special_tokens_map, **variables},
         )
+        return RenderedChat(text, template, tools)
 
     def _choose_template(self, asked: str | None, tokenizer: Tokenizer) -> str | None:
         if asked is None:
@@ -252,6 +260,19 @@ class ChatPrompts:
     def _tools(
         self, tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None
     ) -> list[dict[str, Any]] | None:
+        for index, tool in enumerate(tools or ()):
+            function = tool.get("function")
+            if tool.get("type", "function") != "function" or not isinstance(function, dict):
+                raise bad_field(
+                    f"tools[{index}]", f"tools[{index}] must be {{type: function, function: {{name: ...}}}}"
+                )
+            if not isinstance(function.get("name"), str) or not function["name"]:
+                raise bad_field(f"tools[{index}].function.name", f"tools[{index}].function needs a name")
+            if not isinstance(function.get("parameters") or {}, dict):
+                raise bad_field(
+                    f"tools[{index}].function.parameters",
+                    f"tools[{index}].function.parameters must be a JSON schema, which is an object",
+                )
         if choice not in (None, "auto", "none"):
             raise bad_field(
                 "tool_choice",

@@ -140,6 +140,8 @@ class ChatCompletionRequest(GenerationRequest):
     enable_thinking: Annotated[bool | None, Meta(description="The template's variable of that name")] = None
     tools: Tools = None
     tool_choice: Annotated[str | dict[str, Any] | None, Meta(description="auto, or none to leave tools out")] = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="False: only the first call is answered")] = None
+    include_reasoning: Annotated[bool | None, Meta(description="False: the reasoning is left out")] = None
     documents: Annotated[Few[dict[str, Any]] | None, Meta(description="Passed to the template")] = None
 
 
@@ -181,7 +183,6 @@ class Neutral(msgspec.Struct, frozen=True):
 
 
 _BEAMS = "beam search is not supported"
-_TOOLS = "tool calls are not parsed: an answer that calls a tool holds the call as text"
 _TEXT_ONLY = "models read and write text alone"
 _STORED = "nothing is stored by this server"
 
@@ -219,11 +220,9 @@ NEUTRAL_OF: Mapping[type[msgspec.Struct], Mapping[str, Neutral]] = types.Mapping
                 "echo": Neutral("not supported in chat", (False,)),
                 "functions": Neutral("retired by OpenAI; use tools", ([],)),
                 "function_call": Neutral("retired by OpenAI; use tools", ("none",)),
-                "parallel_tool_calls": Neutral(_TOOLS, (True,), is_harmless=True),
                 "modalities": Neutral(_TEXT_ONLY, (["text"],)),
                 "audio": Neutral(_TEXT_ONLY),
                 "reasoning_effort": Neutral("not supported yet; see chat_template_kwargs for what templates take"),
-                "include_reasoning": Neutral("reasoning is not told apart from the answer", (True,)),
                 "thinking_token_budget": Neutral("not supported yet"),
                 "verbosity": Neutral("not supported", ("medium",)),
                 "web_search_options": Neutral("not supported"),

@@ -24,6 +24,7 @@ from headrace.frontend.http.exchange import Exchange, LargeBodies
 from headrace.frontend.http.generation import Generator, KeepAlive, PreparedRequest
 from headrace.frontend.http.metrics import Exposition, Pages
 from headrace.frontend.http.options import ServeOptions
+from headrace.frontend.http.output_formats import OutputFormats
 from headrace.frontend.http.prompts import ChatPrompts, tokenize_texts
 from headrace.frontend.http.requests import (
     ChatCompletionRequest,
@@ -63,6 +64,7 @@ class ServerState:
         self.keys = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
         self.decoder = RequestDecoder(strict=options.strict_requests)
         self.bodies = LargeBodies(options.max_body_bytes)
+        self.output_formats = OutputFormats(options)
         self.chat_prompts = ChatPrompts(template, trusts_requests=options.trust_request_chat_template)
         self.exposition = Exposition(pages, pool, options.metrics_prefix)
         self.generator = Generator(
@@ -121,7 +123,9 @@ async def _generate(
         state.check_accepting()
         engine = state.pool.choose(request.model)
         if isinstance(request, ChatCompletionRequest):
-            return prepare_chat(request, engine, state.options, state.chat_prompts, name, exchange.tenant)
+            return prepare_chat(
+                request, engine, state.options, state.chat_prompts, state.output_formats, name, exchange.tenant
+            )
         return prepare_completion(request, engine, state.options, name, exchange.tenant)
 
     prepared = await exchange.prepare(prepare)
@@ -150,7 +154,7 @@ def _tokens_of(state: ServerState, request: TokenizeRequest) -> bytes:
     if (request.prompt is None) == (request.messages is None):
         raise bad_field("prompt", "give either prompt or messages")
     if request.messages is not None:
-        text, special = state.chat_prompts.render(request, request.messages, client.tokenizer), False
+        text, special = state.chat_prompts.render(request, request.messages, client.tokenizer).text, False
     else:
         text, special = request.prompt or "", True
     if request.add_special_tokens is not None:

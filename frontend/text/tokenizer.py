@@ -101,6 +101,11 @@ class Tokenizer:
         size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         return size
 
+    @functools.cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The text of every special token."""
+        return tuple(text for each in sorted(self.special_ids) if (text := self._tokenizer.id_to_token(each)))
+
     @property
     def special_tokens_map(self) -> dict[str, str]:
         return dict(self._bundle.special_tokens)

@@ -1,0 +1,119 @@
+"""What a format is: the YAML files of this folder, and a user's own, are these structs.
+
+reasoning:              what comes before the answer
+  begin: <think>
+  end: </think>
+calls:                  what the model asks to be called
+  call: [<tool_call>, </tool_call>]
+  body: json            {"name": ..., "arguments": {...}}
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from headrace.ipc.failure import HeadraceError
+
+FOLDER = Path(__file__).parent
+Pair = tuple[str, str]
+"""What stands before and after something; either may be empty."""
+
+
+class FormatError(HeadraceError, ValueError):
+    """A declaration that cannot be read, or one that nobody knows."""
+
+
+class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    end: str
+    begin: str = ""
+    starts_open: bool = False
+    """Answers begin inside reasoning, whatever the prompt ends with."""
+
+
+class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    body: Literal["json", "named_json", "pythonic", "xml"]
+    """json: an object with name and arguments, or a list of them. named_json: a name, then its arguments' object.
+    pythonic: [f(a=1), g()]. xml: a name, then parameters with text for values."""
+    section: Pair | None = None
+    """Around all calls."""
+    call: Pair = ("", "")
+    """Around each call; the end may be missing."""
+    separator: str = ""
+    """Between calls."""
+    name: Pair = ("", "")
+    """Around a name (named_json and xml). Where nothing follows it, it ends where the arguments begin."""
+    after_arguments: str = ""
+    """May follow the arguments, before the call's end."""
+    parameter: tuple[str, str, str, str] = ("", "", "", "")
+    """Before and after a parameter's name, before and after its value (xml)."""
+    name_keys: tuple[str, ...] = ("name",)
+    argument_keys: tuple[str, ...] = ("arguments", "parameters")
+    is_bare: bool = False
+    """An answer may begin with calls without any marker."""
+    name_is_id: bool = False
+    """A name is written functions.NAME:INDEX, which is the call's id too."""
+
+    @property
+    def opener(self) -> str:
+        """The marker that calls begin with; empty where they are only bare."""
+        return self.section[0] if self.section else self.call[0]
+
+    def __post_init__(self) -> None:
+        if not self.opener and not self.is_bare:
+            raise ValueError("calls need a marker (the first of section or of call), or is_bare")
+        if self.body == "xml" and not (self.parameter[0] and self.parameter[3]):
+            raise ValueError("calls of body xml need parameter: [before name, after name, before value, after value]")
+
+
+class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    reasoning: ReasoningFormat | None = None
+    calls: CallFormat | None = None
+    template_marks: tuple[str, ...] = ()
+    """A chat template that has all of these is of a model that writes this format."""
+    left_out: tuple[str, ...] = ()
+    """Texts around the answer that are no part of it."""
+    same_as: tuple[str, ...] = ()
+    """Other names for it."""
+
+
+@functools.cache
+def known_formats() -> dict[str, OutputFormat]:
+    """All that come with Headrace, by name."""
+    found = {}
+    for path in sorted(FOLDER.glob("*.yaml")):
+        declared = _read(path)
+        found.update(dict.fromkeys((path.stem, *declared.same_as), declared))
+    return found
+
+
+def load_format(name: str) -> OutputFormat:
+    """By its name, or a file of one's own. Raises FormatError."""
+    if (declared := known_formats().get(name)) is not None:
+        return declared
+    if name.endswith((".yaml", ".yml")):
+        return _read(Path(name))
+    raise FormatError(
+        f"no output format is called {name!r}; known are {', '.join(sorted(known_formats()))}, and a file that ends in "
+        f".yaml is read as a declaration"
+    )
+
+
+def format_of_template(template: str) -> str | None:
+    """The name of the format with calls that a chat template's marks speak for: the one with most marks."""
+    found = [
+        (sum(map(len, declared.template_marks)), name)
+        for name, declared in known_formats().items()
+        if declared.calls and declared.template_marks and all(mark in template for mark in declared.template_marks)
+    ]
+    return max(found)[1] if found else None
+
+
+def _read(path: Path) -> OutputFormat:
+    try:
+        return msgspec.yaml.decode(path.read_bytes(), type=OutputFormat)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise FormatError(f"{path}: not an output format: {error}") from None

@@ -1,0 +1,269 @@
+"""Reasoning and tool calls are read from an answer's text, the same however it is cut, in every format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from http_server import ask, serving, stream
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from null_with_tokenizer import PARROT
+
+from headrace.frontend.text.formats.declaration import FormatError, format_of_template, known_formats, load_format
+from headrace.frontend.text.formats.parser import Event, OutputParser
+
+CHAT = "/v1/chat/completions"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "units": {"type": ["string", "null"]},
+            },
+        },
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+TOOLS = [WEATHER, NOW]
+
+
+class Read(NamedTuple):
+    content: str
+    reasoning: str
+    calls: list[tuple[str, str]]
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Read:
+        events = list(events)
+        calls: list[tuple[str, str]] = []
+        for each in events:
+            if each.name:
+                assert each.call == len(calls), "calls are numbered in their order"
+                calls.append((each.name, ""))
+            if each.call >= 0:
+                name, arguments = calls[each.call]
+                calls[each.call] = (name, arguments + each.arguments)
+        return cls("".join(each.content for each in events), "".join(each.reasoning for each in events), calls)
+
+
+def read(name: str, pieces: Iterable[str], prompt: str = "", hidden: tuple[str, ...] = ()) -> Read:
+    declared = load_format(name)
+    parser = OutputParser(declared, declared, prompt=prompt, tools=TOOLS, hidden=hidden)
+    return Read.of([*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()])
+
+
+ZURICH = {"city": 'Zü"r</tool_call>ich [x] {', "days": 3}
+ZURICH_JSON = json.dumps(ZURICH, ensure_ascii=False)
+ONE, TWO = [("get_weather", ZURICH)], [("get_weather", ZURICH), ("now", {})]
+CALL, NOW_CALL = f'{{"name": "get_weather", "arguments": {ZURICH_JSON}}}', '{"name": "now", "arguments": {}}'
+OLD_CALL, OLD_NOW = CALL.replace("arguments", "parameters"), NOW_CALL.replace("arguments", "parameters")
+NO_CALL = "no call at all, but < and <tool and a brace {\n"
+V3_CALL = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{ZURICH_JSON}\n```<｜tool▁call▁end｜>"
+V3_NOW = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>"
+V31_CALL = f"<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{ZURICH_JSON}<｜tool▁call▁end｜>"
+CASES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
+    ("hermes", f"Let me look.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{NOW_CALL}</tool_call>",
+     "Let me look.", "", TWO),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call> then more', "then more", "", [("now", {})]),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "now"}</tool_call>', "", "", [("now", {"a": 1})]),
+    ("hermes", NO_CALL, NO_CALL, "", []),
+    ("hermes", "<tool_call>nothing</tool_call>", "<tool_call>nothing</tool_call>", "", []),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', "", "", [("now", {"a": 1})]),
+    ("qwen3", "<think>\nso\n</think>\n\nyes", "\n\nyes", "\nso\n", []),
+    ("qwen3", "yes </think> no", "yes </think> no", "", []),
+    ("deepseek_r1", "so</think>yes", "yes", "so", []),
+    ("deepseek_r1", "<think>so</think>yes", "yes", "so", []),
+    ("deepseek_v3", f"<think>hm</think>ok<｜tool▁calls▁begin｜>{V3_CALL}\n{V3_NOW}<｜tool▁calls▁end｜>",
+     "ok", "hm", TWO),
+    ("deepseek_v31", f"<｜tool▁calls▁begin｜>{V31_CALL}<｜tool▁call▁begin｜>now<｜tool▁sep｜>{{}}<｜tool▁call▁end｜>"
+     "<｜tool▁calls▁end｜>", "", "", TWO),
+    ("llama3_json", f"{OLD_CALL}; {OLD_NOW}", "", "", TWO),
+    ("llama3_json", f"<|python_tag|>{OLD_NOW}", "", "", [("now", {})]),
+    ("llama3_json", '{"answer": 42}', '{"answer": 42}', "", []),
+    ("pythonic", "[get_weather(city='Zü\"r</tool_call>ich [x] {', days=3), now()]", "", "", TWO),
+    ("pythonic", "[1, 2] is a list", "[1, 2] is a list", "", []),
+    ("llama4_pythonic", '<|python_start|>[now(), now(a=[1, {"b": None}], c=True)]<|python_end|>', "", "",
+     [("now", {}), ("now", {"a": [1, {"b": None}], "c": True})]),
+    ("olmo3", "<think>a</think><function_calls>\nget_weather(city='x')\nnow()\n</function_calls>", "", "a",
+     [("get_weather", {"city": "x"}), ("now", {})]),
+    ("mistral", f"hi [TOOL_CALLS] [{CALL}, {NOW_CALL}]", "hi", "", TWO),
+    ("mistral", f"[THINK]a[/THINK][TOOL_CALLS]get_weather{ZURICH_JSON}[TOOL_CALLS]now[ARGS]{{}}", "", "a", TWO),
+    ("qwen3_xml", '<tool_call>\n<function=get_weather>\n<parameter=city>\nNew\n"York"\n</parameter>\n<parameter=days>'
+     "\n3\n</parameter>\n<parameter=other>\n[true]\n</parameter>\n</function>\n</tool_call>",
+     "", "", [("get_weather", {"city": 'New\n"York"', "days": 3, "other": [True]})]),
+    ("seed_oss", "<seed:think>x</seed:think>a<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+     "a", "x", [("now", {})]),
+    ("glm45", "<think>a</think>\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>7</arg_value>\n"
+     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+     "", "a", [("get_weather", {"city": "7", "days": 3}), ("now", {})]),
+    ("minimax_m2", 'hm</think>\n\n<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">x'
+     '</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+     "", "hm", [("get_weather", {"city": "x"}), ("now", {})]),
+    ("step3", "t</think><｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke "
+     'name="get_weather"><steptml:parameter name="city">x</steptml:parameter></steptml:invoke><｜tool_call_end｜>'
+     "<｜tool_calls_end｜>", "", "t", [("get_weather", {"city": "x"})]),
+    ("granite", f"<|tool_call|>[{CALL}]", "", "", ONE),
+    ("granite-20b-fc", f"<function_call> {CALL}\n<function_call> {NOW_CALL}", "", "", TWO),
+    ("internlm", f"ok<|action_start|><|plugin|>\n{OLD_CALL}<|action_end|>", "ok", "", ONE),
+    ("jamba", f"<tool_calls>[\n  {CALL},\n {NOW_CALL}\n]</tool_calls>", "", "", TWO),
+    ("minimax", f"<tool_calls>\n{CALL}\n{NOW_CALL}\n</tool_calls>", "", "", TWO),
+    ("hunyuan_a13b", "<think>\na\n</think>\n<answer>\nhello\n</answer>", "\n\nhello\n", "\na\n", []),
+    ("ernie45", f"a</think>\n<tool_call>\n{CALL}\n</tool_call>", "", "a", ONE),
+    ("xlam", f"[{CALL}]", "", "", ONE),
+    ("phi4_mini_json", f"functools[{CALL}]", "", "", ONE),
+    ("longcat", f"<longcat_tool_call>{NOW_CALL}</longcat_tool_call>", "", "", [("now", {})]),
+    ("kimi_k2", f"x<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+     f"{ZURICH_JSON}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+     "<|tool_calls_section_end|>", "x", "", TWO),
+]  # fmt: skip
+
+
+def test_every_format_has_a_case():
+    said = [load_format(name) for name, *_ in CASES]
+    assert [name for name, declared in known_formats().items() if declared not in said] == []
+
+
+@pytest.mark.parametrize(("name", "text", "content", "reasoning", "calls"), CASES)
+def test_what_a_format_says_is_read(name, text, content, reasoning, calls):
+    found = read(name, [text])
+    assert (found.content, found.reasoning) == (content, reasoning)
+    assert [(called, json.loads(arguments)) for called, arguments in found.calls] == calls
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, text, *_ in CASES])
+def test_an_answer_reads_the_same_however_it_is_cut(name, text):
+    whole = read(name, [text])
+    assert read(name, text) == whole, "by characters"
+    for at in range(len(text)):
+        assert read(name, [text[:at], text[at:]]) == whole, f"cut at {at}"
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    name=st.sampled_from(sorted(known_formats())),
+    pieces=st.lists(
+        st.sampled_from(
+            [*"{}[]()\"'\\<>=,:;\n a1", "<tool_call>", "</tool_call>", '{"name": "now"', '"arguments": {', "<think>"]
+        )
+        | st.sampled_from([text[: len(text) // 2] for _, text, *_ in CASES]),
+        max_size=12,
+    ),
+)
+def test_any_text_at_all_is_read_without_an_error_and_alike_in_pieces(name, pieces):
+    assert read(name, pieces) == read(name, ["".join(pieces)]) == read(name, "".join(pieces))
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, text, *_, calls in CASES if calls])
+def test_arguments_come_before_the_call_is_complete(name, text):
+    """Half a call at max_tokens: nothing of it is lost, and once its name is there it is a call."""
+    long = text.replace(json.dumps(ZURICH["city"], ensure_ascii=False)[1:-1], "x" * 200)
+    half = read(name, [long[:-110]])
+    if "x" * 90 in long:
+        assert half.calls[0][0] == "get_weather"
+        assert "x" * 80 in half.calls[0][1]
+
+
+def test_a_prompt_that_opened_the_reasoning_is_known():
+    assert read("qwen3", ["so</think>yes"], prompt="a<think>\n") == Read("yes", "so", [])
+    assert read("qwen3", ["yes"], prompt="a<think>\n\n</think>\n\n") == Read("yes", "", [])
+
+
+def test_special_tokens_that_are_no_markers_are_left_out():
+    text = '<|im_start|>a<|eot|><tool_call>{"name": "now"}</tool_call><|im_end|>'
+    for pieces in ([text], text):
+        found = read("hermes", pieces, hidden=("<|im_start|>", "<|im_end|>", "<|eot|>", "<tool_call>"))
+        assert found == Read("a", "", [("now", "{}")])
+
+
+def test_a_template_speaks_for_its_format():
+    assert format_of_template('... <tool_call>\n{"name": <name>, "arguments": <args>}') == "hermes"
+    assert format_of_template("<tool_call><function=a><parameter=b>") in ("qwen3_xml", "qwen3_coder")
+    assert format_of_template("{{ messages }}") is None
+
+
+def test_a_format_of_ones_own_is_a_yaml_file(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("calls: {call: [CALL, END], body: json}\n")
+    assert read(str(path), ['x CALL{"name": "now"}END']) == Read("x", "", [("now", "{}")])
+    path.write_text("calls: {body: json}\n")
+    with pytest.raises(FormatError, match=r"mine\.yaml: not an output format: calls need a marker"):
+        load_format(str(path))
+    with pytest.raises(FormatError, match=r"no output format is called 'herms'; known are .*hermes"):
+        load_format("herms")
+
+
+# --- over HTTP ------------------------------------------------------------------------------------------------------
+
+END = "STOPHERE"
+TEMPLATE = "{# <tool_call> \"arguments\" #}{{ messages[-1]['content'] }}"
+
+
+@pytest.fixture(scope="module")
+def client():
+    """Of a server whose model says what it is told to, up to the stop string."""
+    arguments = ("--chat-template", TEMPLATE, "--reasoning-parser", "qwen3", "--max-model-len", "1024")
+    with serving("--distributed-executor-backend", PARROT, *arguments) as server, server.client() as client:
+        yield client
+
+
+def body_of(said: str, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": said + END}]
+    return {"messages": messages, "max_tokens": 400, "stop": [END], "tools": TOOLS, **more}
+
+
+SAID = f"Sure.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{NOW_CALL}</tool_call>"
+
+
+def test_calls_are_answered_whole(client: httpx.Client):
+    (choice,) = ask(client, CHAT, **body_of("<think>hm</think>" + SAID))["choices"]
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert (message["content"], message["reasoning"], message["reasoning_content"]) == ("Sure.", "hm", "hm")
+    calls = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message["tool_calls"]]
+    assert calls == TWO
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+
+
+def test_calls_are_streamed_as_openais_clients_join_them(client: httpx.Client):
+    events = stream(client, CHAT, body_of("<think>hm</think>" + SAID, stream_options={"include_usage": True}))
+    deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Sure."
+    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "hm"
+    parts = [part for delta in deltas for part in delta.get("tool_calls") or ()]
+    names = {part["index"]: part["function"]["name"] for part in parts if "name" in part["function"]}
+    assert names == {0: "get_weather", 1: "now"}
+    joined = ["".join(p["function"].get("arguments", "") for p in parts if p["index"] == index) for index in (0, 1)]
+    assert [json.loads(each) for each in joined] == [ZURICH, {}]
+    assert [event["choices"][0]["finish_reason"] for event in events if event["choices"]][-1] == "tool_calls"
+
+
+def test_requests_say_what_they_want_of_it(client: httpx.Client):
+    def message(**more: Any) -> dict[str, Any]:
+        return ask(client, CHAT, **body_of("<think>hm</think>" + SAID, **more))["choices"][0]["message"]
+
+    assert len(message(parallel_tool_calls=False)["tool_calls"]) == 1
+    assert "reasoning" not in message(include_reasoning=False)
+    assert message(tool_choice="none")["content"] == SAID
+    assert message(tools=None)["tool_calls"] == []
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([{"name": "f"}], "tools[0]"),
+        ([NOW, {"type": "function", "function": {}}], "tools[1].function.name"),
+        ([{"type": "function", "function": {"name": "f", "parameters": "x"}}], "tools[0].function.parameters"),
+    ],
+)
+def test_tools_of_another_shape_are_refused_by_name(client: httpx.Client, tools, param):
+    response = client.post(CHAT, json=body_of("x", tools=tools))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
