@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,6 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def llm(folder: str) -> Iterator[LLM]:
     with LLM(model=folder, in_process=True, **ENGINE) as llm:
+        ask(llm, form(choice=["ready"]))  # starts what tries grammars, which ends with the engine
         yield llm
 
 
@@ -179,6 +181,43 @@ def test_what_the_engine_cannot_follow_ends_with_the_librarys_reason(llm: LLM, o
     with pytest.raises(InvalidRequestError, match=re.escape(said)):
         llm.generate(["the water"], form(**of), use_tqdm=False)
     assert ask(llm, form(choice=["still here"])) == ["still here"]
+
+
+CHAIN = {f"d{n}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(3000)}
+BOMBS: dict[str, tuple[dict[str, Any], str]] = {
+    "a chain of references": ({"json": {"$ref": "#/$defs/d0", "$defs": {**CHAIN, "d3000": True}}}, "too long a chain"),
+    "a remainder": ({"json": {"type": "integer", "multipleOf": 999_983}}, "takes more than 1 s"),
+    "a repeated repetition": ({"regex": "((a{1000}){1000}){1000}"}, "structured_outputs"),
+    "a huge enum": ({"json": {"enum": [f"{n} {n * 7919}" for n in range(45_000)]}}, "structured_outputs"),
+    "a large schema": (
+        {"json": {"properties": {f"p{n}": {"title": "x" * 90} for n in range(12_000)}}},
+        "at most 1048576",
+    ),
+}
+
+
+@pytest.mark.system
+def test_compile_bombs_end_within_their_limits_and_disturb_no_other_stream(folder: str) -> None:
+    free = SamplingParams(temperature=1, max_tokens=200, seed=3, ignore_eos=True)
+    with LLM(model=folder, **ENGINE) as llm:
+        (alone,) = llm.generate(["the mill"], free, use_tqdm=False)
+        for name, (of, said) in BOMBS.items():
+            began_s = time.monotonic()
+            with pytest.raises(InvalidRequestError, match=said):
+                llm.generate(["the water"], form(**of), use_tqdm=False)
+            assert time.monotonic() - began_s < 30, name
+            (after,) = llm.generate(["the mill"], free, use_tqdm=False)
+            assert after.outputs[0].token_ids == alone.outputs[0].token_ids, name
+        assert ask(llm, form(choice=["still here"])) == ["still here"]
+
+
+def test_a_grammar_that_crashes_its_compiler_ends_alone(folder: str) -> None:
+    with LLM(model=folder, in_process=True, **ENGINE) as llm:
+        of, said = BOMBS["a chain of references"]
+        for _ in range(2):  # the second time the reason is known
+            with pytest.raises(InvalidRequestError, match=said):
+                llm.generate(["the water"], form(**of), use_tqdm=False)
+        assert ask(llm, form(choice=["still here"])) == ["still here"]
 
 
 def test_an_engine_without_a_tokenizer_says_what_is_missing(folder: str) -> None:

@@ -26,7 +26,8 @@ from headrace.core.options.memory import fit_cache, ledger
 from headrace.core.options.plan import Facts, Plan
 from headrace.core.options.resolve import resolve, steps_in_flight
 from headrace.core.process.child_output import LoadBar, startup_table
-from headrace.core.structured_output.backends import Backends, Vocabulary
+from headrace.core.structured_output.backend import Vocabulary
+from headrace.core.structured_output.backends import Backends
 from headrace.ipc.failure import Failure, HeadraceError, OptionError
 from headrace.ipc.messages import TokenizerBundle, TokenizerInfo, Welcome
 from headrace.ipc.plugins import load_plugin, plugins, warn_of_vllm_plugins

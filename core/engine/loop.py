@@ -133,7 +133,7 @@ class Loop:
 
     def follow_grammars(self, backend: Backend) -> None:
         """Requests may ask for structured outputs. Before the loop runs."""
-        self._compiler = GrammarCompiler(backend.compile, lambda news: self._inbox.put((0, news)))
+        self._compiler = GrammarCompiler(backend, lambda news: self._inbox.put((0, news)))
         self.gates.register(self._compiler)
         self.scheduler.grammars = GrammarMasks(backend, self.scheduler.config.vocab_size)
 

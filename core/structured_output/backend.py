@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from headrace.ipc.messages import StructuredOutput
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """What a library of grammars is told of the model."""
+
+    tokenizer_json: bytes
+    """In the `tokenizers` library's form; empty where the engine runs without a tokenizer."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
 
 
 class Matcher(Protocol):
@@ -53,6 +63,9 @@ class Backend(Protocol):
     def compile(self, wanted: StructuredOutput) -> Matcher:
         """The beginning of the grammar. Raises InvalidRequestError with the library's reason."""
         ...
+
+    def stop(self) -> None:
+        """Ends what it has started."""
 
     def fill(self, places: Sequence[tuple[Matcher, int, list[int]]], masks: np.ndarray) -> None:
         """Writes which tokens may come next into masks [num_masks, num_words] int32, as TokenMasks has them.

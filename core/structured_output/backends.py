@@ -10,20 +10,12 @@ import msgspec
 import numpy as np
 
 from headrace.core.options.structured_outputs import StructuredOutputs
-from headrace.core.structured_output.backend import Backend, Matcher
+from headrace.core.structured_output.backend import Backend, Matcher, Vocabulary
+from headrace.core.structured_output.trial import Trial
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
 
 logger = logging.getLogger(__name__)
-
-
-class Vocabulary(msgspec.Struct, frozen=True):
-    """What a grammar's library knows of the model."""
-
-    tokenizer_json: bytes
-    """In the `tokenizers` library's form; empty where the engine runs without a tokenizer."""
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
 
 
 def make_backend(name: str, vocabulary: Vocabulary) -> Backend:
@@ -48,6 +40,7 @@ class Backends:
 
     def __init__(self, options: StructuredOutputs, vocabulary: Vocabulary) -> None:
         self._options, self._vocabulary = options, vocabulary
+        self._trial = Trial(vocabulary)
         self._lock = threading.Lock()
         self._made: dict[str, Backend] = {}
 
@@ -65,13 +58,13 @@ class Backends:
         )
         first, *others = options.backends
         try:
-            return self._backend(first).compile(wanted)
+            return self._compile(first, wanted)
         except InvalidRequestError as error:
             if options.disable_fallback or wanted.disable_fallback:
                 raise
             for name in others:
                 try:
-                    matcher = self._backend(name).compile(wanted)
+                    matcher = self._compile(name, wanted)
                 except InvalidRequestError:
                     continue  # the first one's reason is the one to hear
                 logger.info("a grammar is followed by %s: %s", name, error)
@@ -84,6 +77,15 @@ class Backends:
             own = places if len(made) == 1 else [each for each in places if each[0].backend is backend]
             if own:
                 backend.fill(own, masks)
+
+    def stop(self) -> None:
+        self._trial.stop()
+
+    def _compile(self, name: str, wanted: StructuredOutput) -> Matcher:
+        self._trial.start()  # it gets ready while the library does here
+        backend = self._backend(name)
+        self._trial.check(name, wanted)
+        return backend.compile(wanted)
 
     def _backend(self, name: str) -> Backend:
         with self._lock:

@@ -19,12 +19,12 @@ import msgspec
 
 from headrace.core.engine.gates import Gate, GateFailed, GateOpened
 from headrace.core.schedule.requests import Request
-from headrace.core.structured_output.backend import Matcher
+from headrace.core.structured_output.backend import Backend, Matcher
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import AddRequest, Generate, StructuredOutput
 
 MOST_CACHED = 256
-"""Grammars that are kept."""
+"""Grammars that are kept, and reasons why one cannot be."""
 NUM_THREADS = 2
 REASON = "grammar"
 
@@ -34,15 +34,14 @@ class GrammarCompiler:
 
     def __init__(
         self,
-        compile_one: Callable[[StructuredOutput], Matcher],
+        backend: Backend,
         report: Callable[[GateOpened | GateFailed], None],
     ) -> None:
-        """compile_one: the beginning of a grammar; it may take long, and raises InvalidRequestError with the reason.
-        report: takes news from any thread."""
-        self._compile_one, self._report = compile_one, report
+        """report: takes news from any thread."""
+        self._backend, self._report = backend, report
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[Gate, Matcher] = OrderedDict()  # the least recently used first
+        self._compiled: OrderedDict[Gate, Matcher | Failure] = OrderedDict()  # the least recently used first
         self._waiting: dict[Gate, list[Request]] = {}
 
     def closed_gates(self, request: Request, message: AddRequest) -> Iterable[Gate]:
@@ -53,6 +52,9 @@ class GrammarCompiler:
         with self._lock:
             if (compiled := self._compiled.get(gate)) is not None:
                 self._compiled.move_to_end(gate)
+                if isinstance(compiled, Failure):
+                    self._report(GateFailed(gate, compiled))
+                    return (gate,)
                 request.matcher = compiled.copy()
                 return ()
             if gate not in self._waiting:
@@ -63,19 +65,24 @@ class GrammarCompiler:
 
     def stop(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._backend.stop()
 
     def _compile(self, gate: Gate, wanted: StructuredOutput) -> None:
         try:
-            compiled = self._compile_one(wanted)
+            compiled = self._backend.compile(wanted)
         except BaseException as error:  # a library's panic is no Exception
-            with self._lock:
-                del self._waiting[gate]
-            self._report(GateFailed(gate, Failure.of(error, process="engine-core", phase=REASON)))
+            failure = Failure.of(error, process="engine-core", phase=REASON)
+            self._keep(gate, failure)
+            self._report(GateFailed(gate, failure))
             return
+        self._keep(gate, compiled)
+        self._report(GateOpened(gate))
+
+    def _keep(self, gate: Gate, compiled: Matcher | Failure) -> None:
+        """And gives it to the requests that wait for it."""
         with self._lock:
             for request in self._waiting.pop(gate):
-                request.matcher = compiled.copy()
+                request.matcher = None if isinstance(compiled, Failure) else compiled.copy()
             self._compiled[gate] = compiled
             while len(self._compiled) > MOST_CACHED:
                 self._compiled.popitem(last=False)
-        self._report(GateOpened(gate))

@@ -95,6 +95,9 @@ class LLGuidanceBackend:
             raise _refusal(wanted, problem)
         return LLGuidanceMatcher(self, matcher)
 
+    def stop(self) -> None:
+        """It has started nothing."""
+
     def fill(self, places: Sequence[tuple[Any, int, list[int]]], masks: np.ndarray) -> None:
         plain = [(place.matcher, index) for place, index, drafts in places if not drafts]
         if plain:

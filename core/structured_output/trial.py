@@ -1,0 +1,208 @@
+"""Compiles a grammar first in a process of its own, which may be killed: a library cannot be stopped, and may crash.
+
+A schema whose references form a long chain overflows a library's stack, which would end the engine; another of a
+hundred bytes computes for minutes, or takes gigabytes. What such a grammar ends is the trial's process, whose kernel
+counts its computing time and its memory; the next grammar gets a new one.
+
+    core: Trial.check -- Candidate -->  child: compile, follow some tokens
+                      <-- Verdict ----         (or its end, by a signal)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import msgspec
+import numpy as np
+import psutil
+
+from headrace.core.structured_output.backend import Backend, Matcher, Vocabulary
+from headrace.ipc.channel import Channel, ChannelClosedError
+from headrace.ipc.failure import HeadraceError, InvalidRequestError
+from headrace.ipc.messages import StructuredOutput
+from headrace.ipc.wait import Deadline, WaitTimeoutError
+
+MOST_COMPUTING_S = 1.0
+"""Of one grammar."""
+MOST_MASK_S = 0.1
+"""Of computing one mask, which other requests wait for."""
+MOST_BYTES = 512 << 20
+"""Of memory beside what the process has without a grammar."""
+MOST_WAIT_S = 20.0
+"""For a verdict, however busy the machine is."""
+START_S = 60.0
+WALK_TOKENS = 12
+"""Tokens of an answer that are tried, chosen at random: some grammars are slow only after their beginning."""
+
+
+class Beginning(msgspec.Struct, frozen=True, tag=True):
+    vocabulary: Vocabulary
+
+
+class Candidate(msgspec.Struct, frozen=True, tag=True):
+    backend: str
+    wanted: StructuredOutput
+
+
+class Verdict(msgspec.Struct, frozen=True, tag=True):
+    """The first is of a `Beginning`, and says that the process is ready."""
+
+    problem: str = ""
+
+
+TrialMessage = Beginning | Candidate | Verdict
+
+
+class Trial:
+    """The process, from the first grammar on. Thread-safe: grammars take turns."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._is_new = self._is_stopped = False
+        """The process has not said yet that it is ready."""
+
+    def start(self) -> None:
+        """Begins to make it ready, where it does not run."""
+        with self._lock:
+            self._begin()
+
+    def check(self, backend: str, wanted: StructuredOutput) -> None:
+        """Raises InvalidRequestError where the grammar cannot be compiled, or costs too much."""
+        candidate = Candidate(backend, wanted)
+        with self._lock:
+            # Somebody else may have killed a process that waited for work.
+            problem = self._try(candidate)
+            if problem is None:
+                problem = self._try(candidate)
+        if problem is None:
+            raise HeadraceError("the process that tries grammars was killed twice")
+        if problem:
+            raise InvalidRequestError(problem)
+
+    def stop(self) -> None:
+        """Ends the process, and whatever waits for it."""
+        self._is_stopped = True
+        if (process := self._process) is not None:
+            process.kill()
+            process.wait()
+
+    def _try(self, candidate: Candidate) -> str | None:
+        """What is wrong with it, "" for nothing. None where the process was killed from elsewhere."""
+        try:
+            channel = self._begin()
+            if self._is_new:
+                channel.receive(Deadline(START_S))
+                self._is_new = False
+            channel.send(candidate, Deadline(MOST_WAIT_S))
+            verdict: Verdict = channel.receive(Deadline(MOST_WAIT_S))
+        except (ChannelClosedError, WaitTimeoutError):
+            said = self._end()
+            return None if said is None else f"SamplingParams.structured_outputs: {said}"
+        return verdict.problem
+
+    def _begin(self) -> Channel:
+        """To the process, which is started where there is none."""
+        if self._is_stopped:
+            raise HeadraceError("the engine is stopping")
+        if self._channel is not None:
+            return self._channel
+        channel, theirs = Channel.pair(TrialMessage)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # a library's panic says there what the verdict says too
+            )
+        self._channel, self._is_new = channel, True
+        channel.send(Beginning(self._vocabulary), Deadline(START_S))
+        return channel
+
+    def _end(self) -> str | None:
+        """Ends the process, if it has not ended; what its end means, None where somebody else killed it."""
+        process, channel = self._process, self._channel
+        assert process is not None, "it was started"
+        assert channel is not None, "it was started"
+        self._process = self._channel = None
+        channel.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.2)  # one that crashed closes its end a little before it is gone
+        status = process.poll()
+        if status is None:
+            process.kill()
+            process.wait()
+            return f"the grammar was not compiled within {MOST_WAIT_S:g} s"
+        if status == -signal.SIGKILL:
+            return None
+        if status == -signal.SIGPROF:
+            return f"the grammar takes more than {MOST_COMPUTING_S:g} s to compile, which is as much as one may"
+        return (
+            "the grammar cannot be compiled: it is nested too deeply, its references form too long a chain, or it "
+            f"takes more than {MOST_BYTES >> 20} MiB (its compiler ended with status {status})"
+        )
+
+
+def main(fd: int) -> None:
+    from headrace.core.structured_output.backends import make_backend
+
+    channel = Channel.inherited(fd, TrialMessage)
+    vocabulary = channel.receive(Deadline(None)).vocabulary
+    made: dict[str, Backend] = {}
+    channel.send(Verdict())
+    while True:
+        candidate = channel.receive(Deadline(None))
+        try:
+            if candidate.backend not in made:
+                made[candidate.backend] = make_backend(candidate.backend, vocabulary)
+                _limit_memory()
+            signal.setitimer(signal.ITIMER_PROF, MOST_COMPUTING_S)  # its signal ends this process
+            backend = made[candidate.backend]
+            problem = _walk(backend, backend.compile(candidate.wanted), vocabulary.vocab_size)
+        except HeadraceError as error:
+            problem = str(error)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        channel.send(Verdict(problem))
+
+
+def _walk(backend: Backend, matcher: Matcher, vocab_size: int) -> str:
+    """Follows some tokens; why the matcher cannot serve, "" when it can."""
+    chance = random.Random(0)
+    mask = np.zeros((1, -(-vocab_size // 32)), np.int32)
+    for _ in range(WALK_TOKENS):
+        began_s = time.thread_time()
+        backend.fill([(matcher, 0, [])], mask)
+        if time.thread_time() - began_s > MOST_MASK_S:
+            return (
+                f"SamplingParams.structured_outputs: finding the tokens that the grammar allows takes more than "
+                f"{MOST_MASK_S:g} s, which is as much as it may"
+            )
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        if matcher.is_complete or matcher.problem or not len(allowed):
+            break
+        if not matcher.accept(int(chance.choice(allowed))):
+            break
+    return f"SamplingParams.structured_outputs: {matcher.problem}" if matcher.problem else ""
+
+
+def _limit_memory() -> None:
+    used_bytes = psutil.Process().memory_info().vms
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MOST_BYTES, hard))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to obey, which closes the channel
+    with contextlib.suppress(ChannelClosedError):
+        main(int(sys.argv[1]))
+    os._exit(0)
