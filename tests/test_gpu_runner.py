@@ -7,6 +7,7 @@ import time
 from collections import deque
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -28,7 +29,7 @@ from headrace.executor.cpu.runner import ModelRunner
 from headrace.executor.gpu.device_state import HostDevice
 from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
 from headrace.executor.models.inputs import StepInputs, StepLogits, step_in_two
-from headrace.ipc.step import StepResult
+from headrace.ipc.step import StepPlan, StepResult, TokenMasks
 
 LIMITS = RunnerLimits(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB_SIZE, eos_token_ids=(3,), capture_sizes=(1, 2, 4, 6))
 PAIRS = ((7,), *((first, second) for first in range(0, VOCAB_SIZE, 2) for second in range(0, VOCAB_SIZE, 3)))
@@ -59,7 +60,15 @@ class HostModel(TensorHashModel):
 class Twins:
     """Feeds the same plans to the CPU's runner and, `ahead` steps before their results are read, to the GPU's."""
 
-    def __init__(self, ahead: int = 2, capturer: RecordingCapturer | None = None, device: HostDevice | None = None):
+    def __init__(
+        self,
+        ahead: int = 2,
+        capturer: RecordingCapturer | None = None,
+        device: HostDevice | None = None,
+        masks: np.random.Generator | None = None,
+    ):
+        """masks: draws which of a step's places have one, and the tokens that it allows."""
+        self._masks = masks
         self.maker = PlanMaker(block_size=BLOCK_SIZE)
         batch = BatchState(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, (3,))
         self.reference = ModelRunner(HostModel(), new_cache(), batch, vocab_size=VOCAB_SIZE)
@@ -73,6 +82,8 @@ class Twins:
         for item in work:
             self.maker.compute(*(item if isinstance(item, tuple) else (item,)))
         plan = self.maker.plan()
+        if self._masks is not None:
+            plan = with_masks(plan, self._masks)
         self.runner.submit(plan)
         result = self.reference.step(plan)
         self.maker.sampled(result.rows, result.token_ids, result.counts)
@@ -92,6 +103,19 @@ class Twins:
     def drain(self) -> None:
         while self._expected:
             self.compare()
+
+
+def with_masks(plan: StepPlan, dice: np.random.Generator) -> StepPlan:
+    """Allows about half of the tokens at about half of the places."""
+    num_places = np.ones(int(plan.sampled.sum()), int)
+    if plan.drafts is not None:
+        num_places += plan.drafts.counts[plan.sampled]
+    places = np.flatnonzero(dice.random(num_places.sum()) < 0.5).astype(np.int32)
+    if not len(places):
+        return plan
+    words = dice.integers(-(2**31), 2**31, (len(places), -(-VOCAB_SIZE // 32)), np.int32)
+    masks = TokenMasks(places=places, bits=(words | 1).reshape(-1))
+    return msgspec.structs.replace(plan, attachments=(*plan.attachments, masks))
 
 
 def same(found: StepResult, expected: StepResult) -> None:
@@ -150,6 +174,12 @@ def play(seed: int, twins: Twins, steps: int = 30) -> None:
 @pytest.mark.parametrize("seed", range(25))
 def test_every_result_is_the_cpu_runners_with_two_steps_in_flight(seed: int) -> None:
     play(seed, Twins())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_masks_of_some_rows_leave_both_runners_the_same_tokens_to_choose_from(seed: int) -> None:
+    twins = Twins(capturer=RecordingCapturer(), device=LateDevice(), masks=np.random.default_rng(seed))
+    play(seed, twins)
 
 
 def answers_without_drafts(samplings: tuple[dict[str, Any], ...], num_tokens: int) -> dict[int, list[int]]:

@@ -49,13 +49,17 @@ class Choosing:
         row_needs = self._batch.sampling.needs[step.rows]
         reporting = np.flatnonzero((row_needs & Needs.LOGPROBS) != 0)
         told = raw = None
+        masks = step.plan.masks
+        changes = bool(needs & CHANGES) or masks is not None
         if reporting.size:
             told = self._indices(reporting)
             # Choosing leaves logits as they are: all of them need a copy only where something changes them.
-            raw = logits if reporting.size == count and not needs & CHANGES else logits[told]
-        if needs & CHANGES:
+            raw = logits if reporting.size == count and not changes else logits[told]
+        if changes:
             step.changed = True
             steps.results[:count, RAW_BEST] = logits.amax(1).view(torch.int32)
+            if masks is not None:
+                self._tokens.mask(logits, masks, self._staging)
             self._change(logits, step.rows, rows)
         choice = Choice(min(choice_for(needs & (Needs.RANDOM | Needs.TRUNCATION)), Choice.TRUNCATE))
         token_ids = steps.take(logits, rows, self._state.num_computed[rows].long(), choice)

@@ -221,7 +221,7 @@ class GpuRunner:
         assert logits is not None, "rows with drafts are sampled"
         with self.times.phase("sample"):
             num_tokens = batch.num_tokens[places.row_of] + places.nth
-            step.places, step.sampled = places, sample(logits, batch, places.row_of, num_tokens)
+            step.places, step.sampled = places, sample(logits, batch, places.row_of, num_tokens, masks=plan.masks)
             verified = verify(places, step.sampled, {})
             batch.append_sampled(places.rows, verified.appended, verified.num_appended)
             ends = np.cumsum(verified.num_appended)
@@ -238,7 +238,8 @@ class GpuRunner:
         is_decode = plan.total_tokens == len(plan.rows) and bool(plan.sampled.all())
         if is_decode:  # every row is past its prompt, of which no more is told
             needs &= ~int(Needs.PROMPT_LOGPROBS)
-            return self._decode(plan, Choice.LOGITS if needs & ~ON_THE_DEVICE else choice_for(needs))
+            ends_with_logits = needs & ~ON_THE_DEVICE or plan.masks is not None
+            return self._decode(plan, Choice.LOGITS if ends_with_logits else choice_for(needs))
         return self._mixed(plan, step, needs)
 
     def _decode(self, plan: StepPlan, choice: Choice) -> Tensor | None:
@@ -300,7 +301,7 @@ class GpuRunner:
 
     def _sample_on_host(self, logits: Tensor, step: StepInFlight, needs: int) -> None:
         """For what no op here does: lets the host's sampler choose. The steps before must be settled."""
-        step.sampled = sample(logits, self.batch, step.rows)
+        step.sampled = sample(logits, self.batch, step.rows, masks=step.plan.masks)
         rows, token_ids = self._staging.send(step.rows, step.sampled.token_ids.astype(np.int32))
         self.state.last_token[rows.long()] = token_ids
         if needs & Needs.PENALTIES:

@@ -19,7 +19,7 @@ from headrace import kernels
 from headrace.executor.cpu.batch import BatchState, Needs, has_penalties
 from headrace.executor.gpu.device_state import DeviceState, Staging
 from headrace.executor.sampling.token_rules import TokenRules
-from headrace.ipc.step import NewRow
+from headrace.ipc.step import NewRow, TokenMasks
 from headrace.kernels.reference.sampling import DeviceChosen, DeviceDraws, LogitChanges, Penalties, choose_tokens
 
 logger = logging.getLogger(__name__)
@@ -157,6 +157,13 @@ class TokenStates:
         )
         # Penalties never come without the allowed bits, which cost little to read: a kernel less to compile.
         self._adjust(logits, LogitChanges(rows, self.allowed_bits, penalties if changes.penalised else None))
+
+    def mask(self, logits: Tensor, masks: TokenMasks, staging: Staging) -> None:
+        """Forbids, in place, what masks do not allow; their places are the rows of logits [num_rows, vocab_size]."""
+        mask_of = np.zeros(len(logits), np.int64)  # the first one, which is put before theirs, allows everything
+        mask_of[masks.places] = np.arange(1, 1 + len(masks.places))
+        rows, bits = staging.send(mask_of, np.concatenate((np.full(self._num_words, -1, np.int32), masks.bits)))
+        self._adjust(logits, LogitChanges(rows.view(torch.int64), bits.view(-1, self._num_words)))
 
     def visit_counted(self, logits: Tensor, state: DeviceState, rows: Tensor) -> None:
         """`adjust` with counts, for one row that is row 0."""
