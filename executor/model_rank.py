@@ -25,6 +25,7 @@ from headrace.executor.parallel.divisibility import check_shares
 from headrace.executor.parallel.rank_place import Collectives, RankPlace
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.rank import Rank, Report, reader_of
+from headrace.executor.sampling.logits_processors import processor_classes
 from headrace.ipc.control import (
     ASLEEP,
     CallExtension,
@@ -69,6 +70,7 @@ class ModelRank(Rank):
         self._plan: Plan | None = None
         self._profile = WorkerProfile(options.profiler_config.get("torch_profiler_dir"), place.rank)
         self._bounded = BoundedCalls(options.control_timeout)
+        self._processor_classes = processor_classes(options.logits_processors)
         self._extension = Extension(options.worker_extension_cls, self)
 
     @property

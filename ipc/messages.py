@@ -99,6 +99,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_
     dry_allowed_length: Annotated[int, Range(1, INT32), ModelDefault(None)] = 2
     dry_penalty_last_n: Annotated[int, Range(-1, INT32), ModelDefault(None)] = -1
     dry_breaker_token_ids: Annotated[tuple[TokenId, ...], Longest(1024)] = ()
+    extra_args: Annotated[dict[str, Any], Longest(256)] = {}
+    """What logits processors of others read."""
     mirostat: Annotated[int, Range(0, 2), ModelDefault(None)] = 0
     mirostat_tau: Annotated[float, Range(0, FLOAT32), ModelDefault(None)] = 5.0
     mirostat_eta: Annotated[float, Range(0, FLOAT32), ModelDefault(None)] = 0.1

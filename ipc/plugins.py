@@ -5,6 +5,9 @@
     gentle = "gentle.scheduler:GentleScheduler"         # a class: scheduler_cls=gentle
     lab = "lab.executor:LabExecutor"                    # a class: distributed_executor_backend=lab
 
+    [project.entry-points."headrace.logits_processors"] # a class that every engine makes (executor/sampling)
+    calm = "calm.processor:Calm"
+
 A plugin is loaded when it is asked for by name, families when a model is of no architecture of ours. What is wrong with
 one is said where it is missed; the others are served.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -20,6 +24,7 @@ from headrace.ipc.failure import OptionError
 
 GROUP = "headrace.plugins"
 VLLM_GROUP = "vllm.general_plugins"
+LOGITS_PROCESSORS_GROUP = "headrace.logits_processors"
 logger = logging.getLogger(__name__)
 
 
@@ -33,6 +38,11 @@ def plugins() -> dict[str, EntryPoint]:
                 f"two packages have a plugin {entry.name}: {_package(other)} and {_package(entry)}; uninstall one"
             )
     return found
+
+
+def has_logits_processors(named: Sequence[str]) -> bool:
+    """Whether an engine that names these classes has any."""
+    return bool(named or entry_points(group=LOGITS_PROCESSORS_GROUP))
 
 
 def load_plugin(entry: EntryPoint) -> Any:

@@ -48,6 +48,7 @@ SAMPLINGS = (
     {"temperature": 0.9, "allowed_token_ids": tuple(range(0, VOCAB_SIZE, 3)), "logprobs": 12},
     {"temperature": 0.0, "logit_bias": {2: 3.0, 7: -np.inf, 9: 4.0}, "presence_penalty": 0.5},
     {"temperature": 1.1, "bad_words": PAIRS, "logit_bias": {7: 2.0, 8: 2.5}},
+    {"temperature": 1.2, "typical_p": 0.7, "xtc_probability": 0.6, "xtc_threshold": 0.02, "dry_multiplier": 2.0},
     {"temperature": 0.0, "allowed_token_ids": tuple(range(20)), "bad_words": PAIRS, "repetition_penalty": 0.8},
 )
 

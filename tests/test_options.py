@@ -194,7 +194,7 @@ def test_neutral_values_are_recognised_as_text() -> None:
         (["--enable-lora", "True"], "--enable-lora=True is refused: LoRA"),
         (["--max-log-len", "80"], "--max-log-len=80 is refused: not supported: a logged request shows no prompt"),
         (["--kv-offloading-size", "4"], "kv_cache_dtype fp8 or int8"),
-        (["--logits-processors", "m:C"], "logit_bias, allowed_token_ids"),
+        (["--logits-processor-pattern", "m.*"], "logits_processors are the engine's"),
     ],
 )
 def test_vllms_flags_are_answered_by_name_with_what_works(arguments: list[str], sentence: str) -> None:

@@ -19,6 +19,7 @@ from headrace.core.options.plan import Facts, Plan
 from headrace.core.schedule.requests import Request
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import SCHEMA_HASH, AddRequest, Generate, Pool, Refused, Sampling
+from headrace.ipc.plugins import has_logits_processors
 from headrace.ipc.ranges import FLOAT32, VOCABULARY, names_marked, out_of_range
 
 GREEDY_BELOW = 1e-5
@@ -50,6 +51,7 @@ class Admission:
         self._max_model_len = facts.max_model_len
         self._vocab_size = plan.model.vocab_size
         self._max_logprobs = plan.max_logprobs
+        self._reads_extra_args = has_logits_processors(plan.options.logits_processors)
         self._version = version("headrace")
         self._seed = plan.seed
         self._seeds_drawn = 0
@@ -87,7 +89,15 @@ class Admission:
             wanted = self._vocab_size if count == -1 else count
             if wanted is not None and not 0 <= wanted <= most:
                 return self.refusal(f"{name} is {count}; this engine's max_logprobs is {self._max_logprobs}")
-        return self._check_token_rules(sampling)
+        return self._check_extra_args(sampling) or self._check_token_rules(sampling)
+
+    def _check_extra_args(self, sampling: Sampling) -> Failure | None:
+        if sampling.extra_args and not self._reads_extra_args:
+            return self.refusal(
+                f"extra_args (vllm_xargs) has {', '.join(sampling.extra_args)}, and this engine has no logits "
+                "processors to read them: start it with logits_processors"
+            )
+        return None
 
     def _check_token_rules(self, sampling: Sampling) -> Failure | None:
         for name in names_marked(Sampling, VOCABULARY):

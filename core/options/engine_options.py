@@ -340,6 +340,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         int,
         Option(SCHEDULER, "Tokens of an output that are told together; its first is told at once", "tokens", minimum=1),
     ] = 1
+    logits_processors: Annotated[
+        tuple[str, ...],
+        Option(
+            MODEL,
+            "module:Class of logits processors, besides those that installed packages register under "
+            "headrace.logits_processors; see docs/server.md",
+        ),
+    ] = ()
     scheduler_cls: Annotated[
         str,
         Option(

@@ -252,6 +252,8 @@ def _to_choice(spec: OptionSpec, value: Any) -> str:
 def _to_list(spec: OptionSpec, value: Any) -> tuple[str, ...]:
     items = _as_json_list(value)
     items = [items] if isinstance(items, str) else items
+    if isinstance(items, list | tuple):  # of classes, which Python callers may give as they are
+        items = [f"{item.__module__}:{item.__qualname__}" if isinstance(item, type) else item for item in items]
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item for item in items):
         raise ValueError("it must be a name or a list of names")
     return tuple(items)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from headrace.executor.sampling.token_rules import TokenRules, rules_of
 from headrace.executor.sampling.verification import SampledPositions
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import Drafts, NewRow, StepPlan, nth_of_each
+
+if TYPE_CHECKING:
+    from headrace.executor.sampling.logits_processors import LogitsProcessors
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy, as in vLLM."""
@@ -37,9 +41,13 @@ class Needs(enum.IntFlag):
     """Bad words of several tokens, which ask for the tokens before; only with TOKEN_RULES."""
     PROCESSORS = 256
     """Something of `sampling/row_processors`."""
+    LOGITS_PROCESSORS = 512
+    """Every row, where the engine has logits processors (sampling/logits_processors.py)."""
 
 
-CHANGES = int(Needs.PENALTIES | Needs.MIN_TOKENS | Needs.TOKEN_RULES | Needs.PROCESSORS)
+ON_HOST_ALONE = int(Needs.PROCESSORS | Needs.LOGITS_PROCESSORS)
+"""What no device does by itself."""
+CHANGES = int(Needs.PENALTIES | Needs.MIN_TOKENS | Needs.TOKEN_RULES) | ON_HOST_ALONE
 """What changes logits before a choice."""
 
 
@@ -101,6 +109,10 @@ class SamplingColumns:
         """Only of rows that need TOKEN_RULES."""
         self.processors: dict[int, tuple[RowProcessor, ...]] = {}
         """Only of rows that need PROCESSORS."""
+        self.logits_processors: LogitsProcessors | None = None
+        self.entries: list[int] = [0] * num_rows
+        """Which of the requests that entered is in a row, where there are logits processors."""
+        self._num_entered = 0
 
     def enter(self, row: int, sampling: Sampling, seed: int) -> None:
         self.params[row] = sampling
@@ -122,6 +134,10 @@ class SamplingColumns:
             self.rules[row] = rules
             self.needs[row] |= Needs.TOKEN_RULES | (Needs.BAD_WORDS if rules.words_after else 0)
         self.processors.pop(row, None)
+        if self.logits_processors is not None:
+            self._num_entered += 1
+            self.entries[row] = self._num_entered
+            self.needs[row] |= Needs.LOGITS_PROCESSORS
         if processors := processors_of(sampling):
             self.processors[row] = processors
             self.needs[row] |= Needs.PROCESSORS

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.executor.cpu.batch import CHANGES, BatchState, Needs
+from headrace.executor.cpu.batch import CHANGES, ON_HOST_ALONE, BatchState, Needs
 from headrace.executor.gpu.choosing import Choosing
 from headrace.executor.gpu.device_state import DecodeRows, Deltas, Device, DeviceState, Staging, StateShape
 from headrace.executor.gpu.graphs import Capturer, DecodeGraphs, GraphKey
@@ -41,8 +41,9 @@ STAGING_BUFFERS = 8 * (STEPS_IN_FLIGHT + 1)
 """A steady decode sends at most once a step; one whose logits are changed and reported, up to eight times."""
 PENDING = -1
 """In the place of a token that is sampled and not known to the host."""
-ON_THE_DEVICE = int(
-    Needs.RANDOM | Needs.TRUNCATION | CHANGES | Needs.BAD_WORDS | Needs.LOGPROBS | Needs.PROMPT_LOGPROBS
+ON_THE_DEVICE = (
+    int(Needs.RANDOM | Needs.TRUNCATION | CHANGES | Needs.BAD_WORDS | Needs.LOGPROBS | Needs.PROMPT_LOGPROBS)
+    & ~ON_HOST_ALONE
 )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from headrace.executor.cpu.batch import BatchState
 from headrace.executor.cpu.runner import Model, ModelRunner
 from headrace.executor.parallel.rank_place import Collectives, RankPlace
+from headrace.executor.sampling.logits_processors import LogitsProcessors
 from headrace.ipc.step import StepPlan, StepResult
 
 MOST_UNKNOWN = 16
@@ -111,13 +112,19 @@ _NONE = np.zeros(0, np.int32)
 
 
 def make_runner(
-    model: Model, kv_cache: Any, batch_args: tuple[Any, ...], place: RankPlace, *, vocab_size: int
+    model: Model,
+    kv_cache: Any,
+    batch_args: tuple[Any, ...],
+    place: RankPlace,
+    vocab_size: int,
+    processors: LogitsProcessors | None = None,
 ) -> ModelRunner | StageRunner | LastStageRunner:
     """The runner of this place. batch_args: of `BatchState`."""
     if not place.is_last_stage:
         return StageRunner(model, kv_cache, BatchState(*batch_args), place.link)
     is_first_rank = place.pp_size > 1 and place.tp_rank == 0
     batch = NotedBatch(*batch_args) if is_first_rank else BatchState(*batch_args)
+    batch.sampling.logits_processors = processors
     # A step that is repeated takes nothing from the stage before.
     runner = ModelRunner(model, kv_cache, batch, vocab_size=vocab_size, may_repeat=place.pp_size == 1)
     return LastStageRunner(runner, batch, place.link) if isinstance(batch, NotedBatch) else runner

@@ -6,6 +6,7 @@ A row's choice depends on its own logits, parameters, tokens and seed only, neve
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from dataclasses import dataclass
@@ -76,16 +77,25 @@ def sample(
     raw = logits[_indices(reporting, logits)] if reporting.size else None  # a copy, before anything changes them
     changes = bool(used & CHANGES) or masks is not None
     problems: dict[int, str] = {}
+    custom = None
     if changes:
         problems = find_problems(logits.amax(1).cpu().numpy())
+        if used & Needs.LOGITS_PROCESSORS and batch.sampling.logits_processors is not None:
+            custom = batch.sampling.logits_processors.begin(batch, rows, num_tokens, problems)
         if masks is not None:
             apply_masks(logits, masks)
         apply_rules(logits, batch, rows, num_tokens)
+        if custom is not None:
+            custom.apply(logits, argmax_invariant=False)
         penalise(logits, batch, rows, num_tokens)
     draws, processed = batch.draws(rows, num_tokens), None
     if used & Needs.PROCESSORS:
         processed = ProcessedRows(batch, rows, num_tokens, problems)
         processed.change(logits)
+    if custom is not None and custom.has(argmax_invariant=True) and draws.temperature.any():
+        draws = _temper(logits, draws)
+        custom.apply(logits, argmax_invariant=True)
+    if processed is not None:
         draws = processed.keep(logits, draws)
     chosen = choose_tokens(logits, draws)
     if processed is not None:
@@ -103,6 +113,14 @@ def sample(
     asked = asked_tokens(batch.sampling, rows[reporting])
     logprobs = logprob_rows(raw, chosen.token_ids[reporting], batch.sampling.num_logprobs[rows[reporting]], asked)
     return Sampled(chosen.token_ids, problems, reporting.astype(np.int32), logprobs)
+
+
+def _temper(logits: Tensor, draws: Draws) -> Draws:
+    """Divides rows that are drawn at random by their temperature, in place; the draws that are left to do."""
+    is_random = draws.temperature > 0
+    temperature = np.where(is_random, draws.temperature, np.float32(1))
+    logits.div_(_column(temperature, logits)[:, None])
+    return dataclasses.replace(draws, temperature=is_random.astype(np.float32))
 
 
 def choose_tokens(logits: Tensor, draws: Draws) -> Chosen:

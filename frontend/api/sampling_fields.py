@@ -125,9 +125,29 @@ def _converter(declared: Declared) -> Callable[[Any], Any] | None:
         return kind
     if kind == list[int]:
         return lambda token_ids: tuple(map(int, token_ids))
+    if kind == dict[str, Any]:
+        return dict
     if kind == dict[int, float]:
         return lambda values: {int(key): float(value) for key, value in values.items()}
     return None
+
+
+MOST_EXTRA_BYTES = 1 << 16
+
+
+def verify_extra_args(values: Any) -> None:
+    """Raises InvalidRequestError for what cannot be sent, or is too much."""
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise bad("extra_args", values, "must be a dict with names as keys")
+    try:
+        size = len(msgspec.msgpack.encode(values))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise bad("extra_args", values, f"cannot be sent: {error}") from None
+    if size > MOST_EXTRA_BYTES or len(values) > 256:
+        raise InvalidRequestError(
+            f"SamplingParams.extra_args has {len(values)} entries of {size} bytes together: at most 256 of "
+            f"{MOST_EXTRA_BYTES} bytes are taken"
+        )
 
 
 def _body_type(declared: Declared) -> Any:

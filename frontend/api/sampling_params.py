@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, TypeVar
 
-from headrace.frontend.api.sampling_fields import Field, bad, check_of, declared_fields, sent_fields
+from headrace.frontend.api.sampling_fields import Field, bad, check_of, declared_fields, sent_fields, verify_extra_args
 from headrace.frontend.api.structured_outputs import StructuredOutputsParams, structured_outputs_from
 from headrace.frontend.api.token_rules import openai_bias, verify_texts, verify_token_ids, verify_token_rules
 from headrace.ipc.failure import InvalidRequestError
@@ -27,7 +27,7 @@ NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 NOT_SUPPORTED = frozenset(
     {
-        *("beam_width", "best_of", "early_stopping", "extra_args", "flat_logprobs"),
+        *("beam_width", "best_of", "early_stopping", "flat_logprobs"),
         *("length_penalty", "logits_processors", "truncate_prompt_tokens", "use_beam_search"),
     }
 )
@@ -139,6 +139,9 @@ class SamplingParams:
     """The form that the output has to have: a JSON schema, a regular expression, one of several texts, a grammar."""
     guided_decoding: StructuredOutputsParams | None = None
     """Its name in older versions."""
+    extra_args: Annotated[
+        dict[str, Any] | None, Field("What logits processors of the engine read; vllm_xargs in bodies", in_body=False)
+    ] = None
     detokenize: Annotated[bool, Field("False leaves the output's text empty", in_body=False)] = True
     skip_special_tokens: Annotated[bool, Field("Leave special tokens out of the text")] = True
     spaces_between_special_tokens: Annotated[bool, Field("Only True is supported, as fast tokenisers do it")] = True
@@ -196,6 +199,8 @@ class SamplingParams:
         verify_token_rules(self)
         if self.dry_sequence_breakers is not None:
             verify_texts("dry_sequence_breakers", self.dry_sequence_breakers)
+        if self.extra_args is not None:
+            verify_extra_args(self.extra_args)
         if self.logprob_token_ids is not None:
             verify_token_ids("logprob_token_ids", self.logprob_token_ids)
             if self.logprobs:

@@ -59,6 +59,7 @@ def sampling_params(
     given = {name: getattr(request, name) for name in _PASSED_ON}
     given |= {"prompt_logprobs": request.prompt_logprobs, "logit_bias": openai_bias(request.logit_bias)}
     given["structured_outputs"] = from_body(request)
+    given["extra_args"] = request.vllm_xargs or None
     values = {name: value for name, value in (given | chosen).items() if value is not None}
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(**{"max_tokens": None, **welcome.generation_defaults, **values, "output_kind": kind})

@@ -57,6 +57,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     guided_whitespace_pattern: Annotated[
         str | None, Meta(description="structured_outputs.whitespace_pattern, retired")
     ] = None
+    vllm_xargs: Annotated[dict[str, Any] | None, Meta(description="What the engine's logits processors read")] = None
     add_special_tokens: Annotated[bool | None, Meta(description="Add special tokens to the prompt, such as BOS")] = None
     stream: Annotated[bool | None, Meta(description="Send the output as server-sent events while it grows")] = None
     stream_options: StreamOptions | None = None
@@ -204,7 +205,6 @@ NEUTRAL: Mapping[str, Neutral] = types.MappingProxyType(
         "prompt_embeds": Neutral("not supported yet; give text or token ids"),
         "mm_processor_kwargs": Neutral(_TEXT_ONLY),
         "kv_transfer_params": Neutral("an engine keeps its cache to itself"),
-        "vllm_xargs": Neutral("there are no plug-ins that would read it", ({},)),
         "prediction": Neutral("not supported"),
     }
 )

@@ -1,0 +1,156 @@
+"""Logits processors of others in a running engine, and the built-in ones beside them where requests give way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import lab_processors
+import numpy as np
+import pytest
+import tiny_models
+import torch
+
+from headrace import LLM, InvalidRequestError, OptionError, RequestFailedError, SamplingParams
+from headrace.core.options.parsing import parse_options
+from headrace.executor.cpu.batch import BatchState
+from headrace.executor.sampling.logits_processors import LogitsProcessors
+from headrace.executor.sampling.sampler import sample
+from headrace.ipc.messages import Sampling
+
+PROCESSORS = ("lab_processors:OnlyToken", "lab_processors.NoRepeats", "lab_processors:MinP")
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "block_size": 16,
+    "in_process": True,
+    "skip_tokenizer_init": True,
+}
+PROMPTS = [[5, 6, 7], [9, 8], [11, 12, 13, 14], [200]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_models.save("llama", tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def plain(folder: str) -> Iterator[LLM]:
+    with LLM(folder, **ENGINE) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def lab(folder: str) -> Iterator[LLM]:
+    """Its cache is small, so that requests give way to each other."""
+    tight = {"num_gpu_blocks_override": 14, "max_num_batched_tokens": 16, "max_num_seqs": 8}
+    with LLM(folder, **ENGINE, **tight, logits_processors=PROCESSORS) as llm:
+        yield llm
+
+
+def tokens(llm: LLM, params: Any, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def params_of(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 12, "temperature": 0, "ignore_eos": True, **fields})
+
+
+def test_a_request_tells_a_processor_what_to_do_and_others_are_left_alone(lab: LLM, plain: LLM) -> None:
+    mixed = [
+        params_of(extra_args={"only_token": 77}),
+        params_of(),
+        params_of(extra_args={"no_repeats": True}),
+        params_of(temperature=1.0, seed=4),
+    ]
+    found, usual = tokens(lab, mixed), tokens(plain, [params_of(), params_of(), params_of(), mixed[3]])
+    assert found[0] == [77] * 12
+    assert found[1] == usual[1]
+    assert found[3] == usual[3]
+    assert len({*PROMPTS[2], *found[2]}) == len(PROMPTS[2]) + 12, "no token twice"
+
+
+def test_one_that_keeps_the_likeliest_token_comes_after_the_temperature(lab: LLM, plain: LLM) -> None:
+    drawn = {"temperature": 1.7, "seed": 3, "max_tokens": 16}
+    found = tokens(lab, params_of(**drawn, extra_args={"lab_min_p": 0.4}))
+    assert found == tokens(plain, params_of(**drawn, min_p=0.4))
+    assert found != tokens(plain, params_of(**drawn))
+
+
+@pytest.mark.parametrize("fails_at", [0, 3])
+def test_one_that_raises_for_a_request_fails_that_request_alone(lab: LLM, plain: LLM, fails_at: int) -> None:
+    with pytest.raises(RequestFailedError, match=r"prompts\[1\].*logits processor NoRepeats failed: \w+: "):
+        lab.generate(PROMPTS, [params_of(extra_args={"fails_at": fails_at} if i == 1 else None) for i in range(4)])
+    assert tokens(lab, params_of()) == tokens(plain, params_of())
+
+
+def test_parameters_that_a_processor_refuses_fail_their_request(lab: LLM) -> None:
+    with pytest.raises(RequestFailedError, match=r"OnlyToken refuses its parameters: only_token must be a token id"):
+        tokens(lab, params_of(extra_args={"only_token": "seven"}), [[5]])
+
+
+def test_arguments_that_nothing_would_read_are_refused(plain: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match=r"extra_args .* has only_token, and this engine has no logits"):
+        tokens(plain, params_of(extra_args={"only_token": 7}), [[5]])
+    for wrong in ([1], {1: 2}, {"a": object()}, {"a": "b" * 70_000}):
+        with pytest.raises(InvalidRequestError, match=r"SamplingParams\.extra_args"):
+            SamplingParams(extra_args=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("lab_processors:Nobody", "logits_processors=lab_processors:Nobody cannot be loaded: AttributeError"),
+        ("nowhere.Nobody", "logits_processors=nowhere.Nobody cannot be loaded: ModuleNotFoundError"),
+        ("lab_processors:NotOne", "lacks apply, is_argmax_invariant, update_state; derive it from"),
+        ("lab_processors:NotMade", "the logits processor NotMade cannot be made: RuntimeError: no licence"),
+    ],
+)
+def test_a_class_that_cannot_be_had_is_told_at_the_start(folder: str, name: str, said: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        LLM(folder, **ENGINE, logits_processors=[name])
+    assert said in str(caught.value)
+
+
+class Breaks(lab_processors.OnlyToken):
+    def apply(self, logits: Any) -> Any:
+        raise ValueError("no row is named")
+
+
+def test_a_failure_that_cannot_be_pinned_to_a_row_names_the_cause_and_ends_the_step() -> None:
+    batch = BatchState(2, 32, 16, ())
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=2))
+    batch.sampling.logits_processors = LogitsProcessors([Breaks(config, torch.device("cpu"), False)])
+    for row in range(2):
+        batch.sampling.enter(row, Sampling(max_tokens=5), 0)
+    batch.num_tokens[:] = batch.num_prompt_tokens[:] = 1
+    alone = sample(torch.zeros(1, 40), batch, np.array([1], np.int32))
+    assert alone.problems == {0: "the logits processor Breaks failed: ValueError: no row is named"}
+    with pytest.raises(RuntimeError, match="Breaks failed for a batch of 2 requests, and nothing tells which: ValueE"):
+        sample(torch.zeros(2, 40), batch, np.array([0, 1], np.int32))
+
+
+def test_a_class_itself_is_taken_for_its_name() -> None:
+    options = parse_options(logits_processors=[lab_processors.MinP])
+    assert options.logits_processors == ("lab_processors:MinP",)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mirostat": 2, "mirostat_tau": 4.0, "mirostat_eta": 0.4},
+        {"typical_p": 0.6, "xtc_probability": 0.5, "xtc_threshold": 0.01, "dry_multiplier": 2.0, "top_n_sigma": 3.0},
+    ],
+    ids=["mirostat", "others"],
+)
+def test_fields_of_row_processors_are_seeded_and_exact_where_requests_give_way(
+    lab: LLM, plain: LLM, fields: dict[str, Any]
+) -> None:
+    prompts = [prompt + [20 + index] * 9 for index, prompt in enumerate(PROMPTS * 2)]
+    drawn = params_of(temperature=1.2, seed=11, max_tokens=40, **fields)
+    before = lab.get_stats().num_preemptions
+    found = tokens(lab, drawn, prompts)
+    assert found == tokens(plain, drawn, prompts)
+    assert found != tokens(plain, params_of(temperature=1.2, seed=11, max_tokens=40), prompts)
+    assert lab.get_stats().num_preemptions > before
