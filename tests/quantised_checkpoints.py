@@ -34,7 +34,7 @@ def write(
             stored[name] = tensor.contiguous().clone()
             continue
         tensors, values = writer(module, tensor.float())
-        stored |= {f"{module}{suffix}": each.contiguous() for suffix, each in tensors.items()}
+        stored |= {f"{module}{suffix}": each.contiguous().clone() for suffix, each in tensors.items()}
         _put(exact, name, values)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
@@ -132,3 +132,216 @@ def awq(group: int = 32) -> tuple[dict[str, Any], Writer]:
 
     config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
     return config, writer
+
+
+def fp8(kind: str) -> tuple[dict[str, Any], Writer]:
+    """Scales of the matrix, of rows, or of blocks of 32 x 64."""
+    rows, columns = {"matrix": (1 << 20, 1 << 20), "rows": (1, 1 << 20), "blocks": (32, 64)}[kind]
+
+    def writer(module: str, weight: Tensor) -> Written:
+        codes, scales, values = in_fp8(weight, rows, columns)
+        if kind == "blocks":
+            return {".weight": codes, ".weight_scale_inv": scales}, values
+        return {".weight": codes, ".weight_scale": scales[0, 0] if kind == "matrix" else scales}, values
+
+    config: dict[str, Any] = {"quant_method": "fbgemm_fp8" if kind == "rows" else "fp8", "activation_scheme": "dynamic"}
+    return config | ({"weight_block_size": [rows, columns]} if kind == "blocks" else {}), writer
+
+
+def in_fp8(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, ...]:
+    """codes, scales of blocks [ceil, ceil] and the values."""
+    n, k = weight.shape
+    scales = torch.empty(-(-n // rows), -(-k // columns))
+    wide = torch.empty(n, k)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            part = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+            scales[i, j] = weight[part].abs().max() / 448
+            wide[part] = scales[i, j]
+    codes = (weight / wide).to(torch.float8_e4m3fn)
+    return codes, scales, codes.float() * wide
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def in_fp4(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [n, k], scales [n, groups] -> two codes in a byte, the first in the low half, and the values."""
+    n, k = weight.shape
+    scaled = (weight.view(n, scales.shape[1], -1) / scales[..., None]).view(n, k)
+    nearest = (scaled.abs()[..., None] - E2M1).abs().argmin(-1)
+    codes = nearest + 8 * (scaled < 0)
+    values = E2M1[nearest] * torch.where(scaled < 0, -1.0, 1.0)
+    whole = (values.view(n, scales.shape[1], -1) * scales[..., None]).view(n, k)
+    return (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8), whole
+
+
+def nvfp4_scales(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales of groups of 16 in fp8, what they are multiplied by, and both together in float32."""
+    most = weight.abs().max() / (448 * 6)
+    scales = (weight.view(len(weight), -1, 16).abs().amax(-1) / 6 / most).to(torch.float8_e4m3fn)
+    return scales, most, scales.float() * most
+
+
+def mxfp4_scales(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Exponents of groups of 32 as e8m0, and the scales."""
+    most = weight.view(len(weight), -1, 32).abs().amax(-1)
+    exponents = (most / 6).log2().ceil()
+    return (exponents + 127).to(torch.uint8), exponents.exp2()
+
+
+def modelopt(algorithm: str) -> tuple[dict[str, Any], Writer]:
+    def writer(module: str, weight: Tensor) -> Written:
+        if algorithm == "FP8":
+            codes, scales, values = in_fp8(weight, 1 << 20, 1 << 20)
+            return {".weight": codes, ".weight_scale": scales[0, 0], ".input_scale": torch.ones(())}, values
+        small, most, scales = nvfp4_scales(weight)
+        codes, values = in_fp4(weight, scales)
+        tensors = {".weight": codes, ".weight_scale": small, ".weight_scale_2": most, ".input_scale": torch.ones(())}
+        return tensors, values
+
+    return {"quant_method": "modelopt", "quant_algo": algorithm}, writer
+
+
+def quark(dtype: str) -> tuple[dict[str, Any], Writer]:
+    def writer(module: str, weight: Tensor) -> Written:
+        if dtype == "fp8_e4m3":
+            codes, scales, values = in_fp8(weight, 1, 1 << 20)
+            return {".weight": codes, ".weight_scale": scales[:, 0]}, values
+        if dtype == "int8":
+            codes, scales, values = in_int8(weight)
+            return {".weight": codes, ".weight_scale": scales[:, 0]}, values
+        exponents, scales = mxfp4_scales(weight)
+        codes, values = in_fp4(weight, scales)
+        return {".weight": codes, ".weight_scale": exponents}, values
+
+    return {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": {"dtype": dtype}},
+        "exclude": ["lm_head"],
+    }, writer
+
+
+def in_int8(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """int8 codes, scales [n, 1] and the values."""
+    scales = weight.abs().amax(-1, keepdim=True) / 127
+    codes = (weight / scales).round().clamp(-127, 127)
+    return codes.to(torch.int8), scales, codes * scales
+
+
+def compressed(scheme: str, **weights: Any) -> tuple[dict[str, Any], Writer]:
+    layout, own = COMPRESSED[scheme]
+
+    def writer(module: str, weight: Tensor) -> Written:
+        return own(weight)
+
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True} if scheme == "W8A8" else None
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    config = {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
+    return config | {"ignore": ["lm_head"]}, writer
+
+
+def _pack_quantized(bits: int, group: int, symmetric: bool, ordered: bool = False) -> Callable[[Tensor], Written]:
+    def write_one(weight: Tensor) -> Written:
+        k = weight.shape[1]
+        order = torch.randperm(k, generator=torch.Generator().manual_seed(k)) if ordered else None
+        codes, scales, zeros, values = affine(weight, bits, group, symmetric=symmetric, order=order)
+        tensors = {".weight_packed": packed(codes, bits), ".weight_scale": scales}
+        tensors[".weight_shape"] = torch.tensor(weight.shape)
+        if not symmetric:
+            tensors[".weight_zero_point"] = packed(zeros.T, bits).T
+        if order is not None:
+            tensors[".weight_g_idx"] = (torch.arange(k) // group)[torch.argsort(order)].to(torch.int32)
+        return tensors, values
+
+    return write_one
+
+
+def _int_quantized(weight: Tensor) -> Written:
+    codes, scales, values = in_int8(weight)
+    return {".weight": codes, ".weight_scale": scales}, values
+
+
+def _float_quantized(weight: Tensor) -> Written:
+    codes, scales, values = in_fp8(weight, 1, 1 << 20)
+    return {".weight": codes, ".weight_scale": scales}, values
+
+
+def _nvfp4(weight: Tensor) -> Written:
+    small, most, _ = nvfp4_scales(weight)
+    divisor = (1 / most)[None]
+    codes, values = in_fp4(weight, small.float() / divisor)
+    return {".weight_packed": codes, ".weight_scale": small, ".weight_global_scale": divisor}, values
+
+
+def _mxfp4(weight: Tensor) -> Written:
+    exponents, scales = mxfp4_scales(weight)
+    codes, values = in_fp4(weight, scales)
+    return {".weight_packed": codes, ".weight_scale": exponents}, values
+
+
+COMPRESSED: dict[str, tuple[str, Callable[[Tensor], Written]]] = {
+    "W4A16": ("pack-quantized", _pack_quantized(4, 32, symmetric=True)),
+    "W4A16 zeros": ("pack-quantized", _pack_quantized(4, 32, symmetric=False)),
+    "W4A16 ordered": ("pack-quantized", _pack_quantized(4, 32, symmetric=True, ordered=True)),
+    "W8A16": ("pack-quantized", _pack_quantized(8, -1, symmetric=True)),
+    "W8A8": ("int-quantized", _int_quantized),
+    "fp8": ("float-quantized", _float_quantized),
+    "NVFP4": ("nvfp4-pack-quantized", _nvfp4),
+    "MXFP4": ("mxfp4-pack-quantized", _mxfp4),
+}
+W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+W8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
+F4 = {"num_bits": 4, "type": "float", "strategy": "group"}
+
+
+def bitsandbytes(kind: str) -> tuple[dict[str, Any], Writer]:
+    """int8, or 4 bits by a table of values, doubly quantised or not, in blocks of 32."""
+
+    def writer(module: str, weight: Tensor) -> Written:
+        if kind == "int8":
+            codes, scales, values = in_int8(weight)
+            return {
+                ".weight": codes,
+                ".SCB": scales[:, 0] * 127,
+                ".weight_format": torch.zeros((), dtype=torch.uint8),
+            }, values
+        n, k = weight.shape
+        table = NF4 if kind.startswith("nf4") else FP4
+        blocks = weight.reshape(-1, 32)
+        most = blocks.abs().amax(-1)
+        nested: dict[str, Tensor] = {}
+        state: dict[str, Any] = {"quant_type": kind[:3], "blocksize": 32, "dtype": "float16", "shape": [n, k]}
+        if kind.endswith("double"):
+            offset = float(most.mean())
+            inner = (most - offset).view(-1, 32)
+            largest = inner.abs().amax(-1)
+            levels = torch.linspace(-1, 1, 256)
+            stored = ((inner / largest[:, None])[..., None] - levels).abs().argmin(-1)
+            nested = {".weight.nested_absmax": largest, ".weight.nested_quant_map": levels}
+            state |= {"nested_blocksize": 32, "nested_offset": offset}
+            most = (levels[stored] * largest[:, None]).flatten() + offset
+            nested[".weight.absmax"] = stored.flatten().to(torch.uint8)
+        codes = ((blocks / most[:, None])[..., None] - table).abs().argmin(-1)
+        values = (table[codes] * most[:, None]).view(n, k)
+        flat = codes.flatten()
+        name = f".weight.quant_state.bitsandbytes__{kind[:3]}"
+        tensors = {
+            ".weight": (flat[0::2] << 4 | flat[1::2]).to(torch.uint8)[:, None],
+            ".weight.absmax": most,
+            ".weight.quant_map": table,
+            name: torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+        }
+        return tensors | nested, values
+
+    return {"quant_method": "bitsandbytes", "load_in_4bit": kind != "int8", "load_in_8bit": kind == "int8"}, writer
+
+
+NF4 = torch.tensor(
+    [
+        -1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105003, 0.0, 0.0795803, 0.1609302,
+        0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
+    ]
+)  # fmt: skip
+FP4 = torch.tensor([0, 0.0052083333, 0.6666667, 1, 0.3333333, 0.5, 0.1666667, 0.25])
+FP4 = torch.cat((FP4, -FP4))

@@ -88,6 +88,26 @@ CASES: dict[str, Case] = {
     "gptq desc_act": (lambda: made.gptq(desc_act=True), {"int4"}, MOST_ERROR),
     "gptq rows, v2": (lambda: made.gptq(group=-1, symmetric=False, v2=True), {"int4"}, MOST_ERROR),
     "awq": (made.awq, {"int4"}, MOST_ERROR),
+    "fp8 matrix": (lambda: made.fp8("matrix"), {"e4m3"}, EXACT_ERROR),
+    "fp8 rows": (lambda: made.fp8("rows"), {"e4m3"}, EXACT_ERROR),
+    "fp8 blocks": (lambda: made.fp8("blocks"), {"e4m3"}, EXACT_ERROR),
+    "modelopt fp8": (lambda: made.modelopt("FP8"), {"e4m3"}, EXACT_ERROR),
+    "modelopt nvfp4": (lambda: made.modelopt("NVFP4"), {"float4"}, EXACT_ERROR),
+    "quark fp8": (lambda: made.quark("fp8_e4m3"), {"e4m3"}, EXACT_ERROR),
+    "quark int8": (lambda: made.quark("int8"), {"int8"}, MOST_ERROR),
+    "quark mxfp4": (lambda: made.quark("fp4"), {"float4"}, EXACT_ERROR),
+    "compressed W4A16": (lambda: made.compressed("W4A16", **made.W4), {"int4"}, MOST_ERROR),
+    "compressed W4A16 zeros": (lambda: made.compressed("W4A16 zeros", **made.W4), {"int4"}, MOST_ERROR),
+    "compressed W4A16 ordered": (lambda: made.compressed("W4A16 ordered", **made.W4), {"int4"}, MOST_ERROR),
+    "compressed W8A16": (lambda: made.compressed("W8A16", **made.W8), {"int8"}, MOST_ERROR),
+    "compressed W8A8": (lambda: made.compressed("W8A8", **made.W8), {"int8"}, MOST_ERROR),
+    "compressed fp8": (lambda: made.compressed("fp8", **(made.W8 | {"type": "float"})), {"e4m3"}, EXACT_ERROR),
+    "compressed nvfp4": (lambda: made.compressed("NVFP4", **made.F4), {"float4"}, EXACT_ERROR),
+    "compressed mxfp4": (lambda: made.compressed("MXFP4", **made.F4), {"float4"}, EXACT_ERROR),
+    "bitsandbytes int8": (lambda: made.bitsandbytes("int8"), {"int8"}, MOST_ERROR),
+    "bitsandbytes nf4": (lambda: made.bitsandbytes("nf4"), {"float4"}, EXACT_ERROR),
+    "bitsandbytes nf4 double": (lambda: made.bitsandbytes("nf4 double"), {"float4"}, EXACT_ERROR),
+    "bitsandbytes fp4": (lambda: made.bitsandbytes("fp4"), {"float4"}, EXACT_ERROR),
 }
 
 
@@ -100,7 +120,7 @@ def test_logits_are_those_of_the_dequantised_model_and_weights_stay_packed(case:
     assert error_of(decoder, model) < bound
 
 
-@pytest.mark.parametrize("case", ["gptq 4 bits, zeros", "awq"])
+@pytest.mark.parametrize("case", ["gptq 4 bits, zeros", "awq", "fp8 blocks", "compressed nvfp4", "compressed W8A8"])
 def test_experts_stay_packed_too(case: str, tmp_path: Path) -> None:
     make, kinds, bound = CASES[case]
     model = made.write(tmp_path, tiny_models.build("qwen3_moe"), *make())
@@ -137,6 +157,42 @@ def test_what_a_gptq_config_says_of_single_modules_counts(tmp_path: Path) -> Non
     decoder = opened(tmp_path)
     assert kinds_of(decoder) == {"int4", "int8", "F32"}
     assert error_of(decoder, model) < MOST_ERROR
+
+
+def test_compressed_tensors_stores_each_module_by_its_target_and_leaves_what_it_ignores(tmp_path: Path) -> None:
+    config, four = made.compressed("W4A16", **made.W4)
+    _, eight = made.compressed("fp8")
+    first = {"targets": ["re:.*down_proj$"], "weights": made.W8 | {"type": "float"}, "format": "float-quantized"}
+    config["config_groups"] = {"group_0": config["config_groups"]["group_0"], "group_1": first}
+    config["ignore"] = ["lm_head", "re:.*v_proj"]
+    model = made.write(
+        tmp_path,
+        tiny_models.build("llama"),
+        config,
+        lambda module, weight: (eight if "down_proj" in module else four)(module, weight),
+        skip=("v_proj",),
+    )
+    decoder = opened(tmp_path)
+    assert kinds_of(decoder) == {"int4", "e4m3", "F32"}
+    assert error_of(decoder, model) < MOST_ERROR
+
+
+def test_modelopts_config_may_lie_beside_the_models(tmp_path: Path) -> None:
+    model = made.write(tmp_path, tiny_models.build("llama"), *made.modelopt("FP8"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    beside = {"producer": {"name": "modelopt", "version": "0.31"}, "quantization": {"quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    assert error_of(opened(tmp_path, quantization="modelopt"), model) < EXACT_ERROR
+
+
+@pytest.mark.parametrize(("layout", "writer"), [("auto_round:auto_gptq", made.gptq), ("auto_round:auto_awq", made.awq)])
+def test_autoround_stores_in_the_layouts_of_gptq_and_awq(layout: str, writer: Any, tmp_path: Path) -> None:
+    _, write_one = writer()
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "packing_format": layout}
+    model = made.write(tmp_path, tiny_models.build("llama"), config, write_one)
+    assert error_of(opened(tmp_path, quantization="inc"), model) < MOST_ERROR
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +232,7 @@ def test_another_format_than_the_checkpoints_is_refused(gptq_folder: Path, asked
     ("config", "message"),
     [
         ({"quant_method": "aqlm"}, r"by the method aqlm, which is not supported: vLLM took it out in 0\.10"),
-        ({"quant_method": "mystery"}, "by the method mystery, which is not supported: known are awq, "),
+        ({"quant_method": "mystery"}, "by the method mystery, which is not supported: known are auto-round, "),
         ({"bits": 5}, "GPTQ weights of 5 bits are not supported; 2, 3, 4 and 8 bits are"),
         ({"bits": "four"}, "the GPTQ config's bits is 'four'; a whole number is expected"),
         ({"checkpoint_format": "marlin"}, "in the layout marlin, which is one kernel's own"),
@@ -220,6 +276,75 @@ def test_config_and_tensors_that_disagree_are_named_before_serving(
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=message):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("case", "part", "tensor", "message"),
+    [
+        ("fp8 matrix", "weight_scale", None, rf"{Q_PROJ}.weight is stored as torch.float8_e4m3fn, .* no scales for it"),
+        (
+            "fp8 blocks",
+            "weight_scale_inv",
+            torch.ones(1, 1),
+            r"scales are \[1, 1\], and \[64, 64\] in blocks of 32 x 64",
+        ),
+        (
+            "fp8 rows",
+            "weight_scale",
+            torch.ones(3),
+            r"scales are \[3\]; \[64, 64\] needs one, one for each row, or whole",
+        ),
+        ("fp8 rows", "weight", torch.full((64, 64), torch.nan).to(torch.float8_e4m3fn), "hold NaN"),
+        ("modelopt nvfp4", "weight_scale_2", None, f"the quantised weights of {Q_PROJ} lack {Q_PROJ}.weight_scale_2"),
+        (
+            "compressed W4A16",
+            "weight_scale",
+            torch.ones(64, 3).half(),
+            r"scales are \[64, 3\], and \[64, 64\] in groups",
+        ),
+        ("bitsandbytes nf4", "weight.absmax", None, f"lack {Q_PROJ}.weight.absmax"),
+        ("bitsandbytes nf4", "weight", torch.zeros(9, 1).byte(), r"9 bytes cannot be \[64, 64\] codes of 4 bits"),
+    ],
+)
+def test_each_format_names_tensors_that_do_not_fit(
+    case: str, part: str, tensor: Tensor | None, message: str, tmp_path: Path
+) -> None:
+    made.write(tmp_path, tiny_models.build("llama"), *CASES[case][0]())
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[f"{Q_PROJ}.{part}"]
+    if tensor is not None:
+        tensors[f"{Q_PROJ}.{part}"] = tensor
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}, "AWQ weights in the layout gemv"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "ModelOpt's W4A8_AWQ is not supported; FP8, "),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp6_e2m3"}}},
+            "Quark weights of fp6_e2m3",
+        ),
+        ({"quant_method": "compressed-tensors"}, "the compressed-tensors config has no config_groups"),
+        (made.compressed("W4A16", **made.W4)[0] | {"format": "marlin-24"}, "layout marlin-24 .*: 2:4 sparse weights"),
+        (
+            {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:fp8"},
+            "AutoRound's layout auto_round:fp8",
+        ),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size is 128; two whole numbers are expected"),
+    ],
+)
+def test_each_format_names_a_config_that_it_cannot_serve(
+    gptq_folder: Path, tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    whole = json.loads((gptq_folder / "config.json").read_text()) | {"quantization_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    (tmp_path / "model.safetensors").write_bytes((gptq_folder / "model.safetensors").read_bytes())
+    with pytest.raises(ModelError, match=message):
+        open_checkpoint(Options(model=str(tmp_path)))
 
 
 def test_a_config_of_quantised_weights_over_floats_is_refused(tmp_path: Path) -> None:

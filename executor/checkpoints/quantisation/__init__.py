@@ -73,8 +73,9 @@ class Format(ABC):
         return ()
 
     @abstractmethod
-    def shape(self, module: str, shapes: Shapes) -> tuple[int, int]:
-        """Rows and columns of the matrix, by its tensors' shapes, under the format's words for them."""
+    def shape(self, module: str, shapes: Shapes) -> tuple[int, int] | None:
+        """Rows and columns of the matrix, by its tensors' shapes, under the format's words for them; None where those
+        do not tell."""
 
     @abstractmethod
     def group(self, module: str, columns: int) -> int:

@@ -99,7 +99,7 @@ class Gptq(Format):
         )
         codes = cut_bits(qweight.T.contiguous(), own.bits, k)  # [n, k]
         zeros = cut_bits(qzeros, own.bits, n).T.float() + int(own.adds_one)  # [n, groups]
-        order = _order(module, tensors.get("g_idx"), k, size)
+        order = grouped_order(module, tensors.get("g_idx"), k, size)
         if order is not None:
             codes = codes[:, order.long()]
         return integers(codes, own.bits, zeros, scales.T.contiguous(), size, order)
@@ -123,7 +123,7 @@ def integers(
     return GroupedWeight("int4" if wide == 4 else "int8", stored, scales, size, kept, order)
 
 
-def _order(module: str, g_idx: Tensor | None, k: int, size: int) -> Tensor | None:
+def grouped_order(module: str, g_idx: Tensor | None, k: int, size: int) -> Tensor | None:
     """[k] int32: the inputs group by group; None where they stand so already."""
     if g_idx is None:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -11,7 +12,10 @@ from headrace.executor.checkpoints.quantisation import Format, Parts
 from headrace.executor.checkpoints.weights import WeightSource, bounds
 from headrace.executor.models.blocks import Weight
 from headrace.ipc.failure import ModelError
-from headrace.kernels.grouped import GroupedWeight
+from headrace.kernels.grouped import SCALE_DTYPES, GroupedWeight
+
+CACHE_SCALES = re.compile(r"\.(q|k|v|kv|prob|attn)_(scale|zero_point)$|_proj\.output_scale$")
+"""Of a quantised cache, which takes a scale for each token from what is written."""
 
 
 class QuantisedWeights:
@@ -26,6 +30,7 @@ class QuantisedWeights:
         self._source, self._format = source, format_
         held = source.names()
         self._parts: dict[str, Parts] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         weights = {weight.name: weight for weight in declared}
         stored = set[str]()
         for weight in weights.values():
@@ -37,7 +42,7 @@ class QuantisedWeights:
                 continue
             if missing := [name for name in parts.values() if name not in held]:
                 raise ModelError(f"the quantised weights of {module} lack {', '.join(missing)}")
-            self._parts[weight.name] = parts
+            self._parts[weight.name], self._shapes[weight.name] = parts, weight.shape
             stored |= {*parts.values(), *(f"{module}.{name}" for name in format_.beside(module))}
             bias = f"{module}.bias"
             if bias in held and bias not in weights and not source.get(bias).any():
@@ -46,6 +51,7 @@ class QuantisedWeights:
             raise ModelError(
                 f"the config says that the weights are quantised ({format_.names[0]}), and none of them is stored so"
             )
+        stored |= {name for name in held if CACHE_SCALES.search(name)}
         self._names = frozenset(held - stored | self._parts.keys())
 
     def names(self) -> frozenset[str]:
@@ -56,11 +62,14 @@ class QuantisedWeights:
         if parts is None:
             return self._source.shape(name)
         shapes = {part: self._source.shape(each) for part, each in parts.items()}
-        return self._format.shape(_module(name), shapes)
+        return self._format.shape(_module(name), shapes) or self._shapes[name]
 
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         if name not in self._parts:
-            return self._source.get(name, rows=rows, columns=columns)
+            found = self._source.get(name, rows=rows, columns=columns)
+            if found.dtype not in SCALE_DTYPES and found.dtype != torch.float64:
+                raise ModelError(f"{name} is stored as {found.dtype}, and the checkpoint has no scales for it")
+            return found
         height, width = self.shape(name)
         first, last = bounds(rows, height)
         whole = self._read(name).part(slice(first, last), slice(0, width))
@@ -81,6 +90,11 @@ class QuantisedWeights:
             found = self._format.read(module, tensors)
         except ValueError as error:
             raise ModelError(f"the quantised weights of {module} do not fit together: {error}") from error
+        if found.shape != self.shape(name):
+            raise ModelError(
+                f"the quantised weights of {module} are {list(found.shape)}, but the config needs "
+                f"{list(self.shape(name))}"
+            )
         if found.kind == "e4m3" and ((found.codes & 0x7F) == 0x7F).any():
             raise ModelError(f"the quantised weights of {module} hold NaN")
         if not bool(torch.isfinite(found.scales).all()):

@@ -1,0 +1,83 @@
+"""What several formats share: codes of 8 bits and floats of 4 bits with their scales."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from headrace.executor.checkpoints.quantisation import expect
+from headrace.executor.checkpoints.quantisation.gptq import integers
+from headrace.kernels.grouped import FP4_E2M1, SCALE_DTYPES, GroupedWeight
+
+
+def floats_of_8_bits(
+    module: str, weight: Tensor, scales: Tensor, block: tuple[int, int] | None = None, *, rounds_input: bool = False
+) -> GroupedWeight:
+    """weight [n, k] float8_e4m3fn; scales of the whole, of each row, of groups, or of blocks (rows, columns)."""
+    expect(weight.dtype == torch.float8_e4m3fn, module, f"they are {weight.dtype}; float8_e4m3fn is expected")
+    wide, group = scales_of_rows(module, tuple(weight.shape), scales, block)
+    return GroupedWeight("e4m3", weight.view(torch.uint8), wide, group, rounds_input=rounds_input)
+
+
+def integers_of_8_bits(
+    module: str, weight: Tensor, scales: Tensor, zeros: Tensor | None, *, rounds_input: bool = False
+) -> GroupedWeight:
+    """weight [n, k] int8; scales and zero points of the whole, of each row, or of groups."""
+    expect(weight.dtype == torch.int8, module, f"they are {weight.dtype}; int8 is expected")
+    shape = weight.shape[0], weight.shape[1]
+    wide, group = scales_of_rows(module, shape, scales, None)
+    shifted = None
+    if zeros is not None:
+        shifted = scales_of_rows(module, shape, zeros.float(), None)[0] + 128
+    found = integers(weight.view(torch.uint8) ^ 0x80, 8, shifted, wide, group)
+    return GroupedWeight(found.kind, found.codes, wide, group, found.zeros, rounds_input=rounds_input)
+
+
+def floats_of_4_bits(module: str, packed: Tensor, scales: Tensor) -> GroupedWeight:
+    """packed [n, k / 2] uint8 of e2m1, of two neighbours the first in the low half; scales [n, k / group] float32."""
+    expect(packed.dtype == torch.uint8 and packed.dim() == 2, module, f"they are {packed.dtype} {list(packed.shape)}")
+    k = packed.shape[1] * 2
+    expect(
+        scales.dim() == 2 and scales.shape[0] == packed.shape[0] and k % scales.shape[1] == 0,
+        module,
+        f"scales are {list(scales.shape)}, and the codes are of [{packed.shape[0]}, {k}]",
+    )
+    return GroupedWeight("float4", packed, scales, k // scales.shape[1], table=FP4_E2M1)
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """e8m0 scales, uint8, as float32."""
+    return torch.ldexp(torch.ones(exponents.shape), exponents.view(torch.uint8).to(torch.int32) - 127)
+
+
+def scales_of_rows(
+    module: str, shape: tuple[int, ...], scales: Tensor, block: tuple[int, int] | None
+) -> tuple[Tensor, int]:
+    """Scales [n, k / group] of a matrix of that shape, and the group, from scales of the whole, of each row, of groups
+    or of blocks (rows, columns), the last of which may be cut short."""
+    n, k = shape
+    if scales.dtype not in SCALE_DTYPES:
+        scales = scales.float()
+    if block is not None and scales.dim() == 2:
+        rows, columns = block
+        needed = -(-n // rows), -(-k // columns)
+        expect(
+            tuple(scales.shape) == needed,
+            module,
+            f"scales are {list(scales.shape)}, and [{n}, {k}] in blocks of {rows} x {columns} needs {list(needed)}",
+        )
+        group = columns if k % columns == 0 else math.gcd(columns, k)
+        across = scales.repeat_interleave(columns // group, 1)[:, : k // group]
+        return across.repeat_interleave(rows, 0)[:n].contiguous(), group
+    if scales.numel() == 1:
+        return scales.reshape(1, 1).expand(n, 1).contiguous(), k
+    flat = scales.reshape(n, -1) if scales.numel() % n == 0 and scales.shape[0] == n else None
+    expect(
+        flat is not None and k % flat.shape[1] == 0,
+        module,
+        f"scales are {list(scales.shape)}; [{n}, {k}] needs one, one for each row, or whole groups of a row",
+    )
+    assert flat is not None, "or it was refused"
+    return flat.contiguous(), k // flat.shape[1]

@@ -1,0 +1,49 @@
+"""AutoRound (Cheng et al. 2023), and INC, which is built on it: stored in the layout of GPTQ or AWQ, or as fp8."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from headrace.executor.checkpoints.quantisation import Config, Format
+from headrace.executor.checkpoints.quantisation.awq import Awq
+from headrace.executor.checkpoints.quantisation.gptq import Gptq
+from headrace.ipc.failure import ModelError
+
+
+class AutoRound(Format):
+    """Never made itself: `of` gives the format of the layout."""
+
+    names = ("auto-round", "auto_round", "inc", "intel/auto-round")
+    stored = (
+        "4 and 8 bits (2 and 3 kept in 4), symmetric or not, in the layouts of GPTQ and AWQ, with `extra_config`",
+    )
+    made_by = "a writer in tests"
+
+    @classmethod
+    def of(cls, config: Config) -> Any:
+        layout = str(config.get("packing_format", "auto_round:auto_gptq"))
+        kind = str(config.get("data_type", "int"))
+        if kind != "int" or not any(name in layout for name in ("gptq", "awq", "auto_round")) or "fp" in layout:
+            raise ModelError(
+                f"AutoRound's layout {layout} of {kind} is not supported; those of GPTQ and AWQ are, of int"
+            )
+        if "awq" in layout:
+            return Awq.of({**config, "zero_point": True, "version": "gemm"})
+        # In the tool's own layout zero points are those of GPTQ's first version too.
+        differing = config.get("extra_config") or {}
+        dynamic = {
+            name if _is_pattern(name) else re.escape(name) + "$": {
+                key: value for key, value in own.items() if key in ("bits", "group_size")
+            }
+            for name, own in differing.items()
+            if isinstance(own, dict) and own.get("bits", 16) < 16
+        }
+        return Gptq.of({**config, "checkpoint_format": "gptq", "dynamic": dynamic})
+
+
+def _is_pattern(name: str) -> bool:
+    return any(character in name for character in "*[(+$^")
+
+
+FORMAT = AutoRound

@@ -1,0 +1,96 @@
+"""bitsandbytes: LLM.int8 (Dettmers et al. 2022), NF4 and FP4 (QLoRA, Dettmers et al. 2023), doubly quantised or not.
+
+int8     weight int8 [n, k], SCB float32 [n]: w = code * SCB / 127
+4 bits   weight uint8 [n * k / 2, 1], of two neighbours the first in the high half; weight.absmax of each block of the
+         flattened matrix; weight.quant_map, the values of the 16 codes; weight.quant_state.*, JSON as bytes
+double   weight.absmax is uint8: nested_quant_map[code] * nested_absmax of its block + nested_offset
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, expect
+from headrace.executor.checkpoints.quantisation._scaled import integers_of_8_bits
+from headrace.executor.models.blocks import Role
+from headrace.kernels.grouped import GroupedWeight
+
+STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
+NESTED = ("nested_absmax", "nested_quant_map")
+BLOCK = 64
+"""Where the tensors do not say: what the tool takes by default."""
+
+
+@dataclass(frozen=True)
+class BitsAndBytes(Format):
+    names = ("bitsandbytes",)
+    stored = (
+        "LLM.int8: 8 bits in rows; outliers need no path of their own, as activations have 16 bits",
+        "NF4 and FP4, doubly quantised or not, where rows are whole blocks",
+    )
+    made_by = "a writer in tests"
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        return cls()
+
+    def parts(self, module: str, role: Role, held: Container[str]) -> Parts | None:
+        weight = f"{module}.weight"
+        if f"{module}.SCB" in held:
+            return {"weight": weight, "SCB": f"{module}.SCB"}
+        state = next((f"{weight}.{name}" for name in STATES if f"{weight}.{name}" in held), None)
+        if state is None:
+            return None
+        found = {"weight": weight, "state": state}
+        found |= {name: f"{weight}.{name}" for name in ("absmax", "quant_map")}
+        return found | {name: f"{weight}.{name}" for name in NESTED if f"{weight}.{name}" in held}
+
+    def beside(self, module: str) -> tuple[str, ...]:
+        return ("weight_format",)
+
+    def shape(self, module: str, shapes: Shapes) -> tuple[int, int] | None:
+        if "SCB" not in shapes:
+            return None
+        n, k = shapes["weight"]
+        return n, k
+
+    def group(self, module: str, columns: int) -> int:
+        return BLOCK if columns % BLOCK == 0 else columns
+
+    def read(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
+        if "SCB" in tensors:
+            return integers_of_8_bits(module, tensors["weight"], tensors["SCB"].float()[:, None] / 127, None)
+        state = _state(module, tensors["state"])
+        (n, k), size = state["shape"], int(state["blocksize"])
+        flat = tensors["weight"].flatten()
+        expect(len(flat) * 2 == n * k, module, f"{len(flat)} bytes cannot be [{n}, {k}] codes of 4 bits")
+        scales = tensors["absmax"]
+        if "nested_absmax" in tensors:
+            nested = tensors["nested_absmax"].repeat_interleave(int(state["nested_blocksize"]))[: len(scales)]
+            scales = tensors["nested_quant_map"][scales.int()] * nested + float(state["nested_offset"])
+        expect(k % size == 0 or size % k == 0, module, f"blocks of {size} do not divide rows of {k} weights")
+        if size > k:  # a block is several rows
+            scales, size = scales.repeat_interleave(size // k)[:n], k
+        swapped = (flat >> 4 | (flat & 15) << 4).view(n, -1)
+        table = tuple(tensors["quant_map"].float().tolist())
+        expect(len(table) == 16, module, f"{len(table)} values for codes of 4 bits")
+        return GroupedWeight("float4", swapped, scales.float().view(n, k // size), size, table=table)
+
+
+def _state(module: str, raw: Tensor) -> dict[str, Any]:
+    try:
+        state = json.loads(bytes(raw.to(torch.uint8).tolist()))
+        ok = len(state["shape"]) == 2 and state["blocksize"] > 0
+    except (ValueError, KeyError, TypeError):
+        ok = False
+    expect(ok, module, "the quant_state is no JSON with a shape and a blocksize")
+    return dict(state)
+
+
+FORMAT = BitsAndBytes

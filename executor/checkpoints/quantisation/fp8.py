@@ -1,0 +1,64 @@
+"""Floats of 8 bits as Hugging Face, DeepSeek and FBGEMM store them: `weight` in float8_e4m3fn beside its scales.
+
+`weight_scale` is of the whole matrix or of each row; `weight_scale_inv`, with `weight_block_size`, of blocks
+(DeepSeek-V3, section 3.3). Weights are multiplied by either. The scales of activations are not needed: those stay in
+floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor
+
+from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes
+from headrace.executor.checkpoints.quantisation._scaled import floats_of_8_bits
+from headrace.executor.models.blocks import Role
+from headrace.ipc.failure import ModelError
+from headrace.kernels.grouped import GroupedWeight
+
+SCALES = ("weight_scale_inv", "weight_scale")
+
+
+@dataclass(frozen=True)
+class Fp8(Format):
+    names = ("fp8", "fbgemm_fp8")
+    stored = (
+        "float8_e4m3fn, a scale for the matrix, each row (FBGEMM), or blocks of 128 x 128 (DeepSeek); activations stay "
+        "in floats",
+    )
+    made_by = "a writer in tests"
+    block: tuple[int, int] | None
+    """Rows and columns that share a scale."""
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        block = config.get("weight_block_size")
+        if block is None:
+            return cls(None)
+        numbers = block if isinstance(block, list | tuple) else ()
+        if len(numbers) != 2 or not all(isinstance(each, int) and each > 0 for each in numbers):
+            raise ModelError(f"the fp8 config's weight_block_size is {block!r}; two whole numbers are expected")
+        return cls((numbers[0], numbers[1]))
+
+    def parts(self, module: str, role: Role, held: Container[str]) -> Parts | None:
+        scales = next((name for name in SCALES if f"{module}.{name}" in held), None)
+        return None if scales is None else {"weight": f"{module}.weight", "scales": f"{module}.{scales}"}
+
+    def beside(self, module: str) -> tuple[str, ...]:
+        return ("input_scale", "activation_scale", "input_scale_ub")
+
+    def shape(self, module: str, shapes: Shapes) -> tuple[int, int]:
+        n, k = shapes["weight"]
+        return n, k
+
+    def group(self, module: str, columns: int) -> int:
+        return columns if self.block is None else self.block[1]
+
+    def read(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
+        return floats_of_8_bits(module, tensors["weight"], tensors["scales"], self.block)
+
+
+FORMAT = Fp8

@@ -1,0 +1,65 @@
+"""NVIDIA ModelOpt's checkpoints, whose config is in hf_quant_config.json or config.json.
+
+FP8      weight float8_e4m3fn [n, k], weight_scale of the matrix or of each row
+NVFP4    weight uint8 [n, k / 2] of e2m1, weight_scale float8_e4m3fn [n, k / 16], weight_scale_2 of the matrix
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor
+
+from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes
+from headrace.executor.checkpoints.quantisation._scaled import floats_of_4_bits, floats_of_8_bits
+from headrace.executor.models.blocks import Role
+from headrace.ipc.failure import ModelError
+from headrace.kernels.grouped import GroupedWeight
+
+FP8, NVFP4 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"), ("NVFP4", "W4A16_NVFP4")
+
+
+@dataclass(frozen=True)
+class ModelOpt(Format):
+    names = ("modelopt", "modelopt_fp4", "nvfp4")
+    stored = (
+        "FP8: float8_e4m3fn, a scale for the matrix or each row; activations stay in floats",
+        "NVFP4: 4-bit floats in groups of 16; activations stay in floats",
+    )
+    made_by = "a writer in tests"
+    is_fp4: bool
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        own = config.get("quantization", config)
+        algorithm = str(own.get("quant_algo") if isinstance(own, Mapping) else None).upper()
+        if algorithm not in (*FP8, *NVFP4):
+            raise ModelError(f"ModelOpt's {algorithm} is not supported; {', '.join((*FP8, *NVFP4))} are")
+        return cls(algorithm in NVFP4)
+
+    def parts(self, module: str, role: Role, held: Container[str]) -> Parts | None:
+        if f"{module}.weight_scale" not in held:
+            return None
+        names = ("weight", "weight_scale", "weight_scale_2") if self.is_fp4 else ("weight", "weight_scale")
+        return {name: f"{module}.{name}" for name in names}
+
+    def beside(self, module: str) -> tuple[str, ...]:
+        return ("input_scale",)
+
+    def shape(self, module: str, shapes: Shapes) -> tuple[int, int]:
+        n, stored = shapes["weight"]
+        return n, stored * 2 if self.is_fp4 else stored
+
+    def group(self, module: str, columns: int) -> int:
+        return 16 if self.is_fp4 else columns
+
+    def read(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
+        scales = tensors["weight_scale"]
+        if not self.is_fp4:
+            return floats_of_8_bits(module, tensors["weight"], scales)
+        return floats_of_4_bits(module, tensors["weight"], scales.float() * tensors["weight_scale_2"].float())
+
+
+FORMAT = ModelOpt
