@@ -74,8 +74,25 @@ CASES = [name for name in tiny_models.TINY_MODELS if name != "llama_dynamic"]
 MIXTURES = [name for name in CASES if "moe" in name or "mixtral" in name]
 
 
-@pytest.mark.parametrize("choose", [kernels.choose, kernels.choose_reference], ids=["chosen", "reference"])
-@pytest.mark.parametrize("name", CASES)
+BY_REFERENCE = {"llama", "qwen3", "gemma3", "opt_projected_post_norm", "qwen2_moe"}
+"""By the reference ops these are computed in `make test`, and all others in `make test-system`."""
+
+
+@pytest.mark.parametrize(
+    ("name", "choose"),
+    [
+        *(pytest.param(name, kernels.choose, id=f"{name}-chosen") for name in CASES),
+        *(
+            pytest.param(
+                name,
+                kernels.choose_reference,
+                id=f"{name}-reference",
+                marks=[] if name in BY_REFERENCE else [pytest.mark.system],
+            )
+            for name in CASES
+        ),
+    ],
+)
 def test_greedy_tokens_equal_transformers_whole_and_in_chunks(name: str, choose: ChooseKernel) -> None:
     prompts = random_prompts()
     decoder = make_decoder(name, choose=choose)

@@ -277,7 +277,13 @@ def test_ray_without_room_says_how_much_there_is() -> None:
         executor.stop()
 
 
-@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp", "pp"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"tensor_parallel_size": 2}, id="tp", marks=pytest.mark.system),
+        pytest.param({"pipeline_parallel_size": 2}, id="pp"),
+    ],
+)
 def test_two_nodes_answer_as_one_process_does(sizes: dict[str, int], tmp_path: Path) -> None:
     tiny_models.save("qwen3", tmp_path)
     common: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 128}

@@ -78,9 +78,9 @@ def expected(checkpoint: str) -> tuple[list[Any], Any]:
         {"in_process": True},
         {"in_process": True, "async_scheduling": True},
         {"in_process": True, "enable_prefix_caching": False, "num_gpu_blocks_override": 200},
-        {"tensor_parallel_size": 2},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.system),
         {"pipeline_parallel_size": 2},
-        {"pipeline_parallel_size": 2, "async_scheduling": False},
+        pytest.param({"pipeline_parallel_size": 2, "async_scheduling": False}, marks=pytest.mark.system),
     ],
     ids=str,
 )

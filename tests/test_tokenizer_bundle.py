@@ -304,6 +304,7 @@ def test_a_gguf_without_a_tokenizer_is_told_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.demo_model
+@pytest.mark.system
 def test_the_demo_models_tokenizer_gives_the_ids_of_transformers(demo_model_path: Path, private_cache: Path) -> None:
     load_without_transformers(demo_model_path)  # not even for the first conversion
     bundle = bundle_of(demo_model_path)
