@@ -13,6 +13,8 @@ from torch import Tensor
 from headrace.executor.cpu.batch import BatchState, Draws, StepArrays
 from headrace.executor.cpu.runner import PROMPT_LOGITS_BYTES, ModelRunner
 from headrace.executor.models.inputs import StepInputs, StepLogits, step_in_two
+from headrace.executor.sampling.logprobs import logprob_rows
+from headrace.ipc.messages import LogprobRows, Sampling
 from headrace.ipc.step import StepPlan, StepResult
 
 BLOCK_SIZE = 4
@@ -266,6 +268,46 @@ def test_a_row_of_which_only_the_prompt_logits_are_not_finite_fails_too(chunk: i
     assert result.rows.tolist() == [1]
     assert result.logprob_indices is not None
     assert result.logprob_indices.tolist() == [0]
+
+
+def test_a_request_whose_parameters_cannot_be_used_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(sampling: Sampling) -> None:
+        if sampling.bad_words:
+            raise ZeroDivisionError("no rules for these words")
+
+    bench = Bench()
+    monkeypatch.setattr("headrace.executor.cpu.batch.rules_of", refuse)
+    bench.maker.enter(0, PROMPT, temperature=0.0)
+    bench.maker.enter(1, PROMPT, bad_words=((5,),), logprobs=2, prompt_logprobs=1, temperature=0.0)
+    result = bench.step(0, (1, 4))
+    assert (result.rows.tolist(), result.failures) == ([0], ())
+    result = bench.step(0, 1)
+    assert result.rows.tolist() == [0]
+    assert [failure.row for failure in result.failures] == [1]
+    assert "ZeroDivisionError: no rules for these words" in result.failures[0].failure.message
+    bench.maker.release(1)
+    bench.maker.enter(1, PROMPT, temperature=0.0)
+    result = bench.step(0, 1)
+    assert result.rows.tolist() == [0, 1]
+    assert bench.finish(1, 15) == bench.finish(0, 15), "the next one in its row is served"
+
+
+def test_log_probabilities_of_one_prompt_that_cannot_be_told_fail_its_row_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def report(logits: Tensor, token_ids: np.ndarray, counts: np.ndarray) -> LogprobRows:
+        if token_ids[0] == 8:
+            raise IndexError("index 8 is out of bounds")
+        return logprob_rows(logits, token_ids, counts)
+
+    monkeypatch.setattr("headrace.executor.cpu.runner.logprob_rows", report)
+    bench = Bench()
+    bench.maker.enter(0, [7, 8, 9], prompt_logprobs=1)
+    bench.maker.enter(1, [7, 7, 9], prompt_logprobs=1)
+    result = bench.step(0, 1)
+    assert [failure.row for failure in result.failures] == [0]
+    assert "index 8 is out of bounds" in result.failures[0].failure.message
+    assert (result.rows.tolist(), [run.row for run in result.prompt_logprobs]) == ([1], [1])
 
 
 def test_a_plan_without_work_releases_rows() -> None:

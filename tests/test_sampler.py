@@ -12,7 +12,8 @@ import torch
 from scalar_noise import scalar_noise
 
 from headrace.executor.cpu.batch import BatchState
-from headrace.executor.sampling.sampler import Sampled, penalise, sample
+from headrace.executor.sampling.penalties import penalise
+from headrace.executor.sampling.sampler import Sampled, sample
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow, StepPlan
 from headrace.kernels.reference.sampling import likeliest, truncated
@@ -306,6 +307,34 @@ def test_penalties_follow_their_formulas() -> None:
     batch.sampling.enter(0, sampling, 0)
     penalise(logits, batch, np.array([0]))
     assert logits[0].tolist() == [1.0, -4.0, 1.5 - 0.75 - 0.5, -6.0 - 0.25 - 0.5, 1.0, 0.5]
+
+
+@pytest.mark.parametrize("drafts", [[], [7, 3, 7, 90]])
+def test_penalties_look_at_each_token_of_a_context_once_and_count_the_same(drafts: list[int]) -> None:
+    rng = np.random.default_rng(3)
+    sampling = Sampling(max_tokens=500, repetition_penalty=1.3, frequency_penalty=0.25, presence_penalty=0.5)
+    batch, context = BatchState(2, 600, 16), rng.integers(0, 60, 600).astype(np.int32)
+    batch.sampling.enter(1, sampling, 0)
+    batch.num_prompt_tokens[1] = 200
+    for num_tokens in (200, 201, 204, 330, 331, 596):
+        known = context[:num_tokens]
+        batch.tokens[1, :num_tokens], batch.num_tokens[1] = known, num_tokens
+        batch.tokens[1, num_tokens : num_tokens + len(drafts)] = drafts
+        logits = random_logits(1, 100, seed=num_tokens)
+        expected = logits[0].clone()
+        output = [*known[200:].tolist(), *drafts]
+        for token in {*known.tolist(), *drafts}:
+            expected[token] *= 1.3 if expected[token] < 0 else 1 / 1.3
+        for token in set(output):
+            expected[token] -= 0.25 * output.count(token) + 0.5
+        penalise(logits, batch, np.array([1]), np.array([num_tokens + len(drafts)]) if drafts else None)
+        assert logits[0].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+        batch.tokens[1, :num_tokens] = 99  # whoever looked again would count this one
+    batch.sampling.enter(1, sampling, 0)
+    batch.tokens[1, :2], batch.num_tokens[1], batch.num_prompt_tokens[1] = (4, 5), 2, 1
+    logits = torch.full((1, 100), 1.0)
+    penalise(logits, batch, np.array([1]))
+    assert sorted((logits[0] != 1.0).nonzero()[:, 0].tolist()) == [4, 5], "another request counts anew"
 
 
 # --- logprobs ---------------------------------------------------------------------------------------------------

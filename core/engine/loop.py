@@ -129,6 +129,8 @@ class Loop:
         self._load_changed = True
         """Requests came, left or gave way since the load was reported."""
         self._stop_at_s: float | None = None
+        self._audited_steps = 0
+        """How many there had been at the last whole audit."""
         self._compiler: GrammarCompiler | None = None
 
     def follow_grammars(self, backend: Backend) -> None:
@@ -205,12 +207,30 @@ class Loop:
         try:
             return self._inbox.get(timeout=IDLE_CHECK_AFTER_S)
         except queue.Empty:
-            self.scheduler.check()
+            self._audit()
         deadlines_s = [each for each in (self.gates.next_deadline_s(), self._stop_at_s) if each is not None]
         try:
             return self._inbox.get(timeout=max(0.0, min(deadlines_s) - time.monotonic()) if deadlines_s else None)
         except queue.Empty:
             return None
+
+    def _audit(self) -> None:
+        """Once after the last step, while nothing comes: what is found wrong is told and mended.
+
+        Nothing runs, so nobody's answer can be wrong: an engine that ended here would only lose what waits. The books
+        of blocks are begun anew, as after a start; rows whose requests are mixed up cannot be told apart, and end it.
+        """
+        if self._audited_steps == self._statistics.num_steps:
+            return
+        try:
+            for _ in self.scheduler.audit():
+                if not self._inbox.empty():
+                    return  # a request does not wait for it
+        except AssertionError as error:
+            logger.error("the audit of the idle engine found: %s; its cache is begun anew", error)
+            self.scheduler.forget_blocks()
+            self.scheduler.check()
+        self._audited_steps = self._statistics.num_steps
 
     def _handle(self, client: int, message: InboxMessage) -> None:
         self._load_changed = True

@@ -121,6 +121,12 @@ class BlockTables:
         self.pool.release(self.blocks(row))
         self.num_blocks[row] = 0
 
+    def clear(self) -> None:
+        """No row holds anything, and the pool is as it was made."""
+        self.num_blocks[:] = 0
+        self.first_held[:] = 0
+        self.pool.clear()
+
     # --- the prefix cache -----------------------------------------------------------------------------------------
 
     def find(self, hashes: Sequence[BlockHash]) -> PrefixHit:

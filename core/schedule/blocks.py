@@ -19,14 +19,17 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from headrace.core.schedule.block_hashes import BlockHash
 
+T = TypeVar("T")
 NULL_BLOCK = 0
+AUDITED_AT_ONCE = 16_384
+"""Blocks in one piece of an audit."""
 
 
 class BlockHolder(Protocol):
@@ -175,15 +178,52 @@ class BlockPool:
             for observer in self.observers:
                 observer.evicted(block, block_hash)
 
-    def check(self) -> None:
-        """Raises AssertionError unless the books agree with what all holders say they hold."""
+    def audit(self) -> Iterator[None]:
+        """Raises AssertionError unless the books agree with what all holders say they hold.
+
+        In pieces of some milliseconds, between which nothing may change.
+        """
         held = itertools.chain.from_iterable(holder.held_blocks() for holder in self.holders)
-        counts = np.bincount(np.fromiter(held, np.int64), minlength=self.num_blocks)
-        assert np.array_equal(counts, self._references), "reference counts differ from what is held"
-        listed = np.bincount(np.array([*self._free, *self._cached], np.int64), minlength=self.num_blocks)
-        unheld = counts == 0
-        unheld[NULL_BLOCK] = False
+        counts, listed = np.zeros(self.num_blocks, np.int32), np.zeros(self.num_blocks, np.int32)
+        for blocks in _pieces(held):
+            np.add.at(counts, blocks, 1)
+            yield
+        for blocks in _pieces(itertools.chain(self._free, self._cached)):
+            np.add.at(listed, blocks, 1)
+            yield
         assert listed[NULL_BLOCK] == 0, "the null block was handed out"
-        assert np.array_equal(listed, unheld), "a block is lost, listed twice, or held and free at once"
-        assert all(self._hash_of[b] is not None for b in self._cached), "a cached block has no hash"
-        assert all(self._hash_of[b] == h for h, b in self._block_of.items()), "a hash names the wrong block"
+        for first in range(1, self.num_blocks, AUDITED_AT_ONCE):
+            piece = slice(first, first + AUDITED_AT_ONCE)
+            assert np.array_equal(counts[piece], self._references[piece]), "reference counts differ from what is held"
+            assert np.array_equal(listed[piece], counts[piece] == 0), (
+                "a block is lost, listed twice, or held and free at once"
+            )
+            yield
+        for blocks in _pieces(self._cached):
+            assert all(self._hash_of[b] is not None for b in blocks), "a cached block has no hash"
+            yield
+        for named in _pieces(self._block_of.items()):
+            assert all(self._hash_of[b] == h for h, b in named), "a hash names the wrong block"
+            yield
+
+    def check(self) -> None:
+        """All of `audit` at once."""
+        for _ in self.audit():
+            pass
+
+    def clear(self) -> None:
+        """As it was made: nothing is held, and nothing can be found. Holders forget what they held first."""
+        for name, block in self._block_of.items():
+            for observer in self.observers:
+                observer.evicted(block, name)
+        self._references = [0] * self.num_blocks
+        self._hash_of = [None] * self.num_blocks
+        self._block_of.clear()
+        self._cached.clear()
+        self._free = list(range(self.num_blocks - 1, NULL_BLOCK, -1))
+
+
+def _pieces(items: Iterable[T]) -> Iterator[list[T]]:
+    rest = iter(items)
+    while piece := list(itertools.islice(rest, AUDITED_AT_ONCE)):
+        yield piece

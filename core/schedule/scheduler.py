@@ -19,6 +19,7 @@ A class of one's own (`--scheduler-cls`) is derived from `Scheduler` and replace
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -570,14 +571,26 @@ class Scheduler:
         if ended:
             self._repeated = None
 
-    def check(self) -> None:
-        """Raises AssertionError unless blocks and rows agree. Cheap enough for whenever the loop goes idle."""
+    def audit(self) -> Iterator[None]:
+        """Raises AssertionError unless blocks and rows agree. In pieces, between which nothing may change."""
         active = np.flatnonzero(self.rows.active).tolist()
-        self.pool.check()
-        held = self.tables.num_blocks.nonzero()[0].tolist()
-        assert set(held) <= set(active), f"of rows {held}, which hold blocks, only {active} are active"
         assert len(active) + len(self.rows.free) == self.config.max_num_seqs, "a row is lost"
         for row in active:
             request = self.rows.requests[row]
             assert request is not None, f"row {row} is active without a request"
             assert request.row == row, f"row {row}'s request thinks it is in row {request.row}"
+        held = self.tables.num_blocks.nonzero()[0].tolist()
+        assert set(held) <= set(active), f"of rows {held}, which hold blocks, only {active} are active"
+        yield from self.pool.audit()
+
+    def check(self) -> None:
+        """All of `audit` at once."""
+        for _ in self.audit():
+            pass
+
+    def forget_blocks(self) -> None:
+        """Every block is free again, whatever the books say: running requests will compute their keys and values anew.
+        With no step in flight."""
+        self.tables.clear()
+        for row in np.flatnonzero(self.rows.active).tolist():
+            self.preempt(row)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.executor.sampling.row_processors import RowProcessor, processors_of
+from headrace.executor.sampling.row_processors import Position, RowProcessor, processors_of
 from headrace.executor.sampling.token_rules import TokenRules, rules_of
 from headrace.executor.sampling.verification import SampledPositions
 from headrace.ipc.messages import Sampling
@@ -20,6 +20,7 @@ from headrace.ipc.step import Drafts, NewRow, StepPlan, nth_of_each
 
 if TYPE_CHECKING:
     from headrace.executor.sampling.logits_processors import LogitsProcessors
+    from headrace.executor.sampling.penalties import TokenCounts
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy, as in vLLM."""
@@ -113,8 +114,22 @@ class SamplingColumns:
         self.entries: list[int] = [0] * num_rows
         """Which of the requests that entered is in a row, where there are logits processors."""
         self._num_entered = 0
+        self.counts: dict[int, TokenCounts] = {}
+        """Only of rows whose penalties are computed on the host."""
 
     def enter(self, row: int, sampling: Sampling, seed: int) -> None:
+        """A request that cannot be entered fails alone, with the cause, when its first token is due."""
+        try:
+            self._enter(row, sampling, seed)
+        except MemoryError:  # the host's, which is nobody's fault
+            raise
+        except Exception as error:
+            self._enter(row, Sampling(max_tokens=1), seed)
+            self.processors[row] = (NeverEntered(error),)
+            self.needs[row] |= Needs.PROCESSORS
+
+    def _enter(self, row: int, sampling: Sampling, seed: int) -> None:
+        self.counts.pop(row, None)
         self.params[row] = sampling
         self.temperature[row] = sampling.temperature
         self.top_p[row] = sampling.top_p
@@ -141,6 +156,18 @@ class SamplingColumns:
         if processors := processors_of(sampling):
             self.processors[row] = processors
             self.needs[row] |= Needs.PROCESSORS
+
+
+class NeverEntered(RowProcessor):
+    """In the place of what a request asked for that could not be made."""
+
+    only_random = False
+
+    def __init__(self, cause: Exception) -> None:
+        self._cause = cause
+
+    def change(self, logits: np.ndarray, at: Position) -> None:
+        raise ValueError(f"its sampling parameters cannot be used: {type(self._cause).__name__}: {self._cause}")
 
 
 def _needs(sampling: Sampling) -> Needs:

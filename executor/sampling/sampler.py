@@ -19,6 +19,7 @@ from headrace import kernels
 from headrace.executor.cpu.batch import CHANGES, BatchState, Draws, Needs
 from headrace.executor.models.inputs import Chosen
 from headrace.executor.sampling.logprobs import asked_tokens, logprob_rows
+from headrace.executor.sampling.penalties import penalise
 from headrace.executor.sampling.rows import ProcessedRows
 from headrace.executor.sampling.token_rules import additions
 from headrace.ipc.failure import Failure
@@ -161,40 +162,6 @@ def apply_rules(logits: Tensor, batch: BatchState, rows: np.ndarray, num_tokens:
     places, added = additions(batch, rows, logits.shape[1], num_tokens)
     if places.size:
         logits.view(-1).index_add_(0, _indices(places, logits), _column(added, logits))
-
-
-def penalise(logits: Tensor, batch: BatchState, rows: np.ndarray, num_tokens: np.ndarray | None = None) -> None:
-    """Applies the repetition, frequency and presence penalties in place, in that order (the order of vLLM).
-
-    A token seen in prompt or output has its logit divided by the repetition penalty if positive and multiplied
-    if negative (Keskar et al., "CTRL", 2019); one seen in the output then loses frequency_penalty for each time
-    and presence_penalty once.
-    """
-    indices = np.flatnonzero((batch.sampling.needs[rows] & Needs.PENALTIES) != 0)
-    if not indices.size:
-        return
-    vocab_size = logits.shape[1]
-    seen: list[np.ndarray] = []  # flat indices into logits, one for each token of each row
-    written: list[np.ndarray] = []  # the same for output tokens alone
-    for index in indices:
-        row = rows[index]
-        end = batch.num_tokens[row] if num_tokens is None else num_tokens[index]
-        flat = batch.tokens[row, :end] + np.int64(index) * vocab_size
-        seen.append(flat)
-        written.append(flat[batch.num_prompt_tokens[row] :])
-    flat_logits = logits.view(-1)
-
-    places = np.unique(np.concatenate(seen))
-    repetition = _column(batch.sampling.repetition_penalty[rows[places // vocab_size]], logits)
-    at = _indices(places, logits)
-    values = flat_logits[at]
-    flat_logits[at] = torch.where(values > 0, values / repetition, values * repetition)
-
-    places, counts = np.unique(np.concatenate(written), return_counts=True)
-    owners = rows[places // vocab_size]
-    losses = batch.sampling.frequency_penalty[owners] * counts.astype(np.float32)
-    losses += batch.sampling.presence_penalty[owners]
-    flat_logits[_indices(places, logits)] -= _column(losses, logits)
 
 
 def find_problems(best: np.ndarray) -> dict[int, str]:

@@ -1,0 +1,103 @@
+"""The audit of an idle engine's books: in pieces that a request interrupts, once after the last step, and mended."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from engine_parts import SteppedCore
+
+from headrace.core.engine import loop
+from headrace.core.schedule import blocks
+from headrace.ipc.control import PauseGeneration
+from headrace.ipc.messages import Control, FinishReason, GetStats
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> SteppedCore:
+    monkeypatch.setattr(loop, "IDLE_CHECK_AFTER_S", 0.0)
+    monkeypatch.setattr(blocks, "AUDITED_AT_ONCE", 4)
+    return SteppedCore()
+
+
+def serve(core: SteppedCore, max_tokens: int = 5) -> None:
+    client = core.open()
+    client.add(1, [5, 6, 7, 8, 9], max_tokens=max_tokens, ignore_eos=True)
+    core.run_until_idle()
+    assert [finish.reason for finish in client.finishes()] == [FinishReason.LENGTH]
+
+
+def test_books_that_are_right_are_read_once_after_the_last_step(core: SteppedCore, monkeypatch) -> None:
+    serve(core)
+    core.loop._audit()
+    monkeypatch.setattr(core.loop.scheduler, "audit", lambda: pytest.fail("nothing has run since"))
+    core.loop._audit()
+    monkeypatch.undo()
+    serve(core)
+    assert core.loop._audited_steps < core.loop.stats().steps
+
+
+def test_a_request_does_not_wait_for_the_audit(core: SteppedCore, monkeypatch) -> None:
+    serve(core)
+    client = core.open()
+    pieces, audit = [], core.loop.scheduler.audit
+
+    def counted() -> Iterator[None]:
+        for piece in audit():
+            pieces.append(piece)
+            if len(pieces) == 3:
+                client.send(GetStats(call=1))
+            yield piece
+
+    monkeypatch.setattr(core.loop.scheduler, "audit", counted)
+    core.loop._audit()
+    assert len(pieces) == 3
+    assert core.loop._audited_steps == 0, "it is made up for"
+    core.loop.turn()
+    core.loop._audit()
+    assert len(pieces) > 10
+
+
+@pytest.mark.parametrize("spoil", ["lost", "held", "listed twice", "misnamed"])
+def test_books_of_blocks_that_are_wrong_are_told_and_begun_anew(core: SteppedCore, spoil: str, caplog) -> None:
+    serve(core)
+    pool = core.loop.scheduler.pool
+    match spoil:
+        case "lost":
+            pool._free.pop()
+        case "held":
+            pool._references[3] += 1
+        case "listed twice":
+            pool._free.append(pool._free[0])
+        case "misnamed":
+            pool._hash_of[next(iter(pool._block_of.values()))] = b"x"
+    with caplog.at_level(logging.ERROR):
+        core.loop._audit()
+    assert "the audit of the idle engine found: " in caplog.text
+    assert pool.num_available == pool.num_blocks - 1
+    core.loop.scheduler.check()
+    serve(core)
+
+
+def test_requests_that_a_pause_keeps_compute_anew_where_books_were_wrong(core: SteppedCore) -> None:
+    client = core.open()
+    client.add(1, [5, 6, 7, 8, 9], max_tokens=20, ignore_eos=True)
+    for _ in range(4):
+        core.loop.turn()
+    client.send(Control(call=1, command=PauseGeneration(mode="keep", clear_cache=False)))
+    core.loop.turn()
+    core.loop.scheduler.pool._references[1] += 1
+    core.loop._audit()
+    core.loop._pause.resume()
+    core.run_until_idle()
+    assert [finish.reason for finish in client.finishes()] == [FinishReason.LENGTH]
+    assert len(client.tokens()[1]) == 20
+    assert core.loop.scheduler.num_preemptions == 1
+
+
+def test_rows_that_are_mixed_up_end_the_engine(core: SteppedCore) -> None:
+    serve(core)
+    core.loop.scheduler.rows.free.pop()
+    with pytest.raises(AssertionError, match="a row is lost"):
+        core.loop._audit()
