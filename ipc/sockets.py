@@ -53,8 +53,11 @@ def runtime_directory() -> Path:
         path = Path(os.environ["XDG_RUNTIME_DIR"]) / "headrace"
     else:
         path = Path(tempfile.gettempdir()) / f"headrace-{os.getuid()}"
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = path.lstat()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise AddressError(f"{path} cannot be made a directory for sockets: {error.strerror}") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise AddressError(
             f"{path} must be a directory of yours that only you can enter (mode 0700); set HEADRACE_RUNTIME_DIR to one"
@@ -74,7 +77,7 @@ def sweep_sockets() -> Path:
             continue
         try:
             age_s = time.time() - leftover.stat().st_mtime
-        except FileNotFoundError:
+        except OSError:
             continue
         if not Path(f"/proc/{pid[0]}").exists() or (age_s > _LEAST_ASKED_S and _refuses(leftover)):
             leftover.unlink(missing_ok=True)

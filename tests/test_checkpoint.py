@@ -295,6 +295,30 @@ def test_sampling_defaults_are_the_fields_that_the_file_sets_under_our_names(tmp
         defaults()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("temperature", "hot", "temperature is 'hot'; a number is expected"),
+        ("temperature", -3, "temperature is -3; it must be at least 0"),
+        ("top_p", [0.5], r"top_p is \[0\.5\]; a number is expected"),
+        ("top_k", 2.5, r"top_k is 2\.5; a whole number is expected"),
+        ("repetition_penalty", float("nan"), "repetition_penalty is nan; it must be over 0"),
+        ("max_new_tokens", True, "max_new_tokens is True; a whole number is expected"),
+    ],
+)
+def test_a_sampling_default_that_cannot_be_used_is_refused_with_file_field_and_value(
+    tmp_path: Path, name: str, value: Any, said: str
+) -> None:
+    tiny_models.build("llama").config.save_pretrained(tmp_path)
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({name: value}))
+    with pytest.raises(ModelError, match=f"{file}: {said}"):
+        open_folder(tmp_path, load_format="dummy")
+    assert open_folder(tmp_path, load_format="dummy", generation_config="vllm").generation_config == {}
+    file.write_text(json.dumps({"top_k": -1}))
+    assert open_folder(tmp_path, load_format="dummy").generation_config == {"top_k": -1}
+
+
 def test_overrides_replace_fields_and_reach_into_nested_configs(tmp_path: Path) -> None:
     config = {"a": 1, "rope_scaling": {"factor": 2, "rope_type": "linear"}, "text_config": {"x": 1, "y": 2}}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_checkpoint import (
     as_safetensors,
     as_sharded_safetensors,
@@ -26,6 +26,7 @@ from test_checkpoint import (
 from tiny_gguf import save_gguf
 from torch import Tensor
 
+from headrace import LLM
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
 from headrace.executor.checkpoints.safetensors_weights import SafetensorsWeights, Strategy, open_files, prefetch
@@ -202,3 +203,22 @@ def test_a_strategy_for_other_files_than_safetensors_is_refused(tmp_path: Path) 
     model = tiny_models.save("llama", tmp_path / "folder")
     with pytest.raises(OptionError, match="whose weights are dummy"):
         open_folder(model, safetensors_load_strategy="prefetch", load_format="dummy")
+
+
+@pytest.mark.parametrize("backend", ["uni", "gpu_parts:GpuOnCpuExecutor"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.mlp.down_proj.weight", "model.embed_tokens.weight", "model.norm.weight"]
+)
+def test_weights_that_are_stored_as_whole_numbers_are_refused_with_their_name(
+    backend: str, name: str, tmp_path: Path
+) -> None:
+    folder = tiny_models.save("llama", tmp_path / "model")
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights[name] = weights[name].bfloat16().view(torch.int16)  # as a header that is damaged in two letters has it
+    save_file(weights, file)
+    with pytest.raises(ModelError, match=f"the weight {name} is stored as int16; a type of floats is expected"):
+        LLM(
+            str(folder), in_process=True, device="cpu", skip_tokenizer_init=True, dtype="float32", max_model_len=64,
+            distributed_executor_backend=backend,
+        )  # fmt: skip

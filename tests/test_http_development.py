@@ -109,6 +109,8 @@ def test_the_prefix_cache_is_forgotten(server, client):
     num_cached()
     assert num_cached() == 48
     assert client.post("/reset_prefix_cache").status_code == 200
+    assert client.post("/reset_mm_cache").json() == {"status": "ok"}
+    assert client.post("/reset_mm_cache?everything=1").status_code == 400
     assert num_cached() == 0
 
 
@@ -139,7 +141,7 @@ def test_wrong_parameters_are_named(server, client):
 
 
 def test_a_page_of_another_site_cannot_stop_the_engine(server, client):
-    for path in ("/pause", "/reset_prefix_cache", "/start_profile"):
+    for path in ("/pause", "/reset_prefix_cache", "/reset_mm_cache", "/start_profile"):
         assert client.post(path, headers={"origin": "https://evil.example"}).status_code == 403
     assert are_paused(server) == {False}
 

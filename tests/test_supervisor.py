@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.core.process.supervisor import Child, ChildOptions
+from headrace.core.options.engine_options import Options
+from headrace.core.process.supervisor import Child, ChildOptions, start_engine
 from headrace.ipc.failure import EngineStartError
 from headrace.ipc.messages import SCHEMA_HASH, Start
+from headrace.ipc.sockets import AddressError
+from headrace.ipc.sockets import runtime_directory as runtime_directory_now
 
+NULL: dict[str, Any] = {"distributed_executor_backend": "headrace.executor.testing.null:NullExecutor", "model": "null"}
 SLEEPER = ["-c", "import time; time.sleep(60)"]
 HALF_A_MESSAGE = """
 import os, sys, time
@@ -64,3 +71,27 @@ def test_a_child_that_hangs_in_mid_message_is_still_watched():
         time.sleep(0.01)
     child.kill()
     assert not child.alive
+
+
+@pytest.mark.parametrize("how", ["open to others", "a file", "below a file"])
+def test_a_runtime_directory_that_cannot_be_used_is_told_and_the_childs_end_is_still_heard(
+    how: str, runtime_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = start_engine(Options(**NULL))
+    child.wait_ready(60)
+    directory = runtime_directory
+    if how == "open to others":
+        directory.chmod(0o755)
+    else:
+        directory = directory / "file"
+        directory.touch()
+        directory = directory / "below" if how == "below a file" else directory
+    monkeypatch.setenv("HEADRACE_RUNTIME_DIR", str(directory))
+    os.kill(child.pid, signal.SIGKILL)
+    heard = threading.Event()
+    child.on_exit(lambda failure: heard.set())
+    assert heard.wait(20), "the watching thread ended before it could tell"
+    with pytest.raises(AddressError, match="directory"):
+        runtime_directory_now()
+    with pytest.raises(EngineStartError, match="directory"):
+        start_engine(Options(**NULL)).wait_ready(60)

@@ -8,6 +8,7 @@ parent in the kernel's eyes: PR_SET_PDEATHSIG fires when the *thread* that forke
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import signal
@@ -24,7 +25,7 @@ from headrace.core.options.engine_options import Options
 from headrace.core.process.child_output import ChildLog, LoadBar
 from headrace.ipc.channel import Channel, ChannelClosedError
 from headrace.ipc.codec import CodecError
-from headrace.ipc.failure import EngineStartError, Failure
+from headrace.ipc.failure import EngineStartError, Failure, HeadraceError
 from headrace.ipc.messages import (
     SCHEMA_HASH,
     ChildFailed,
@@ -39,6 +40,7 @@ from headrace.ipc.process import oom_kill_count, status_of
 from headrace.ipc.sockets import sweep_sockets
 from headrace.ipc.wait import Deadline, WaitTimeoutError, open_pidfd
 
+logger = logging.getLogger(__name__)
 START_GRACE_S = 5.0
 """By how much a parent's patience outlasts `startup_timeout`, as an engine may notice which of its workers hangs."""
 STACKS_WITHIN_S = 2.0
@@ -296,7 +298,10 @@ class Child:
         self._channel.close()
         self._bar.close(is_done=False)
         if self.options.at_end is not None:
-            self.options.at_end()
+            try:
+                self.options.at_end()
+            except (HeadraceError, OSError) as error:  # whoever waits for the end must hear of it all the same
+                logger.warning("after the end of %s: %s", self.name, error)
         with self._changed:
             self._exited = True
             self.status = status

@@ -196,7 +196,7 @@ def _open_gguf(name: str, path: Path, found: Format, options: Options) -> Checkp
         format=found,
         config=config,
         dtype_name=file.dtype_name,
-        generation_config=_sampling_defaults(generation, options),
+        generation_config=_sampling_defaults(generation, options, path),
         eos_token_ids=_eos_token_ids(generation, config),
         gguf=file,
     )
@@ -234,7 +234,7 @@ def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Ch
         format=found,
         config=config,
         dtype_name=_dtype_name(config, folder, found),
-        generation_config=_sampling_defaults(generation, options),
+        generation_config=_sampling_defaults(generation, options, folder / "generation_config.json"),
         eos_token_ids=_eos_token_ids(generation, config),
         load_strategy=options.safetensors_load_strategy,
         quantisation=quantisation,
@@ -290,10 +290,26 @@ def _read_generation_config(folder: Path | None, options: Options) -> dict[str, 
     return read_json(folder / "generation_config.json")
 
 
-def _sampling_defaults(generation: Mapping[str, Any], options: Options) -> dict[str, Any]:
+def _check_default(name: str, value: Any, what: str) -> None:
+    """name: in the file or of SamplingParams. Raises ModelError."""
+    _, kind, allowed = model_defaults(Sampling)[SAMPLING_FIELDS.get(name, name)]
+    if value is None or (kind is int and value == -1):  # "all of them", as vLLM writes it
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
+        raise ModelError(f"{what} is {value!r:.100}; a {'whole ' * (kind is int)}number is expected")
+    if value not in allowed:
+        raise ModelError(f"{what} is {value!r:.100}; it must be {allowed.words()}")
+
+
+def _sampling_defaults(generation: Mapping[str, Any], options: Options, file: Path) -> dict[str, Any]:
     """The fields that are set; transformers' own defaults, `do_sample` among them, say nothing about sampling here."""
     given = {} if options.generation_config == "vllm" else generation
     fields = {**given, **options.override_generation_config}
+    where = file if options.generation_config == "auto" else Path(options.generation_config) / "generation_config.json"
+    for name in given.keys() & SAMPLING_FIELDS.keys():
+        _check_default(name, given[name], f"{where}: {name}")
+    for name in options.override_generation_config.keys() & model_defaults(Sampling).keys():
+        _check_default(name, fields[name], f"override_generation_config: {name}")
     known = SAMPLING_FIELDS | {name: name for name in options.override_generation_config}
     return {known[name]: value for name, value in fields.items() if name in known and value is not None}
 

@@ -237,10 +237,10 @@ class CpuWeights(CheckedWeights):
         bits = None if self._blocks is None else self._blocks.bits_of(role)
         self._check(name, (part.num_rows, in_features))
         if bits is not None:
-            return self._quantised(name, self._source.get(name, rows=part.rows, columns=columns), bits)
+            return self._quantised(name, self._floats(name, part.rows, columns), bits)
         kept: Packed | None = None if self._packed is None else self._packed(name)
         if kept is None:
-            floats = self._source.get(name, rows=part.rows, columns=columns)
+            floats = self._floats(name, part.rows, columns)
             return floats if self._packed is not None and floats.dtype in FLOAT_TYPES else floats.to(self.dtype)
         if isinstance(kept, GroupedWeight):
             return self._grouped(name, kept, part, columns)

@@ -164,12 +164,12 @@ class EagerWeights(CheckedWeights):
             self._check(name, (part.num_rows, *tail))
         if len(named) == 1:
             name, part = named[0]
-            return self._source.get(name, rows=part.rows, columns=columns).to(self.device, self.dtype).contiguous()
+            return self._floats(name, part.rows, columns).to(self.device, self.dtype).contiguous()
         width = tail if columns is None else (columns.stop - columns.start,)
         stacked = torch.empty((sum(p.taken for _, p in named), *width), dtype=self.dtype, device=self.device)
         start = 0
         for name, part in named:
-            stacked[start : start + part.taken].copy_(self._source.get(name, rows=part.rows, columns=columns))
+            stacked[start : start + part.taken].copy_(self._floats(name, part.rows, columns))
             start += part.taken
         return stacked
 

@@ -70,17 +70,25 @@ class CheckedWeights:
         )
         return LayerHeld(mixer, ffn, norms)
 
+    def _floats(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        """That part of a weight, of whatever float type. Raises ModelError for whole numbers, which are no weights."""
+        tensor = self._source.get(name, rows=rows, columns=columns)
+        if not tensor.is_floating_point():
+            stored = str(tensor.dtype).removeprefix("torch.")
+            raise ModelError(f"the weight {name} is stored as {stored}; a type of floats is expected")
+        return tensor
+
     def vector(self, name: str, size: int, offset: float = 0.0, take: slice | None = None) -> Tensor:
         """Elements `take` of [size], float32, plus `offset`: norm weights stay wide, they cost nothing."""
         self._check(name, (size,))
-        tensor = self._source.get(name, rows=take).to(self.device, torch.float32) + offset
+        tensor = self._floats(name, take).to(self.device, torch.float32) + offset
         self.nbytes += tensor.nbytes
         return tensor
 
     def matrix(self, name: str, rows: int, columns: int, take: slice | None = None) -> Tensor:
         """Rows `take` of a [rows, columns] matrix as it is, in the model's dtype."""
         self._check(name, (rows, columns))
-        tensor = self._source.get(name, rows=take).to(self.device, self.dtype)
+        tensor = self._floats(name, take).to(self.device, self.dtype)
         self.nbytes += tensor.nbytes
         return tensor
 

@@ -143,6 +143,13 @@ async def reset_prefix_cache(state: ServerState, exchange: Exchange) -> None:
     await exchange.answer(StatusResponse("ok"))
 
 
+async def reset_mm_cache(state: ServerState, exchange: Exchange) -> None:
+    _refuse_foreign_pages(state, exchange)
+    decode_query(exchange.query(), NoQuery)
+    await asyncio.gather(*(client.reset_mm_cache() for client in _clients(state)))
+    await exchange.answer(StatusResponse("ok"))
+
+
 async def start_profile(state: ServerState, exchange: Exchange) -> None:
     decode_query(exchange.query(), NoQuery)
     await _command(state, exchange, StartProfile())
@@ -239,6 +246,7 @@ DEVELOPMENT_ROUTES: tuple[RouteSpec, ...] = (
     _post("/wake_up", wake_up, "Take memory again, and go on", StatusResponse, WakeQuery),
     _get("/is_sleeping", is_sleeping, "Whether an engine sleeps", SleepingResponse),
     _post("/reset_prefix_cache", reset_prefix_cache, "Forget cached prefixes", StatusResponse),
+    _post("/reset_mm_cache", reset_mm_cache, "Forget processed images and sounds", StatusResponse),
     _post("/start_profile", start_profile, "Record what engines do; needs profiler_config", StatusResponse),
     _post("/stop_profile", stop_profile, "Write what was recorded", ProfileResponse),
     _get("/server_info", server_info, "The engines' options, decisions and facts", ServerInfoResponse),

@@ -38,12 +38,24 @@ ROPE_KINDS: dict[str, RopeKind] = {
 }
 
 
+LARGEST = 2**31 - 1
+"""What kernels count with."""
+MOST = {
+    **dict.fromkeys(("num_hidden_layers", "num_local_experts", "num_experts", "n_routed_experts"), 4096),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 65536),
+}
+"""Of what something is made of each: a config that is damaged, or meant to, must not take for ever."""
+
+
 def integer(config: Config, key: str, default: int | None = None) -> int:
     """A whole number; null counts as missing. Raises ModelError."""
     value = config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int):
         raise ModelError(f"the config's {key} must be a whole number, got {_shown(config, key)}")
+    most = MOST.get(key, LARGEST)
+    if abs(value) > most:
+        raise ModelError(f"the config's {key} is {_shown(config, key)}; at most {most:,} can be computed with")
     return value
 
 
