@@ -174,7 +174,10 @@ def build(name: str, seed: int = 0, **config: Any) -> Any:
     """The transformers model in float32, in eval mode; `config` overrides single fields of its config."""
     from tiny_families import FAMILIES  # which is made of what is here
 
-    tiny = TINY_MODELS[name] if name in TINY_MODELS else FAMILIES[name]
+    return make(TINY_MODELS[name] if name in TINY_MODELS else FAMILIES[name], seed, **config)
+
+
+def make(tiny: TinyModel, seed: int = 0, **config: Any) -> Any:
     values = COMMON | tiny.config | config
     model = getattr(transformers, tiny.model_class)(getattr(transformers, tiny.config_class)(**values)).eval()
     _randomise(model, seed, tiny.embedding_std)
@@ -235,13 +238,13 @@ def _randomise(model: Any, seed: int, embedding_std: float) -> None:
     with torch.no_grad():
         for parameter_name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter_name.endswith(".bias"):
+            if parameter_name.endswith((".bias", "_bias", ".sinks")):
                 parameter.copy_(0.3 * noise)
             elif "norm" in parameter_name or ".ln_" in parameter_name:
                 parameter.copy_(0.3 * noise + (0.0 if centred_at_zero else 1.0))
             elif "embed_positions" in parameter_name or ".wpe." in parameter_name:
                 parameter.copy_(0.5 * noise)
-            elif parameter_name.endswith(".mlp.gate.weight"):
+            elif parameter_name.endswith((".mlp.gate.weight", ".router.weight")):
                 parameter.copy_(0.6 * noise)  # apart enough that rounding seldom changes who is chosen
             else:
                 is_embedding = "embed" in parameter_name or ".wte." in parameter_name

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.executor.checkpoints.stacked_experts import each_expert
 from headrace.executor.checkpoints.weights import WeightSource, bounds
 from headrace.executor.models.arch import ArchSpec, Fused
 from headrace.ipc.failure import ModelError
@@ -20,6 +21,7 @@ from headrace.ipc.failure import ModelError
 
 def as_declared(spec: ArchSpec, source: WeightSource) -> WeightSource:
     """The source under the names and with the rows that the model's blocks declare; itself where they are the same."""
+    source = each_expert(spec, source)
     places = _places(spec, source.names())
     return DeclaredWeights(source, places) if places else source
 

@@ -20,7 +20,7 @@ from headrace.executor.models.blocks import Role
 from headrace.executor.models.eager import ChooseKernel
 from headrace.ipc.failure import OptionError
 from headrace.kernels.reference.attention import AttentionParams
-from headrace.kernels.reference.moe import ExpertWeights, QuantisedStack
+from headrace.kernels.reference.moe import Biases, ExpertWeights, QuantisedStack
 from headrace.kernels.reference.rows import LARGEST_STORED, LinearWeight, narrow
 from headrace.kernels.registry import choose_reference
 
@@ -116,12 +116,12 @@ def _quantised_experts(choose: ChooseKernel, rounding: Rounding, facts: dict[str
         return choose("experts", **facts)
     pack = choose("experts", **facts, stored=rounding.kind)
 
-    def packed(gate_up: Tensor, down: Tensor, activation: str) -> ExpertWeights:
+    def packed(gate_up: Tensor, down: Tensor, activation: str, *biases: Biases) -> ExpertWeights:
         stacks = []
         for stack in (gate_up, down):
             parts = _rounded(stack.flatten(0, 1), rounding)
             stacks.append(QuantisedStack(*(part.unflatten(0, stack.shape[:2]) for part in parts)))
-        result: ExpertWeights = pack(*stacks, activation)
+        result: ExpertWeights = pack(*stacks, activation, *biases)
         return result
 
     return packed

@@ -107,6 +107,22 @@ class Fused:
 
 
 @dataclass(frozen=True)
+class StackedExperts:
+    """How a checkpoint holds the matrices of all experts of a layer, [num_experts, rows, columns] each. Whole names
+    below the layer's prefix; a checkpoint that has each expert by itself is read as it is."""
+
+    gate_up: str
+    """The gate's rows, then the up projection's."""
+    down: str
+    gate_up_bias: str = ""
+    down_bias: str = ""
+    transposed: bool = False
+    """[num_experts, columns, rows]."""
+    alternating: bool = False
+    """The gate's rows and the up projection's alternate."""
+
+
+@dataclass(frozen=True)
 class WeightNames:
     """Hugging Face names. Those of a layer are below `{prefix}{layers}.{i}.`, without `.weight` or `.bias`."""
 
@@ -124,6 +140,8 @@ class WeightNames:
     key: str = "self_attn.k_proj"
     value: str = "self_attn.v_proj"
     output: str = "self_attn.o_proj"
+    sinks: str = "self_attn.sinks"
+    """The whole name."""
     query_norm: str = "self_attn.q_norm"
     query_down: str = "self_attn.q_a_proj"
     query_down_norm: str = "self_attn.q_a_layernorm"
@@ -194,6 +212,7 @@ class ArchSpec:
     """Learned positions, whose row for position 0 is this; None without them."""
     final_norm: bool = True
     names: WeightNames = WeightNames()
+    stacked: StackedExperts | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "vocab_size", "max_positions"):

@@ -211,14 +211,20 @@ class EagerAttend:
         self.query_norm = None if query_norm is None else EagerNorm(weights, query_norm, prefix)
         self.key_norm = None if key_norm is None else EagerNorm(weights, key_norm, prefix)
         self._rope_index = None if declared.rope is None else weights.ropes.index(declared.rope)
-        self._params = AttentionParams(declared.scale, declared.sliding_window, declared.soft_cap)
+        sinks = None if declared.sinks is None else weights.read(declared.sinks, prefix)
+        self._params = AttentionParams(declared.scale, declared.sliding_window, declared.soft_cap, sinks=sinks)
         self._rotate = weights.kernel("rotary", head_dim=head_dim)
         self._write = weights.kernel("write_cache", head_dim=head_dim)
         # The three before attention as one kernel, where the device has it: they are small, and each costs a launch.
         is_fusable = query_norm is None or query_norm.kind == "rms"
         self._prepare = weights.fused_kernel("rotary_and_write", head_dim=head_dim) if is_fusable else None
-        facts = {"head_dim": head_dim, "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
-        self._attend = weights.kernel("paged_attention", **facts)
+        self._attend = weights.kernel(
+            "paged_attention",
+            head_dim=head_dim,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            has_sinks=sinks is not None,
+        )
 
     def __call__(self, qkv: Tensor, step: Step, cache: LayerCache) -> Tensor:
         """qkv [num_tokens, (num_heads + 2 num_kv_heads) head_dim] -> [num_tokens, num_heads * head_dim]"""
@@ -295,11 +301,34 @@ class EagerExperts:
             gate_up[index] = weights.stack([(name, Part(name, inner, own)) for name in (gate, up)], hidden, None)
             down[index] = weights.stack([(last, Part(last, hidden))], inner, own)
         self._route = weights.kernel("route_experts", num_experts=count)
+        biases = self._biases(weights, declared, prefix, own_inner) if declared.bias else None
         pack = weights.kernel(
-            "experts", hidden=hidden, inner=own_inner, num_experts=count, activation=declared.activation
+            "experts",
+            hidden=hidden,
+            inner=own_inner,
+            num_experts=count,
+            activation=declared.activation,
+            has_biases=declared.bias,
         )
-        self._experts: ExpertWeights = pack(gate_up, down, declared.activation)
+        given = () if biases is None else (biases,)
+        self._experts: ExpertWeights = pack(gate_up, down, declared.activation, *given)
         weights.nbytes += self._experts.nbytes
+
+    def _biases(
+        self, weights: EagerWeights, declared: blocks.ExpertStack, prefix: str, own_inner: int
+    ) -> tuple[Tensor, Tensor]:
+        """[num_experts, 2 * own_inner] and [num_experts, hidden] float32; the latter are added by the first rank."""
+        own, inner = own_part(declared.inner, weights.place), declared.inner.size
+        gate_up = torch.empty(len(declared.gates), 2 * own_inner, device=weights.device)
+        down = torch.zeros(len(declared.gates), declared.hidden, device=weights.device)
+        for index, names in enumerate(zip(declared.gates, declared.ups, declared.downs, strict=True)):
+            gate, up, last = (f"{prefix}{name}.bias" for name in names)
+            gate_up[index, :own_inner] = weights.vector(gate, inner, take=own)
+            gate_up[index, own_inner:] = weights.vector(up, inner, take=own)
+            found = weights.vector(last, declared.hidden)
+            if weights.place.tp_rank == 0:
+                down[index] = found
+        return gate_up, down
 
     def __call__(self, x: Tensor, logits: Tensor, routing: Routing, correction: Tensor | None) -> Tensor:
         """x [num_tokens, hidden], logits [num_tokens, num_experts], correction [num_experts] float32 ->

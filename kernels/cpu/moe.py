@@ -229,12 +229,15 @@ def _why_no_stacks(
     inner: int = 1,
     activation: str = "silu",
     stored: str = "floats",
+    has_biases: bool = False,
     **facts: Any,
 ) -> str:
     if reason := why_no_op(dtype=dtype, **facts):
         return reason
     if stored != "floats":
         return f"it packs experts in floats, and these are stored in {stored}."
+    if has_biases:
+        return "it has no biases of experts."
     assert dtype is not None, "why_no_op takes none"
     return why_no_experts([FLOAT_TYPES[dtype]] * 3, hidden, inner, activation)
 

@@ -275,8 +275,10 @@ def why_no_op(device: torch.device | None = None, dtype: torch.dtype | None = No
     return build.why_not() or ""
 
 
-def why_no_attention(head_dim: int | None = None, **_: Any) -> str:
+def why_no_attention(head_dim: int | None = None, has_sinks: bool = False, **_: Any) -> str:
     """Why attention cannot serve heads of this size, in a sentence; "" when it can."""
+    if has_sinks:
+        return "the CPU attention has no sinks."
     if head_dim is None or head_dim % 8 != 0 or not 0 < head_dim <= MOST_HEAD_DIM:
         return f"the CPU attention takes heads of 8 to {MOST_HEAD_DIM} values in steps of 8, not {head_dim}."
     return ""

@@ -59,6 +59,8 @@ class AttentionParams:
     """Scores become soft_cap * tanh(score / soft_cap)."""
     batch_invariant: bool = False
     """Asks a GPU for sums in an order that depends on neither the rest of the batch nor how a prompt was cut up."""
+    sinks: Tensor | None = None
+    """[num_heads] float32: of each head the score of a token that is not there, whose value is 0."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,8 @@ def _attend_decodes(
         # An unwritten slot may hold NaN, left by another request, which a weight of zero would not hide.
         keys[:, :, group.tail_start :].masked_fill_(group.tail_unwritten, 0)
         values[:, :, group.tail_start :].masked_fill_(group.tail_unwritten, 0)
-    attended = _attend(q, keys, values, group.visible[:, None, None, :], params)
+    sinks = None if params.sinks is None else params.sinks.view(num_kv_heads, -1, 1)
+    attended = _attend(q, keys, values, group.visible[:, None, None, :], params, sinks)
     out.index_copy_(0, group.tokens, attended.reshape(count, num_heads, head_dim))
 
 
@@ -261,7 +264,8 @@ def _attend_prompt(
     end = prompt.start + prompt.num_tokens
     keys = _gather(key_cache, prompt.rows, num_kv_heads, 1)[:, :, : end - prompt.first_position]
     values = _gather(value_cache, prompt.rows, num_kv_heads, 1)[:, :, : end - prompt.first_position]
-    if prompt.start == 0 and params.sliding_window is None and params.soft_cap is None:
+    sinks = None if params.sinks is None else params.sinks.view(num_kv_heads, -1, 1, 1)
+    if prompt.start == 0 and params.sliding_window is None and params.soft_cap is None and sinks is None:
         keys, values = keys.expand(-1, q.shape[1], -1, -1), values.expand(-1, q.shape[1], -1, -1)
         into.copy_(F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=params.scale))
         return
@@ -276,21 +280,28 @@ def _attend_prompt(
         if params.sliding_window is not None:
             visible &= positions > at - params.sliding_window
         columns = slice(low - prompt.first_position, prompt.start + tile_end - prompt.first_position)
-        attended = _attend(q[:, :, tile:tile_end], keys[:, :, columns], values[:, :, columns], visible, params)
+        attended = _attend(q[:, :, tile:tile_end], keys[:, :, columns], values[:, :, columns], visible, params, sinks)
         into[:, :, tile:tile_end] = attended
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, params: AttentionParams) -> Tensor:
-    """query [a, b, m, d], keys and values [a, 1 or b, n, d], visible broadcastable to [a, b, m, n] -> [a, b, m, d]."""
-    if params.soft_cap is None:
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, params: AttentionParams, sinks: Tensor | None
+) -> Tensor:
+    """query [a, b, m, d], keys and values [a, 1 or b, n, d], visible broadcastable to [a, b, m, n] and sinks to
+    [a, b, m, 1] -> [a, b, m, d]."""
+    if params.soft_cap is None and sinks is None:
         heads = query.shape[1]
         keys, values = keys.expand(-1, heads, -1, -1), values.expand(-1, heads, -1, -1)
         if visible.dim() == 2:
             visible = visible[None, None]
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=params.scale)
     scores = query.float() @ keys.float().transpose(-1, -2) * params.scale
-    scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    if params.soft_cap is not None:
+        scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : keys.shape[-2]]
     return (weights @ values.float()).to(query.dtype)
 
 

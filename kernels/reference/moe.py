@@ -37,6 +37,8 @@ class QuantisedStack(Sequence[LinearWeight]):
         return QuantisedLinear(self.codes[expert], self.scales[expert], None, zeros)
 
 
+Biases = tuple[Tensor, Tensor]
+"""Of gate_up and down: [num_experts, 2 * inner] and [num_experts, hidden] float32."""
 ExpertStack = Tensor | Sequence[LinearWeight]
 """The same matrix of every expert: [num_experts, out_features, in_features], or a packed weight for each."""
 
@@ -100,16 +102,17 @@ class ExpertWeights(Protocol):
 class TorchExperts:
     """Stacks as they came. Shares the tensors that it is given."""
 
-    def __init__(self, gate_up: ExpertStack, down: ExpertStack, activation: str) -> None:
-        self.gate_up, self.down, self.activation = gate_up, down, activation
+    def __init__(self, gate_up: ExpertStack, down: ExpertStack, activation: str, biases: Biases | None) -> None:
+        self.gate_up, self.down, self.activation, self.biases = gate_up, down, activation, biases
 
     def apply(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         parts = torch.zeros(*expert_ids.shape, x.shape[1], dtype=torch.float32, device=x.device)
         for expert in expert_ids.unique().tolist():
             if expert >= 0:
                 rows, slots = (expert_ids == expert).nonzero(as_tuple=True)
-                inner = activate_and_multiply(_multiply(x[rows], self.gate_up, expert), self.activation)
-                parts[rows, slots] = _multiply(inner, self.down, expert).float()
+                first, last = (None, None) if self.biases is None else (each[expert] for each in self.biases)
+                inner = activate_and_multiply(_multiply(x[rows], self.gate_up, expert, first), self.activation)
+                parts[rows, slots] = _multiply(inner, self.down, expert, last).float()
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for slot in range(expert_ids.shape[1]):
             total += parts[:, slot] * weights[:, slot, None]
@@ -123,17 +126,19 @@ class TorchExperts:
         )
 
 
-def experts(gate_up: ExpertStack, down: ExpertStack, activation: str) -> ExpertWeights:
+def experts(gate_up: ExpertStack, down: ExpertStack, activation: str, biases: Biases | None = None) -> ExpertWeights:
     """Packs the experts' matrices for `apply`.
 
     gate_up: of each expert [2 * inner, hidden], the gate's rows first; down: [hidden, inner]; `activation` is a key of
-    ACTIVATIONS. Facts: `hidden`, `inner`, `activation`, and `stored`: floats, int8, int4 or (packed) blocks.
+    ACTIVATIONS, or CLAMPED_SILU. Facts: `hidden`, `inner`, `activation`, `stored`: floats, int8, int4 or (packed)
+    blocks, and `has_biases`.
     """
-    return TorchExperts(gate_up, down, activation)
+    return TorchExperts(gate_up, down, activation, biases)
 
 
-def _multiply(x: Tensor, stack: ExpertStack, expert: int) -> Tensor:
-    return F.linear(x, stack[expert]) if isinstance(stack, Tensor) else stack[expert].apply(x)
+def _multiply(x: Tensor, stack: ExpertStack, expert: int, bias: Tensor | None) -> Tensor:
+    product = F.linear(x, stack[expert]) if isinstance(stack, Tensor) else stack[expert].apply(x)
+    return product if bias is None else (product.float() + bias).to(x.dtype)
 
 
 REFERENCES: Mapping[str, Callable[..., Any]] = MappingProxyType({"route_experts": route_experts, "experts": experts})

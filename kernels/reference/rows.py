@@ -147,14 +147,21 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 )
 
 
+CLAMPED_SILU, CLAMPED_SLOPE, CLAMP = "clamped_silu", 1.702, 7.0
+
+
 def activate(x: Tensor, kind: str) -> Tensor:
     """x [..., size] -> [..., size]; `kind` is a key of ACTIVATIONS."""
     return ACTIVATIONS[kind](x)
 
 
 def activate_and_multiply(gate_up: Tensor, kind: str) -> Tensor:
-    """gate_up [..., 2 * size], the gate's half first -> activation(gate) * up, [..., size]."""
+    """gate_up [..., 2 * size], the gate's half first -> activation(gate) * up, [..., size]; `kind` is a key of
+    ACTIVATIONS, or CLAMPED_SILU: the gate's x sigmoid(1.702 x) times up + 1, of values within 7 of 0 (gpt-oss)."""
     gate, up = gate_up.chunk(2, dim=-1)
+    if kind == CLAMPED_SILU:
+        gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+        return gate * torch.sigmoid(CLAMPED_SLOPE * gate) * (up + 1)
     return ACTIVATIONS[kind](gate) * up
 
 

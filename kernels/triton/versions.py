@@ -78,7 +78,11 @@ def _why_no_heads(head_dim: int | None = None, **facts: Any) -> str:
     return _why_not(**facts)
 
 
-def _why_no_attention(num_heads: int | None = None, num_kv_heads: int | None = None, **facts: Any) -> str:
+def _why_no_attention(
+    num_heads: int | None = None, num_kv_heads: int | None = None, has_sinks: bool = False, **facts: Any
+) -> str:
+    if has_sinks:
+        return "Triton attention has no sinks."
     if not num_heads or not num_kv_heads or num_heads > MOST_GROUP * num_kv_heads:
         return (
             f"Triton attention packs up to {MOST_GROUP} query heads of each key/value head, "
@@ -128,7 +132,9 @@ def _why_no_linear(batch_invariant: bool = False, **facts: Any) -> str:
     return _why_not(**facts)
 
 
-def _why_no_stacks(stored: str = "floats", **facts: Any) -> str:
+def _why_no_stacks(stored: str = "floats", has_biases: bool = False, **facts: Any) -> str:
+    if has_biases:
+        return "its experts have no biases."
     if stored not in STACKED:
         return f"its experts are stacks of {', '.join(STACKED[:-1])} or {STACKED[-1]}, not of {stored}."
     return _why_not(**facts)

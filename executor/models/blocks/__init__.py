@@ -139,11 +139,13 @@ class Attend:
     query_norm: Norm | None = None
     """Of each head."""
     key_norm: Norm | None = None
+    sinks: Vector | None = None
+    """Of each head the score of a token that is not there, which takes a share of the softmax."""
 
     def weights(self) -> Iterator[Weight]:
-        for norm in (self.query_norm, self.key_norm):
-            if norm is not None:
-                yield from norm.weights()
+        for each in (self.query_norm, self.key_norm, self.sinks):
+            if each is not None:
+                yield from each.weights()
 
 
 @dataclass(frozen=True)
@@ -157,12 +159,17 @@ class ExpertStack:
     hidden: int
     inner: Axis
     activation: str
+    bias: bool = False
 
     def weights(self) -> Iterator[Weight]:
         for gate, up, down in zip(self.gates, self.ups, self.downs, strict=True):
             yield Weight(f"{gate}.weight", (self.inner, self.hidden), "expert")
             yield Weight(f"{up}.weight", (self.inner, self.hidden), "expert")
             yield Weight(f"{down}.weight", (self.hidden, self.inner), "expert")
+            if self.bias:
+                yield Weight(f"{gate}.bias", (self.inner,), "bias")
+                yield Weight(f"{up}.bias", (self.inner,), "bias")
+                yield Weight(f"{down}.bias", (self.hidden,), "bias")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from headrace.executor.models.arch import ArchSpec, RopeSpec, TokenCache
-from headrace.executor.models.blocks import Attend, Axis, Declared, Held, Linear, Mixer, Norm, Ops, rounded_up
+from headrace.executor.models.blocks import Attend, Axis, Declared, Held, Linear, Mixer, Norm, Ops, Vector, rounded_up
 from headrace.ipc.failure import ModelError
 
 
@@ -29,6 +29,8 @@ class Attention(Mixer):
     qk_norm: Literal["no", "head", "whole"] = "no"
     """What is normed before rotation: each head's query and key, or those of all heads as one row."""
     soft_cap: float | None = None
+    sinks: bool = False
+    """Each head gives a share of its softmax to a token that is not there."""
 
     @property
     def cache(self) -> TokenCache:
@@ -55,6 +57,7 @@ class Attention(Mixer):
             rope=self.rope,
             sliding_window=self.sliding_window,
             soft_cap=self.soft_cap,
+            sinks=Vector(names.sinks, Axis(self.num_heads, groups=self.num_kv_heads)) if self.sinks else None,
             **head_norms,
         )
         found["output"] = Linear(((names.output, hidden),), queries, self.output_bias)
@@ -108,6 +111,8 @@ class Attention(Mixer):
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
         if self.qk_norm == "head" and not (spec.norm.kind == "rms" and spec.norm.affine):
             return "the program norms queries and keys by RMS norms with weights alone."
+        if self.sinks:
+            return "the program's attention has no sinks."
         if self.qk_norm == "whole" and tp_size > 1:
             return "the program norms the queries of all heads as one row, and ranks have a part of it each."
         return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import (
@@ -31,12 +31,14 @@ class Experts(Ffn):
     routing: Routing
     inner: int
     """Of each expert."""
-    activation: Activation
+    activation: Activation | Literal["clamped_silu"]
     shared_inner: int = 0
     """Of an expert that every token goes to, beside those chosen; 0 for none."""
     shared_gate: bool = True
     """What the shared expert makes is weighted by a gate of its own."""
     router_bias: bool = False
+    expert_bias: bool = False
+    """On the experts' matrices."""
     correction: bool = False
     """Experts are chosen by their scores and a vector added to them."""
 
@@ -64,7 +66,7 @@ class Experts(Ffn):
             tuple(prefix + name for prefix in prefixes)
             for name in (spec.names.expert_gate, spec.names.expert_up, spec.names.expert_down)
         )
-        return ExpertStack(gates, ups, downs, spec.hidden_size, Axis(inner), self.activation)
+        return ExpertStack(gates, ups, downs, spec.hidden_size, Axis(inner), self.activation, self.expert_bias)
 
     def emit(self, ops: Ops, held: Held, x: Any) -> Sequence[Any]:
         logits = ops.linear(held["router"], x)
@@ -95,6 +97,8 @@ class Experts(Ffn):
         return self.routing.groups.why_not(self.num_experts, self.routing.num_chosen)
 
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
+        if self.expert_bias:
+            return "the program's experts have no biases."
         if spec.norm_placement == "post":
             return "the program adds experts' results to another stream than they read, and here both are one."
         return ""

@@ -303,6 +303,31 @@ def corrected_routing(config: Config) -> Routing:
     )
 
 
+def mixture_after_dense(
+    config: Config, routing: Routing, *, correction: bool = True, default_dense: int = 0
+) -> Callable[[int], Ffn]:
+    """DeepSeek's: some dense layers, then mixtures with shared experts that every token goes to."""
+    inner = integer(config, "moe_intermediate_size")
+    mixture = Experts(
+        integer(config, "n_routed_experts"),
+        routing,
+        inner,
+        activation(config, "hidden_act", "silu"),
+        shared_inner=inner * integer(config, "n_shared_experts", 0),
+        shared_gate=False,
+        correction=correction,
+    )
+    first, step = integer(config, "first_k_dense_replace", default_dense), integer(config, "moe_layer_freq", 1)
+    return lambda index: mixture if index >= first and index % step == 0 else dense(config)
+
+
+def further_layers(config: Config) -> WeightNames:
+    """DeepSeek's, whose checkpoints hold layers beyond the last one, which predict further tokens."""
+    num_layers, further = integer(config, "num_hidden_layers"), integer(config, "num_nextn_predict_layers", 1)
+    ignorable = tuple(rf"^model\.layers\.{num_layers + index}\." for index in range(max(1, further)))
+    return WeightNames(shared_expert="mlp.shared_experts", ignorable=(*WeightNames.ignorable, *ignorable))
+
+
 def sparse_layers(config: Config, mixture: Experts) -> Callable[[int], Ffn]:
     """Qwen's: the mixture in every `decoder_sparse_step`th layer but those of `mlp_only_layers`."""
     step = integer(config, "decoder_sparse_step", 1)

@@ -5,16 +5,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec, WeightNames
+from headrace.executor.models.arch import ArchSpec, LayerSpec, NormSpec
 from headrace.executor.models.blocks import Ffn, Routing
-from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.models.blocks.latent import LatentAttention
 from headrace.executor.models.families import Config
 from headrace.executor.models.families._config import (
-    activation,
-    dense,
     flag,
+    further_layers,
     integer,
+    mixture_after_dense,
     number,
     optional_integer,
     optional_number,
@@ -24,20 +23,8 @@ from headrace.executor.models.families._config import (
 
 
 def deepseek(config: Config, routing: Routing, *, correction: bool) -> ArchSpec:
-    """Dense layers first, then mixtures with shared experts."""
-    inner = integer(config, "moe_intermediate_size")
-    mixture = Experts(
-        integer(config, "n_routed_experts"),
-        routing,
-        inner,
-        activation(config, "hidden_act", "silu"),
-        shared_inner=inner * integer(config, "n_shared_experts", 0),
-        shared_gate=False,
-        correction=correction,
-    )
-    first, step = integer(config, "first_k_dense_replace", 0), integer(config, "moe_layer_freq", 1)
-    is_sparse = [index >= first and index % step == 0 for index in range(integer(config, "num_hidden_layers"))]
-    return latent_like(config, lambda index: mixture if is_sparse[index] else dense(config))
+    """Latent attention, and dense layers before mixtures."""
+    return latent_like(config, mixture_after_dense(config, routing, correction=correction))
 
 
 def latent_like(config: Config, ffn: Callable[[int], Ffn], **overrides: Any) -> ArchSpec:
@@ -57,11 +44,6 @@ def latent_like(config: Config, ffn: Callable[[int], Ffn], **overrides: Any) -> 
         bias=flag(config, "attention_bias", False),
     )
     layers = tuple(LayerSpec(mixer, ffn(index)) for index in range(integer(config, "num_hidden_layers")))
-    names = WeightNames(
-        shared_expert="mlp.shared_experts",
-        # Layers beyond the last one predict further tokens.
-        ignorable=(*WeightNames.ignorable, rf"^model\.layers\.{len(layers)}\."),
-    )
     fields: dict[str, Any] = {
         "architecture": config["architectures"][0],
         "hidden_size": integer(config, "hidden_size"),
@@ -70,7 +52,7 @@ def latent_like(config: Config, ffn: Callable[[int], Ffn], **overrides: Any) -> 
         "layers": layers,
         "norm": NormSpec("rms", number(config, "rms_norm_eps", 1e-6)),
         "tied_head": flag(config, "tie_word_embeddings", False),
-        "names": names,
+        "names": further_layers(config),
     }
     return ArchSpec(**(fields | overrides))
 

@@ -1,0 +1,111 @@
+"""Families with experts or latent attention against transformers, from the files that it saves: token by token, with
+chunked prefill, preemption and the prefix cache at once."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+from all_at_once import generate_all_at_once
+from rank_threads import RankThreads, pool_for_each_rank
+from test_models import reference_logits
+from tiny_models import TinyModel
+
+from headrace import LLM, SamplingParams
+
+__all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
+
+THREADS = f"{RankThreads.__module__}:{RankThreads.__name__}"
+NEW_TOKENS = 10
+SMALL = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+DEEPSEEK = EXPERTS | {
+    "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5, "norm_topk_prob": True,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False
+}  # fmt: skip
+
+
+def tiny(name: str, config_class: str = "", **config: Any) -> TinyModel:
+    return TinyModel(f"{name}ForCausalLM", config_class or f"{name}Config", SMALL | config, 0.2)
+
+
+FAMILIES: dict[str, TinyModel] = {
+    "glm4_moe": tiny("Glm4Moe", head_dim=16, use_qk_norm=True, attention_bias=True, **DEEPSEEK),
+    "glm4_moe_lite": tiny("Glm4MoeLite", **LATENT, **DEEPSEEK),
+    "dots1": tiny("Dots1", head_dim=16, sliding_window=20, max_window_layers=1, **DEEPSEEK),
+    "minimax_m2": tiny("MiniMaxM2", head_dim=16, rotary_dim=8, **EXPERTS),
+    "gpt_oss": tiny("GptOss", head_dim=16, sliding_window=20, rope_parameters=YARN, **EXPERTS),
+}
+# Little memory and small steps: prompts are read in chunks, and requests give way to each other.
+TIGHT: dict[str, Any] = {
+    "dtype": "float32",
+    "block_size": 8,
+    "max_num_batched_tokens": 24,
+    "max_num_seqs": 3,
+    "max_model_len": 64,
+    "skip_tokenizer_init": True,
+    "in_process": True,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+@cache
+def model_of(name: str) -> Any:
+    return tiny_models.make(FAMILIES[name])
+
+
+@cache
+def saved(folder: Path, name: str) -> Path:
+    model_of(name).save_pretrained(folder / name)
+    return folder / name
+
+
+def prompts_of() -> list[list[int]]:
+    """The last goes on as the first does, for the prefix cache."""
+    numbers = random.Random(7)
+    prompts = [[numbers.randrange(2, 128) for _ in range(length)] for length in (50, 33, 41)]
+    prompts[2][:24] = prompts[0][:24]
+    return prompts
+
+
+def expect_answers_of_transformers(folder: Path, name: str, **options: Any) -> None:
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    path = saved(folder, name)
+    has_windows = len(tiny_models.cache_groups_of(path, TIGHT["max_model_len"])) > 1
+    blocks = tiny_models.blocks_of_one_request(path, TIGHT) + (6 if has_windows else 4)
+    with LLM(str(path), **TIGHT, num_gpu_blocks_override=blocks, **options) as llm:
+        outputs = generate_all_at_once(llm, prompts_of(), params)
+        assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0
+        (again,) = llm.generate(prompts_of()[:1], params, use_tqdm=False)
+    assert again.num_cached_tokens
+    outputs.append(again)
+    for prompt, output in zip([*prompts_of(), prompts_of()[0]], outputs, strict=True):
+        answer = list(output.outputs[0].token_ids)
+        assert answer == reference_logits(model_of(name), prompt, answer).argmax(-1).tolist()
+    assert len({token for output in outputs for token in output.outputs[0].token_ids}) > NEW_TOKENS
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_equal_transformers(folder: Path, name: str) -> None:
+    expect_answers_of_transformers(folder, name)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_ranks_answer_as_transformers_does(folder: Path, name: str) -> None:
+    expect_answers_of_transformers(folder, name, tensor_parallel_size=2, distributed_executor_backend=THREADS)
