@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import httpx
+import jsonschema
+import numpy as np
 import pytest
+from fake_tokenizers import byte_level_tokenizer
 from http_server import ask, serving, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from null_with_tokenizer import PARROT
 
-from headrace.frontend.text.formats.declaration import FormatError, format_of_template, known_formats, load_format
+from headrace.frontend.text.formats.declaration import (
+    FormatError,
+    OutputFormat,
+    ReasoningFormat,
+    format_of_template,
+    known_formats,
+    load_format,
+)
+from headrace.frontend.text.formats.grammar import ForcedCalls
 from headrace.frontend.text.formats.parser import Event, OutputParser
 
 CHAT = "/v1/chat/completions"
@@ -211,6 +223,7 @@ def client():
     """Of a server whose model says what it is told to, up to the stop string."""
     arguments = ("--chat-template", TEMPLATE, "--reasoning-parser", "qwen3", "--max-model-len", "1024")
     with serving("--distributed-executor-backend", PARROT, *arguments) as server, server.client() as client:
+        ask(client, CHAT, **body_of("hm", tool_choice="required"))  # the engine's process that tries grammars stays
         yield client
 
 
@@ -267,3 +280,113 @@ def test_tools_of_another_shape_are_refused_by_name(client: httpx.Client, tools,
     response = client.post(CHAT, json=body_of("x", tools=tools))
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+# --- calls that a request asks for -----------------------------------------------------------------------------------
+
+DETAILED = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "unit": {"type": "string", "enum": ["c", "f"]},
+        "days": {"type": "integer", "minimum": 0, "maximum": 9},
+        "deep": {"$ref": "#/$defs/deep"},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"deep": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}},
+}
+FORCED = [{"type": "function", "function": {"name": "get_weather", "parameters": DETAILED}}, NOW]
+
+
+CLOSING = ('"', "<", "}", "]", ")")
+
+
+@pytest.mark.parametrize("name", [name for name, declared in known_formats().items() if declared.calls])
+@pytest.mark.parametrize("is_special", [False, True])
+def test_a_grammar_of_every_format_admits_calls_that_its_reader_reads(name, is_special):
+    """Answers drawn from the grammar's masks; markers as letters, and as special tokens."""
+    llguidance = pytest.importorskip("llguidance")
+    declared = load_format(name)
+    calls, reasoning = declared.calls, ReasoningFormat(begin="<think>", end="</think>")
+    tokenizer, special = byte_level_tokenizer(), [each for each in (calls.opener, "</think>") if each and is_special]
+    tokenizer.add_special_tokens(special)
+    ids = {each: tokenizer.token_to_id(each) for each in special}
+    grammar = ForcedCalls(calls, FORCED, ids, several=True, thinks_first=reasoning).text()
+    eos = tokenizer.token_to_id("<|endoftext|>")
+    matching = llguidance.LLTokenizer(tokenizer.to_str(), eos_token=eos)
+    numbers, num_calls = random.Random(name), 0
+    closing_marker = tokenizer.encode(calls.parameter[3]).ids
+    for _ in range(20):
+        if num_calls > 3:
+            break
+        matcher = llguidance.LLMatcher(matching, llguidance.LLMatcher.grammar_from_lark(grammar))
+        tokens: list[int] = []
+        # The first of the thought's end that is allowed is taken, so that drawn text does not go on for ever.
+        for token in tokenizer.encode("hm</think>").ids:
+            tokens.append(token)
+            assert matcher.consume_token(token), matcher.get_error()
+        while not matcher.is_stopped() and len(tokens) < 600:
+            # Drawn text would seldom come to a marker by itself.
+            if calls.parameter[3] and matcher.validate_tokens(closing_marker) == len(closing_marker):
+                tokens += closing_marker
+                assert matcher.consume_tokens(closing_marker)
+            mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little").nonzero()[0]
+            allowed = mask[mask != eos] if len(tokens) < 300 and len(mask) > 1 else mask
+            closing = [
+                each for each in allowed.tolist() if tokenizer.decode([each], False) in ('"', "<", "}", "]", ")")
+            ]
+            token = numbers.choice(closing) if closing and numbers.random() < 0.5 else numbers.choice(allowed.tolist())
+            if token == eos:
+                break
+            tokens.append(token)
+            assert matcher.consume_token(token), matcher.get_error()
+        if not matcher.is_accepting():
+            continue
+        text = tokenizer.decode(tokens, skip_special_tokens=False)
+        parser = OutputParser(OutputFormat(reasoning=reasoning), declared, prompt="<think>", tools=FORCED)
+        found = Read.of([*parser.feed(text), *parser.finish()])
+        assert found.content == "", (text, found)
+        assert found.calls
+        num_calls += len(found.calls)
+        for called, arguments in found.calls:
+            assert called in ("get_weather", "now")
+            if called == "get_weather":
+                jsonschema.validate(json.loads(arguments), DETAILED)
+    assert num_calls, "none of the drawn answers came to its end"
+
+
+def test_a_request_that_asks_for_a_call_gets_one(client: httpx.Client):
+    body = body_of("hm", tools=FORCED, stop=None, max_tokens=600, temperature=1.0)
+    for seed in range(3):
+        (choice,) = ask(client, CHAT, **body, tool_choice="required", seed=seed)["choices"]
+        if choice["finish_reason"] != "length":
+            assert choice["finish_reason"] == "tool_calls"
+            assert choice["message"]["tool_calls"]
+    named = {"type": "function", "function": {"name": "now"}}
+    (choice,) = ask(client, CHAT, **body, tool_choice=named)["choices"]
+    assert [call["function"] for call in choice["message"]["tool_calls"]] == [{"name": "now", "arguments": "{}"}]
+    assert choice["finish_reason"] == "stop"
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    calls = ask(client, CHAT, **body, tool_choice=allowed, parallel_tool_calls=False)["choices"][0]["message"][
+        "tool_calls"
+    ]
+    assert [call["function"]["name"] for call in calls] == ["now"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        ("required", "needs tools"),
+        ({"type": "function", "function": {"name": "later"}}, "names the tool 'later'; tools has get_weather, now"),
+        ({"type": "function"}, "names the tool 'None'"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, "allowed_tools must be"),
+        ("maybe", "tool_choice must be none, auto, required"),
+    ],
+)
+def test_a_choice_that_cannot_be_is_refused_by_name(client: httpx.Client, choice, words):
+    tools = None if choice == "required" else TOOLS
+    response = client.post(CHAT, json=body_of("x", tools=tools, tool_choice=choice))
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+    assert response.json()["error"]["param"].startswith("tool_choice")

@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from headrace.frontend.api.outputs import CompletionOutput
 from headrace.frontend.api.prompts import Prompt
+from headrace.frontend.api.structured_outputs import StructuredOutputsParams
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.http.engines import Engine
 from headrace.frontend.http.errors import bad_field
@@ -49,6 +50,7 @@ from headrace.frontend.http.responses import (
     usage_of,
     usage_so_far,
 )
+from headrace.frontend.http.tool_choice import tool_choice_of
 from headrace.frontend.text.formats.parser import Event, OutputParser
 
 _WHOLE, _CHUNK = "chat.completion", "chat.completion.chunk"
@@ -80,21 +82,26 @@ def prepare_chat(
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
     check_outputs(1, params)
+    choice = tool_choice_of(request.tools, request.tool_choice)
     prompt = prompts.render(
         request,
         request.messages,
         client.tokenizer,
-        tool_choice=request.tool_choice,
+        tools=choice.shown,
         enable_thinking=request.enable_thinking,
         documents=request.documents,
     )
     text, reader = prompt.text, None
     if client.tokenizer is not None:
-        tools = prompt.tools if options.enable_auto_tool_choice else None
-        reader = formats.reader(client.tokenizer, prompt.template, tools, prompt.text)
-    if reader is not None:
-        # Markers may be special tokens; the others are left out by the reader.
-        params.skip_special_tokens = False
+        several = request.parallel_tool_calls is not False
+        reader, grammar = formats.reader(client.tokenizer, prompt, choice, several=several)
+        if grammar is not None:
+            if params.structured_outputs is not None:
+                raise bad_field("tool_choice", "an answer that has to call a tool cannot have another form besides")
+            params.structured_outputs = StructuredOutputsParams(grammar=grammar)
+        if reader is not None:
+            # Markers may be special tokens; the others are left out by the reader.
+            params.skip_special_tokens = False
     # The template writes the special tokens itself.
     (token_ids,) = tokenize_texts(
         [text],
@@ -185,7 +192,7 @@ class ChatAnswer:
             if self._is_plain and finish_reason is None:
                 return first + b"".join([self._event_of(choice, each, output.index) for each in events])
             deltas = [_delta_of(each) for each in events] or [Delta()]
-            finish_reason = _finish_reason(choice.reader, finish_reason)
+            finish_reason = self._finish_reason(choice.reader, finish_reason)
         elif self._is_plain and finish_reason is None:
             return first + choice.text_event.of(output.text)
         choice.num_tokens += len(output.token_ids)
@@ -213,6 +220,11 @@ class ChatAnswer:
             events = [each for each in events if each.call <= 0]
         return events
 
+    def _finish_reason(self, reader: OutputParser, reason: str | None) -> str | None:
+        """As OpenAI has it: a call of the tool that the request named is an ordinary stop."""
+        is_named = isinstance(self._request.tool_choice, dict) and self._request.tool_choice.get("type") == "function"
+        return "tool_calls" if reason == "stop" and reader.num_calls and not is_named else reason
+
     def _event_of(self, choice: _Choice, told: Event, index: int) -> bytes:
         if told.content:
             return choice.text_event.of(told.content)
@@ -239,7 +251,7 @@ class ChatAnswer:
         message, finish_reason, reader = AssistantMessage(self._role, output.text), output.finish_reason, self._reader()
         if reader is not None:
             message = _message_of(self._role, self._read(reader, output.text, ends=True))
-            finish_reason = _finish_reason(reader, finish_reason)
+            finish_reason = self._finish_reason(reader, finish_reason)
         return ChatChoice(
             index=output.index,
             message=message,
@@ -260,10 +272,6 @@ class ChatAnswer:
     def _prompt_logprobs(self, stream: RequestStream) -> PromptLogprobs | UnsetType:
         asked: Any = self._request.prompt_logprobs
         return UNSET if asked is None or stream.prompt_logprobs is None else prompt_logprobs(stream.prompt_logprobs)
-
-
-def _finish_reason(reader: OutputParser, reason: str | None) -> str | None:
-    return "tool_calls" if reason == "stop" and reader.num_calls else reason
 
 
 def _delta_of(told: Event) -> Delta:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from headrace.frontend.http.options import ServeOptions
+from headrace.frontend.http.prompts import RenderedChat
+from headrace.frontend.http.tool_choice import ToolChoice
 from headrace.frontend.text.formats.declaration import (
     FormatError,
     OutputFormat,
     format_of_template,
     load_format,
 )
+from headrace.frontend.text.formats.grammar import PLAIN_CALLS, ForcedCalls
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import OptionError
@@ -38,22 +40,42 @@ class OutputFormats:
             self._reasoning = _load("reasoning_parser", options.reasoning_parser)
             if self._reasoning.reasoning is None:
                 raise OptionError(f"reasoning_parser={options.reasoning_parser}: that format has no reasoning")
+        self._reads_calls = options.enable_auto_tool_choice
         self._found = functools.lru_cache(maxsize=16)(_found)
 
     def reader(
-        self, tokenizer: Tokenizer, template: str, tools: Sequence[dict[str, Any]] | None, prompt: str
-    ) -> Callable[[], OutputParser] | None:
-        """Makes what reads one output that follows `prompt`; None where the answer is all content."""
-        found = self._found(template) if self._finds_calls or self._finds_reasoning else None
+        self, tokenizer: Tokenizer, prompt: RenderedChat, choice: ToolChoice, *, several: bool
+    ) -> tuple[Callable[[], OutputParser] | None, str | None]:
+        """What makes a reader of one output to this prompt, None where the answer is all content; and the grammar of an
+        answer that has to call a tool. several: it may call more than one."""
+        found = self._found(prompt.template) if self._finds_calls or self._finds_reasoning else None
         calls = self._calls or (found if self._finds_calls else None)
         reasoning = self._reasoning or (found if self._finds_reasoning else None)
-        calls = calls if tools and calls is not None and calls.calls is not None else None
+        thinking = (self._reasoning or found or OutputFormat()).reasoning
+        grammar = None
+        if choice.forced:
+            calls = calls if calls is not None and calls.calls is not None else OutputFormat(calls=PLAIN_CALLS)
+            assert calls.calls is not None
+            thinks_first = thinking if thinking is not None and thinking.is_open_after(prompt.text) else None
+            several = several and not choice.is_named
+            special = tokenizer.special_tokens
+            grammar = ForcedCalls(
+                calls.calls, choice.forced, special, several=several, thinks_first=thinks_first
+            ).text()
+        elif not (self._reads_calls and choice.shown and calls is not None and calls.calls is not None):
+            calls = None
         reasoning = reasoning if reasoning is not None and reasoning.reasoning is not None else None
         if calls is None and reasoning is None:
-            return None
-        return functools.partial(
-            OutputParser, reasoning, calls, prompt=prompt, tools=tools or (), hidden=tokenizer.special_tokens
+            return None, None
+        make = functools.partial(
+            OutputParser,
+            reasoning,
+            calls,
+            prompt=prompt.text,
+            tools=choice.shown or (),
+            hidden=tuple(tokenizer.special_tokens),
         )
+        return make, grammar
 
 
 def _load(option: str, name: str) -> OutputFormat:

@@ -180,7 +180,6 @@ class ChatPromptRequest(Protocol):
     continue_final_message: bool | None
     chat_template: str | None
     chat_template_kwargs: dict[str, Any] | None
-    tools: list[dict[str, Any]] | None
 
 
 def load_template(option: str | None) -> str | None:
@@ -198,8 +197,6 @@ def load_template(option: str | None) -> str | None:
 class RenderedChat(NamedTuple):
     text: str
     template: str
-    tools: list[dict[str, Any]] | None
-    """Those that the model was shown."""
 
 
 class ChatPrompts:
@@ -214,7 +211,7 @@ class ChatPrompts:
         messages: Sequence[ChatMessage],
         tokenizer: Tokenizer | None,
         *,
-        tool_choice: str | dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None,
         enable_thinking: bool | None = None,
         documents: Sequence[dict[str, Any]] | None = None,
     ) -> RenderedChat:
@@ -223,7 +220,6 @@ class ChatPrompts:
             raise bad_field("messages", "this engine runs without a tokenizer: use /v1/completions with token ids")
         if not messages:
             raise bad_field("messages", "messages is empty: give at least one")
-        tools = self._tools(request.tools, tool_choice)
         variables = dict(request.chat_template_kwargs or {})
         if enable_thinking is not None:
             variables.setdefault("enable_thinking", enable_thinking)
@@ -245,7 +241,7 @@ class ChatPrompts:
             documents=documents,
             variables={**tokenizer.special_tokens_map, **variables},
         )
-        return RenderedChat(text, template, tools)
+        return RenderedChat(text, template)
 
     def _choose_template(self, asked: str | None, tokenizer: Tokenizer) -> str | None:
         if asked is None:
@@ -257,30 +253,6 @@ class ChatPrompts:
                 "unsupported_parameter",
             )
         return asked
-
-    def _tools(
-        self, tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None
-    ) -> list[dict[str, Any]] | None:
-        for index, tool in enumerate(tools or ()):
-            function = tool.get("function")
-            if tool.get("type", "function") != "function" or not isinstance(function, dict):
-                raise bad_field(
-                    f"tools[{index}]", f"tools[{index}] must be {{type: function, function: {{name: ...}}}}"
-                )
-            if not isinstance(function.get("name"), str) or not function["name"]:
-                raise bad_field(f"tools[{index}].function.name", f"tools[{index}].function needs a name")
-            if not isinstance(function.get("parameters") or {}, dict):
-                raise bad_field(
-                    f"tools[{index}].function.parameters",
-                    f"tools[{index}].function.parameters must be a JSON schema, which is an object",
-                )
-        if choice not in (None, "auto", "none"):
-            raise bad_field(
-                "tool_choice",
-                "tool_choice must be auto or none: making a model call a tool is not supported yet",
-                "unsupported_parameter",
-            )
-        return None if choice == "none" or not tools else tools
 
 
 def _plain(message: ChatMessage, index: int) -> dict[str, Any]:

@@ -140,7 +140,9 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template_kwargs: TemplateVariables = None
     enable_thinking: Annotated[bool | None, Meta(description="The template's variable of that name")] = None
     tools: Tools = None
-    tool_choice: Annotated[str | dict[str, Any] | None, Meta(description="auto, or none to leave tools out")] = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None, Meta(description="none, auto, required, or which of the tools")
+    ] = None
     parallel_tool_calls: Annotated[bool | None, Meta(description="False: only the first call is answered")] = None
     include_reasoning: Annotated[bool | None, Meta(description="False: the reasoning is left out")] = None
     documents: Annotated[Few[dict[str, Any]] | None, Meta(description="Passed to the template")] = None

@@ -45,6 +45,7 @@ from headrace.frontend.http.responses import (
     TokenizerInfoResponse,
     VersionResponse,
 )
+from headrace.frontend.http.tool_choice import check_tools
 
 
 class ServerState:
@@ -154,7 +155,9 @@ def _tokens_of(state: ServerState, request: TokenizeRequest) -> bytes:
     if (request.prompt is None) == (request.messages is None):
         raise bad_field("prompt", "give either prompt or messages")
     if request.messages is not None:
-        text, special = state.chat_prompts.render(request, request.messages, client.tokenizer).text, False
+        check_tools(request.tools)
+        prompt = state.chat_prompts.render(request, request.messages, client.tokenizer, tools=request.tools or None)
+        text, special = prompt.text, False
     else:
         text, special = request.prompt or "", True
     if request.add_special_tokens is not None:

@@ -102,9 +102,9 @@ class Tokenizer:
         return size
 
     @functools.cached_property
-    def special_tokens(self) -> tuple[str, ...]:
-        """The text of every special token."""
-        return tuple(text for each in sorted(self.special_ids) if (text := self._tokenizer.id_to_token(each)))
+    def special_tokens(self) -> dict[str, int]:
+        """The id of every special token, by its text."""
+        return {text: each for each in sorted(self.special_ids) if (text := self._tokenizer.id_to_token(each))}
 
     @property
     def special_tokens_map(self) -> dict[str, str]:

@@ -33,6 +33,11 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     starts_open: bool = False
     """Answers begin inside reasoning, whatever the prompt ends with."""
 
+    def is_open_after(self, prompt: str) -> bool:
+        """Whether an answer to this prompt begins inside reasoning."""
+        opened_at = prompt.rfind(self.begin) if self.begin else -1
+        return self.starts_open or opened_at > prompt.rfind(self.end)
+
 
 class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     body: Literal["json", "named_json", "pythonic", "xml"]

@@ -103,7 +103,8 @@ class OutputParser:
             yield from self._first_reasoning(prompt)
         if calls is not None and calls.is_bare:
             self._space += yield from self._skip_space()
-            if (yield from self._peek(1)) in (("[",) if calls.body == "pythonic" else ("{", "[")):
+            begin = yield from self._peek(max(1, len(calls.opener)))
+            if begin.startswith("[" if calls.body == "pythonic" else ("{", "[")) and begin != calls.opener:
                 yield from self._try_calls("")
         while (marker := (yield from self._until(self._openers, self._content))) is not None:
             if calls is not None and marker == calls.opener:
@@ -117,9 +118,7 @@ class OutputParser:
         """Where the prompt or the format opens it; one that the answer opens is found in the content."""
         reasoning = self._reasoning
         assert reasoning is not None
-        opened_at = prompt.rfind(reasoning.begin) if reasoning.begin else -1
-        is_open = reasoning.starts_open or opened_at > prompt.rfind(reasoning.end)
-        if not is_open:
+        if not reasoning.is_open_after(prompt):
             return
         space = yield from self._skip_space()
         if not reasoning.begin or not (yield from self._accept(reasoning.begin)):
@@ -163,6 +162,7 @@ class OutputParser:
                 return
             if calls.separator and (yield from self._accept(calls.separator)):
                 yield from self._skip_space()
+                yield from self._accept(calls.call[0])
             elif calls.section is None:
                 return
             yield from self._one_call(calls, is_opened=calls.section is None)
@@ -335,6 +335,9 @@ class OutputParser:
             self._arguments(call, '"')
             return
         parts: list[str] = []
+        yield from self._skip_space()
+        if (yield from self._peek(1)) in ("{", "["):  # which may hold the marker as text
+            yield from self._json_value(parts.append)
         if (yield from self._until(end, parts.append)) is None:
             raise _NoCallError
         self._arguments(call, _as_json("".join(parts).strip(_SPACE)))
@@ -535,12 +538,14 @@ def _as_json(text: str) -> str:
 
 
 def _python_as_json(text: str) -> str:
+    """A Python literal, or JSON, which models mix up, as JSON."""
     text = text.strip()
-    lowered = {"true": "True", "false": "False", "null": "None"}.get(text, text)
-    try:
-        return json.dumps(ast.literal_eval(lowered), ensure_ascii=False)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        raise _NoCallError from None
+    for read in (ast.literal_eval, json.loads):
+        try:
+            return json.dumps(read(text), ensure_ascii=False)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            continue
+    raise _NoCallError
 
 
 def _merged(events: list[Event]) -> list[Event]:

@@ -1,0 +1,78 @@
+"""What `tools`, `tool_choice` and `parallel_tool_calls` of a request ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from headrace.frontend.http.errors import ApiError, bad_field
+
+Tools = list[dict[str, Any]]
+
+
+class ToolChoice(NamedTuple):
+    shown: Tools | None = None
+    """Those that the template gets."""
+    forced: Tools | None = None
+    """The answer has to call one of these; None: the model decides."""
+    is_named: bool = False
+    """There is one, chosen by its name."""
+
+
+def tool_choice_of(tools: Tools | None, choice: str | dict[str, Any] | None) -> ToolChoice:
+    """Raises ApiError, which names the field."""
+    check_tools(tools)
+    if choice in (None, "auto", "none"):
+        return ToolChoice(None if choice == "none" or not tools else tools)
+    if not tools:
+        raise bad_field("tool_choice", "tool_choice needs tools: give those that may be called")
+    if choice == "required":
+        return ToolChoice(tools, tools)
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if isinstance(choice, dict) and kind == "function":
+        named = _named(tools, [choice], "tool_choice")
+        return ToolChoice(tools, named, is_named=True)
+    if isinstance(choice, dict) and kind == "allowed_tools":
+        allowed = choice.get("allowed_tools")
+        if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list) or not allowed["tools"]:
+            raise bad_field("tool_choice.allowed_tools", "allowed_tools must be {mode: auto or required, tools: [...]}")
+        some = _named(tools, allowed["tools"], "tool_choice.allowed_tools.tools")
+        if allowed.get("mode") not in ("auto", "required"):
+            raise bad_field("tool_choice.allowed_tools.mode", "allowed_tools.mode must be auto or required")
+        return ToolChoice(some, some if allowed["mode"] == "required" else None)
+    raise bad_field(
+        "tool_choice",
+        "tool_choice must be none, auto, required, {type: function, function: {name: ...}} or "
+        "{type: allowed_tools, allowed_tools: {mode: ..., tools: [...]}}",
+    )
+
+
+def check_tools(tools: Tools | None) -> None:
+    """Raises ApiError for what is no function with a name and a schema."""
+    for index, tool in enumerate(tools or ()):
+        where, function = f"tools[{index}]", tool.get("function")
+        if tool.get("type", "function") != "function" or not isinstance(function, dict):
+            raise bad_field(where, f"{where} must be {{type: function, function: {{name: ...}}}}")
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise bad_field(f"{where}.function.name", f"{where}.function needs a name")
+        if not isinstance(function.get("parameters") or {}, dict):
+            raise bad_field(
+                f"{where}.function.parameters",
+                f"{where}.function.parameters must be a JSON schema, which is an object",
+            )
+
+
+def _named(tools: Tools, wanted: Sequence[Any], where: str) -> Tools:
+    known, found = {tool["function"]["name"]: tool for tool in tools}, []
+    for each in wanted:
+        function = each.get("function") if isinstance(each, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if name not in known:
+            raise ApiError(
+                400,
+                f"{where} names the tool {str(name)[:80]!r}; tools has {', '.join(known)[:500]}",
+                param=where,
+                code="invalid_value",
+            )
+        found.append(known[name])
+    return found
