@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.frontend.api.async_llm import AsyncLLM
+    from headrace.frontend.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from headrace.frontend.api.llm import LLM, connect
     from headrace.frontend.api.llm_engine import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine
     from headrace.frontend.api.outputs import CompletionOutput, Logprob, RequestOutput
@@ -38,6 +39,9 @@ _HOMES = {
     "AsyncEngineArgs": "frontend.api.llm_engine",
     "AsyncLLM": "frontend.api.async_llm",
     "AsyncLLMEngine": "frontend.api.llm_engine",
+    "BeamSearchOutput": "frontend.api.beam_search",
+    "BeamSearchParams": "frontend.api.beam_search",
+    "BeamSearchSequence": "frontend.api.beam_search",
     "CompletionOutput": "frontend.api.outputs",
     "EngineArgs": "frontend.api.llm_engine",
     "EngineAsleepError": "ipc.failure",
@@ -70,6 +74,9 @@ __all__ = [  # noqa: RUF022 - the first few are what people come for
     "connect",
     "AsyncEngineArgs",
     "AsyncLLMEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EngineArgs",
     "EngineAsleepError",

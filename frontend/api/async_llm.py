@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from headrace.frontend.api.batch import params_for
+from headrace.frontend.api.beam_search import BeamSearchParams, as_request_output, beam_search
 from headrace.frontend.api.chat_prompts import chat_options, chat_prompt, refuse_adapter
 from headrace.frontend.api.outputs import RequestOutput
 from headrace.frontend.api.prompts import Prompt, parse_single_prompt, tokenize
@@ -138,6 +139,18 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
+
+    async def beam_search(
+        self, prompt: Any, request_id: str | None, params: BeamSearchParams, lora_request: None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """One output, the likeliest continuations, best first (see beam_search.py). Else as `generate`."""
+        refuse_adapter(lora_request)
+        client = await self._ready()
+        parsed = parse_single_prompt(prompt)
+        await _tokenize(parsed, client)
+        (found,) = await beam_search(client, [parsed], params, self._request_ids)
+        name = str(next(self._request_ids)) if request_id is None else request_id
+        yield as_request_output(name, parsed, found, params, client)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends requests with finish_reason `abort`; ids that are not running are ignored."""

@@ -89,6 +89,10 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.close()
 
+    def update(self, count: int) -> None:
+        if self._bar is not None:
+            self._bar.update(count)
+
     def add(self, stream: RequestStream) -> None:
         if self._bar is None:
             return

@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.frontend.api.batch import params_for, run_batch
+from headrace.frontend.api.batch import ProgressBar, params_for, run_batch
+from headrace.frontend.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from headrace.frontend.api.chat_prompts import chat_options, chat_prompt, refuse_adapter
 from headrace.frontend.api.outputs import RequestOutput
 from headrace.frontend.api.prompts import Prompt, parse_prompts, parse_single_prompt, tokenize
@@ -145,6 +146,33 @@ class LLM(Controls, NamesWhatIsMissing):
         prompts = [chat_prompt(self.get_tokenizer(), conversation, options) for conversation in conversations]
         ids = self._request_ids
         return self._background.run(run_batch(self._client, prompts, sampling_params, None, ids, use_tqdm))
+
+    def beam_search(
+        self,
+        prompts: Any,
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of prompts, which are given as to `generate` (see beam_search.py).
+
+        concurrency_limit: how many prompts are searched for at once; None: all of them.
+        """
+        self._check_usable()
+        refuse_adapter(lora_request)
+        parsed = parse_prompts(prompts)
+        tokenize(parsed, self._client.tokenizer)
+        at_once = len(parsed) if concurrency_limit is None else concurrency_limit
+        if at_once < 1 and parsed:
+            raise InvalidRequestError(f"concurrency_limit = {concurrency_limit}: must be at least 1")
+        found: list[BeamSearchOutput] = []
+        with ProgressBar(len(parsed), use_tqdm) as bar:
+            for first in range(0, len(parsed), max(1, at_once)):
+                some = parsed[first : first + at_once]
+                found += self._background.run(beam_search(self._client, some, params, self._request_ids))
+                bar.update(len(some))
+        return found
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None, *, priority: int = 0) -> SyncStream:
         """Completes one prompt piece by piece: an iterator of RequestOutputs that each hold only what is new.

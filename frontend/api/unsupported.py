@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 ONLY_GENERATION = "only generation is supported so far"
-NO_BEAMS = "beam search is not supported; n samples several answers"
 DECISIONS = "what the engine decided is in `engine`, and its options in describe_engine()"
 
 METHODS = {
-    "beam_search": NO_BEAMS,
     "classify": ONLY_GENERATION,
     "embed": ONLY_GENERATION,
     "encode": ONLY_GENERATION,
@@ -24,9 +22,7 @@ METHODS = {
     "llm_engine": "`engine` has what the engine said of itself; LLMEngine takes requests one by one",
     "model_config": DECISIONS,
 }
-SAMPLING = {
-    "BeamSearchParams": NO_BEAMS,
-}
+SAMPLING = {}
 PACKAGE = SAMPLING | {
     "ClassificationRequestOutput": ONLY_GENERATION,
     "EmbeddingRequestOutput": ONLY_GENERATION,

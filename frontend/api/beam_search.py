@@ -1,0 +1,173 @@
+"""Beam search as vLLM does it: the client asks for a token of each beam at a time, and cached prefixes make that cheap.
+
+At each step every beam is extended by the 2 * beam_width likeliest tokens; an end-of-sequence token completes it, and
+the best beam_width of the others go on. After max_tokens those are complete too, and the best beam_width of all are the
+answer. A sequence's score is its log-probability / its length ** length_penalty, where the length counts the prompt's
+tokens and not an end-of-sequence token. Nothing ends the search early but that no beam is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from headrace.frontend.api.batch import run_batch
+from headrace.frontend.api.outputs import CompletionOutput, LogprobsOfPosition, RequestOutput
+from headrace.frontend.api.prompts import Prompt
+from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.frontend.client.client import CoreClient
+from headrace.ipc.failure import InvalidRequestError
+
+
+class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How to search. Raises InvalidRequestError, which names the field, when it is made."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    """Does not change what is found: scores are the model's own log-probabilities, as in vLLM."""
+    length_penalty: float = 1.0
+    """Over 1 prefers longer sequences, below 1 shorter ones."""
+    include_stop_str_in_output: bool = False
+    """Keep the end-of-sequence token in the text."""
+
+    def __post_init__(self) -> None:
+        for name, low in (("beam_width", 1), ("max_tokens", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise _bad(name, value, f"must be an integer of at least {low}")
+        for name in ("temperature", "length_penalty"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise _bad(name, value, "must be a finite number")
+        if self.temperature < 0:
+            raise _bad("temperature", self.temperature, "must be at least 0")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise _bad(name, getattr(self, name), "must be True or False")
+
+
+class BeamSearchSequence(msgspec.Struct):
+    """A beam, or a complete sequence."""
+
+    tokens: list[int]
+    """Prompt and output, an end-of-sequence token included."""
+    logprobs: list[LogprobsOfPosition]
+    """Of each output token: what it was chosen from."""
+    lora_request: None = None
+    cum_logprob: float = 0.0
+    text: str | None = None
+    """Of the whole sequence; None without a tokenizer."""
+    finish_reason: str | None = None
+    """stop or length."""
+    stop_reason: int | str | None = None
+    """The token that ended it."""
+
+
+class BeamSearchOutput(msgspec.Struct):
+    sequences: list[BeamSearchSequence]
+    """The best beam_width, best first."""
+
+
+async def beam_search(
+    client: CoreClient, prompts: Sequence[Prompt], params: BeamSearchParams, ids: Iterator[int]
+) -> list[BeamSearchOutput]:
+    """Of tokenised prompts. Raises InvalidRequestError, and what a request's end raises."""
+    if not isinstance(params, BeamSearchParams):
+        raise InvalidRequestError(f"params must be a BeamSearchParams, not {type(params).__name__}")
+    welcome = client.welcome
+    if 2 * params.beam_width > min(welcome.max_logprobs, welcome.vocab_size):
+        raise _bad(
+            "beam_width",
+            params.beam_width,
+            "needs twice as many log-probabilities per token, and the engine gives at most "
+            f"{welcome.max_logprobs} (its option max_logprobs)",
+        )
+    step = SamplingParams(
+        logprobs=2 * params.beam_width, max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False
+    )
+    ends = frozenset(() if params.ignore_eos else welcome.eos_token_ids)
+    searches = [_Search(prompt, params, ends) for prompt in prompts]
+    for _ in range(params.max_tokens):
+        # A beam's sequences are all of one length: one that fills the model's length is the longest that there can be.
+        growing = [each for each in searches if each.beams and len(each.beams[0].tokens) < welcome.max_model_len]
+        asked = [Prompt(token_ids=beam.tokens, cache_salt=each.salt) for each in growing for beam in each.beams]
+        outputs = iter(await run_batch(client, asked, step, None, ids, False))
+        for each in growing:
+            each.extend([next(outputs).outputs[0].logprobs or [] for _ in each.beams])
+    tokenizer = client.tokenizer
+    decode = tokenizer.decode if tokenizer is not None else None
+    found = [search.best() for search in searches]
+    for sequence in (each for sequences in found for each in sequences):
+        sequence.text = None if decode is None else decode(sequence.tokens)
+    return [BeamSearchOutput(sequences) for sequences in found]
+
+
+class _Search:
+    """Of one prompt."""
+
+    def __init__(self, prompt: Prompt, params: BeamSearchParams, eos_token_ids: frozenset[int]) -> None:
+        self.salt = prompt.cache_salt
+        self.beams = [BeamSearchSequence(list(prompt.token_ids or ()), [])]
+        self._params, self._eos_token_ids = params, eos_token_ids
+        self._complete: list[BeamSearchSequence] = []
+
+    def extend(self, logprobs: Sequence[list[LogprobsOfPosition]]) -> None:
+        """By one token. logprobs: of each beam, of its next position."""
+        extended: list[BeamSearchSequence] = []
+        for beam, (position,) in zip(self.beams, logprobs, strict=True):
+            for token_id, logprob in position.items():
+                new = BeamSearchSequence(
+                    [*beam.tokens, token_id], [*beam.logprobs, position], cum_logprob=beam.cum_logprob + logprob.logprob
+                )
+                if token_id in self._eos_token_ids:
+                    new.finish_reason, new.stop_reason = "stop", token_id
+                    self._complete.append(new)
+                else:
+                    extended.append(new)
+        self.beams = sorted(extended, key=self._score, reverse=True)[: self._params.beam_width]
+
+    def best(self) -> list[BeamSearchSequence]:
+        for beam in self.beams:
+            beam.finish_reason = "length"
+        return sorted(self._complete + self.beams, key=self._score, reverse=True)[: self._params.beam_width]
+
+    def _score(self, sequence: BeamSearchSequence) -> float:
+        length = len(sequence.tokens) - (sequence.finish_reason == "stop")
+        return float(sequence.cum_logprob / max(1, length) ** self._params.length_penalty)
+
+
+def as_request_output(
+    request_id: str, prompt: Prompt, found: BeamSearchOutput, params: BeamSearchParams, client: CoreClient
+) -> RequestOutput:
+    """In the form of a request's answer: the outputs alone."""
+    tokenizer, start = client.tokenizer, len(prompt.token_ids or ())
+    outputs = []
+    for index, sequence in enumerate(found.sequences):
+        token_ids = sequence.tokens[start:]
+        is_silent = sequence.finish_reason == "stop" and not params.include_stop_str_in_output
+        shown = token_ids[:-1] if is_silent else token_ids
+        outputs.append(
+            CompletionOutput(
+                index=index,
+                text="" if tokenizer is None else tokenizer.decode(shown),
+                token_ids=token_ids,
+                cumulative_logprob=sequence.cum_logprob,
+                logprobs=sequence.logprobs,
+                finish_reason=sequence.finish_reason,
+            )
+        )
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt.text,
+        prompt_token_ids=prompt.token_ids or [],
+        outputs=outputs,
+        finished=True,
+    )
+
+
+def _bad(name: str, value: object, why: str) -> InvalidRequestError:
+    return InvalidRequestError(f"BeamSearchParams.{name} = {value!r:.100}: {why}")
