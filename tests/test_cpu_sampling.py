@@ -61,6 +61,32 @@ def test_sampling_chooses_as_the_reference(ops: CpuOps, other_ops: list[CpuOps],
         assert (again.token_ids == chosen).all()
 
 
+@pytest.mark.parametrize("count", [1, 2, 40], ids=["threads share a row", "a row each", "many"])
+@pytest.mark.parametrize("vocab", [5, 1000, 33_333])
+def test_what_a_mask_forbids_is_not_chosen(ops: CpuOps, other_ops: list[CpuOps], vocab: int, count: int) -> None:
+    generator = np.random.default_rng(count)
+    logits = random_rows(vocab, count, generator)
+    allowed = generator.random((count, vocab)) < generator.choice([0.01, 0.5, 1.0], (count, 1))
+    allowed[np.arange(count), generator.integers(0, vocab, count)] = True
+    is_masked = np.arange(count) % 3 != 2
+    if count > 3:
+        logits[3, vocab // 2] = torch.nan
+        allowed[3] = np.arange(vocab) == 0
+    expected = logits.masked_fill(torch.from_numpy(is_masked[:, None] & ~allowed) & logits.isfinite(), -torch.inf)
+    for each in (ops, *other_ops):
+        buffers, given = SampleBuffers(each.runtime, count, vocab), logits.clone()
+        buffers.temperature[:] = generator.choice([0, 0.7, 1.0], count)
+        buffers.top_k[:], buffers.top_p[:] = generator.choice([0, 50], count), generator.choice([1.0, 0.9], count)
+        buffers.is_masked[:] = is_masked
+        words = np.packbits(allowed, axis=1, bitorder="little")
+        buffers.masks.view(np.uint8)[:, : words.shape[1]] = words
+        sample(each.runtime, given, buffers)
+        assert np.array_equal(buffers.best, expected.amax(1).numpy(), equal_nan=True)
+        good = np.isfinite(buffers.best)
+        chosen = np.array(reference_of(expected, buffers))
+        assert buffers.token_ids[good].tolist() == chosen[good].tolist()
+
+
 @pytest.mark.parametrize("top_p", [1.0, 0.3, 0.6, 0.9], ids=["from all", "0.3", "0.6", "0.9"])
 @pytest.mark.parametrize("vocab", [16, 2000])
 def test_a_thousand_seeds_draw_as_the_reference(ops: CpuOps, vocab: int, top_p: float) -> None:

@@ -16,7 +16,7 @@ from headrace.executor.sampling.row_processors import Position, RowProcessor, pr
 from headrace.executor.sampling.token_rules import TokenRules, rules_of
 from headrace.executor.sampling.verification import SampledPositions
 from headrace.ipc.messages import Sampling
-from headrace.ipc.step import Drafts, NewRow, StepPlan, nth_of_each
+from headrace.ipc.step import Drafts, NewRow, StepPlan, TokenMasks, nth_of_each
 
 if TYPE_CHECKING:
     from headrace.executor.sampling.logits_processors import LogitsProcessors
@@ -80,6 +80,8 @@ class Draws:
     min_p: np.ndarray  # [num_rows] float64
     seed: np.ndarray  # [num_rows] uint64
     position: np.ndarray  # [num_rows] int32, in the sequence, of the token to draw
+    masks: TokenMasks | None = None
+    """What is allowed; None: all. A model that chooses changes its logits by them."""
 
 
 class SamplingColumns:

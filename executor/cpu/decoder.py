@@ -94,6 +94,7 @@ class CpuDecoder:
         _fill(written.buffers, arrays)
         self._enter(written.sampling, draws, count)
         written.program.run_filled(written.buffers)
+        written.sampling.is_masked[:count] = 0
         chosen = Chosen(written.sampling.token_ids[:count].copy(), written.sampling.best[:count])
         return StepLogits(self._logits[count], self._logits_at, chosen)
 
@@ -124,6 +125,9 @@ class CpuDecoder:
         sampling.min_p[:count] = draws.min_p
         sampling.seed[:count] = draws.seed
         sampling.position[:count] = draws.position
+        if (masks := draws.masks) is not None:
+            sampling.is_masked[masks.places] = 1
+            sampling.masks[masks.places] = masks.bits.reshape(len(masks.places), -1)
 
     def _logits_at(self, first: int, last: int) -> Tensor:
         written, most = self._written, self._limits.max_logits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -105,11 +106,14 @@ class ModelRunner:
         rows, num_tokens = plan.rows[plan.sampled], None
         if places is not None:
             rows, num_tokens = places.row_of, batch.num_tokens[places.row_of] + places.nth
-        draws = batch.draws(rows, num_tokens) if needs & Needs.RANDOM else None
+        draws = batch.draws(rows, num_tokens) if needs & Needs.RANDOM or plan.masks is not None else None
+        changes_or_reports = needs & ~(Needs.RANDOM | Needs.TRUNCATION)
+        if draws is not None and plan.masks is not None and not changes_or_reports:
+            draws = replace(draws, masks=plan.masks)
         self._began_s = time.monotonic()
         computed = self._model.step(arrays, self._kv_cache, draws)
         self._ended_s = time.monotonic()
-        if computed.chosen is None or needs & ~(Needs.RANDOM | Needs.TRUNCATION) or plan.masks is not None:
+        if computed.chosen is None or changes_or_reports:
             return self._sample(plan, arrays, rows, computed, places)
         sampled = Sampled(computed.chosen.token_ids, find_problems(computed.chosen.best))
         if places is not None:

@@ -241,6 +241,8 @@ class SampleArgs(ctypes.Structure):
         ("rows", ctypes.c_int32),
         ("highest", ctypes.c_void_p),
         ("highest_rows", ctypes.c_int64),
+        ("is_masked", ctypes.c_void_p),
+        ("masks", ctypes.c_void_p),
     )
 
 

@@ -241,7 +241,28 @@ Candidate* candidates_of(const SampleArgs& args, int thread, int num_threads) {
   return reinterpret_cast<Candidate*>(args.workspace + num_threads * sizeof(PartResult)) + thread * args.vocab_size;
 }
 
+// Forbids what the row's mask does not allow. A NaN or an infinity stays, so that the row's failure is seen.
+void mask_part(const SampleArgs& args, int64_t row, Range part) {
+  if (!args.is_masked[row]) return;
+  const int32_t* words = args.masks + row * ((args.vocab_size + 31) / 32);
+  float* logits = args.logits + row * args.stride;
+  for (int64_t token = part.begin; token < part.end;) {
+    const int64_t end = std::min((token / 32 + 1) * 32, part.end);
+    const uint32_t word = static_cast<uint32_t>(words[token / 32]);
+    if (word == 0xFFFFFFFFu) {
+      token = end;
+      continue;
+    }
+    for (; token < end; ++token) {
+      const float value = logits[token];
+      const bool stays = ((word >> (token % 32)) & 1) || !(value < __builtin_inff());
+      logits[token] = stays ? value : -__builtin_inff();
+    }
+  }
+}
+
 void choose_alone(const SampleArgs& args, int64_t row, Candidate* found) {
+  mask_part(args, row, {0, args.vocab_size});
   const Highest highest = highest_of(args.logits + row * args.stride, {0, args.vocab_size});
   args.best[row] = highest.logit;
   int64_t token = highest.token;
@@ -255,6 +276,7 @@ void choose_alone(const SampleArgs& args, int64_t row, Candidate* found) {
 void choose_together(const SampleArgs& args, const Step& step, int64_t row, int thread, int num_threads) {
   PartResult* parts = reinterpret_cast<PartResult*>(args.workspace);
   const Range mine = split(args.vocab_size, thread, num_threads, kLanes);
+  mask_part(args, row, mine);
   parts[thread].highest = highest_of(args.logits + row * args.stride, mine);
   step.team->barrier();
   Highest highest = parts[0].highest;

@@ -10,7 +10,7 @@
 namespace headrace {
 
 struct SampleArgs {
-  const float* logits;  // [rows, stride]; left as they are
+  float* logits;  // [rows, stride]; left as they are, but for what masks forbid, which becomes -inf
   int64_t stride;
   int64_t vocab_size;
   int64_t num_rows;          // with Rows::kFixed
@@ -29,6 +29,8 @@ struct SampleArgs {
   // [num_threads, highest_rows] or null: where a step with only_highest has its rows of logits' highest.
   const LaneHighest* highest;
   int64_t highest_rows;
+  const int32_t* is_masked;  // [rows] 0 or 1
+  const int32_t* masks;      // [rows, ceil(vocab_size / 32)]: bit t % 32 of word t / 32 is set where token t may be
 };
 
 void sample(const void* args, const Step& step, int thread, int num_threads);

@@ -20,8 +20,9 @@ class SampleBuffers:
     """One row of parameters for each row of logits, written before a run, and what was chosen, read after it.
 
     temperature 0 is greedy, and the row's other parameters are not read. top_k 0, top_p 1 and min_p 0 keep all.
-    position is that of the token being sampled, prompt included. `best` is the row's highest logit (NaN if the row
-    holds one): where it is not finite, the row's token id means nothing.
+    position is that of the token being sampled, prompt included. Where is_masked is 1, tokens whose bit in the row of
+    masks is 0 cannot be chosen: their logits become -inf. `best` is the row's highest logit (NaN if the row holds one):
+    where it is not finite, the row's token id means nothing.
     """
 
     def __init__(self, runtime: Runtime, num_rows: int, vocab_size: int) -> None:
@@ -31,6 +32,8 @@ class SampleBuffers:
         self.min_p = np.zeros(num_rows, np.float64)
         self.seed = np.zeros(num_rows, np.uint64)
         self.position = np.zeros(num_rows, np.int64)
+        self.is_masked = np.zeros(num_rows, np.int32)
+        self.masks = np.zeros((num_rows, -(-vocab_size // 32)), np.int32)
         self.token_ids = np.zeros(num_rows, np.int32)
         self.best = np.zeros(num_rows, np.float32)
         self._vocab_size = vocab_size
@@ -65,6 +68,8 @@ class SampleBuffers:
             rows=rows,
             highest=None if highest is None else highest.data_ptr(),
             highest_rows=0 if highest is None else highest.shape[1],
+            is_masked=self.is_masked.ctypes.data,
+            masks=self.masks.ctypes.data,
         )
 
 
