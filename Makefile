@@ -65,7 +65,7 @@ demo-model: install
 # mypy does not see that headrace.core is the folder core; this tree of links tells it.
 $(TYPES): Makefile $(INSTALLED)
 	@rm -rf $@ && mkdir -p $@
-	@ln -s ../../../headrace/__init__.py ../../../headrace/py.typed $@
+	@for file in headrace/*.py headrace/py.typed; do ln -s ../../../$$file $@; done
 	@for folder in $(FOLDERS); do ln -s ../../../$$folder $@/$$folder; done
 
 clean:

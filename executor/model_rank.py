@@ -141,7 +141,7 @@ class ModelRank(Rank):
             case DescribeEngine():
                 return msgspec.structs.replace(answer, facts=self.facts())
             case CallExtension():
-                return msgspec.structs.replace(answer, payload=self._call_extension(command.payload))
+                return msgspec.structs.replace(answer, payload=self._call_extension(command))
             case DoIdleWork():
                 return msgspec.structs.replace(answer, did_something=self.idle())
             case PrepareWeights():
@@ -154,8 +154,8 @@ class ModelRank(Rank):
                 self.wake_up(frozenset(command.tags) or ASLEEP)
         return answer
 
-    def _call_extension(self, payload: dict[str, Any]) -> dict[str, Any]:
-        return self._bounded.run("the call of the worker extension", self._extension.call, payload)
+    def _call_extension(self, command: CallExtension) -> dict[str, Any]:
+        return self._bounded.run("the call of the worker extension", self._extension.call, command)
 
     def facts(self) -> dict[str, Any]:
         """What this worker is, for DescribeEngine."""
@@ -202,7 +202,7 @@ class ModelRank(Rank):
 class Extension:
     """A class of the user's own (option worker_extension_cls): made with the rank, once, and called between steps.
 
-    It is called with a dict of plain data, and answers with one.
+    Its `handle` takes a dict of plain data and gives one; its other methods are called by name, with plain data.
     """
 
     def __init__(self, name: str, rank: Rank) -> None:
@@ -220,18 +220,26 @@ class Extension:
                     f"worker_extension_cls={name} cannot be made: {type(error).__name__}: {error}"
                 ) from error
 
-    def call(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Raises HeadraceError when there is no extension, it fails, or its answer is no plain data."""
+    def call(self, command: CallExtension) -> dict[str, Any]:
+        """Raises HeadraceError when there is no extension or method, it fails, or its answer is no plain data."""
         if self._instance is None:
             raise HeadraceError("there is no worker extension: start the engine with worker_extension_cls=module:Class")
         try:
-            answer = self._instance.handle(payload)
+            answer = self._call_method(command) if command.method else self._instance.handle(command.payload)
             if not isinstance(answer, dict):
                 raise TypeError(f"handle gave a {type(answer).__name__}, and must give a dict")
             plain: dict[str, Any] = msgspec.to_builtins(answer, str_keys=True)
         except Exception as error:
             raise HeadraceError(f"the worker extension {self._name} failed: {type(error).__name__}: {error}") from error
         return plain
+
+    def _call_method(self, command: CallExtension) -> dict[str, Any]:
+        cls, name = type(self._instance), command.method
+        if name.startswith("_") or not callable(getattr(cls, name, None)):
+            public = [each for each in vars(cls) if not each.startswith("_") and callable(getattr(cls, each))]
+            raise AttributeError(f"it has no method {name}; it has {', '.join(public)}")
+        payload = command.payload
+        return {"result": getattr(self._instance, name)(*payload.get("args", ()), **payload.get("kwargs", {}))}
 
 
 class WorkerProfile:

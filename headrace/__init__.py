@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from headrace import vllm_modules
+
 if TYPE_CHECKING:
     from headrace.frontend.api.async_llm import AsyncLLM
     from headrace.frontend.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
@@ -101,8 +103,13 @@ __all__ = [  # noqa: RUF022 - the first few are what people come for
 ]
 
 
+vllm_modules.install()
+
+
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
+    if home is None and name in vllm_modules.MODULES:
+        return importlib.import_module(f"headrace.{name}")
     if home is None:
         missing = importlib.import_module("headrace.frontend.api.unsupported")
         error = missing.no_attribute("headrace", name, missing.PACKAGE)

@@ -35,6 +35,12 @@ def headrace() -> int:
         os._exit(INTERRUPTED)
 
 
+def openai_server() -> int:
+    """`python -m headrace.entrypoints.openai.api_server --model MODEL`: `headrace serve`."""
+    sys.argv.insert(1, "serve")
+    return headrace()
+
+
 def engine_core() -> None:
     """The `engine-core` command, which sets a handler of its own once there is something to stop."""
     from headrace.core.process.daemon import main

@@ -4,8 +4,8 @@
     client <-- Reply(call, result) ------- core's loop <-- WorkerAnswer of each rank --------/
 
 The loop carries commands out one after another, between steps, with none in flight; a request is never half-way
-through one. The same in one process and across several, as it is the same messages. There is no call of a method by
-name: a client can ask for what stands here, and for what a worker extension understands (`CallExtension`).
+through one. The same in one process and across several, as it is the same messages. No method of
+ours is called by name: a client can ask for what stands here, and for what a worker extension has (`CallExtension`).
 """
 
 from __future__ import annotations
@@ -93,6 +93,9 @@ class CallExtension(Command, frozen=True):
     """For the worker extension (option worker_extension_cls). Answered with ExtensionAnswers."""
 
     payload: dict[str, Any]
+    method: str = ""
+    """A method of its class, called with the payload's `args` and `kwargs`, whose answer's `result` is what it gives;
+    empty for `handle`, which takes and gives a payload."""
 
 
 class ResetMMCache(Command, frozen=True):

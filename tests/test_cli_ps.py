@@ -14,7 +14,8 @@ from fake_core import Faults, zmq_core
 import headrace
 from headrace.frontend.cli.main import main
 from headrace.frontend.client import engine_watch
-from headrace.frontend.client.engine_watch import duration, hit_rate, kv_use, short_name
+from headrace.frontend.client.engine_metrics import hit_rate, kv_use
+from headrace.frontend.client.engine_watch import duration, short_name
 from headrace.ipc.messages import EngineStats
 
 

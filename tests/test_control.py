@@ -295,8 +295,10 @@ def test_the_same_commands_in_this_process_and_in_another(llm, tmp_path):
 
 
 def test_what_cannot_be_done_says_what_can(llm):
-    with pytest.raises(HeadraceError, match="calls no method by name"):
-        llm.collective_rpc("anything")
+    with pytest.raises(InvalidRequestError, match=r"is no method of a worker extension .* Code is not sent"):
+        llm.collective_rpc(__import__("functools").partial(print))
+    with pytest.raises(InvalidRequestError, match="plain data"):
+        llm.collective_rpc("anything", args=(object(),))
     with pytest.raises(HeadraceError, match="was started without enable_sleep_mode"):
         llm.sleep(level=1)
     with pytest.raises(InvalidRequestError, match="mode is 'stop'; it must be abort, wait or keep"):

@@ -231,5 +231,9 @@ def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path: Path, monkeypa
 def test_calling_it_gives_ids_and_a_mask(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("the fox")
     assert tokenizer("the fox") == {"input_ids": ids, "attention_mask": [1] * len(ids)}
-    with pytest.raises(InvalidRequestError, match="one text, not list"):
-        tokenizer(["a"])  # type: ignore[arg-type]
+    both = tokenizer(["the fox", "a"])
+    assert both.input_ids == [ids, tokenizer.encode("a")]
+    assert tokenizer.batch_decode(both["input_ids"]) == ["the fox", "a"]
+    assert tokenizer.get_vocab()[tokenizer.tokenize("the fox")[0]] == ids[0]
+    with pytest.raises(InvalidRequestError, match="a text or a list of them, not dict"):
+        tokenizer({"a": 1})  # type: ignore[arg-type]

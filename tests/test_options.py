@@ -162,14 +162,22 @@ def test_vllms_other_options_pass_silently_at_values_that_ask_for_nothing() -> N
                 assert parse_options(**{name: value}) == Options(), name
     with pytest.raises(OptionError, match="data_parallel_size=2 is refused: not supported yet"):
         parse_options(data_parallel_size=2)
-    with pytest.raises(OptionError, match=r"swap_space=16 is refused.*recomputed"):
-        parse_options(swap_space=16)
+    with pytest.raises(OptionError, match=r"enable_lora=True is refused.*merge"):
+        parse_options(enable_lora=True)
+    with pytest.warns(FutureWarning, match=r"swap_space=16 has no effect: preempted requests are recomputed"):
+        assert parse_options(swap_space=16) == parse_options()
 
 
-def test_vllms_other_options_are_refused_with_a_reason() -> None:
+def test_vllms_other_options_are_refused_with_a_reason_or_pass_with_one() -> None:
     for name, option in unsupported_options().items():
+        given = {name: "something else"}
+        if option.is_harmless:
+            with pytest.warns(FutureWarning) as warned:
+                assert parse_options(**given) == parse_options()
+            assert [str(each.message) for each in warned] == [f"{name}=something else has no effect: {option.reason}"]
+            continue
         with pytest.raises(OptionError) as caught:
-            parse_options(**{name: "something else"})
+            parse_options(**given)
         assert str(caught.value) == f"{name}=something else is refused: {option.reason}"
 
 
@@ -184,11 +192,8 @@ def test_neutral_values_are_recognised_as_text() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["-O3"], "--optimization-level=3 is refused: not supported: there is no compiler"),
-        (["-O", "0"], "--optimization-level=0 is refused"),
         (["-dpn", "1"], "--data-parallel-rank=1 is refused"),
         (["-dcp", "2"], "--decode-context-parallel-size=2 is refused"),
-        (["-cc", '{"level": 3}'], "--compilation-config={"),
         (["--hf-token"], "--hf-token=True is refused: not supported: set HF_TOKEN"),
         (["--headless"], "--headless=True is refused: not supported: start engine-core on the other hosts"),
         (["--enable-lora", "True"], "--enable-lora=True is refused: LoRA"),

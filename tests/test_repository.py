@@ -45,7 +45,11 @@ MAY_IMPORT_LAZILY = MappingProxyType(
     }
 )
 MAY_IMPORT_BY_FILE = MappingProxyType(
-    {"ipc/step.py": {"numpy"}, "core/structured_output/llguidance_backend.py": {"llguidance"}}
+    {
+        "ipc/step.py": {"numpy"},
+        "core/structured_output/llguidance_backend.py": {"llguidance"},
+        "frontend/api/helpers.py": {"transformers"},  # where it is asked for by name
+    }
 )
 
 WITHIN = frozenset(map(Path, ["executor/checkpoints/gguf", "executor/models/blocks", "executor/models/families"]))

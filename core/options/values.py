@@ -68,7 +68,7 @@ def option_specs(struct: type[msgspec.Struct] = Options) -> Mapping[str, OptionS
 def read_options(
     struct: type[T], values: Mapping[str, Any], spell: Callable[[str], str] = str, also_known: Iterable[str] = ()
 ) -> tuple[T, tuple[str, ...]]:
-    """The Struct from values by name, and notes for the user about retired names.
+    """The Struct from values by name, and notes for the user about retired names and options without effect.
 
     `spell` is how the user wrote an option's name, for the text of errors; `also_known` are names that an unknown
     one may have meant besides the Struct's. Raises OptionError.
@@ -91,7 +91,9 @@ def read_options(
                 if value is None:
                     continue
             elif name in unsupported_options():
-                problems += check_unsupported(name, value, spell(name))
+                problem, note = check_unsupported(name, value, spell(name))
+                problems += [problem] if problem else []
+                notes += [note] if note else []
                 continue
         if name not in specs:
             problems.append(_unknown(given_name, (*specs, *also_known), spell))

@@ -1,8 +1,9 @@
 """vLLM's option names that are not Headrace's: which are taken over, which pass silently, which are refused and why.
 
 One rule: such an option passes silently at a value that asks for nothing, that is, at vLLM's own default or at what
-Headrace does anyway (None always is). Every other value is refused by name with the reason. A script that spells out
-defaults then runs unchanged, and none believes it got something it did not.
+Headrace does anyway (None always is). Every other value is refused by name with the reason, or, where no answer depends
+on it, passes with a note. A script that spells out defaults then runs unchanged, and none believes it got something it
+did not.
 
 The names are rows of vllm_options.toml, which is read when a name is met that is no option of ours.
 """
@@ -29,6 +30,8 @@ class Unsupported(msgspec.Struct, frozen=True):
     """Values that ask for nothing."""
     short: str = ""
     """Its single-dash name."""
+    is_harmless: bool = False
+    """No answer depends on it: every value passes, with a note."""
 
     @property
     def is_flag(self) -> bool:
@@ -46,8 +49,9 @@ def unsupported_options() -> Mapping[str, Unsupported]:
     short = {name: letters for letters, name in _file()["short"].items()}
     return types.MappingProxyType(
         {
-            name: Unsupported(reason, tuple(passes), short.get(name, ""))
-            for reason, rows in _file()["unsupported"].items()
+            name: Unsupported(reason, tuple(passes), short.get(name, ""), is_harmless)
+            for section, is_harmless in (("unsupported", False), ("without_effect", True))
+            for reason, rows in _file()[section].items()
             for name, passes in rows.items()
         }
     )
@@ -95,12 +99,14 @@ def rename(name: str, value: Any) -> tuple[str, Any, str]:
     return option, value, f"{name} is now called {option}"
 
 
-def check_unsupported(name: str, value: Any, spelled: str) -> list[str]:
-    """The problem with giving such an option this value, if any."""
+def check_unsupported(name: str, value: Any, spelled: str) -> tuple[str, str]:
+    """The problem with giving such an option this value, and a note about it; either is empty where there is none."""
     option = unsupported_options()[name]
     if value is None or any(_same(value, passing) for passing in option.passes):
-        return []
-    return [f"{spelled}={value} is refused: {option.reason}"]
+        return "", ""
+    if option.is_harmless:
+        return "", f"{spelled}={value} has no effect: {option.reason}"
+    return f"{spelled}={value} is refused: {option.reason}", ""
 
 
 def _same(value: Any, passing: Any) -> bool:

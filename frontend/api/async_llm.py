@@ -9,30 +9,34 @@ import itertools
 import os
 import weakref
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from headrace.frontend.api.batch import params_for
 from headrace.frontend.api.beam_search import BeamSearchParams, as_request_output, beam_search
-from headrace.frontend.api.chat_prompts import chat_options, chat_prompt, refuse_adapter
+from headrace.frontend.api.chat_prompts import chat_options, chat_prompt
+from headrace.frontend.api.engine_config import EngineConfig, ModelConfig, engine_config
+from headrace.frontend.api.helpers import EngineSignature, get_tokenizer
 from headrace.frontend.api.outputs import RequestOutput
 from headrace.frontend.api.prompts import Prompt, parse_single_prompt, tokenize
 from headrace.frontend.api.sampling_params import SamplingParams
-from headrace.frontend.api.unsupported import NamesWhatIsMissing
+from headrace.frontend.api.unsupported import NamesWhatIsMissing, check_arguments
 from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
 from headrace.frontend.client.own_engine import CAUSE_GRACE_S, STOP_DEADLINE_S, start_own_engine
 from headrace.frontend.client.transport import Transport, ZmqTransport
-from headrace.ipc.failure import HeadraceError, InvalidRequestError
+from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError
 
 if TYPE_CHECKING:
     from headrace.core.process.supervisor import Child
+    from headrace.frontend.api.engine_keywords import EngineOptions
     from headrace.frontend.api.llm_engine import EngineArgs
+    from headrace.frontend.client.request import RequestStream
     from headrace.frontend.text.chat_template import Message
-    from headrace.frontend.text.tokenizer import Tokenizer
     from headrace.ipc.messages import Welcome
 
 _TOKENIZE_INLINE_CHARACTERS = 16384
 """Longer texts are tokenised in a thread, so that other requests' streams do not wait for it."""
+_DRAIN_LOOK_S = 0.02
 
 
 class AsyncLLM(AsyncControls, NamesWhatIsMissing):
@@ -45,16 +49,22 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
     Every method raises EngineDeadError, with the cause, when the engine has died.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    __signature__ = EngineSignature("model")
+
+    def __init__(self, model: str | None = None, **options: Unpack[EngineOptions]) -> None:
         """Starts an engine-core of its own, and does not wait for it: the first call does.
 
         Raises OptionError for a bad or unknown option. The first call raises EngineStartError with what went wrong.
         """
-        self._prepare(start_own_engine(model, options))
+        self._prepare(start_own_engine(model, dict(options)))
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """Starts an engine-core, and does not wait for it: the first call does."""
+    def from_engine_args(cls, engine_args: EngineArgs, **others: Any) -> Self:
+        """Starts an engine-core, and does not wait for it: the first call does.
+
+        `others` are vLLM's further arguments, of which each must be None or ask for nothing.
+        """
+        check_arguments("from_engine_args", others)
         return cls(**vars(engine_args))
 
     @classmethod
@@ -95,6 +105,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         *,
         lora_request: None = None,
         priority: int = 0,
+        **others: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Completes one prompt: its outputs as they come, cumulative unless `sampling_params.output_kind` says else.
 
@@ -102,7 +113,31 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         steps. Raises InvalidRequestError (a `request_id` that is running counts too), QueueFullError,
         RequestFailedError.
         """
-        refuse_adapter(lora_request)
+        check_arguments("generate", {"lora_request": lora_request, **others})
+        client, stream = await self._submit(prompt, sampling_params, request_id, priority)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            client.abort_stream(stream)
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        **others: Any,
+    ) -> RequestStream:
+        """Submits one prompt; `await get()` of what it gives waits for the next output. Raises as `generate` does."""
+        check_arguments("add_request", others)
+        _, stream = await self._submit(prompt, params, request_id, priority)
+        return stream
+
+    async def _submit(
+        self, prompt: Any, sampling_params: SamplingParams | None, request_id: str | None, priority: int
+    ) -> tuple[CoreClient, RequestStream]:
         client = await self._ready()
         parsed = parse_single_prompt(prompt)
         await _tokenize(parsed, client)
@@ -111,12 +146,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         kind = chosen.output_kind if isinstance(chosen, SamplingParams) else defaults.output_kind
         (params,) = params_for(sampling_params, defaults, 1, kind)
         name = str(next(self._request_ids)) if request_id is None else request_id
-        stream = client.submit(name, parsed, params, priority)
-        try:
-            async for output in stream:
-                yield output
-        finally:
-            client.abort_stream(stream)
+        return client, client.submit(name, parsed, params, priority)
 
     async def chat(
         self,
@@ -129,7 +159,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answers one conversation. `template_options` are those of `LLM.chat`; all else is as in `generate`."""
-        refuse_adapter(lora_request)
+        check_arguments("chat", {"lora_request": lora_request})
         options = chat_options(template_options)
         render = functools.partial(chat_prompt, await self.get_tokenizer(), messages, options)
         is_long = sum(len(str(message)) for message in messages) > _TOKENIZE_INLINE_CHARACTERS
@@ -144,7 +174,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         self, prompt: Any, request_id: str | None, params: BeamSearchParams, lora_request: None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """One output, the likeliest continuations, best first (see beam_search.py). Else as `generate`."""
-        refuse_adapter(lora_request)
+        check_arguments("beam_search", {"lora_request": lora_request})
         client = await self._ready()
         parsed = parse_single_prompt(prompt)
         await _tokenize(parsed, client)
@@ -152,16 +182,76 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         name = str(next(self._request_ids)) if request_id is None else request_id
         yield as_request_output(name, parsed, found, params, client)
 
-    async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Ends requests with finish_reason `abort`; ids that are not running are ignored."""
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """Ends requests with finish_reason `abort`; ids that are not running are ignored.
+
+        A request has one id, so that of the user and the `internal` one are the same.
+        """
         (await self._ready()).abort(request_id)
 
-    async def get_tokenizer(self) -> Tokenizer:
-        """Raises InvalidRequestError when the engine runs without one."""
+    async def get_tokenizer(self, *, hf: bool = False) -> Any:
+        """The engine's (frontend/text/tokenizer.py:Tokenizer), or with `hf` transformers' own, where it is installed.
+
+        Raises InvalidRequestError when the engine runs without one, or transformers has none for the model.
+        """
         client = await self._ready()
         if client.tokenizer is None:
             raise InvalidRequestError("this engine runs without a tokenizer (its option skip_tokenizer_init)")
+        if hf:
+            options = (await client.describe_engine()).options
+            return await asyncio.to_thread(
+                get_tokenizer,
+                options.get("tokenizer") or client.welcome.model,
+                revision=options.get("tokenizer_revision") or options.get("revision"),
+                trust_remote_code=options.get("trust_remote_code"),
+            )
         return client.tokenizer
+
+    async def get_vllm_config(self) -> EngineConfig:
+        return engine_config((await self._ready()).welcome)
+
+    async def get_model_config(self) -> ModelConfig:
+        return (await self.get_vllm_config()).model_config
+
+    @property
+    def vllm_config(self) -> EngineConfig:
+        """Raises HeadraceError before the start is over."""
+        if self._client is None:
+            raise HeadraceError("the engine has not started: await start() first")
+        return engine_config(self._client.welcome)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.vllm_config.model_config
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it takes requests, once its start is over."""
+        return not self._closed and not self.errored
+
+    @property
+    def is_stopped(self) -> bool:
+        return not self.is_running
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has died."""
+        return self._client is not None and self._client.failure is not None and not self._closed
+
+    @property
+    def dead_error(self) -> BaseException:
+        """What its methods raise once the engine has died."""
+        failure = self._client.failure if self._client is not None else None
+        return EngineDeadError("the engine is alive") if failure is None else EngineDeadError.from_failure(failure)
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def wait_for_requests_to_drain(self, drain_timeout: float = 300.0) -> None:
+        """Returns once no request runs or waits in the engine. Raises TimeoutError after so many seconds."""
+        async with asyncio.timeout(drain_timeout):
+            while (stats := await self.get_stats()).num_running or stats.num_waiting:
+                await asyncio.sleep(_DRAIN_LOOK_S)
 
     async def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses when none are given: ours, with what the model's generation config sets."""

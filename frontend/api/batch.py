@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from headrace.frontend.api.outputs import RequestOutput
@@ -23,7 +23,7 @@ async def run_batch(
     sampling_params: Any,
     priority: Any,
     ids: Iterator[int],
-    use_tqdm: bool,
+    use_tqdm: bool | Callable[..., Any],
 ) -> list[RequestOutput]:
     """The final outputs of tokenised prompts, in order. The other arguments are those of `LLM.generate`.
 
@@ -70,10 +70,40 @@ async def run_batch(
                 client.abort_stream(stream)
 
 
+async def enqueue_batch(
+    client: CoreClient, prompts: Sequence[Prompt], sampling_params: Any, priority: Any, ids: Iterator[int]
+) -> list[RequestStream]:
+    """Submits tokenised prompts, as `run_batch` does, and does not wait."""
+    defaults = SamplingParams(**client.welcome.generation_defaults)
+    params = params_for(sampling_params, defaults, len(prompts), RequestOutputKind.FINAL_ONLY)
+    priorities = priorities_for(priority, len(prompts))
+    limits = [_check(client, index, prompts, params) for index in range(len(prompts))]
+    return [
+        client.submit(str(next(ids)), prompt, each, rank, max_tokens=limit)
+        for prompt, each, rank, limit in zip(prompts, params, priorities, limits, strict=True)
+    ]
+
+
+async def finish_batch(
+    client: CoreClient, streams: Sequence[RequestStream], use_tqdm: bool | Callable[..., Any]
+) -> list[RequestOutput]:
+    """The final outputs of what was submitted, in order. Raises the first error of one, and aborts the others."""
+    outputs = []
+    with ProgressBar(len(streams), use_tqdm) as bar:
+        try:
+            for stream in streams:
+                outputs.append(await stream.final())
+                bar.add(stream)
+        finally:
+            for stream in streams:
+                client.abort_stream(stream)
+    return outputs
+
+
 class ProgressBar:
     """Counts requests as they end, and their tokens per second."""
 
-    def __init__(self, total: int, shown: bool) -> None:
+    def __init__(self, total: int, shown: bool | Callable[..., Any]) -> None:
         self._total, self._shown = total, shown
         self._num_tokens = 0
 
@@ -82,7 +112,8 @@ class ProgressBar:
         if self._shown:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=self._total, desc="Processed prompts", unit="prompt", dynamic_ncols=True)
+            make = self._shown if callable(self._shown) else tqdm
+            self._bar = make(total=self._total, desc="Processed prompts", unit="prompt", dynamic_ncols=True)
         return self
 
     def __exit__(self, *_: object) -> None:

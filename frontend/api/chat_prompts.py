@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.frontend.api.prompts import Prompt
+from headrace.frontend.api.unsupported import ARGUMENTS, check_arguments
 from headrace.ipc.failure import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -23,19 +24,12 @@ def chat_prompt(tokenizer: Tokenizer, conversation: Sequence[Message], options: 
 def chat_options(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of apply_chat_template for those of `chat`. Raises InvalidRequestError for an unknown one."""
     known = ("add_generation_prompt", "continue_final_message", "chat_template", "tools", "documents")
-    for name in given:
-        if name not in (*known, "chat_template_kwargs"):
-            raise InvalidRequestError(
-                f"chat has no argument {name!r}; its arguments are {', '.join(known)} and chat_template_kwargs"
-            )
-    options = {name: given[name] for name in known if name in given}
+    others = {name: value for name, value in given.items() if name not in (*known, "chat_template_kwargs")}
+    if unknown := [name for name in others if name not in ARGUMENTS]:
+        raise InvalidRequestError(
+            f"chat has no argument {unknown[0]!r}; its arguments are {', '.join(known)} and chat_template_kwargs"
+        )
+    check_arguments("chat", others)
+    options = {name: given[name] for name in known if given.get(name) is not None}
     options.setdefault("add_generation_prompt", not options.get("continue_final_message", False))
     return {**(given.get("chat_template_kwargs") or {}), **options}
-
-
-def refuse_adapter(lora_request: object) -> None:
-    """Raises InvalidRequestError for anything but None."""
-    if lora_request is not None:
-        raise InvalidRequestError(
-            "lora_request: LoRA adapters are not supported yet; merge the adapter into the model's weights"
-        )

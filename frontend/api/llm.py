@@ -7,17 +7,19 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Unpack
 
-from headrace.frontend.api.batch import ProgressBar, params_for, run_batch
+from headrace.frontend.api.batch import ProgressBar, enqueue_batch, finish_batch, params_for, run_batch
 from headrace.frontend.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from headrace.frontend.api.chat_prompts import chat_options, chat_prompt, refuse_adapter
+from headrace.frontend.api.chat_prompts import chat_options, chat_prompt
+from headrace.frontend.api.engine_config import ModelConfig, engine_config
+from headrace.frontend.api.helpers import EngineSignature, get_tokenizer
 from headrace.frontend.api.outputs import RequestOutput
 from headrace.frontend.api.prompts import Prompt, parse_prompts, parse_single_prompt, tokenize
 from headrace.frontend.api.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.api.sync_stream import Pump, Put, SyncStream
-from headrace.frontend.api.unsupported import NamesWhatIsMissing
+from headrace.frontend.api.unsupported import NamesWhatIsMissing, check_arguments
 from headrace.frontend.client.background import BackgroundLoop
 from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient
 from headrace.frontend.client.control import Controls
@@ -33,8 +35,10 @@ from headrace.ipc.failure import HeadraceError, InvalidRequestError
 if TYPE_CHECKING:
     from headrace.core.engine.engine import EngineThread
     from headrace.core.process.supervisor import Child
+    from headrace.frontend.api.engine_keywords import EngineOptions
+    from headrace.frontend.api.llm_engine import LLMEngine
+    from headrace.frontend.client.request import RequestStream
     from headrace.frontend.text.chat_template import Message
-    from headrace.frontend.text.tokenizer import Tokenizer
     from headrace.ipc.messages import Welcome
 
 
@@ -47,7 +51,9 @@ class LLM(Controls, NamesWhatIsMissing):
     Every method raises EngineDeadError, with the cause, when the engine has died.
     """
 
-    def __init__(self, model: str | None = None, *, in_process: bool = False, **options: Any) -> None:
+    __signature__ = EngineSignature("model", "in_process")
+
+    def __init__(self, model: str | None = None, *, in_process: bool = False, **options: Unpack[EngineOptions]) -> None:
         """Starts an engine-core of its own. `options` are those of `engine-core --help`, with underscores.
 
         With `in_process` it is a thread of this process instead of a child: easier to debug, but then torch is
@@ -57,10 +63,10 @@ class LLM(Controls, NamesWhatIsMissing):
         what went wrong in the engine.
         """
         if in_process:
-            thread, transport = run_in_process(model, options)
+            thread, transport = run_in_process(model, dict(options))
             self._open(transport, CONNECT_TIMEOUT_S, thread)
             return
-        child = start_own_engine(model, options)
+        child = start_own_engine(model, dict(options))
         try:
             ready = child.wait_ready()
             self._open(ZmqTransport(ready.address, ready.peer_timeout_s), CONNECT_TIMEOUT_S, child)
@@ -88,6 +94,8 @@ class LLM(Controls, NamesWhatIsMissing):
         self._client = CoreClient(transport, cause_grace_s=CAUSE_GRACE_S if child is not None else 0.0)
         self._process_id = os.getpid()
         self._request_ids = itertools.count()
+        self._enqueued: list[RequestStream] = []
+        self._engine: LLMEngine | None = None
         # Runs once: at close, when this object is collected, or when the interpreter exits.
         self._close = weakref.finalize(self, _shut_down, self._process_id, self._background, self._client, child)
         try:
@@ -103,20 +111,23 @@ class LLM(Controls, NamesWhatIsMissing):
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
         priority: int | Sequence[int] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Completes prompts, and gives their final outputs in order.
 
         A prompt is a text, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": [...]}`, either with a
         `cache_salt`; `prompts` is one or a list of them. Without `sampling_params` the model's own defaults count.
+        `use_tqdm` may be what makes the progress bar. `others` are vLLM's further arguments, of which each must be None
+        or ask for nothing.
 
         Raises InvalidRequestError, before anything runs unless its options turn out to leave no token to choose;
         RequestFailedError, QueueFullError.
         """
         self._check_usable()
-        refuse_adapter(lora_request)
+        check_arguments("generate", {"lora_request": lora_request, **others})
         parsed = parse_prompts(prompts)
         tokenize(parsed, self._client.tokenizer)
         ids = self._request_ids
@@ -126,8 +137,10 @@ class LLM(Controls, NamesWhatIsMissing):
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
+        *,
+        priority: int | Sequence[int] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answers a conversation, or each of a list of them.
@@ -137,7 +150,7 @@ class LLM(Controls, NamesWhatIsMissing):
         what else the template should see. Raises as `generate` does.
         """
         self._check_usable()
-        refuse_adapter(lora_request)
+        check_arguments("chat", {"lora_request": lora_request})
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise InvalidRequestError(f"messages must be a list of dicts, not {type(messages).__name__}")
         one = not messages or isinstance(messages[0], Mapping)
@@ -145,7 +158,38 @@ class LLM(Controls, NamesWhatIsMissing):
         options = chat_options(template_options)
         prompts = [chat_prompt(self.get_tokenizer(), conversation, options) for conversation in conversations]
         ids = self._request_ids
-        return self._background.run(run_batch(self._client, prompts, sampling_params, None, ids, use_tqdm))
+        return self._background.run(run_batch(self._client, prompts, sampling_params, priority, ids, use_tqdm))
+
+    def enqueue(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        **others: Any,
+    ) -> list[str]:
+        """Submits prompts and gives their ids without waiting; `wait_for_completion` gives the outputs.
+
+        Arguments and errors are those of `generate`.
+        """
+        self._check_usable()
+        check_arguments("enqueue", {"lora_request": lora_request, **others})
+        parsed = parse_prompts(prompts)
+        tokenize(parsed, self._client.tokenizer)
+        ids = self._request_ids
+        streams = self._background.run(enqueue_batch(self._client, parsed, sampling_params, priority, ids))
+        self._enqueued += streams
+        return [stream.request_id for stream in streams]
+
+    def wait_for_completion(
+        self, output_type: type[RequestOutput] | None = None, *, use_tqdm: bool | Callable[..., Any] = True
+    ) -> list[RequestOutput]:
+        """The final outputs of all that was enqueued, in order. An error of one is raised, and the others aborted."""
+        self._check_usable()
+        if output_type not in (None, RequestOutput):
+            raise InvalidRequestError(f"output_type is {output_type!r}: requests give RequestOutput")
+        streams, self._enqueued = self._enqueued, []
+        return self._background.run(finish_batch(self._client, streams, use_tqdm))
 
     def beam_search(
         self,
@@ -160,7 +204,7 @@ class LLM(Controls, NamesWhatIsMissing):
         concurrency_limit: how many prompts are searched for at once; None: all of them.
         """
         self._check_usable()
-        refuse_adapter(lora_request)
+        check_arguments("beam_search", {"lora_request": lora_request})
         parsed = parse_prompts(prompts)
         tokenize(parsed, self._client.tokenizer)
         at_once = len(parsed) if concurrency_limit is None else concurrency_limit
@@ -195,11 +239,34 @@ class LLM(Controls, NamesWhatIsMissing):
         pump.start((request_id, parsed, params, priority))
         return pump
 
-    def get_tokenizer(self) -> Tokenizer:
-        """Raises InvalidRequestError when the engine runs without one."""
+    def get_tokenizer(self, *, hf: bool = False) -> Any:
+        """The engine's (frontend/text/tokenizer.py:Tokenizer), or with `hf` transformers' own, where it is installed.
+
+        Raises InvalidRequestError when the engine runs without one, or transformers has none for the model.
+        """
         if self._client.tokenizer is None:
             raise InvalidRequestError("this engine runs without a tokenizer (its option skip_tokenizer_init)")
+        if hf:
+            options = self.describe_engine().options
+            return get_tokenizer(
+                options.get("tokenizer") or self.engine.model,
+                revision=options.get("tokenizer_revision") or options.get("revision"),
+                trust_remote_code=options.get("trust_remote_code"),
+            )
         return self._client.tokenizer
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """This engine for requests one by one, with `model_config` and the like."""
+        from headrace.frontend.api.llm_engine import LLMEngine
+
+        if self._engine is None:
+            self._engine = LLMEngine(self)
+        return self._engine
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return engine_config(self.engine).model_config
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses when none are given: ours, with what the model's generation config sets."""
@@ -209,6 +276,10 @@ class LLM(Controls, NamesWhatIsMissing):
     def engine(self) -> Welcome:
         """What the engine said of itself: model, limits, start-up times."""
         return self._client.welcome
+
+    def shutdown(self) -> None:
+        """`close`, by vLLM's name."""
+        self.close()
 
     def close(self) -> None:
         """Aborts what runs, and stops the engine if it is this object's own. May be called again."""

@@ -20,15 +20,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from headrace.core.options.parsing import add_options, options_from_arguments, parse_options
 from headrace.core.options.values import option_specs
 from headrace.frontend.api.async_llm import AsyncLLM
+from headrace.frontend.api.engine_config import EngineConfig, ModelConfig, engine_config
 from headrace.frontend.api.llm import LLM
 from headrace.frontend.api.outputs import RequestOutput
 from headrace.frontend.api.sampling_params import SamplingParams
 from headrace.frontend.api.sync_stream import Pump
-from headrace.frontend.api.unsupported import DECISIONS, no_attribute
+from headrace.frontend.api.unsupported import DECISIONS, METHODS, check_arguments, no_attribute
+from headrace.frontend.client.control import Controls
 from headrace.ipc.failure import InvalidRequestError
-
-if TYPE_CHECKING:
-    from headrace.frontend.text.tokenizer import Tokenizer
 
 P = TypeVar("P", bound=argparse.ArgumentParser)
 
@@ -84,6 +83,9 @@ class _Running:
     pump: Pump | None = None
 
 
+_OF_LLM = frozenset({*(name for name in vars(Controls) if not name.startswith("_")), "get_tokenizer", "engine"})
+
+
 class LLMEngine:
     """Requests added one by one, and steps that return what is new. For one thread; the engine runs on regardless."""
 
@@ -95,8 +97,12 @@ class LLMEngine:
         self._failed: tuple[_Running, BaseException] | None = None
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
-        """Starts an engine-core. Raises as `LLM(...)` does."""
+    def from_engine_args(cls, engine_args: EngineArgs, **others: Any) -> LLMEngine:
+        """Starts an engine-core. Raises as `LLM(...)` does.
+
+        `others` are vLLM's further arguments, of which each must be None or ask for nothing.
+        """
+        check_arguments("from_engine_args", others)
         return cls(LLM(**vars(engine_args)))
 
     def add_request(
@@ -106,11 +112,13 @@ class LLMEngine:
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        **others: Any,
     ) -> None:
         """Submits a request; the outputs are cumulative unless `params.output_kind` says else.
 
         Raises InvalidRequestError, for an id that is in use too.
         """
+        check_arguments("add_request", others)
         if request_id in self._running:
             raise InvalidRequestError(f"a request with the id {request_id!r} is running; ids must be unique")
         running = _Running(request_id)
@@ -161,9 +169,24 @@ class LLMEngine:
         """Requests whose last output no step has returned."""
         return len(self._running)
 
-    def get_tokenizer(self) -> Tokenizer:
-        """Raises InvalidRequestError when the engine runs without one."""
-        return self._llm.get_tokenizer()
+    @property
+    def vllm_config(self) -> EngineConfig:
+        return engine_config(self._llm.engine)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.vllm_config.model_config
+
+    def get_model_config(self) -> ModelConfig:
+        return self.model_config
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The commands of LLM: get_tokenizer, start_profile, sleep, get_metrics, collective_rpc and so on."""
+            if name in _OF_LLM:
+                return getattr(self._llm, name)
+            raise no_attribute("LLMEngine", name, METHODS)
 
     def close(self) -> None:
         """Aborts what runs, and stops the engine if it was started here."""

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import types
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from headrace.ipc.failure import InvalidRequestError
 
 ONLY_GENERATION = "only generation is supported so far"
+ANY = object()
+"""In ARGUMENTS: every value asks for nothing."""
 DECISIONS = "what the engine decided is in `engine`, and its options in describe_engine()"
 
 METHODS = {
@@ -13,17 +19,67 @@ METHODS = {
     "encode": ONLY_GENERATION,
     "reward": ONLY_GENERATION,
     "score": ONLY_GENERATION,
-    "apply_model": "the model is in another process; worker_extension_cls and call_extension reach it",
-    "get_metrics": "get_stats() has the engine's load and counters",
+    "apply_model": "the model is in another process, and no code is sent to it; a worker extension "
+    "(worker_extension_cls) and collective_rpc reach it",
+    "from_vllm_config": "from_engine_args takes EngineArgs",
+    "preprocess_chat": "get_tokenizer().apply_chat_template renders a conversation",
     "get_world_size": "describe_engine() has the workers",
-    "get_model_config": DECISIONS,
-    "get_vllm_config": DECISIONS,
-    "is_tracing_enabled": "traces are not supported yet",
-    "llm_engine": "`engine` has what the engine said of itself; LLMEngine takes requests one by one",
-    "model_config": DECISIONS,
 }
-SAMPLING = {}
-PACKAGE = SAMPLING | {
+NO_ADAPTERS = "LoRA adapters are not supported yet; merge the adapter into the model's weights"
+NO_MEDIA = "multimodal input is not supported yet; models run on text alone"
+TOKENS = "give the prompt as token ids ({'prompt_token_ids': [...]}), made as you like with get_tokenizer()"
+NO_TRACES = "traces are not supported yet"
+ONE_ENGINE = "an AsyncLLM has one engine"
+ARGUMENTS: Mapping[str, tuple[str, tuple[Any, ...]]] = types.MappingProxyType(
+    {
+        "lora_request": (NO_ADAPTERS, ()),
+        "prompt_adapter_request": (NO_ADAPTERS, ()),
+        "guided_options_request": ("SamplingParams(structured_outputs=...) asks for structured outputs", ()),
+        "tokenization_kwargs": (TOKENS, ({},)),
+        "prompt_token_ids": (TOKENS, ()),
+        "truncate_prompt_tokens": (TOKENS, ()),
+        "prompt_text": ("a prompt's text goes with its tokens: {'prompt': ..., 'prompt_token_ids': [...]}", ()),
+        "mm_processor_kwargs": (NO_MEDIA, ({},)),
+        "media_io_kwargs": (NO_MEDIA, ({},)),
+        "chat_template_content_format": ("what the template does with content is found out and followed", ("auto",)),
+        "reasoning_ended": ("reasoning is not told apart from the answer", (False,)),
+        "trace_headers": (NO_TRACES, ({},)),
+        "arrival_time": ("a request arrives when it is submitted", ()),
+        "data_parallel_rank": (ONE_ENGINE, (0,)),
+        "start_engine_loop": ("the engine runs from its start on", (True,)),
+        "usage_context": ("nothing is reported to anybody", (ANY,)),
+        "stat_loggers": ("get_stats(), get_metrics() and do_log_stats() tell the same", ([], {})),
+        "enable_log_requests": ("the engine never logs requests", (False,)),
+        "disable_log_requests": ("the engine never logs requests", (True, False)),
+        "disable_log_stats": ("it is an option: EngineArgs(disable_log_stats=True)", (False, True)),
+        "enable_multiprocessing": ("LLM(in_process=True) runs the engine in this process", (True,)),
+        "client_addresses": ("AsyncLLM.connect(address) attaches to a running engine", ()),
+        "client_count": (ONE_ENGINE, (1,)),
+        "client_index": (ONE_ENGINE, (0,)),
+        "executor_class": ("it is an option: distributed_executor_backend=module:Class", ()),
+    }
+)
+"""Arguments of vLLM's methods that ask for something at values other than None and these."""
+
+
+def check_arguments(method: str, given: Mapping[str, Any]) -> None:
+    """Raises InvalidRequestError for an argument that is not known, or asks for what Headrace does not do."""
+    for name, value in given.items():
+        if name not in ARGUMENTS:
+            raise InvalidRequestError(f"{method} has no argument {name!r}")
+        reason, neutral = ARGUMENTS[name]
+        if value is None or any(each is ANY or (type(value) is type(each) and value == each) for each in neutral):
+            continue
+        raise InvalidRequestError(f"{method}: {name} is refused: {reason}")
+
+
+PACKAGE = {
+    "CompilationConfig": "there is no compiler to configure; enforce_eager and cudagraph_capture_sizes are options",
+    "EmbedsPrompt": "prompt embeddings are not supported yet; give text or token ids",
+    "LoRARequest": NO_ADAPTERS,
+    "ParallelConfig": DECISIONS,
+    **dict.fromkeys(("build_app", "init_app_state", "run_server"), "`headrace serve` is a program of its own"),
+    "ModelRegistry": "a package with an entry point in headrace.plugins brings a model family",
     "ClassificationRequestOutput": ONLY_GENERATION,
     "EmbeddingRequestOutput": ONLY_GENERATION,
     "PoolingParams": ONLY_GENERATION,

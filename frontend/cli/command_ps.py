@@ -45,7 +45,7 @@ def as_json(snapshot: EngineSnapshot) -> dict[str, Any]:
     """Names and units as in EngineStats; what is not known is null."""
     from msgspec.structs import asdict
 
-    from headrace.frontend.client.engine_watch import hit_rate, kv_use
+    from headrace.frontend.client.engine_metrics import hit_rate, kv_use
 
     welcome, stats = snapshot.welcome, snapshot.stats
     return {
@@ -65,7 +65,8 @@ def as_json(snapshot: EngineSnapshot) -> dict[str, Any]:
 
 
 def _row(snapshot: EngineSnapshot) -> tuple[str, ...]:
-    from headrace.frontend.client.engine_watch import duration, kv_use, short_name
+    from headrace.frontend.client.engine_metrics import kv_use
+    from headrace.frontend.client.engine_watch import duration, short_name
 
     welcome, stats = snapshot.welcome, snapshot.stats
     return (

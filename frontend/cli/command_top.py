@@ -108,7 +108,8 @@ class WatchedEngines:
 
 def row(snapshot: EngineSnapshot, before: EngineSnapshot | None) -> tuple[str, ...]:
     """An engine's row; rates are of the time since the look `before`, and blank without one."""
-    from headrace.frontend.client.engine_watch import duration, hit_rate, kv_use, short_name
+    from headrace.frontend.client.engine_metrics import hit_rate, kv_use
+    from headrace.frontend.client.engine_watch import duration, short_name
 
     stats, welcome = snapshot.stats, snapshot.welcome
     rates = _rates(snapshot, before)

@@ -205,6 +205,9 @@ class CoreClient(AsyncControls):
         self._transport.close()
         self.fail(Failure(message="this client is closed", type="Closed", process="client", phase="close"))
 
+    async def engine(self) -> Welcome:
+        return self.welcome
+
     async def call(self, kind: type[Call], timeout_s: float | None = QUICK_S, **fields: Any) -> Any:
         if self.failure is not None:
             raise EngineDeadError.from_failure(self.failure)

@@ -7,9 +7,15 @@
 from __future__ import annotations
 
 import functools
+import logging
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
+import msgspec
+
+from headrace.frontend.client.engine_metrics import Metric, engine_metrics
+from headrace.frontend.client.stats_log import StatsLog
 from headrace.ipc.control import (
     ASLEEP,
     CallExtension,
@@ -25,13 +31,14 @@ from headrace.ipc.control import (
     StopProfile,
     WakeUp,
 )
-from headrace.ipc.failure import HeadraceError, InvalidRequestError
-from headrace.ipc.messages import Control, EngineStats, FetchTokenizer, GetStats, ResetPrefixCache
+from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.messages import Control, EngineStats, FetchTokenizer, GetStats, ResetPrefixCache, Welcome
 
 if TYPE_CHECKING:
     from headrace.frontend.client.background import BackgroundLoop
     from headrace.frontend.client.client import CoreClient
 
+logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -56,6 +63,26 @@ def extension_command(payload: Mapping[str, Any]) -> CallExtension:
     if not isinstance(payload, Mapping) or not all(isinstance(key, str) for key in payload):
         raise InvalidRequestError(f"the payload must be a dict with texts as keys, not {payload!r:.100}")
     return CallExtension(payload=dict(payload))
+
+
+def method_command(
+    method: str | Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> CallExtension:
+    """Raises InvalidRequestError."""
+    name = method if isinstance(method, str) else getattr(method, "__name__", "")
+    if not name.isidentifier():
+        raise InvalidRequestError(
+            f"{method!r:.100} is no method of a worker extension (option worker_extension_cls): give its name, or the "
+            "method itself. Code is not sent to workers"
+        )
+    payload = {"args": list(args), "kwargs": dict(kwargs or {})}
+    try:
+        msgspec.msgpack.encode(payload)
+    except TypeError as error:
+        raise InvalidRequestError(
+            f"the arguments of {name} must be plain data, for nothing is pickled: {error}"
+        ) from None
+    return CallExtension(payload=payload, method=name)
 
 
 def sleep_command(level: int, mode: PauseMode) -> Sleep:
@@ -112,6 +139,22 @@ class AsyncControls:
         stats: EngineStats = await self.call(GetStats)
         return stats
 
+    async def get_metrics(self, prefix: str = "vllm") -> list[Metric]:
+        """The same as vLLM's metric objects (Counter, Gauge, Vector, Histogram), named `prefix:name`."""
+        return engine_metrics(await self.get_stats(), await self.engine(), prefix)
+
+    async def do_log_stats(self) -> None:
+        """Logs throughput, requests, cache use and hit rate since the last time, as a server does every 10 s."""
+        logger.info("%s", self._stats_log.line(await self.get_stats(), time.monotonic()))
+
+    @functools.cached_property
+    def _stats_log(self) -> StatsLog:
+        return StatsLog()
+
+    async def engine(self) -> Welcome:
+        """What the engine said of itself."""
+        raise NotImplementedError
+
     async def is_paused(self) -> bool:
         """Whether a pause was asked for and not ended."""
         return (await self.get_stats()).paused
@@ -141,12 +184,20 @@ class AsyncControls:
         """What the worker extension (option worker_extension_cls) answers to `payload`, one answer of each worker."""
         return list((await self.control(extension_command(payload), None)).payloads)
 
-    async def collective_rpc(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused, with what to use instead."""
-        raise HeadraceError(
-            "collective_rpc is refused: an engine calls no method by name. Use reload_weights, start_profile, "
-            "describe_engine and the like, or call_extension with a class of your own (option worker_extension_cls)"
-        )
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """What a method of the worker extension (option worker_extension_cls) gives on each worker, by rank.
+
+        method: its name, or the method itself; arguments and results are plain data, for nothing is pickled.
+        timeout: seconds; without one it waits while the engine lives.
+        """
+        command = method_command(method, args, kwargs)
+        return [answer["result"] for answer in (await self.control(command, timeout)).payloads]
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Pauses as `pause_generation` does, and gives the device's memory back until `wake_up`.
@@ -197,6 +248,8 @@ class Controls:
     pause_generation = blocking(AsyncControls.pause_generation)
     resume_generation = blocking(AsyncControls.resume_generation)
     get_stats = blocking(AsyncControls.get_stats)
+    do_log_stats = blocking(AsyncControls.do_log_stats)
+    get_metrics = blocking(AsyncControls.get_metrics)
     is_paused = blocking(AsyncControls.is_paused)
     reload_weights = blocking(AsyncControls.reload_weights)
     start_profile = blocking(AsyncControls.start_profile)

@@ -127,16 +127,6 @@ def pid_of(address: str) -> int | None:
     return int(match.group(1)) if match is not None else None
 
 
-def kv_use(stats: EngineStats) -> float:
-    """The share of KV blocks that requests hold, 0 to 1."""
-    return 1.0 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
-
-
-def hit_rate(stats: EngineStats) -> float | None:
-    """The share of prompt tokens that came from the prefix cache since the engine's start; None before the first."""
-    return stats.num_cached_prompt_tokens / stats.num_prompt_tokens if stats.num_prompt_tokens else None
-
-
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of aligned columns; the last column is as wide as it likes."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]

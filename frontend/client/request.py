@@ -215,6 +215,10 @@ class RequestStream:
                 self._waiter = None
         return self._read()
 
+    async def get(self) -> RequestOutput:
+        """The next output, by the name of vLLM's collectors."""
+        return await anext(self)
+
     async def final(self) -> RequestOutput:
         """The last output. Raises what ended the request instead."""
         while not (output := await anext(self)).finished:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.frontend.client.engine_watch import hit_rate, kv_use
+from headrace.frontend.client.engine_metrics import hit_rate, kv_use
 from headrace.ipc.control import EngineReport
 from headrace.ipc.messages import EngineStats
 

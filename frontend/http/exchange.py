@@ -129,6 +129,8 @@ class Exchange:
         self._send = send
         # Taken out of the scope, which the connection refers to: a circle would outlive both.
         self.connection: Connection = scope["extensions"].pop(EXTENSION)["connection"]
+        self._tells_id = options.enable_request_id_headers
+        self._name: str | None = None
         self._max_body_bytes, self._read_timeout_s = options.max_body_bytes, options.read_timeout
         self._num_body_bytes = 0
         self._body_is_read = scope["method"] in ("GET", "HEAD", "OPTIONS")
@@ -144,6 +146,9 @@ class Exchange:
 
     async def send(self, message: Any) -> None:
         self.status = self.status or message["status"]
+        if self._tells_id and message["type"] == "http.response.start":
+            with contextlib.suppress(ApiError):  # a name that cannot be was refused, and is not repeated
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", self.request_id().encode())]}
         await self._send(message)
 
     def header_bytes(self, name: bytes) -> bytes | None:
@@ -181,13 +186,14 @@ class Exchange:
             )
         return await self._read_body()
 
-    def request_id(self, named: str | None) -> str:
-        """The client's name for the request, or a new one. Raises ApiError."""
-        name = named if named is not None else self.header(b"x-request-id")
+    def request_id(self, named: str | None = None) -> str:
+        """The client's name for the request, or a new one: the same at each call. Raises ApiError."""
+        name = named or self._name or self.header(b"x-request-id")
         if name is None:
             import uuid
 
-            return uuid.uuid4().hex
+            name = self._name = uuid.uuid4().hex
+            return name
         if not _REQUEST_ID.fullmatch(name):
             raise ApiError(
                 HTTPStatus.BAD_REQUEST,
@@ -195,6 +201,7 @@ class Exchange:
                 param="request_id",
                 code="invalid_value",
             )
+        self._name = name
         return name
 
     async def answer(self, body: Any, status: int = 200) -> None:

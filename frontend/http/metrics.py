@@ -13,10 +13,11 @@ from __future__ import annotations
 import bisect
 import itertools
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.frontend.client.engine_metrics import ENGINE_METRICS
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.http.engines import Engine, EnginePool
 from headrace.ipc.messages import STEP_TOKEN_BOUNDS, EngineStats
@@ -241,7 +242,7 @@ class Exposition:
     def _engine_families(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        for kind, name, text, value in _OF_ENGINES:
+        for kind, name, text, value in ENGINE_METRICS:
             family_class = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
             family = family_class(f"{self._prefix}:{name}", text, labels=("model_name", "engine"))
             for engine in self._pool.engines:
@@ -364,41 +365,6 @@ def _buckets(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[str
     """Cumulative, from counts of each bucket and of what lies above all."""
     cumulative = itertools.accumulate(counts)
     return list(zip((*map(str, bounds), "+Inf"), cumulative, strict=True))
-
-
-_OF_ENGINES: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
-    ("gauge", "num_requests_running", "Requests that run.", lambda s: s.num_running),
-    ("gauge", "num_requests_waiting", "Requests that wait.", lambda s: s.num_waiting),
-    (
-        "gauge",
-        "kv_cache_usage_perc",
-        "Share of the KV cache in use; 1 is all of it.",
-        lambda s: 1.0 - s.num_free_blocks / max(s.num_blocks, 1),
-    ),
-    (
-        "gauge",
-        "gpu_cache_usage_perc",
-        "The same, under the name of earlier versions of vLLM.",
-        lambda s: 1.0 - s.num_free_blocks / max(s.num_blocks, 1),
-    ),
-    ("gauge", "num_clients", "Frontends that are attached.", lambda s: s.num_clients),
-    ("counter", "prefix_cache_queries", "Prompt tokens looked up in the cache.", lambda s: s.num_prompt_tokens),
-    ("counter", "prefix_cache_hits", "Prompt tokens found there.", lambda s: s.num_cached_prompt_tokens),
-    ("counter", "num_preemptions", "Preemptions.", lambda s: s.num_preemptions),
-    ("counter", "prompt_tokens", "Prompt tokens of all clients.", lambda s: s.num_prompt_tokens),
-    ("counter", "prompt_tokens_cached", "Prompt tokens found in the cache.", lambda s: s.num_cached_prompt_tokens),
-    ("counter", "generation_tokens", "Tokens generated for all clients.", lambda s: s.num_generated_tokens),
-    ("counter", "spec_decode_num_drafts", "Requests that got draft tokens, in all steps.", lambda s: s.num_drafts),
-    ("counter", "spec_decode_num_draft_tokens", "Draft tokens.", lambda s: s.num_draft_tokens),
-    ("counter", "spec_decode_num_accepted_tokens", "Those that were right.", lambda s: s.num_accepted_tokens),
-    ("counter", "engine_steps", "Steps.", lambda s: s.steps),
-    ("counter", "engine_forward_seconds", "Time of forward passes.", lambda s: s.forward_s),
-    ("counter", "engine_step_gap_seconds", "Time between passes that follow each other.", lambda s: s.step_gap_s),
-    ("counter", "engine_step_gaps", "Passes that follow another without a wait for work.", lambda s: s.num_step_gaps),
-    ("counter", "engine_gc_pauses", "Garbage collections in the engine core.", lambda s: s.times.num_gc_pauses),
-    ("counter", "engine_gc_pause_seconds", "Time of those collections.", lambda s: s.times.gc_pause_s),
-    ("gauge", "engine_paused", "Whether generation is paused.", lambda s: s.paused),
-)
 
 
 def _labels(engine: Engine) -> tuple[str, str]:

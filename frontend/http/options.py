@@ -149,6 +149,13 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = True
     response_role: Annotated[str, Option(CHAT, "Role of the answers' messages")] = "assistant"
 
+    return_tokens_as_token_ids: Annotated[
+        bool, Option(CHAT, "Spell tokens in log-probabilities as token_id:NUMBER, unless a request says else")
+    ] = False
+    enable_force_include_usage: Annotated[
+        bool, Option(CHAT, "Count tokens at the end of every stream, whatever its stream_options say")
+    ] = False
+
     enable_tokenizer_info_endpoint: Annotated[
         bool, Option(CHAT, "Serve GET /tokenizer_info: special tokens and the chat template, as lm-eval asks for them")
     ] = False
@@ -165,6 +172,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str, Option(OBSERVED, "What names of metrics begin with; vllm fits dashboards made for it")
     ] = "headrace"
     enable_log_requests: Annotated[bool, Option(OBSERVED, "Log a line for each request that ends")] = False
+    enable_request_id_headers: Annotated[
+        bool, Option(OBSERVED, "Answer with the request's id in the header X-Request-Id, a new one where it had none")
+    ] = False
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"] | None,
         Option(

@@ -18,7 +18,7 @@ from headrace.frontend.api.structured_outputs import from_body
 from headrace.frontend.api.token_rules import openai_bias
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.options import ServeOptions
-from headrace.frontend.http.requests import UNREAD_IN_MESSAGES, ChatMessage, GenerationRequest
+from headrace.frontend.http.requests import UNREAD_IN_MESSAGES, ChatMessage, GenerationRequest, StreamOptions
 from headrace.frontend.text.chat_template import render_chat, text_parts
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError, OptionError
@@ -38,6 +38,15 @@ _PASSED_ON = tuple(
     for each in FIELDS.values()
     if each.field.in_body and each.name not in ("max_tokens", "logit_bias", "prompt_logprobs")
 )
+
+
+def apply_server_defaults(request: GenerationRequest, options: ServeOptions) -> None:
+    """What the server's options say of fields that a request leaves out, or for all requests."""
+    if request.return_tokens_as_token_ids is None:
+        request.return_tokens_as_token_ids = options.return_tokens_as_token_ids
+    if options.enable_force_include_usage and request.stream:
+        asked = request.stream_options or StreamOptions()
+        request.stream_options = msgspec.structs.replace(asked, include_usage=True)
 
 
 def sampling_params(

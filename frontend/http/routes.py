@@ -25,7 +25,7 @@ from headrace.frontend.http.generation import Generator, KeepAlive, PreparedRequ
 from headrace.frontend.http.metrics import Exposition, Pages
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.output_formats import OutputFormats
-from headrace.frontend.http.prompts import ChatPrompts, tokenize_texts
+from headrace.frontend.http.prompts import ChatPrompts, apply_server_defaults, tokenize_texts
 from headrace.frontend.http.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -120,6 +120,7 @@ async def _generate(
 ) -> None:
     def prepare(body: bytes) -> PreparedRequest:
         request = decode(body)
+        apply_server_defaults(request, state.options)
         name = exchange.request_id(request.request_id)
         state.check_accepting()
         engine = state.pool.choose(request.model)

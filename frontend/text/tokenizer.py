@@ -13,6 +13,16 @@ from headrace.ipc.failure import InvalidRequestError, ModelError
 from headrace.ipc.messages import TokenizerBundle
 
 
+class Encoding(dict[str, Any]):
+    """What a tokenizer gives when it is called: fields by name, as attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"an encoding has no {name!r}; it has {', '.join(self)}") from None
+
+
 class Tokenizer:
     """Thread-safe. Methods are named as transformers names them."""
 
@@ -40,15 +50,18 @@ class Tokenizer:
             }
         self._decoded_tokens: dict[int, str] = {}
 
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        """`input_ids`, and an `attention_mask` of as many ones. One text: `encode_batch` takes several.
+    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoding:
+        """`input_ids`, and an `attention_mask` of as many ones; of several texts, a list of each.
 
         Raises InvalidRequestError for what is no text.
         """
-        if not isinstance(text, str):
-            raise InvalidRequestError(f"a tokenizer is called with one text, not {type(text).__name__}")
-        ids = self.encode(text, add_special_tokens)
-        return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+        if isinstance(text, str):
+            ids: Any = self.encode(text, add_special_tokens)
+            return Encoding(input_ids=ids, attention_mask=[1] * len(ids))
+        if not isinstance(text, Sequence) or not all(isinstance(each, str) for each in text):
+            raise InvalidRequestError(f"a tokenizer is called with a text or a list of them, not {type(text).__name__}")
+        ids = self.encode_batch(text, add_special_tokens)
+        return Encoding(input_ids=ids, attention_mask=[[1] * len(each) for each in ids])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -63,6 +76,13 @@ class Tokenizer:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
+        """The text of each."""
+        texts: list[str] = self._tokenizer.decode_batch(
+            [list(each) for each in sequences], skip_special_tokens=skip_special_tokens
+        )
+        return texts
 
     def decode_token(self, token_id: int) -> str:
         """One token's text alone, as log-probabilities show it. Cached."""
@@ -84,6 +104,16 @@ class Tokenizer:
     def convert_tokens_to_ids(self, token: str) -> int | None:
         token_id: int | None = self._tokenizer.token_to_id(token)
         return token_id
+
+    def tokenize(self, text: str) -> list[str]:
+        """The vocabulary's own spelling of a text's tokens, special ones not added."""
+        tokens: list[str] = self._tokenizer.encode(text, add_special_tokens=False).tokens
+        return tokens
+
+    def get_vocab(self) -> dict[str, int]:
+        """With added tokens."""
+        vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return vocab
 
     @property
     def vocab_size(self) -> int:
@@ -125,6 +155,18 @@ class Tokenizer:
     @property
     def eos_token_id(self) -> int | None:
         return None if self.eos_token is None else self.convert_tokens_to_ids(self.eos_token)
+
+    @property
+    def pad_token(self) -> str | None:
+        return self._bundle.special_tokens.get("pad_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return None if self.pad_token is None else self.convert_tokens_to_ids(self.pad_token)
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        return sorted(self.special_ids)
 
     @property
     def chat_template_names(self) -> tuple[str, ...]:

@@ -1,0 +1,78 @@
+"""What an engine decided, as scripts read it from vLLM's config objects: from its Welcome and its report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.frontend.api.unsupported import DECISIONS, no_attribute
+from headrace.ipc.messages import Welcome
+
+
+class Explained(msgspec.Struct, frozen=True, kw_only=True):
+    """A struct that tells where to look for what it lacks."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(type(self).__name__, name, {name: DECISIONS} if not name.startswith("_") else {})
+
+
+class ModelConfig(Explained, frozen=True, kw_only=True):
+    """`LLM.llm_engine.model_config`, `AsyncLLM.model_config`."""
+
+    model: str
+    served_model_name: str
+    max_model_len: int
+    dtype: str
+    """As an option is written: bfloat16."""
+    max_logprobs: int
+    vocab_size: int
+    generation_defaults: dict[str, Any]
+    skip_tokenizer_init: bool
+
+    def get_vocab_size(self) -> int:
+        return self.vocab_size
+
+    def get_diff_sampling_param(self) -> dict[str, float | int]:
+        """Sampling fields that the model's generation config sets."""
+        return dict(self.generation_defaults)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams(**self.generation_defaults)
+
+
+class CacheConfig(Explained, frozen=True, kw_only=True):
+    block_size: int
+    num_gpu_blocks: int
+
+
+class SchedulerConfig(Explained, frozen=True, kw_only=True):
+    max_num_seqs: int
+    max_model_len: int
+
+
+class EngineConfig(Explained, frozen=True, kw_only=True):
+    """`vllm_config`."""
+
+    model_config: ModelConfig
+    cache_config: CacheConfig
+    scheduler_config: SchedulerConfig
+
+
+def engine_config(welcome: Welcome) -> EngineConfig:
+    model = ModelConfig(
+        model=welcome.model,
+        served_model_name=(welcome.served_model_names or (welcome.model,))[0],
+        max_model_len=welcome.max_model_len,
+        dtype=welcome.dtype,
+        max_logprobs=welcome.max_logprobs,
+        vocab_size=welcome.vocab_size,
+        generation_defaults=welcome.generation_defaults,
+        skip_tokenizer_init=welcome.tokenizer is None,
+    )
+    return EngineConfig(
+        model_config=model,
+        cache_config=CacheConfig(block_size=welcome.block_size, num_gpu_blocks=welcome.num_blocks),
+        scheduler_config=SchedulerConfig(max_num_seqs=welcome.max_num_seqs, max_model_len=welcome.max_model_len),
+    )

@@ -1,0 +1,84 @@
+"""Small helpers that scripts written for vLLM import from it."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import logging
+import typing
+import uuid
+from typing import Any
+
+from headrace.ipc.failure import InvalidRequestError
+
+
+class UsageContext(enum.Enum):
+    """What vLLM's usage reports say of the caller. Headrace reports nothing to anybody."""
+
+    UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
+    LLM_CLASS = "LLM_CLASS"
+    API_SERVER = "API_SERVER"
+    OPENAI_API_SERVER = "OPENAI_API_SERVER"
+    OPENAI_BATCH_RUNNER = "OPENAI_BATCH_RUNNER"
+    ENGINE_CONTEXT = "ENGINE_CONTEXT"
+
+
+class Counter:
+    """Numbers from `start` on, one for each `next`."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.counter = start
+
+    def __iter__(self) -> Counter:
+        return self
+
+    def __next__(self) -> int:
+        self.counter += 1
+        return self.counter - 1
+
+
+def random_uuid() -> str:
+    """32 hexadecimal digits, for a request's id."""
+    return uuid.uuid4().hex
+
+
+def init_logger(name: str) -> logging.Logger:
+    return logging.getLogger(name)
+
+
+def get_tokenizer(tokenizer_name: str, *args: Any, **kwargs: Any) -> Any:
+    """transformers' own tokenizer. Raises InvalidRequestError where it is not installed, or has none there."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise InvalidRequestError(
+            "get_tokenizer gives transformers' tokenizer, and transformers is not installed: pip install "
+            "'transformers', or use LLM.get_tokenizer(), which needs none"
+        ) from error
+    kwargs = {name: value for name, value in kwargs.items() if value is not None and name != "tokenizer_mode"}
+    try:
+        return AutoTokenizer.from_pretrained(tokenizer_name, *args, **kwargs)
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise InvalidRequestError(f"transformers has no tokenizer for {tokenizer_name}: {first_line}") from error
+
+
+class EngineSignature:
+    """A class's `__signature__` with every engine option by name: made from the declarations when it is asked for."""
+
+    def __init__(self, *first: str) -> None:
+        """`first` are parameters of the class's own, by which the signature begins."""
+        self._first = first
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        from headrace.core.options.engine_options import Options
+        from headrace.core.options.values import option_specs
+
+        own = inspect.signature(owner.__init__, eval_str=False).parameters  # type: ignore[misc]
+        parameters = [own[name] for name in self._first]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        hints = typing.get_type_hints(Options)
+        for name, spec in option_specs().items():
+            if name not in self._first:
+                parameters.append(inspect.Parameter(name, kind, default=spec.default, annotation=hints[name]))
+        return inspect.Signature(parameters)

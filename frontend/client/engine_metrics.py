@@ -1,0 +1,116 @@
+"""What an engine counts, under vLLM's names: the table that /metrics and `LLM.get_metrics` show."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import msgspec
+
+from headrace.ipc.messages import STEP_TOKEN_BOUNDS, EngineStats, Welcome
+
+
+def kv_use(stats: EngineStats) -> float:
+    """The share of KV blocks that requests hold, 0 to 1."""
+    return 1.0 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
+
+
+def hit_rate(stats: EngineStats) -> float | None:
+    """The share of prompt tokens that came from the prefix cache since the engine's start; None before the first."""
+    return stats.num_cached_prompt_tokens / stats.num_prompt_tokens if stats.num_prompt_tokens else None
+
+
+ENGINE_METRICS: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
+    ("gauge", "num_requests_running", "Requests that run.", lambda s: s.num_running),
+    ("gauge", "num_requests_waiting", "Requests that wait.", lambda s: s.num_waiting),
+    (
+        "gauge",
+        "kv_cache_usage_perc",
+        "Share of the KV cache in use; 1 is all of it.",
+        kv_use,
+    ),
+    (
+        "gauge",
+        "gpu_cache_usage_perc",
+        "The same, under the name of earlier versions of vLLM.",
+        kv_use,
+    ),
+    ("gauge", "num_clients", "Frontends that are attached.", lambda s: s.num_clients),
+    ("counter", "prefix_cache_queries", "Prompt tokens looked up in the cache.", lambda s: s.num_prompt_tokens),
+    ("counter", "prefix_cache_hits", "Prompt tokens found there.", lambda s: s.num_cached_prompt_tokens),
+    ("counter", "num_preemptions", "Preemptions.", lambda s: s.num_preemptions),
+    ("counter", "prompt_tokens", "Prompt tokens of all clients.", lambda s: s.num_prompt_tokens),
+    ("counter", "prompt_tokens_cached", "Prompt tokens found in the cache.", lambda s: s.num_cached_prompt_tokens),
+    ("counter", "generation_tokens", "Tokens generated for all clients.", lambda s: s.num_generated_tokens),
+    ("counter", "spec_decode_num_drafts", "Requests that got draft tokens, in all steps.", lambda s: s.num_drafts),
+    ("counter", "spec_decode_num_draft_tokens", "Draft tokens.", lambda s: s.num_draft_tokens),
+    ("counter", "spec_decode_num_accepted_tokens", "Those that were right.", lambda s: s.num_accepted_tokens),
+    ("counter", "engine_steps", "Steps.", lambda s: s.steps),
+    ("counter", "engine_forward_seconds", "Time of forward passes.", lambda s: s.forward_s),
+    ("counter", "engine_step_gap_seconds", "Time between passes that follow each other.", lambda s: s.step_gap_s),
+    ("counter", "engine_step_gaps", "Passes that follow another without a wait for work.", lambda s: s.num_step_gaps),
+    ("counter", "engine_gc_pauses", "Garbage collections in the engine core.", lambda s: s.times.num_gc_pauses),
+    ("counter", "engine_gc_pause_seconds", "Time of those collections.", lambda s: s.times.gc_pause_s),
+    ("gauge", "engine_paused", "Whether generation is paused.", lambda s: s.paused),
+)
+"""Kind, name, help, and how the value is read."""
+
+
+class Metric(msgspec.Struct, kw_only=True):
+    """One metric of one engine."""
+
+    name: str
+    labels: dict[str, str]
+
+
+class Counter(Metric, kw_only=True):
+    """A sum since the engine's start."""
+
+    value: int | float
+
+
+class Gauge(Metric, kw_only=True):
+    """What is so now."""
+
+    value: float
+
+
+class Vector(Metric, kw_only=True):
+    """A counter for each of several places."""
+
+    values: list[int]
+
+
+class Histogram(Metric, kw_only=True):
+    """How many observations were at most each bound."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+def engine_metrics(stats: EngineStats, welcome: Welcome, prefix: str) -> list[Metric]:
+    """All of them, named `prefix:name`."""
+    labels = {"model_name": (welcome.served_model_names or (welcome.model,))[0], "engine": "0"}
+    found: list[Metric] = []
+    for kind, name, _, value in ENGINE_METRICS:
+        number = value(stats)
+        if kind == "gauge":
+            found.append(Gauge(name=f"{prefix}:{name}", labels=labels, value=float(number)))
+        else:
+            found.append(Counter(name=f"{prefix}:{name}", labels=labels, value=number))
+    accepted = list(stats.num_accepted_tokens_per_pos)
+    found.append(Vector(name=f"{prefix}:spec_decode_num_accepted_tokens_per_pos", labels=labels, values=accepted))
+    counts = stats.times.step_tokens or (0,) * (len(STEP_TOKEN_BOUNDS) + 1)
+    bounds = (*(str(float(bound)) for bound in STEP_TOKEN_BOUNDS), "+Inf")
+    buckets = dict(zip(bounds, itertools.accumulate(counts), strict=True))
+    found.append(
+        Histogram(
+            name=f"{prefix}:iteration_tokens_total",
+            labels=labels,
+            count=sum(counts),
+            sum=float(stats.times.step_tokens_sum),
+            buckets=buckets,
+        )
+    )
+    return found

@@ -1,0 +1,157 @@
+"""vLLM's module names, as one table: `from headrace.engine.arg_utils import EngineArgs` works, and so on for each row.
+
+The modules have no files. A finder at the end of `sys.meta_path` makes one when it is imported. Its names are those of
+`headrace` or have their home in HOMES, and are loaded when first used. A name that vLLM has and Headrace has not is
+told with the reason (frontend/api/unsupported.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import sys
+import types
+from collections.abc import Iterable, Mapping, Sequence
+
+PROMPTS = ("PromptType", "TextPrompt", "TokensPrompt", "EmbedsPrompt")
+OUTPUTS = ("CompletionOutput", "RequestOutput", "ClassificationRequestOutput", "EmbeddingRequestOutput")
+SAMPLING = ("RequestOutputKind", "SamplingParams", "BeamSearchParams", "StructuredOutputsParams")
+ERRORS = ("EngineDeadError", "EngineGenerateError")
+CONFIGS = ("CacheConfig", "CompilationConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig", "VllmConfig")
+
+MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
+    {
+        "beam_search": ("BeamSearchOutput", "BeamSearchSequence"),
+        "config": CONFIGS,
+        "engine": (),
+        "engine.arg_utils": ("AsyncEngineArgs", "EngineArgs"),
+        "engine.async_llm_engine": ("AsyncLLMEngine",),
+        "engine.llm_engine": ("LLMEngine",),
+        "engine.protocol": ("EngineClient",),
+        "entrypoints": (),
+        "entrypoints.llm": ("LLM",),
+        "entrypoints.openai": (),
+        "entrypoints.openai.api_server": ("build_app", "init_app_state", "run_server"),
+        "inputs": PROMPTS,
+        "inputs.data": PROMPTS,
+        "logger": ("init_logger",),
+        "logprobs": ("Logprob",),
+        "lora": (),
+        "lora.request": ("LoRARequest",),
+        "outputs": (*OUTPUTS, "Logprob", "RequestMetrics", "PoolingRequestOutput", "ScoringRequestOutput"),
+        "pooling_params": ("PoolingParams",),
+        "sampling_params": (*SAMPLING, "GuidedDecodingParams"),
+        "sequence": ("Logprob", "RequestMetrics"),
+        "tokenizers": ("get_tokenizer",),
+        "transformers_utils": (),
+        "transformers_utils.tokenizer": ("get_tokenizer",),
+        "usage": (),
+        "usage.usage_lib": ("UsageContext",),
+        "utils": ("Counter", "FlexibleArgumentParser", "random_uuid"),
+        "utils.argparse_utils": ("FlexibleArgumentParser",),
+        "v1": (),
+        "v1.engine": (),
+        "v1.engine.async_llm": ("AsyncLLM",),
+        "v1.engine.exceptions": ERRORS,
+        "v1.engine.llm_engine": ("LLMEngine",),
+        "v1.metrics": (),
+        "v1.metrics.reader": ("Counter", "Gauge", "Histogram", "Metric", "Vector"),
+        "version": ("__version__",),
+    }
+)
+"""The names of each module. One that has no home is told with its reason."""
+
+HOMES: Mapping[str, str] = types.MappingProxyType(
+    {
+        "CacheConfig": "frontend.api.engine_config:CacheConfig",
+        "EngineClient": "frontend.api.async_llm:AsyncLLM",
+        "EngineGenerateError": "ipc.failure:RequestFailedError",
+        "FlexibleArgumentParser": "core.options.parsing:OptionParser",
+        "ModelConfig": "frontend.api.engine_config:ModelConfig",
+        "PromptType": "frontend.api.prompts:PromptType",
+        "RequestMetrics": "frontend.api.outputs:RequestMetrics",
+        "SchedulerConfig": "frontend.api.engine_config:SchedulerConfig",
+        "UsageContext": "frontend.api.helpers:UsageContext",
+        "VllmConfig": "frontend.api.engine_config:EngineConfig",
+        "get_tokenizer": "frontend.api.helpers:get_tokenizer",
+        "init_logger": "frontend.api.helpers:init_logger",
+        "random_uuid": "frontend.api.helpers:random_uuid",
+        "utils.Counter": "frontend.api.helpers:Counter",
+        **{f"v1.metrics.reader.{name}": f"frontend.client.engine_metrics:{name}" for name in (
+            "Counter", "Gauge", "Histogram", "Metric", "Vector"
+        )},
+    }
+)  # fmt: skip
+"""`module:name` of what `headrace` itself does not offer; a name that means two things, by its module too."""
+
+
+class VllmModule(types.ModuleType):
+    """One row of the table."""
+
+    def __getattr__(self, name: str) -> object:
+        row = self.__name__.removeprefix("headrace.")
+        if f"{row}.{name}" in MODULES:
+            return importlib.import_module(f"{self.__name__}.{name}")
+        value = vars(self)[name] = find(row, name)
+        return value
+
+    def __dir__(self) -> Iterable[str]:
+        return sorted({*vars(self), *MODULES[self.__name__.removeprefix("headrace.")]})
+
+
+def find(row: str, name: str) -> object:
+    """The object of that name in a row. Raises ImportError for one of vLLM's that is lacking, else AttributeError."""
+    import headrace
+    from headrace.frontend.api.unsupported import PACKAGE, no_attribute
+
+    home = HOMES.get(f"{row}.{name}") or HOMES.get(name)
+    if name in MODULES[row] and home is not None:
+        module, _, attribute = home.partition(":")
+        found: object = getattr(importlib.import_module(f"headrace.{module}"), attribute)
+        return found
+    if name in MODULES[row] and name in headrace.__all__:
+        offered: object = getattr(headrace, name)
+        return offered
+    error = no_attribute(f"headrace.{row}", name, PACKAGE)
+    if name in MODULES[row] or name in PACKAGE:
+        raise ImportError(str(error))
+    raise error
+
+
+class VllmModules:
+    """Finds the modules of the table, and loads them. They are packages, for others may be below them."""
+
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        prefix, _, row = fullname.partition(".")
+        if prefix != "headrace" or row not in MODULES:
+            return None
+        is_package = any(other.startswith(f"{row}.") for other in MODULES)
+        return importlib.machinery.ModuleSpec(fullname, self, origin="headrace/vllm_modules.py", is_package=is_package)  # type: ignore[arg-type]
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> VllmModule:
+        return VllmModule(spec.name, f"vLLM's module name for what Headrace has of it (row of {__name__}).")
+
+    def exec_module(self, module: VllmModule) -> None:
+        module.__all__ = [  # type: ignore[attr-defined]
+            name for name in MODULES[module.__name__.removeprefix("headrace.")] if _exists(module.__name__, name)
+        ]
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        """For `python -m headrace.entrypoints.openai.api_server`."""
+        run = "import sys\nfrom headrace.programs import openai_server\nsys.exit(openai_server())"
+        return compile(run if fullname.endswith(".api_server") else "", f"<{fullname}>", "exec")
+
+
+def _exists(module: str, name: str) -> bool:
+    import headrace
+
+    row = module.removeprefix("headrace.")
+    return f"{row}.{name}" in HOMES or name in HOMES or name in headrace.__all__
+
+
+def install() -> None:
+    """Once for each interpreter; behind all other finders, so that files win."""
+    if not any(isinstance(finder, VllmModules) for finder in sys.meta_path):
+        sys.meta_path.append(VllmModules())

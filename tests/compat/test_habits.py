@@ -1,0 +1,140 @@
+"""Each line of the table of docs/coming-from-vllm.md, run; and what it says of AsyncLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tqdm import tqdm
+
+from headrace import LLM, AsyncLLM, EngineArgs, InvalidRequestError, SamplingParams
+from headrace.utils import FlexibleArgumentParser
+from headrace.v1.metrics.reader import Counter, Gauge, Histogram
+
+PAGE = (Path(__file__).parents[2] / "docs" / "coming-from-vllm.md").read_text(encoding="utf-8")
+HABITS = re.findall(r"^\| ([^|`]+) \| `(.+)` \|$", PAGE.partition("## Habits")[2].partition("\n## ")[0], re.MULTILINE)
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def test_the_table_is_found() -> None:
+    assert len(HABITS) >= 20
+
+
+@pytest.mark.parametrize(("what", "line"), HABITS, ids=[what for what, _ in HABITS])
+def test_a_habit_works_as_it_is_written(what: str, line: str, llm: LLM) -> None:
+    names: dict[str, Any] = {
+        "llm": llm,
+        "tokenizer": llm.get_tokenizer(),
+        "greedy": GREEDY,
+        "messages": MESSAGES,
+        "functools": functools,
+        "tqdm": tqdm,
+        "Counter": Counter,
+        "EngineArgs": EngineArgs,
+        "FlexibleArgumentParser": FlexibleArgumentParser,
+        "SamplingParams": SamplingParams,
+    }
+    result = eval(line, names)
+    assert result not in (False, []), what
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+
+
+# tests/entrypoints/llm/test_generate.py, test_llm_enqueue
+def test_what_is_enqueued_comes_in_order_and_once(llm: LLM) -> None:
+    ids = llm.enqueue(["one", "two two", "three"], GREEDY)
+    assert len(set(ids)) == 3
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == ids
+    assert [output.prompt for output in outputs] == ["one", "two two", "three"]
+    assert all(output.finished for output in outputs)
+    assert llm.wait_for_completion(use_tqdm=False) == []
+    with pytest.raises(InvalidRequestError, match="enqueue: lora_request is refused: LoRA"):
+        llm.enqueue("x", GREEDY, lora_request=object())  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="output_type"):
+        llm.wait_for_completion(dict)  # type: ignore[arg-type]
+
+
+# tests/v1/metrics/test_engine_logger_apis.py, tests/v1/engine/test_llm_engine.py::test_engine_metrics
+def test_metrics_are_objects_with_vllms_names_and_count(llm: LLM) -> None:
+    def total(name: str) -> float:
+        return next(m.value for m in llm.get_metrics() if isinstance(m, Counter | Gauge) and m.name == name)
+
+    before = total("vllm:generation_tokens")
+    llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+    assert total("vllm:generation_tokens") == before + 8
+    assert total("vllm:num_requests_running") == 0
+    (steps,) = [m for m in llm.get_metrics() if isinstance(m, Histogram)]
+    assert (steps.name, steps.buckets["+Inf"]) == ("vllm:iteration_tokens_total", steps.count)
+    assert steps.sum >= steps.count > 0
+    assert any(m.name == "mine:prompt_tokens" for m in llm.get_metrics("mine"))
+
+
+def test_a_worker_extensions_methods_are_called_by_name_or_as_they_are(llm: LLM) -> None:
+    from compat.worker_extension import Extension
+
+    assert llm.collective_rpc(Extension.add, args=(2, 5)) == [7]
+    assert llm.call_extension({"a": 1}) == [{"echo": {"a": 1}}]
+    for name in ("__init__", "missing", "_private"):
+        with pytest.raises(Exception, match=rf"has no method {name}; it has handle, add"):
+            llm.collective_rpc(name)
+
+
+def test_arguments_that_ask_for_something_are_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="generate: tokenization_kwargs is refused: give the prompt as token"):
+        llm.generate("x", GREEDY, tokenization_kwargs={"truncation": True})
+    with pytest.raises(InvalidRequestError, match="generate has no argument 'use_tqmd'"):
+        llm.generate("x", GREEDY, use_tqmd=False)
+    with pytest.raises(InvalidRequestError, match="chat: mm_processor_kwargs is refused"):
+        llm.chat(MESSAGES, GREEDY, mm_processor_kwargs={"size": 1})
+    with pytest.raises(AttributeError, match=r"apply_model.*no code is sent"):
+        llm.apply_model(len)
+    with pytest.raises(AttributeError, match="ModelConfig has no 'hf_config': what the engine decided"):
+        _ = llm.llm_engine.model_config.hf_config
+
+
+# tests/v1/engine/test_async_llm.py
+def test_async_llm_has_what_servers_ask_of_it(address: str) -> None:
+    async def run() -> None:
+        llm = await AsyncLLM.connect(address)
+        assert (llm.is_running, llm.is_stopped, llm.errored) == (True, False, False)
+        assert llm.model_config == await llm.get_model_config()
+        assert llm.model_config.get_vocab_size() == (await llm.engine()).vocab_size
+        assert not await llm.is_tracing_enabled()
+        await llm.do_log_stats()
+        long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        queue = await llm.add_request("mine", "hi", long)
+        first = await queue.get()
+        assert (first.request_id, first.finished) == ("mine", False)
+        await llm.abort("mine", internal=True)
+        async for output in queue:
+            last = output
+        assert last.outputs[0].finish_reason == "abort"
+        running = asyncio.create_task(anext(llm.generate("hi", GREEDY, "other", trace_headers=None)))
+        await llm.wait_for_requests_to_drain(drain_timeout=30)
+        await running
+        with pytest.raises(InvalidRequestError, match="data_parallel_rank is refused"):
+            await anext(llm.generate("hi", GREEDY, data_parallel_rank=3))
+        with pytest.raises(InvalidRequestError, match="stat_loggers is refused"):
+            AsyncLLM.from_engine_args(EngineArgs(model="x"), stat_loggers=[len])
+        await llm.close()
+        assert (llm.is_running, llm.errored) == (False, False)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.system
+def test_two_hundred_loops_that_close_nothing_end(address: str) -> None:
+    async def attach() -> None:
+        llm = await AsyncLLM.connect(address)
+        async for _ in llm.generate("hi", GREEDY):
+            pass
+
+    for _ in range(200):
+        asyncio.run(attach())
