@@ -17,6 +17,7 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import ModelDescription, Plan
 from headrace.executor.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from headrace.executor.checkpoints.new_weights import open_again
+from headrace.executor.cpu.batch import SamplingColumns
 from headrace.executor.gpu.step_times import StepTimes
 from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec
@@ -25,7 +26,7 @@ from headrace.executor.parallel.divisibility import check_shares
 from headrace.executor.parallel.rank_place import Collectives, RankPlace
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.rank import Rank, Report, reader_of
-from headrace.executor.sampling.logits_processors import processor_classes
+from headrace.executor.sampling.logits_processors import make_processors, processor_classes
 from headrace.ipc.control import (
     ASLEEP,
     CallExtension,
@@ -86,6 +87,11 @@ class ModelRank(Rank):
     def plan(self) -> Plan:
         assert self._plan is not None, "load comes first"
         return self._plan
+
+    def set_up(self, sampling: SamplingColumns) -> None:
+        """What rows are sampled by besides their own parameters, before the first one. Raises OptionError."""
+        sampling.logprobs_mode = self.plan.options.logprobs_mode
+        sampling.logits_processors = make_processors(self._processor_classes, self.plan, self._device)
 
     def describe(self, report: Report) -> ModelDescription:
         report("find model")

@@ -165,6 +165,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_logprobs: Annotated[
         int, Option(MODEL, "Most log-probabilities a request may ask for per token; -1 is the vocabulary", minimum=-1)
     ] = 20
+    logprobs_mode: Annotated[
+        Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"],
+        Option(
+            MODEL,
+            "What is reported of output tokens: raw is the model's own, processed what tokens are drawn from, after "
+            "penalties, processors, temperature and truncation; a prompt's are raw_logprobs. With others than "
+            "raw_logprobs a GPU waits for the host in each step that reports",
+        ),
+    ] = "raw_logprobs"
     seed: Annotated[
         int | None,
         Option(

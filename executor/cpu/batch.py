@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from headrace.executor.sampling.logits_processors import LogitsProcessors
     from headrace.executor.sampling.penalties import TokenCounts
 
+LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy, as in vLLM."""
 
@@ -44,11 +45,13 @@ class Needs(enum.IntFlag):
     """Something of `sampling/row_processors`."""
     LOGITS_PROCESSORS = 512
     """Every row, where the engine has logits processors (sampling/logits_processors.py)."""
+    OTHER_LOGPROBS = 1024
+    """LOGPROBS, where the engine's logprobs_mode is not raw_logprobs."""
 
 
-ON_HOST_ALONE = int(Needs.PROCESSORS | Needs.LOGITS_PROCESSORS)
+ON_HOST_ALONE = int(Needs.PROCESSORS | Needs.LOGITS_PROCESSORS | Needs.OTHER_LOGPROBS)
 """What no device does by itself."""
-CHANGES = int(Needs.PENALTIES | Needs.MIN_TOKENS | Needs.TOKEN_RULES) | ON_HOST_ALONE
+CHANGES = int(Needs.PENALTIES | Needs.MIN_TOKENS | Needs.TOKEN_RULES | Needs.PROCESSORS | Needs.LOGITS_PROCESSORS)
 """What changes logits before a choice."""
 
 
@@ -112,6 +115,7 @@ class SamplingColumns:
         """Only of rows that need TOKEN_RULES."""
         self.processors: dict[int, tuple[RowProcessor, ...]] = {}
         """Only of rows that need PROCESSORS."""
+        self.logprobs_mode: LogprobsMode = "raw_logprobs"
         self.logits_processors: LogitsProcessors | None = None
         self.entries: list[int] = [0] * num_rows
         """Which of the requests that entered is in a row, where there are logits processors."""
@@ -151,6 +155,8 @@ class SamplingColumns:
             self.rules[row] = rules
             self.needs[row] |= Needs.TOKEN_RULES | (Needs.BAD_WORDS if rules.words_after else 0)
         self.processors.pop(row, None)
+        if sampling.logprobs is not None and self.logprobs_mode != "raw_logprobs":
+            self.needs[row] |= Needs.OTHER_LOGPROBS
         if self.logits_processors is not None:
             self._num_entered += 1
             self.entries[row] = self._num_entered

@@ -31,7 +31,6 @@ from headrace.executor.models.sizes import activation_bytes, weight_elements
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.executor.parallel.stages import LastStageRunner, StageRunner, make_runner
 from headrace.executor.rank import Report
-from headrace.executor.sampling.logits_processors import make_processors
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.kernels.cpu import build
@@ -103,8 +102,7 @@ class CpuRank(ModelRank):
         cache = kv_cache.allocate(model.spec, num_blocks, plan.block_size, dtype, self._device, self._place, groups)
         self._cache = cache
         batch_args = (plan.max_num_seqs, max_model_len, plan.block_size, plan.model.eos_token_ids, len(groups))
-        processors = make_processors(self._processor_classes, plan, self._device)
-        self._runner = make_runner(model, cache, batch_args, self._place, model.spec.vocab_size, processors)
+        self._runner = make_runner(model, cache, batch_args, self._place, model.spec.vocab_size, self.set_up)
         if isinstance(model, CpuDecoder):
             model.bind(cache)  # before the first request waits for it
         if self._options.async_scheduling and self._place.world_size == 1:

@@ -37,7 +37,6 @@ from headrace.executor.models.sizes import layer_elements, weight_elements, weig
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.rank import Report
-from headrace.executor.sampling.logits_processors import make_processors
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.kernels.triton.versions import why_no_triton
 
@@ -131,8 +130,7 @@ class GpuRank(ModelRank):
             limits = runner_limits(plan, max_model_len)
             device, capturer = self._backend.host_side(), self._capturer(plan)
             self._steps = make_runner(self._place, decoder, cache, device, limits, capturer)
-            processors = make_processors(self._processor_classes, plan, self._device)
-            self._steps.batch.sampling.logits_processors = processors
+            self.set_up(self._steps.batch.sampling)
             self._residence = WeightResidency(decoder, cache, self._steps, self._backend, self._find_weights)
         self._decoder = None  # it may be replaced from now on
         folder = self._options.profiler_config.get("torch_profiler_dir")

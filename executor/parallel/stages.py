@@ -7,15 +7,15 @@ those that the step computes. A token of a row that was given up since then is d
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from headrace.executor.cpu.batch import BatchState
+from headrace.executor.cpu.batch import BatchState, SamplingColumns
 from headrace.executor.cpu.runner import Model, ModelRunner
 from headrace.executor.parallel.rank_place import Collectives, RankPlace
-from headrace.executor.sampling.logits_processors import LogitsProcessors
 from headrace.ipc.step import StepPlan, StepResult
 
 MOST_UNKNOWN = 16
@@ -117,14 +117,14 @@ def make_runner(
     batch_args: tuple[Any, ...],
     place: RankPlace,
     vocab_size: int,
-    processors: LogitsProcessors | None = None,
+    set_up: Callable[[SamplingColumns], None],
 ) -> ModelRunner | StageRunner | LastStageRunner:
-    """The runner of this place. batch_args: of `BatchState`."""
+    """The runner of this place. batch_args: of `BatchState`; set_up: of what it samples by."""
     if not place.is_last_stage:
         return StageRunner(model, kv_cache, BatchState(*batch_args), place.link)
     is_first_rank = place.pp_size > 1 and place.tp_rank == 0
     batch = NotedBatch(*batch_args) if is_first_rank else BatchState(*batch_args)
-    batch.sampling.logits_processors = processors
+    set_up(batch.sampling)
     # A step that is repeated takes nothing from the stage before.
     runner = ModelRunner(model, kv_cache, batch, vocab_size=vocab_size, may_repeat=place.pp_size == 1)
     return LastStageRunner(runner, batch, place.link) if isinstance(batch, NotedBatch) else runner

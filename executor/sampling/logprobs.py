@@ -1,4 +1,5 @@
-"""Log-probabilities of tokens and of their likeliest alternatives, from raw logits (`raw_logprobs`), for the wire.
+"""Log-probabilities of tokens and of their likeliest alternatives, for the wire: of raw logits, or
+what `sampling.sampler` made of them (the option logprobs_mode).
 
 Tokens are ranked everywhere in one total order: by logit, highest first, and equal logits by token id, lowest
 first (`reference_sampling.likeliest`). bf16 models tie often, and without such an order a result would depend on the
@@ -34,20 +35,25 @@ def asked_tokens(columns: SamplingColumns, rows: np.ndarray) -> Asked:
     return [np.array(() if each is None else each.logprob_token_ids, np.int64) for each in params]
 
 
-def logprob_rows(logits: Tensor, token_ids: np.ndarray, counts: np.ndarray, asked: Asked | None = None) -> LogprobRows:
+def logprob_rows(
+    logits: Tensor, token_ids: np.ndarray, counts: np.ndarray, asked: Asked | None = None, *, as_logits: bool = False
+) -> LogprobRows:
     """The log-probability and rank of one token per row, and of the likeliest ones.
 
     logits: [num_rows, vocab_size] float32, as the model gave them; token_ids: [num_rows], the row's own token;
-    counts: [num_rows], how many of the likeliest to add, WHOLE_VOCABULARY for all. Padding has logprob -inf.
+    counts: [num_rows], how many of the likeliest to add, WHOLE_VOCABULARY for all. Padding has logprob -inf. as_logits:
+    logits themselves are reported.
     """
     counts = limited(counts, logits.shape[1])
     own_ids = torch.from_numpy(token_ids.astype(np.int64)).to(logits.device)
     found = token_logprobs(logits, own_ids, int(counts.max(initial=0)))
     ids, values, ranks = (each.cpu().numpy() for each in found)
+    if as_logits:
+        values = logits.gather(1, found.token_ids.long()).cpu().numpy()
     rows = padded(ids, values, ranks, counts)
 
     def values_of(row: int, tokens: np.ndarray) -> np.ndarray:
-        chosen = logits[row, torch.from_numpy(tokens)] - logits[row].logsumexp(0)
+        chosen = logits[row, torch.from_numpy(tokens)] - (0 if as_logits else logits[row].logsumexp(0))
         return chosen.cpu().numpy()
 
     return with_asked(rows, asked or [], values_of)

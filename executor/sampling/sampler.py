@@ -20,7 +20,7 @@ from headrace.executor.cpu.batch import CHANGES, BatchState, Draws, Needs
 from headrace.executor.models.inputs import Chosen
 from headrace.executor.sampling.logprobs import asked_tokens, logprob_rows
 from headrace.executor.sampling.penalties import penalise
-from headrace.executor.sampling.rows import ProcessedRows
+from headrace.executor.sampling.rows import ProcessedRows, truncate_row
 from headrace.executor.sampling.token_rules import additions
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import LogprobRows
@@ -98,6 +98,9 @@ def sample(
         custom.apply(logits, argmax_invariant=True)
     if processed is not None:
         draws = processed.keep(logits, draws)
+    mode = batch.sampling.logprobs_mode
+    if raw is not None and mode.startswith("processed"):
+        raw = drawn_from(logits, draws, reporting)
     chosen = choose_tokens(logits, draws)
     if processed is not None:
         processed.chosen(chosen.token_ids)
@@ -112,8 +115,26 @@ def sample(
     if raw is None or not len(raw):
         return Sampled(chosen.token_ids, problems)
     asked = asked_tokens(batch.sampling, rows[reporting])
-    logprobs = logprob_rows(raw, chosen.token_ids[reporting], batch.sampling.num_logprobs[rows[reporting]], asked)
+    logprobs = logprob_rows(
+        raw,
+        chosen.token_ids[reporting],
+        batch.sampling.num_logprobs[rows[reporting]],
+        asked,
+        as_logits=mode.endswith("logits"),
+    )
     return Sampled(chosen.token_ids, problems, reporting.astype(np.int32), logprobs)
+
+
+def drawn_from(logits: Tensor, draws: Draws, indices: np.ndarray) -> Tensor:
+    """What tokens of these rows are drawn from, [num_indices, vocab_size] float32: tempered, and -inf for what
+    truncation leaves out; of a greedy row its logits."""
+    found = logits[_indices(indices, logits)]
+    for place, index in enumerate(indices.tolist()):
+        if draws.temperature[index] > 0:
+            candidates = truncate_row(logits[index], draws, index)
+            found[place] = -torch.inf
+            found[place, _indices(candidates.token_ids, logits)] = _column(candidates.logits, logits).float()
+    return found
 
 
 def _temper(logits: Tensor, draws: Draws) -> Draws:
