@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from headrace.executor.cpu.batch import SamplingColumns
 from headrace.executor.gpu.step_times import StepTimes
 from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec
-from headrace.executor.models.families import spec_from_config
+from headrace.executor.models.implementations import FoundModel, find_model
 from headrace.executor.parallel.divisibility import check_shares
 from headrace.executor.parallel.rank_place import Collectives, RankPlace
 from headrace.executor.parallel.rendezvous import Rendezvous
@@ -41,21 +41,13 @@ from headrace.ipc.control import (
     WorkerAnswer,
     WorkerCommand,
 )
-from headrace.ipc.failure import HeadraceError, OptionError
+from headrace.ipc.failure import HeadraceError, ModelError, OptionError
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.plugins import load_class
 from headrace.ipc.wait import BoundedCalls
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 CACHE_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
-
-
-@dataclass(frozen=True)
-class FoundModel:
-    """What `describe` found."""
-
-    checkpoint: Checkpoint
-    spec: ArchSpec
 
 
 class ModelRank(Rank):
@@ -96,8 +88,10 @@ class ModelRank(Rank):
     def describe(self, report: Report) -> ModelDescription:
         report("find model")
         checkpoint = replace(open_checkpoint(self._options), on_read=reader_of(report))
-        spec = spec_from_config(checkpoint.config).for_context(self._options.max_model_len)
-        self._found = FoundModel(checkpoint, spec)
+        self._found = found = find_model(checkpoint, self._options)
+        spec = found.spec
+        if found.config is not None and self._device.type != "cpu":
+            raise ModelError(f"{spec.architecture} is computed by transformers' code, for which there is a CPU alone")
         check_shares(spec, self._place)
         groups = kv_cache.cache_groups(spec, self._options.max_model_len)
         if self._options.disable_hybrid_kv_cache_manager:

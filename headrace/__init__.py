@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from headrace import vllm_modules
 
 if TYPE_CHECKING:
+    from headrace.executor.models.registry import ModelRegistry
     from headrace.frontend.api.async_llm import AsyncLLM
     from headrace.frontend.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from headrace.frontend.api.llm import LLM, connect
@@ -57,6 +58,7 @@ _HOMES = {
     "LLMEngine": "frontend.api.llm_engine",
     "Logprob": "frontend.api.outputs",
     "ModelError": "ipc.failure",
+    "ModelRegistry": "executor.models.registry",
     "OptionError": "ipc.failure",
     "QueueFullError": "ipc.failure",
     "RequestFailedError": "ipc.failure",
@@ -91,6 +93,7 @@ __all__ = [  # noqa: RUF022 - the first few are what people come for
     "LLMEngine",
     "Logprob",
     "ModelError",
+    "ModelRegistry",
     "OptionError",
     "QueueFullError",
     "RequestFailedError",

@@ -57,11 +57,16 @@ def prompts_of(name: str) -> list[list[int]]:
 
 
 def expect_answers_of_transformers(folder: Path, name: str, **options: Any) -> None:
-    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
     path = saved(folder, name)
     slides = any(group.window for group in tiny_models.cache_groups_of(path, TIGHT["max_model_len"]))
     blocks = tiny_models.blocks_of_one_request(path, TIGHT) + (60 if slides else 4)
-    with LLM(str(path), **(TIGHT | {"num_gpu_blocks_override": blocks} | options)) as llm:
+    expect_answers(path, name, slides, num_gpu_blocks_override=blocks, **options)
+
+
+def expect_answers(path: Path, name: str, slides: bool, **options: Any) -> None:
+    """slides: whether some layers have a window."""
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    with LLM(str(path), **(TIGHT | options)) as llm:
         outputs = generate_all_at_once(llm, prompts_of(name), params)
         again = llm.generate(prompts_of(name)[2:], params, use_tqdm=False)
     for output, prompt in zip([*outputs, *again], [*prompts_of(name), prompts_of(name)[2]], strict=True):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-from tiny_models import TinyModel
+from tiny_models import COMMON, TinyModel
 
 SMALL = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
 
@@ -66,3 +67,30 @@ FAMILIES: dict[str, TinyModel] = {
     ),
     "biogpt": tiny("BioGpt", pad_token_id=2),
 }
+
+FOREIGN = (
+    "afmoe", "apertus", "aria_text", "beam", "bitnet", "cohere2_moe", "ctrl", "dots1", "ernie4_5_moe", "exaone_moe",
+    "flex_olmo", "gemma2", "glm4_moe", "granitemoe", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
+    "kolibri1", "laguna", "llama", "mellum", "minimax_m2", "ministral3", "modernbert-decoder", "nanochat", "persimmon",
+    "phimoe", "solar_open",
+)  # fmt: skip
+"""Model types that transformers' code computes in tests."""
+# Sizes under all the names that configs have for them.
+SIZES = SMALL | {
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4,
+    "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "moe_num_experts": 4, "moe_k": 2, "num_shared_experts": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "n_group": 1, "topk_group": 1, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128,
+    "shared_expert_intermediate_size": 16, "tie_word_embeddings": False, "pad_token_id": 2,
+}  # fmt: skip
+
+
+def foreign(model_type: str) -> TinyModel:
+    """The tiny model of a type, with those sizes that its config has."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config_class = CONFIG_MAPPING[model_type]
+    known = {*inspect.signature(config_class.__init__).parameters, *config_class.attribute_map}
+    config = {name: value for name, value in SIZES.items() if name in known or name in COMMON}
+    return TinyModel(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], config_class.__name__, config, 0.2)

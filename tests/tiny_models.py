@@ -172,9 +172,9 @@ TINY_MODELS: dict[str, TinyModel] = {
 
 def build(name: str, seed: int = 0, **config: Any) -> Any:
     """The transformers model in float32, in eval mode; `config` overrides single fields of its config."""
-    from tiny_families import FAMILIES  # which is made of what is here
+    from tiny_families import FAMILIES, foreign  # which are made of what is here
 
-    return make(TINY_MODELS[name] if name in TINY_MODELS else FAMILIES[name], seed, **config)
+    return make(TINY_MODELS.get(name) or FAMILIES.get(name) or foreign(name), seed, **config)
 
 
 def make(tiny: TinyModel, seed: int = 0, **config: Any) -> Any:

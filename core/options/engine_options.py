@@ -150,6 +150,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str | None, Option(MODEL, "Where hub models are kept", default_text="the hub's own cache")
     ] = None
     trust_remote_code: Annotated[bool, Option(MODEL, "Allow code that a checkpoint ships to run")] = False
+    model_impl: Annotated[
+        Literal["auto", "headrace", "transformers"],
+        Option(
+            MODEL,
+            "What computes the model: headrace (a family of this package or of a plugin), transformers (its code, with "
+            "the paged cache and attention of this engine; on a CPU, one rank), auto the first where it can",
+            words={"vllm": "headrace"},
+        ),
+    ] = "auto"
     hf_overrides: Annotated[dict[str, Any], Option(MODEL, "Fields that replace those of the model's config")] = {}
     generation_config: Annotated[
         str,

@@ -8,7 +8,7 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Plan
 from headrace.executor.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from headrace.executor.models.arch import ArchSpec
-from headrace.executor.models.families import spec_from_config
+from headrace.executor.models.implementations import find_model
 from headrace.ipc.failure import ModelError
 
 
@@ -22,7 +22,7 @@ def open_again(path: str, options: Options, plan: Plan, spec: ArchSpec) -> Check
         load_format = "auto" if options.load_format == "dummy" else options.load_format
         options = msgspec.structs.replace(options, model=path, load_format=load_format)
     checkpoint = open_checkpoint(options)
-    other = spec_from_config(checkpoint.config).for_context(options.max_model_len)
+    other = find_model(checkpoint, options).spec
     if other != spec:
         differing = [name for name in spec.__dataclass_fields__ if getattr(spec, name) != getattr(other, name)]
         raise ModelError(

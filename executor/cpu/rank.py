@@ -27,6 +27,7 @@ from headrace.executor.model_rank import DTYPES, ModelRank, cache_dtype
 from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder
+from headrace.executor.models.implementations import load_foreign
 from headrace.executor.models.sizes import activation_bytes, weight_elements
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.executor.parallel.stages import LastStageRunner, StageRunner, make_runner
@@ -173,6 +174,9 @@ class CpuRank(ModelRank):
         plan, spec, reason = self.plan, self.found.spec, self._why_no_program()
         stored_bytes = checkpoint.stored_bytes if plan.weights_stay_packed and not reason else None
         check_weights_fit(spec, plan, host_memory(), stored_bytes)
+        if self.found.config is not None:
+            use_all_cores()
+            return load_foreign(self.found, checkpoint, DTYPES[plan.dtype], self._options)
         return load_model(spec, checkpoint.weights(place=self._place), plan, reason, self._place)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from headrace.ipc.failure import ModelError
 
 if TYPE_CHECKING:
-    from headrace.executor.models.blocks import Ffn, Mixer
+    from headrace.executor.models.blocks import Ffn, Mixer, Weight
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 Placement = Literal["pre", "sandwich", "output", "parallel", "post"]
@@ -204,6 +204,8 @@ class ArchSpec:
     head_bias: bool = False
     embedding_norm: bool = False
     """Whether embeddings are normed before the first layer."""
+    foreign: tuple[Weight, ...] = ()
+    """All weights of a model whose code is transformers', where nothing is known of them but names and shapes."""
     fused: tuple[Fused, ...] = ()
     """What a checkpoint of this model stores together."""
     embedding_size: int = 0

@@ -18,6 +18,9 @@ LOGITS_COPIES = 4
 
 def model_weights(spec: ArchSpec, prefix: str | None = None) -> Iterator[Weight]:
     """Every weight of the model under its name in the checkpoint; `prefix` is by default the first of the names'."""
+    if spec.foreign:
+        yield from spec.foreign
+        return
     names = spec.names
     prefix = names.prefixes[0] if prefix is None else prefix
     yield from outer_weights(spec, prefix)
@@ -52,6 +55,8 @@ def weight_shapes(spec: ArchSpec) -> dict[str, tuple[int, ...]]:
 
 def weight_elements(spec: ArchSpec) -> int:
     """The model's parameters."""
+    if spec.foreign:
+        return sum(math.prod(weight.shape) for weight in spec.foreign)
     outer = sum(math.prod(weight.shape) for weight in outer_weights(spec, ""))
     elements = {layer: layer_elements(spec, layer) for layer in set(spec.layers)}
     return outer + sum(elements[layer] for layer in spec.layers)

@@ -11,7 +11,7 @@ from typing import Any
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import config_at_hand
 from headrace.executor.models.arch import ArchSpec
-from headrace.executor.models.families import spec_from_config
+from headrace.executor.models.families import NotNativeError, UnknownArchitectureError, spec_from_config
 from headrace.executor.parallel.rank_place import RankPlace
 
 
@@ -25,7 +25,10 @@ def check_world(options: Options) -> None:
     config: Mapping[str, Any] | None = config_at_hand(options)
     if config is None:
         return
-    spec = spec_from_config(config)
+    try:
+        spec = spec_from_config(config)
+    except (NotNativeError, UnknownArchitectureError):
+        return  # each rank asks transformers
     for rank in range(options.tensor_parallel_size * options.pipeline_parallel_size):
         check_shares(spec, RankPlace.of_options(rank, options))
 

@@ -14,10 +14,15 @@ from types import MappingProxyType
 from typing import Any
 
 from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.registry import class_of_plugin, registered_model
 from headrace.ipc.failure import ModelError
 from headrace.ipc.plugins import load_plugins
 
 Config = Mapping[str, Any]
+
+
+class UnknownArchitectureError(ModelError):
+    """No family here, nor one of another package, has it."""
 
 
 class NotNativeError(ModelError):
@@ -46,15 +51,18 @@ def families() -> Mapping[str, Family]:
 
 @functools.cache
 def family_of_plugin(architecture: str) -> Family:
-    """The family of another package, which registers it under `headrace.plugins`: see `ipc.plugins`. Raises ModelError
+    """The family of another package, which registers it under `headrace.plugins`: see `ipc.plugins`. Raises
+    UnknownArchitectureError
     when none has this architecture, naming those that could not be loaded."""
     found, problems = load_plugins(Family)
     others = {name: family for family in found for name in family.architectures}
     if architecture in others:
         return others[architecture]
+    if (found_class := class_of_plugin(architecture)) is not None:
+        raise NotNativeError(f"{architecture} comes from a plugin as {found_class!r}, a class for transformers")
     known = ", ".join([*families(), *others])
     failed = "".join(f"; {problem}" for problem in problems)
-    raise ModelError(f"the architecture {architecture} is not supported; known are {known}{failed}")
+    raise UnknownArchitectureError(f"the architecture {architecture} is not supported{failed}; known are {known}")
 
 
 def spec_from_config(config: Config) -> ArchSpec:
@@ -66,5 +74,13 @@ def spec_from_config(config: Config) -> ArchSpec:
     named = config.get("architectures")
     if not isinstance(named, list | tuple) or not named or not isinstance(named[0], str):
         raise ModelError(f'the config has no "architectures"; one of {", ".join(families())} is expected')
-    family = families().get(named[0]) or family_of_plugin(named[0])
-    return family.build(config)
+    return _family(named[0]).build(config)
+
+
+def _family(architecture: str) -> Family:
+    found = registered_model(architecture)
+    if isinstance(found, Family):
+        return found
+    if found is not None:
+        raise NotNativeError(f"{architecture} is registered as {found!r}, a class for transformers")
+    return families().get(architecture) or family_of_plugin(architecture)

@@ -1,0 +1,111 @@
+"""Which implementation computes a model: a family of blocks here, or transformers' code (`--model-impl`)."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headrace.core.options.engine_options import Options
+from headrace.executor.checkpoints.checkpoint import Checkpoint
+from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.families import NotNativeError, UnknownArchitectureError, spec_from_config
+from headrace.executor.models.registry import class_of_plugin, registered_model
+from headrace.ipc.failure import ModelError
+
+logger = logging.getLogger(__name__)
+HOW_TO_ADD = "docs/models.md shows how a package adds an architecture"
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A checkpoint, and what its model is."""
+
+    checkpoint: Checkpoint
+    spec: ArchSpec
+    config: Any = None
+    """transformers' configuration, where its code computes the model."""
+
+
+def find_model(checkpoint: Checkpoint, options: Options) -> FoundModel:
+    """Raises ModelError, naming the architecture and what was tried, when nothing can compute the model."""
+    named = checkpoint.config.get("architectures") or ["none"]
+    reason: ModelError
+    if options.model_impl != "transformers":
+        try:
+            return FoundModel(checkpoint, spec_from_config(checkpoint.config).for_context(options.max_model_len))
+        except (NotNativeError, UnknownArchitectureError) as error:
+            reason = error
+        if options.model_impl == "headrace":
+            raise ModelError(str(reason), hint=f"model_impl=auto asks transformers too; {HOW_TO_ADD}")
+    from headrace.executor.models.transformers_spec import ForeignError, foreign_spec
+
+    try:
+        config = _config_of(checkpoint, options)
+        spec = foreign_spec(config, options.trust_remote_code)
+    except ForeignError as error:
+        said = f"transformers cannot compute {named[0]} here: {error}"
+        if options.model_impl != "transformers":
+            said = f"{str(reason).partition('; known are')[0]}, and {said}"
+        raise ModelError(said, hint=HOW_TO_ADD) from error
+    if options.pipeline_parallel_size > 1:
+        raise ModelError(f"pipeline_parallel_size does not apply to {named[0]}: transformers computes it on one rank")
+    why = "model_impl=transformers asks for it" if options.model_impl == "transformers" else str(reason)
+    logger.warning(
+        "%s is computed by transformers' code with the paged cache and attention of this engine (%s): several times "
+        "slower than a family of its own, without quantization, GGUF files, and ranks",
+        spec.architecture,
+        why.partition("; known are")[0],
+    )
+    return FoundModel(checkpoint, spec, config)
+
+
+def _config_of(checkpoint: Checkpoint, options: Options) -> Any:
+    """transformers' configuration of the checkpoint."""
+    from headrace.executor.models.transformers_spec import ForeignError
+
+    if checkpoint.format == "gguf":
+        raise ForeignError("a GGUF file is read by the families alone")
+    own_code = checkpoint.config.get("auto_map")
+    model_type = checkpoint.config.get("model_type")
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if own_code and model_type not in CONFIG_MAPPING and not options.trust_remote_code:
+        raise ForeignError(
+            "the checkpoint brings code of its own, which may do anything that you may; trust_remote_code=True lets it "
+            "run"
+        )
+    try:
+        for architecture in checkpoint.config.get("architectures") or ():
+            _tell_transformers(registered_model(architecture) or class_of_plugin(architecture))
+        config = AutoConfig.from_pretrained(
+            str(checkpoint.path), trust_remote_code=options.trust_remote_code, local_files_only=True
+        )
+    except Exception as error:  # whatever transformers finds wrong
+        raise ForeignError(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}") from error
+    if options.hf_overrides:
+        config.update(options.hf_overrides)
+    text: Any = config.get_text_config(decoder=True)
+    return text
+
+
+def _tell_transformers(model_class: Any) -> None:
+    """A registered class becomes one of those that transformers finds by a config's model_type."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not isinstance(model_class, type):
+        return
+    config_class = getattr(model_class, "config_class", None)
+    if config_class is None:
+        raise ModelError(f"{model_class!r} is registered as a model, and has no config_class as transformers' have")
+    AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
+
+
+def load_foreign(found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype, options: Options) -> Any:
+    """The model of a FoundModel with a config, of this checkpoint's weights."""
+    from headrace.executor.models.transformers_model import TransformersModel
+
+    return TransformersModel(found.spec, checkpoint, found.config, dtype, trust_remote_code=options.trust_remote_code)

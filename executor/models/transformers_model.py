@@ -1,0 +1,166 @@
+"""A model computed by transformers' code, whose attention is ours: over the paged cache, with the scheduler's steps.
+
+All tokens of a step are one row; each has its own position, and attention alone knows which sequence it is of.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace import kernels
+from headrace.executor.checkpoints.checkpoint import Checkpoint
+from headrace.executor.cpu.batch import Draws, StepArrays
+from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.inputs import StepInputs, StepLogits
+from headrace.executor.models.kv_cache import KVCache
+from headrace.executor.models.transformers_spec import ATTENTION, BINDING, ForeignAttention, register
+from headrace.ipc.failure import ModelError
+from headrace.kernels.reference.attention import AttentionParams, PagedBatch
+from headrace.kernels.reference.rotary_cache import LayerCache
+
+
+class TransformersModel:
+    """Stands where a `Decoder` does. Raises ModelError, naming the tensor, when weights and config disagree."""
+
+    choose = None
+    """The sampler's own torch ops choose."""
+
+    def __init__(
+        self,
+        spec: ArchSpec,
+        checkpoint: Checkpoint,
+        config: Any,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        trust_remote_code: bool = False,
+    ) -> None:
+        """spec: `foreign_spec(config)`."""
+        self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
+        self._model = _load(checkpoint, config, dtype, trust_remote_code).eval().to(self.device)
+        modules = dict(self._model.named_modules())
+        self._step = _Step()
+        for index, layer in enumerate(spec.layers):
+            assert isinstance(layer.mixer, ForeignAttention)
+            setattr(modules[layer.mixer.module], BINDING, PagedAttention(self, self._step, index, layer.mixer))
+        self._keeps_rows = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        tensors = {id(each): each for each in (*self._model.parameters(), *self._model.buffers())}
+        self.weight_bytes = sum(each.nbytes for each in tensors.values())
+        """Memory that the weights take."""
+
+    @torch.inference_mode()
+    def step(self, arrays: StepArrays, kv_cache: KVCache, draws: Draws | None) -> StepLogits:
+        """Runs a step, as the runner asks for it."""
+        inputs = StepInputs.on(self.device, arrays)
+        wanted = inputs.logits_indices
+        logits = self._run(inputs, kv_cache, wanted if len(wanted) else wanted.new_zeros(1))
+
+        def at(first: int, last: int) -> Tensor:
+            # The model's last matrix is not to be had by itself: the step runs again, and writes what is there.
+            return self._run(inputs, kv_cache, torch.arange(first, last, device=self.device))
+
+        return StepLogits(logits[: len(wanted)], at)
+
+    @torch.inference_mode()
+    def _run(self, inputs: StepInputs, kv_cache: KVCache, rows: Tensor) -> Tensor:
+        """The logits of these tokens of the step, [len(rows), vocab_size] float32; writes keys and values."""
+        self._step.batches, self._step.cache = inputs.paged_batches, kv_cache
+        try:
+            kept = {"logits_to_keep": rows} if self._keeps_rows else {}
+            output = self._model(
+                input_ids=inputs.token_ids[None], position_ids=inputs.positions[None], use_cache=False, **kept
+            )
+        finally:
+            self._step.batches, self._step.cache = (), None
+        logits: Tensor = output.logits[0].float()
+        return logits if self._keeps_rows else logits[rows]
+
+
+class _Step:
+    """What the attention of all layers reads while a step runs."""
+
+    batches: tuple[PagedBatch, ...] = ()
+    cache: KVCache | None = None
+
+
+class PagedAttention:
+    """What an attention module of the model calls: keys and values go to the cache, queries attend to all of it."""
+
+    def __init__(self, model: TransformersModel, step: _Step, index: int, layer: ForeignAttention) -> None:
+        self._step, self._index, self._layer = step, index, layer
+        facts: dict[str, Any] = {"device": model.device, "dtype": model.dtype, "head_dim": layer.head_dim}
+        self._write = kernels.choose("write_cache", **facts)
+        heads = {"num_heads": layer.num_heads, "num_kv_heads": layer.num_kv_heads}
+        self._attend = kernels.choose("paged_attention", **facts, **heads)
+
+    def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Tensor:
+        cache = self._step.cache
+        assert cache is not None, "attention is called within a step"
+        layer, own = self._layer, cache.layers[self._index]
+        batch = self._step.batches[cache.groups[self._index]]
+        rows = [self._rows(each) for each in (query, key, value)]
+        scale = kwargs.get("scaling")
+        params = AttentionParams(
+            layer.key_size**-0.5 if scale is None else scale, layer.sliding_window, kwargs.get("softcap")
+        )
+        attended = self._over(rows, own, batch, params)
+        return attended[None, :, :, : layer.value_size]
+
+    def _over(self, rows: list[Tensor], own: LayerCache, batch: PagedBatch, params: AttentionParams) -> Tensor:
+        query, key, value = rows
+        self._write(key, value, own.keys, own.values, batch, own.scales)
+        attended: Tensor = self._attend(query, own.keys, own.values, batch, params, own.scales)
+        return attended
+
+    def _rows(self, heads: Tensor) -> Tensor:
+        """[1, heads, tokens, size] -> [tokens, heads, head_dim], with zeros where the cache is wider."""
+        rows = heads[0].transpose(0, 1)
+        missing = self._layer.head_dim - rows.shape[-1]
+        return torch.nn.functional.pad(rows, (0, missing)) if missing else rows.contiguous()
+
+
+def _load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    register()
+    options: dict[str, Any] = {"attn_implementation": ATTENTION, "trust_remote_code": trust_remote_code}
+    if checkpoint.format == "dummy":
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    if checkpoint.format not in ("safetensors", "pt"):
+        raise ModelError(
+            f"transformers computes models of safetensors or PyTorch files, and {checkpoint.path} is "
+            f"{checkpoint.format}"
+        )
+    logging.disable_progress_bar()
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            str(checkpoint.path),
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are named
+            use_safetensors=checkpoint.format == "safetensors",
+            **options,
+        )
+    except Exception as error:  # whatever transformers finds wrong
+        raise ModelError(
+            f"transformers cannot read {checkpoint.path}: {type(error).__name__}: {str(error)[:500]}"
+        ) from error
+    finally:
+        logging.enable_progress_bar()
+    for key, said in (
+        ("missing_keys", "the checkpoint has no weight {}"),
+        ("mismatched_keys", "weight {} has another shape than the config needs"),
+        ("unexpected_keys", "the checkpoint holds weights that this architecture has no place for: {}"),
+    ):
+        if names := sorted(each[0] if isinstance(each, tuple) else str(each) for each in found.get(key) or ()):
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise ModelError(said.format(shown))
+    return model

@@ -1,0 +1,119 @@
+"""Models that transformers' code computes with our cache, scheduler and attention: its tokens, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from test_dense_families import THREADS, expect_answers
+from test_models import reference
+from tiny_families import FOREIGN
+
+from headrace import LLM, HeadraceError, ModelError, SamplingParams
+
+SOME = ("apertus", "ernie4_5_moe")
+"""Which `make test` runs; the rest are system tests."""
+EVERY = [name if name in SOME else pytest.param(name, marks=pytest.mark.system) for name in FOREIGN]
+SMALL: dict[str, Any] = {
+    "dtype": "float32", "max_model_len": 64, "max_num_seqs": 2, "skip_tokenizer_init": True, "in_process": True,
+    "kv_cache_memory_bytes": 1 << 20,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_chunks_preemption_and_the_prefix_cache_give_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
+    folder = tiny_models.save(name, tmp_path / name)
+    slides = getattr(reference(name).config, "sliding_window", None) is not None
+    expect_answers(folder, name, slides, model_impl="transformers", num_gpu_blocks_override=60 if slides else 12)
+
+
+def test_auto_takes_a_family_first_and_says_when_transformers_computes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0)
+    with caplog.at_level(logging.WARNING):
+        with LLM(str(tiny_models.save("llama", tmp_path / "llama")), **SMALL) as llm:
+            llm.generate([[5]], params, use_tqdm=False)
+        assert "transformers' code" not in caplog.text
+        apertus = tiny_models.save("apertus", tmp_path / "apertus")
+        with LLM(str(apertus), **SMALL) as llm:
+            llm.generate([[5]], params, use_tqdm=False)
+    assert "ApertusForCausalLM is computed by transformers' code with the paged cache" in caplog.text
+    assert "the architecture ApertusForCausalLM is not supported" in caplog.text
+    with pytest.raises(ModelError, match="the architecture ApertusForCausalLM is not supported"):
+        LLM(str(apertus), model_impl="vllm", **SMALL)
+    with pytest.raises(HeadraceError, match="tensor_parallel_size=2 does not apply"):
+        LLM(str(apertus), tensor_parallel_size=2, distributed_executor_backend=THREADS, **SMALL)
+
+
+def test_logits_of_prompt_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+    folder = tiny_models.save("apertus", tmp_path / "apertus")
+    prompt = [5, 6, 7, 90, 3]
+    with LLM(str(folder), **SMALL) as llm:
+        (output,) = llm.generate(
+            [prompt], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0), use_tqdm=False
+        )
+    with torch.inference_mode():
+        exact = reference("apertus")(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    for place, found in enumerate(output.prompt_logprobs[1:], 1):
+        assert found is not None
+        assert found[prompt[place]].logprob == pytest.approx(exact[place - 1, prompt[place]].item(), abs=1e-4)
+
+
+def config_only(folder: Path, **config: Any) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_what_nothing_can_compute_is_named_with_what_was_tried(tmp_path: Path) -> None:
+    unknown = config_only(tmp_path / "unknown", architectures=["NobodyForCausalLM"], model_type="nobody")
+    with pytest.raises(
+        ModelError, match=r"NobodyForCausalLM is not supported.*transformers cannot compute Nobody"
+    ) as told:
+        LLM(unknown, load_format="dummy", **SMALL)
+    assert "docs/models.md" in str(told.value.hint)
+    foreign = {"architectures": ["OwnForCausalLM"], "model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    with pytest.raises(ModelError, match=r"brings code of its own.*trust_remote_code=True lets it run"):
+        LLM(config_only(tmp_path / "own", **foreign), load_format="dummy", **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("bloom", "does not go through transformers' table of attention functions"),
+        ("granite_swa", "asks attention for s_aux"),
+        ("mamba", "layers of type linear_attention"),
+    ],
+)
+def test_a_model_whose_attention_cannot_be_ours_is_refused_with_the_reason(
+    name: str, reason: str, tmp_path: Path
+) -> None:
+    from tiny_families import foreign
+    from transformers import CONFIG_MAPPING
+
+    tiny = foreign(name)
+    config = CONFIG_MAPPING[name](**tiny.config).to_dict() | {"architectures": [tiny.model_class]}
+    with pytest.raises(ModelError, match=reason):
+        LLM(config_only(tmp_path / name, **config), load_format="dummy", **SMALL)
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tiny_models.save("apertus", tmp_path / "apertus")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    for changed, message in (
+        ({key: value for key, value in tensors.items() if key != name}, rf"no weight {name}"),
+        (tensors | {name: torch.zeros(3, 3)}, name),
+        (tensors | {"model.layers.1.extra.weight": torch.zeros(3)}, r"no place for: model.layers.1.extra.weight"),
+    ):
+        save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ModelError, match=message):
+            LLM(str(folder), **SMALL)
