@@ -157,10 +157,7 @@ def test_without_the_package_the_architecture_is_unknown_and_a_plugin_that_fails
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     said = generate(tmp_path, installed).stderr
     assert "the architecture OtherForCausalLM is not supported" in said
-    assert (
-        "SquaredForCausalLM; the plugin broken of squared-for-headrace (squared_family:MISSING) cannot be loaded"
-        in said
-    )
+    assert "the plugin broken of squared-for-headrace (squared_family:MISSING) cannot be loaded" in said
 
 
 def test_a_plugin_of_another_kind_or_none_is_refused_by_name(arcee: tuple[Path, Any], installed: Path) -> None:

@@ -45,6 +45,8 @@ def find_model(checkpoint: Checkpoint, options: Options) -> FoundModel:
     try:
         config = _config_of(checkpoint, options)
         spec = foreign_spec(config, options.trust_remote_code)
+        if named[0] != spec.architecture:
+            raise ForeignError(f"what transformers has for model type {config.model_type} is {spec.architecture}")
     except ForeignError as error:
         said = f"transformers cannot compute {named[0]} here: {error}"
         if options.model_impl != "transformers":
