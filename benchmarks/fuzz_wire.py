@@ -1,6 +1,7 @@
 """Hostile clients on an engine core's wire, beside one whose seeded tokens must not change.
 
     python benchmarks/fuzz_wire.py [--minutes 30] [--seed 0]
+    python benchmarks/fuzz_wire.py --adds-and-aborts 100000
 
 The engine is a real one with a tiny random model, in a process of its own. Hostile clients send what the types of the
 messages allow and more: numbers at and beyond the edges of their ranges (ipc/ranges.py), damaged, truncated and large
@@ -8,6 +9,9 @@ frames, messages out of order, slots that are in use or foreign, thousands of re
 read nothing, and vanish. An accountant sends requests of any content with slots of its own and must get exactly one
 terminal answer for each. The engine must not end, and its memory must not grow. The command ends with status 1 when any
 of that fails.
+
+With --adds-and-aborts one client sends so many requests, each aborted at once, and the core's memory may grow by 10 MB
+over the last half of them.
 """
 
 from __future__ import annotations
@@ -44,6 +48,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "fuzz_wire.json"
 VOCAB_SIZE, MAX_MODEL_LEN = 320, 128
 EDGES = (0, 1, -1, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**32, 2**63 - 1, -(2**63), 2**64 - 1)
 FLOAT_EDGES = (0.0, -0.0, 1.0, 1e-300, 1e-38, 3.4e38, 1e308, math.inf, -math.inf, math.nan)
+MOST_GROWTH_BYTES = 10_000_000
+"""Over the last half of the requests that are aborted at once."""
 STOPS_EVERYBODY = (PauseGeneration, Sleep, ReloadWeights)
 """Commands that change what others get by their meaning: whoever may send commands may do that."""
 
@@ -408,12 +414,57 @@ def fuzz(
     return problems + accountant.problems
 
 
+def add_and_abort(address: str, process: psutil.Process, count: int, *, at_once: int = 250) -> list[dict[str, int]]:
+    """Sends requests, each aborted at once, and takes the one terminal answer of each: how many there had been by when,
+    and the core's memory then (bytes). Raises AssertionError when an answer is missing, or is a second one."""
+    samples = []
+    prompt = Tensor.of("int32", [2 + place % (VOCAB_SIZE - 2) for place in range(MAX_MODEL_LEN - 8)])
+    task = messages.Generate(sampling=messages.Sampling(max_tokens=4))
+    with zmq.Context() as context:
+        session = Session(context, address)
+        for first in range(0, count, at_once):
+            left = set(range(first, min(first + at_once, count)))
+            for slot in sorted(left):
+                assert session.send(AddRequest(slot=slot, request_id="r", prompt_token_ids=prompt, task=task))
+                assert session.send(Abort(slots=(slot,)))
+            end_s = time.monotonic() + 60.0
+            while left and time.monotonic() < end_s:
+                for message in session.received(0.1):
+                    for finish in getattr(message, "finished", ()):
+                        assert finish.slot in left, f"slot {finish.slot} has a second terminal answer"
+                        left.discard(finish.slot)
+            assert not left, f"no terminal answer for {len(left)} requests, such as slot {min(left)}"
+            samples.append({"requests": min(first + at_once, count), "rss": process.memory_info().rss})
+        session.socket.close(0)
+    return samples
+
+
+def growth_of_last_half(samples: list[dict[str, Any]]) -> int | None:
+    """Bytes; None of nothing."""
+    half = samples[len(samples) // 2 :]
+    return half[-1]["rss"] - half[0]["rss"] if half else None
+
+
+def run_adds_and_aborts(count: int) -> int:
+    with tempfile.TemporaryDirectory() as folder, engine(Path(folder)) as (address, process, child):
+        samples = add_and_abort(address, process, count)
+        growth = growth_of_last_half(samples)
+        assert growth is not None, "there is at least one sample"
+        print({"requests": count, "growth_of_last_half_bytes": growth, "rss": samples[-1]["rss"]})
+        return 0 if child.failure is None and growth < MOST_GROWTH_BYTES else 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--adds-and-aborts", type=int, default=0, metavar="N", help="Instead: N requests aborted at once"
+    )
     parser.add_argument("--no-report", action="store_true", help="Print the figures, and write no file")
     arguments = parser.parse_args()
+    if arguments.adds_and_aborts:
+        return run_adds_and_aborts(arguments.adds_and_aborts)
     counts, samples = Counts(), []
     problems: list[str] = []
     numbers, began_s = random.Random(arguments.seed), time.monotonic()
@@ -425,13 +476,12 @@ def main() -> int:
                 break
             samples.append({"s": round(elapsed_s, 1), "messages": counts.messages, "rss": process.memory_info().rss})
             print(samples[-1], flush=True)
-    half = samples[len(samples) // 2 :]
     result = {
         "seed": arguments.seed,
         "minutes": arguments.minutes,
         **dataclasses.asdict(counts),
         "problems": problems,
-        "growth_of_last_half_bytes": half[-1]["rss"] - half[0]["rss"] if half else None,
+        "growth_of_last_half_bytes": growth_of_last_half(samples),
         "samples": samples,
     }
     print({name: value for name, value in result.items() if name != "samples"})

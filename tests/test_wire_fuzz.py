@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,16 +24,16 @@ import fuzz_wire
 class Engine:
     """A core that all tests here attack, and what the victim's tokens are."""
 
-    def __init__(self, address: str, child: Any) -> None:
-        self.address, self.child = address, child
+    def __init__(self, address: str, process: psutil.Process, child: Any) -> None:
+        self.address, self.process, self.child = address, process, child
         self.counts = fuzz_wire.Counts()
         self.expected: list[list[int]] | None = None
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with fuzz_wire.engine(tmp_path_factory.mktemp("model")) as (address, _, child):
-        engine = Engine(address, child)
+    with fuzz_wire.engine(tmp_path_factory.mktemp("model")) as (address, process, child):
+        engine = Engine(address, process, child)
         with fuzz_wire.zmq.Context() as context:
             victim = fuzz_wire.Victim(context, address, engine.counts)
             engine.expected = victim.expected
@@ -87,3 +88,13 @@ def test_ten_thousand_adds_and_aborts_leave_nothing_behind(engine: Engine) -> No
             client.finish(start + 499)
             sizes.append(process.memory_info().rss)
         assert sizes[-1] - sizes[len(sizes) // 2] < 10 << 20
+
+
+def test_thousands_of_requests_that_are_aborted_at_once_are_each_answered_once_and_leave_nothing(
+    engine: Engine,
+) -> None:
+    samples = fuzz_wire.add_and_abort(engine.address, engine.process, 4000, at_once=200)
+    growth = fuzz_wire.growth_of_last_half(samples)
+    assert growth is not None
+    assert growth < fuzz_wire.MOST_GROWTH_BYTES
+    assert engine.child.failure is None
