@@ -16,7 +16,6 @@ from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import ModelDescription, Plan
 from headrace.executor.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from headrace.executor.checkpoints.new_weights import open_again
 from headrace.executor.cpu.batch import SamplingColumns
 from headrace.executor.gpu.step_times import StepTimes
 from headrace.executor.models import kv_cache
@@ -123,11 +122,10 @@ class ModelRank(Rank):
         return load_bundle(self.found.checkpoint, self._options)
 
     def join(self, meeting: Rendezvous) -> None:
-        self.connect(meeting.link())
+        self._place = self._place.with_collectives(self._link(meeting))
 
-    def connect(self, collectives: Collectives) -> None:
-        """How this rank talks to the others; between `describe` and `load`, where there are others."""
-        self._place = self._place.with_collectives(collectives)
+    def _link(self, meeting: Rendezvous) -> Collectives:
+        return meeting.link()
 
     def control(self, command: WorkerCommand) -> WorkerAnswer:
         answer = WorkerAnswer(rank=self._place.rank)
@@ -196,7 +194,29 @@ class ModelRank(Rank):
         self._found = None
 
     def _open_again(self, path: str) -> Checkpoint:
-        return open_again(path, self._options, self.plan, self.found.spec)
+        """The checkpoint at `path`, or the model's own where that is empty, to be read in place of the one that serves.
+
+        Raises ModelError when it is missing, or another model: one whose config differs.
+        """
+        options, spec, model = self._options, self.found.spec, self.plan.model
+        if path:
+            # Random weights were for want of a checkpoint; whoever names one wants what is in it.
+            load_format = "auto" if options.load_format == "dummy" else options.load_format
+            options = msgspec.structs.replace(options, model=path, load_format=load_format)
+        checkpoint = open_checkpoint(options)
+        other = find_model(checkpoint, options).spec
+        if other != spec:
+            differing = [name for name in spec.__dataclass_fields__ if getattr(spec, name) != getattr(other, name)]
+            raise ModelError(
+                f"the weights of {checkpoint.name} cannot replace those of {model.name}: their configs differ in "
+                f"{', '.join(differing)}"
+            )
+        if checkpoint.dtype_name != model.checkpoint_dtype:
+            raise ModelError(
+                f"the weights of {checkpoint.name} are {checkpoint.dtype_name}, and those of {model.name} "
+                f"{model.checkpoint_dtype}: they must be of one type"
+            )
+        return checkpoint
 
 
 class Extension:

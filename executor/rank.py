@@ -19,6 +19,7 @@ from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.parallel.rank_place import RankPlace
 from headrace.ipc.control import WorkerAnswer, WorkerCommand
 from headrace.ipc.messages import TokenizerBundle
+from headrace.ipc.plugins import load_class
 from headrace.ipc.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -114,7 +115,13 @@ class Rank(ABC):
 
 
 def make_rank(options: Options, place: RankPlace) -> Rank:
-    """The rank of this place, on the device that is its own. Raises OptionError for a device that cannot be used."""
+    """The rank of this place: on the device that is its own, or of the class that `worker_cls` names.
+
+    Raises OptionError for a device that cannot be used, or where there is no such class.
+    """
+    if options.worker_cls != "auto":
+        rank: Rank = load_class("worker_cls", options.worker_cls)(options, place=place)
+        return rank
     from headrace.executor.gpu.device import check_no_gpu_options, choose_device, rank_device
 
     device = choose_device(options.device) if place.world_size == 1 else rank_device(options.device)

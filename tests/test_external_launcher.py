@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny_models
+from multiproc_parts import HERE
 
 from headrace import LLM, OptionError, SamplingParams
 from headrace.core.engine.engine import load_executor
@@ -18,12 +19,12 @@ from headrace.core.options.engine_options import Options
 SCRIPT = """
 import json, os, sys, time
 from headrace import LLM, SamplingParams
-model, out, tp_size, pp_size = sys.argv[1:]
+model, out, tp_size, pp_size, worker_cls = sys.argv[1:]
 rank = int(os.environ["RANK"])
 prompts = json.loads(open(out + ".prompts").read())
 with LLM(model, tensor_parallel_size=int(tp_size), pipeline_parallel_size=int(pp_size), dtype="float32",
          distributed_executor_backend="external_launcher", skip_tokenizer_init=True, max_model_len=128,
-         max_num_seqs=3, seed=7) as llm:
+         max_num_seqs=3, seed=7, worker_cls=worker_cls, num_gpu_blocks_override=100) as llm:
     answers = []
     for temperature in (0.0, 1.0):
         time.sleep(0.3 * rank)  # ranks need not call at the same moment
@@ -38,7 +39,11 @@ open(f"{out}.{rank}", "w").write(json.dumps(answers))
     ("tp_size", "pp_size"),
     [(1, 2), pytest.param(2, 1, marks=pytest.mark.system), pytest.param(2, 2, marks=pytest.mark.system)],
 )
-def test_every_rank_gets_the_tokens_of_a_single_process(tmp_path: Path, tp_size: int, pp_size: int) -> None:
+@pytest.mark.parametrize("worker_cls", ["auto", pytest.param("gpu_parts:GpuOnCpu", marks=pytest.mark.system)])
+def test_every_rank_gets_the_tokens_of_a_single_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker_cls: str, tp_size: int, pp_size: int
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", HERE)
     model, out, script = tmp_path / "model", tmp_path / "out", tmp_path / "script.py"
     tiny_models.save("qwen3", model)
     script.write_text(SCRIPT)
@@ -46,7 +51,7 @@ def test_every_rank_gets_the_tokens_of_a_single_process(tmp_path: Path, tp_size:
     Path(f"{out}.prompts").write_text(json.dumps(prompts))
     num_ranks = tp_size * pp_size
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command += [f"--log-dir={tmp_path}/logs", str(script), str(model), str(out), str(tp_size), str(pp_size)]
+    command += [f"--log-dir={tmp_path}/logs", str(script), str(model), str(out), str(tp_size), str(pp_size), worker_cls]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     by_rank = [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(num_ranks)]

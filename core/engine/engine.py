@@ -178,11 +178,6 @@ def load_executor(options: Options) -> Executor:
         backend = "mp on several nodes"
     if backend == "uni":
         _check_uni(options, world_size)
-    if backend == "external_launcher" and options.device.startswith("cuda"):
-        raise OptionError(
-            f"device={options.device}: the ranks of external_launcher compute on the CPU; leave out device, or use mp, "
-            "whose ranks have a GPU each"
-        )
     module, colon, name = EXECUTORS.get(backend, backend).partition(":")
     if not colon:
         entry = plugins().get(backend)

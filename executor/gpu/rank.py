@@ -34,7 +34,7 @@ from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.eager import ChooseKernel
 from headrace.executor.models.sizes import layer_elements, weight_elements, weight_shapes
-from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.executor.parallel.rank_place import SINGLE, Collectives, RankPlace
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.rank import Report
 from headrace.ipc.step import StepPlan, StepResult
@@ -85,9 +85,9 @@ class GpuRank(ModelRank):
         self._gpu = self._backend.facts()  # before anything is fetched for a GPU that cannot be used
         return msgspec.structs.replace(super().describe(report), device_bytes=self._gpu.total_bytes)
 
-    def join(self, meeting: Rendezvous) -> None:
+    def _link(self, meeting: Rendezvous) -> Collectives:
         with self._backend.here():
-            self.connect(self._backend.link(meeting, self._options))
+            return self._backend.link(meeting, self._options)
 
     def load(self, plan: Plan, report: Report) -> MemoryReading:
         assert self._gpu is not None, "describe comes first"

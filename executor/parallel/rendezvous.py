@@ -1,4 +1,4 @@
-"""Where the ranks of a world meet, as each of them is told. Imports no torch."""
+"""Where the ranks of a world meet. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ class Rendezvous:
     """This host's own address, as the others reach it."""
     listen_fd: int | None = None
     """Rank 0's socket that listens at `address` already."""
+    opens_store: bool | None = None
+    """Whether this rank opens the store at `address`; None: rank 0 does."""
+
+    @property
+    def _opens(self) -> bool:
+        return self.rank == 0 if self.opens_store is None else self.opens_store
 
     def link(self) -> Collectives:
         """Joins the others, with tensors in the host's memory. Raises PeerError when not all came in time."""
@@ -35,7 +41,15 @@ class Rendezvous:
             return open_collectives(self.memory_fd, world, rank, deadline_s=deadline_s)
         from headrace.executor.parallel.gloo import open_gloo  # brings torch
 
-        return open_gloo(self.address, world, rank, host=self.host, listen_fd=self.listen_fd, deadline_s=deadline_s)
+        return open_gloo(
+            self.address,
+            world,
+            rank,
+            host=self.host,
+            listen_fd=self.listen_fd,
+            opens_store=self._opens,
+            deadline_s=deadline_s,
+        )
 
     def store(self) -> dist.Store:
         """The store that rank 0 opens, for other ways to join. Raises PeerError when it cannot be reached in time."""
@@ -45,5 +59,6 @@ class Rendezvous:
             return loopback_store(mmap.mmap(self.memory_fd, 0), self.rank, self.deadline_s)
         from headrace.executor.parallel.gloo import open_store
 
-        opens = self.rank == 0
-        return open_store(self.address, self.rank, listen_fd=self.listen_fd, opens=opens, deadline_s=self.deadline_s)
+        return open_store(
+            self.address, self.rank, listen_fd=self.listen_fd, opens=self._opens, deadline_s=self.deadline_s
+        )

@@ -16,13 +16,13 @@ import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
-from headrace.executor.cpu.rank import CpuRank
-from headrace.executor.model_rank import own_kv
-from headrace.executor.parallel.gloo import GlooCollectives, open_gloo
-from headrace.executor.parallel.rank_place import RankPlace, World
+from headrace.executor.model_rank import ModelRank, own_kv
+from headrace.executor.parallel.gloo import GlooCollectives
+from headrace.executor.parallel.rank_place import DEADLINE_S, RankPlace, World
+from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.placement.in_process import InProcessExecutor
 from headrace.executor.placement.step_codec import StepCodec
-from headrace.executor.rank import Report
+from headrace.executor.rank import Report, make_rank
 from headrace.ipc.failure import OptionError
 from headrace.ipc.step import StepPlan, StepResult
 
@@ -30,9 +30,9 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class ExternalExecutor(InProcessExecutor):
-    """A rank of a world that the environment describes, as torchrun's does. Its ranks compute on CPUs."""
+    """A rank of a world that the environment describes, as torchrun's does; with GPUs, on that of its LOCAL_RANK."""
 
-    rank: CpuRank
+    rank: ModelRank
 
     def __init__(self, options: Options) -> None:
         """Raises OptionError when the environment does not say which rank this is, or disagrees with the options."""
@@ -48,8 +48,10 @@ class ExternalExecutor(InProcessExecutor):
             if pp_size > 1:
                 asked += f" times pipeline_parallel_size={pp_size} is {tp_size * pp_size}"
             raise OptionError(f"{asked}, and the launcher started {os.environ['WORLD_SIZE']} ranks; they must be equal")
-        super().__init__(options, CpuRank(options, RankPlace.of_options(int(os.environ["RANK"]), options)))
-        self.num_stages, self.max_steps_in_flight = pp_size, pp_size + 1
+        super().__init__(options, make_rank(options, RankPlace.of_options(int(os.environ["RANK"]), options)))
+        self.num_stages = pp_size
+        if not self.has_own_memory:  # a device's rank has room for so many steps and no more
+            self.max_steps_in_flight = pp_size + 1
         self._link: GlooCollectives | None = None
         self._codec = StepCodec(StepResult)
         self._num_submitted = 0
@@ -66,16 +68,31 @@ class ExternalExecutor(InProcessExecutor):
 
     def load(self, plan: Plan, report: Report) -> MemoryReading:
         report("meet the other ranks")
-        master = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        # torchrun's agent has a store there already; without it, rank 0 opens one.
-        opens_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and self.rank.place.rank == 0
-        world = World.of(plan, self.rank.place.tp_size, self.rank.place.pp_size)
-        if world.size > 1:
-            self._link = open_gloo(master, world, self.rank.place.rank, opens_store=opens_store)
-            self.rank.connect(self._link)
-        reading = super().load(plan, report)
-        available, most = self.agree(reading.available_bytes), -self.agree(-reading.activation_bytes)
-        return msgspec.structs.replace(reading, available_bytes=available, activation_bytes=most)
+        place = self.rank.place
+        if place.world_size > 1:
+            self.rank.join(
+                Rendezvous(
+                    world=World.of(plan, place.tp_size, place.pp_size),
+                    rank=place.rank,
+                    host_ranks=range(place.rank, place.rank + 1),
+                    memory_fd=-1,
+                    deadline_s=DEADLINE_S,
+                    address=(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
+                    # torchrun's agent has a store there already; without it, rank 0 opens one.
+                    opens_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and place.rank == 0,
+                )
+            )
+            assert isinstance(self.rank.place.collectives, GlooCollectives), "it was asked to meet at an address"
+            self._link = self.rank.place.collectives
+        return self._tightest(super().load(plan, report))
+
+    def _tightest(self, reading: MemoryReading) -> MemoryReading:
+        """The least memory and the largest needs of any rank, so that all cores make caches of one size."""
+        least = {name: self.agree(getattr(reading, name)) for name in ("total_bytes", "available_bytes")}
+        needs = ("weights_bytes", "activation_bytes", "graph_bytes", "state_bytes")
+        return msgspec.structs.replace(
+            reading, **least, **{name: -self.agree(-getattr(reading, name)) for name in needs}
+        )
 
     def _submit_to_stage(self, plan: StepPlan) -> None:
         self.rank.submit(plan)
@@ -93,6 +110,10 @@ class ExternalExecutor(InProcessExecutor):
                     self._link.tell(self._codec.encode(result))
                 return result
         return self._codec.decode(self._link.told())
+
+    def idle(self) -> bool:
+        """False: the ranks' idle work is done together, and nothing says when all of their cores are idle."""
+        return False
 
     def agree(self, count: int) -> int:
         return count if self._link is None else self._link.least(count)

@@ -24,7 +24,6 @@ from typing import NoReturn
 
 import msgspec
 
-from headrace.core.options.engine_options import Options
 from headrace.executor.cpu.host import take_share
 from headrace.executor.parallel.rank_place import PeerError, RankPlace, World
 from headrace.executor.parallel.rendezvous import Rendezvous
@@ -54,7 +53,6 @@ from headrace.ipc.control import PrepareWeights, WorkerCommand
 from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.log import protect_stderr, set_up_logging
 from headrace.ipc.messages import ChildFailed, Message, Progress
-from headrace.ipc.plugins import load_class
 from headrace.ipc.ring import Mailbox, RingInterruptedError, RingReader, RingWriter
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.ipc.wait import Deadline, WaitTimeoutError
@@ -116,7 +114,7 @@ class Worker:
     def run(self) -> None:
         """From loading the class to the last step. Raises what went wrong."""
         self.report("import")
-        rank = self._rank = rank_of(self._options, self._place)
+        rank = self._rank = make_rank(self._options, self._place)
         report = Reporter(self.report, self._read)
         description = rank.describe(report)
         self._channel.send(Described(description=description, has_own_memory=rank.has_own_memory))
@@ -235,17 +233,6 @@ class Worker:
 
     def _send_large(self, number: int, data: bytes) -> None:
         self._channel.send(LargeMessage(number=number, data=data))
-
-
-def rank_of(options: Options, place: RankPlace) -> Rank:
-    """The rank of this place: the device's own, or of the class that `worker_cls` names.
-
-    Raises OptionError when there is no such class, or no such device.
-    """
-    if options.worker_cls == "auto":
-        return make_rank(options, place)
-    rank: Rank = load_class("worker_cls", options.worker_cls)(options, place=place)
-    return rank
 
 
 def fail(channel: Channel, error: BaseException, rank: int, phase: str) -> NoReturn:
