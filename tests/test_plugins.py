@@ -14,6 +14,9 @@ import tiny_models
 import torch
 from test_models import reference_logits
 
+from headrace import LLM, ModelRegistry, OptionError, SamplingParams
+from headrace.executor.models import registry
+
 PROJECT = """
 [build-system]
 requires = ["setuptools"]
@@ -165,3 +168,54 @@ def test_a_plugin_of_another_kind_or_none_is_refused_by_name(arcee: tuple[Path, 
     assert "scheduler_cls=squared is a Family; it must be a class" in said
     said = generate(arcee[0], installed, distributed_executor_backend="nothing").stderr
     assert "a plugin's name (broken, gentle, squared) or module:Class" in said
+
+
+OTHER_MODEL = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OtherConfig(LlamaConfig):
+    model_type = "other_llama"
+
+
+class OtherForCausalLM(LlamaForCausalLM):
+    config_class = OtherConfig
+"""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "path", "tiny", "model_type"),
+    [
+        ("TinyForCausalLM", "tiny_family:FAMILY", "qwen3", "qwen3"),
+        ("OtherForCausalLM", "other_model:OtherForCausalLM", "llama", "other_llama"),
+    ],
+)
+def test_what_the_docs_register_is_served(
+    architecture: str, path: str, tiny: str, model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parent.parent / "docs/models.md").read_text(encoding="utf-8")
+    (tmp_path / "tiny_family.py").write_text(next(part for part in page.split("```") if "# tiny_family.py" in part)[6:])
+    (tmp_path / "other_model.py").write_text(OTHER_MODEL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv(registry.VARIABLE, "{}")
+    ModelRegistry.register_model(architecture, path)
+    assert architecture in ModelRegistry.get_supported_archs()
+    folder = tiny_models.save(tiny, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {
+        "architectures": [architecture], "model_type": model_type
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    with LLM(str(folder), dtype="float32", skip_tokenizer_init=True, max_model_len=64, in_process=True) as llm:
+        answer = list(llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids)
+    assert answer == reference_logits(tiny_models.build(tiny), PROMPT, answer).argmax(-1).tolist()
+
+
+def test_what_an_engine_could_not_import_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(registry.VARIABLE, "{}")
+    for model in ("no_colon", type("Local", (), {"__module__": "__main__"})):
+        with pytest.raises(OptionError, match=r"module:name"):
+            ModelRegistry.register_model("LocalForCausalLM", model)
+    ModelRegistry.register_model("LocalForCausalLM", "nowhere_at_all:FAMILY")
+    with pytest.raises(OptionError, match=r"LocalForCausalLM is registered as nowhere_at_all:FAMILY, which cannot be"):
+        registry.registered_model("LocalForCausalLM")
