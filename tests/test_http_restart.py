@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from http_server import HERE, Server, engine_of, metric, serving, wait_until
+from http_server import HERE, Server, engine_of, events_of, metric, serving, wait_until
 from null_with_tokenizer import BACKEND, VOCAB_SIZE
 from test_http_lifecycle import COMPLETIONS, ENDLESS, SLOW, streaming
 
@@ -308,6 +308,46 @@ def test_a_pause_of_seconds_loses_nothing_and_changes_nothing(who, processes):
             assert other.post(COMPLETIONS, json=asked).json()["choices"][0]["text"] == expected
             wait_until(lambda: other.get("/health").status_code == 200, 5, "health")
         assert engine_of(server).pid == engine
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("who", "processes"), [("engine", "1"), ("server", "1"), ("engine", "2"), ("server", "2")])
+def test_ten_pauses_leave_one_engine_and_neither_lose_nor_change_a_stream(who, processes):
+    options = ("--restart-engine", "2", "--api-server-count", processes, "--peer-timeout", "30")
+    asked = [
+        {"prompt": [7, each], "max_tokens": 400, "ignore_eos": True, "temperature": 1, "seed": each}
+        for each in range(8)
+    ]
+    with serving(*options, null_model={"step_delay_s": 0.002}) as server, contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(len(asked)))
+        clients = [stack.enter_context(server.client()) for _ in asked]
+
+        def text_of(number: int) -> str:
+            with clients[number].stream("POST", COMPLETIONS, json={**asked[number], "stream": True}) as response:
+                assert response.status_code == 200, response.read()
+                return "".join(event["choices"][0]["text"] for event in events_of(response))
+
+        expected = list(pool.map(text_of, range(len(asked))))
+        assert len(set(expected)) == len(asked)
+        engine = engine_of(server).pid
+        paused = [engine] if who == "engine" else [p.pid for p in all_processes(server) if p.pid != engine]
+        for pause in range(10):
+            streams = [pool.submit(text_of, number) for number in range(len(asked))]
+            with server.client() as watcher:
+                wait_until(lambda w=watcher: metric(w, "headrace:num_requests_running") == len(asked), 20, "all to run")
+            for pid in paused:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(5.5 if pause == 0 else 0.3)  # once for longer than silence that health tells of
+            for pid in paused:
+                os.kill(pid, signal.SIGCONT)
+            assert [stream.result(60) for stream in streams] == expected
+        assert engine_of(server).pid == engine, "one engine, and the same"
+        with server.client() as watcher:
+            wait_until(lambda: watcher.get("/health").status_code == 200, 10, "health")
+        server.signal()
+        assert server.wait_exit() == 0
+        assert "the engine has ended" not in server.log
+        assert "is started again" not in server.log
 
 
 def silent(client: Any) -> bool:
