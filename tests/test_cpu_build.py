@@ -9,8 +9,10 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from headrace.kernels.cpu import build, linear, threads
@@ -229,6 +231,36 @@ def test_two_processes_building_at_once_both_get_the_library(folder: Path) -> No
         builder.stdin.flush()
     said = sorted(builder.communicate(timeout=120)[0].strip() for builder in builders)
     assert said == ["0 42", "1 42"]  # the second waited for the first and compiled nothing
+
+
+def test_a_compiler_ends_with_a_parent_that_is_killed_and_what_it_left_is_swept(
+    folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, pids = tmp_path / "compiler", tmp_path / "pids"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec g++ --version\nsleep 60 &\necho $! >> {pids}\nwait\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    builder = subprocess.Popen([sys.executable, "-c", BUILDER, str(folder)], stdin=subprocess.PIPE, text=True)
+    assert builder.stdin is not None
+    builder.stdin.write("go\n")
+    builder.stdin.flush()
+    end_s = time.monotonic() + 60
+    while not (pids.exists() and pids.read_text().endswith("\n")):
+        assert time.monotonic() < end_s, "the compiler was not started"
+        time.sleep(0.01)
+    builder.kill()
+    builder.communicate()
+    started = [psutil.Process(int(pid)) for pid in pids.read_text().split() if psutil.pid_exists(int(pid))]
+    _, alive = psutil.wait_procs(started, 10)
+    assert not alive, "what the compiler started lives on"
+    (left,) = cache.glob(".build-*")
+    monkeypatch.delenv("CXX")
+    assert answer_of(build.build("native", folder)) == 42
+    assert left.exists(), "another may be building there"
+    os.utime(left, (0, 0))
+    (folder / "other.cpp").write_text("int other() { return 2; }\n")
+    assert answer_of(build.build("native", folder)) == 42
+    assert not left.exists()
 
 
 def test_an_unknown_level_lists_the_known_ones(folder: Path) -> None:

@@ -25,6 +25,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
@@ -35,6 +36,17 @@ logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
 COMPILE_TIMEOUT_S = 120.0
+WHILE_PARENT_LIVES = """
+exec 3<&0 </dev/null
+(read -r nothing <&3; kill -s KILL 0) >/dev/null 2>&1 &
+watcher=$!
+"$@" 3<&-
+status=$?
+kill -s KILL $watcher
+exit $status
+"""
+"""Runs the command in a process group that ends when the pipe at its stdin does: a compiler is several processes, and
+would outlive by many seconds a parent that is killed."""
 BASE_FLAGS = (
     "-std=c++17", "-O2", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math",
     "-fno-plt", "-fvisibility=hidden", "-pthread",
@@ -232,12 +244,23 @@ def _compiler_version(compiler: tuple[str, ...]) -> str:
 
 
 def _run(command: list[str], doing: str) -> str:
+    read_end, write_end = os.pipe()
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=COMPILE_TIMEOUT_S, check=False
+            ["/bin/sh", "-c", WHILE_PARENT_LIVES, "sh", *command],
+            stdin=read_end,
+            start_new_session=True,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=COMPILE_TIMEOUT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"the C++ compiler {command[0]} failed at {doing}: {error}") from error
+    finally:
+        os.close(write_end)
+        os.close(read_end)
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines()
         first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "it said nothing")
@@ -256,6 +279,7 @@ def _compilers(pid: int) -> ThreadPoolExecutor:
 
 def _compile(units: list[Path], compiler: tuple[str, ...], flags: tuple[str, ...], target: Path) -> None:
     """All units in parallel, then the link, then the seal and the rename that publishes the file."""
+    _sweep(target.parent)
     try:
         with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
             small = [unit for unit in units if unit.stem not in LARGE_UNITS]
@@ -286,6 +310,14 @@ def _compile(units: list[Path], compiler: tuple[str, ...], flags: tuple[str, ...
             os.replace(linked, target)
     except OSError as error:
         raise BuildError(f"the library could not be written to {target.parent}: {error}") from error
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what builds left that were killed: no compiler takes so long to write its next file."""
+    for leftover in folder.glob(".build-*"):
+        with suppress(OSError):
+            if time.time() - leftover.stat().st_mtime > 2 * COMPILE_TIMEOUT_S:
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _intact(path: Path) -> bool:
