@@ -31,12 +31,13 @@ from headrace.frontend.batch_file.file import (
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.own_engine import STOP_DEADLINE_S
 from headrace.frontend.client.request import RequestStream
-from headrace.frontend.http.chat import prepare_chat
+from headrace.frontend.http.chat import ChatParts, prepare_chat
 from headrace.frontend.http.completions import prepare_completion
 from headrace.frontend.http.engines import Attached, EnginePool, Owned, Source
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.generation import PreparedRequest
 from headrace.frontend.http.options import ServeOptions
+from headrace.frontend.http.output_formats import OutputFormats
 from headrace.frontend.http.prompts import ChatPrompts
 from headrace.frontend.http.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, RequestDecoder
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError, QueueFullError
@@ -66,7 +67,7 @@ class BatchRun:
         self._options = ServeOptions()
         self._decoder = RequestDecoder(strict=False)
         # Templates run in a sandbox, and whoever runs a batch has chosen its lines.
-        self._prompts = ChatPrompts(None, trusts_requests=True)
+        self._chat = ChatParts(self._options, ChatPrompts(None, trusts_requests=True), OutputFormats(self._options))
         self._seen_ids: set[str] = set()
         self._num_answered = self._num_failed = self._num_skipped = self._num_tokens = 0
         self._on_result: Callable[[], None] = _nothing
@@ -158,7 +159,7 @@ class BatchRun:
         only.client.check_alive()  # its death ends the run, where a server would answer 503
         engine = pool.choose(decoded.model)
         if request.url == CHAT:
-            return prepare_chat(chat, engine, self._options, self._prompts, name, "")
+            return prepare_chat(chat, engine, self._chat, name, "")
         return prepare_completion(completion, engine, self._options, name, "")
 
     async def _complete(self, prepared: PreparedRequest) -> bytes:

@@ -40,7 +40,6 @@ _LONGEST_PATH = 200
 REASONS: Mapping[str, str] = types.MappingProxyType(
     {
         "/v1/responses": "the Responses API is not supported yet; /v1/chat/completions answers conversations",
-        "/v1/messages": "Anthropic's API is not spoken here; /v1/chat/completions answers conversations",
         "/v1/realtime": _TEXT_ONLY,
         "/v1/audio": _TEXT_ONLY,
         "/v1/images": _TEXT_ONLY,
@@ -113,11 +112,13 @@ class App:
         state.routes = (*ROUTES, *DEVELOPMENT_ROUTES) if is_development(state.options) else ROUTES
         routes = [Route(spec.path, _Endpoint(spec, state), methods=_methods(spec)) for spec in state.routes]
         self._router = Router(routes, redirect_slashes=False, default=self._not_found)
+        self._error_bodies = {spec.path: spec.error_body for spec in state.routes}
         self._public = frozenset(spec.path for spec in state.routes if spec.public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         options = self._state.options
         exchange = Exchange(scope, receive, send, options, self._state.bodies)
+        exchange.error_body = self._error_bodies.get(scope["path"].removeprefix(options.root_path), ApiError.json)
         scope[EXCHANGE] = exchange
         # Here and not in uvicorn, which would put it before the path: proxies take it off, others may leave it on.
         scope["root_path"] = options.root_path
@@ -159,11 +160,12 @@ class App:
         if not self._state.keys or path in self._public:
             return
         scheme, _, key = (exchange.header_bytes(b"authorization") or b"").partition(b" ")
-        tenant = self._state.tenant_of(key.strip()) if scheme.lower() == b"bearer" else None
+        key = key.strip() if scheme.lower() == b"bearer" else exchange.header_bytes(b"x-api-key")
+        tenant = self._state.tenant_of(key) if key is not None else None
         if tenant is None:
             raise ApiError(
                 401,
-                "the API key is missing or wrong: send Authorization: Bearer KEY",
+                "the API key is missing or wrong: send Authorization: Bearer KEY, or x-api-key: KEY",
                 code="invalid_api_key",
             )
         exchange.tenant = tenant

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -15,11 +14,12 @@ from headrace.frontend.api.structured_outputs import StructuredOutputsParams
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.http.engines import Engine
 from headrace.frontend.http.errors import bad_field
-from headrace.frontend.http.generation import Job, PreparedRequest
+from headrace.frontend.http.generation import Job, PreparedRequest, ResponseText
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.output_formats import OutputFormats
 from headrace.frontend.http.prompts import (
     ChatPrompts,
+    RenderedChat,
     cache_salt,
     check_length,
     check_outputs,
@@ -38,11 +38,13 @@ from headrace.frontend.http.responses import (
     Delta,
     FunctionCall,
     FunctionDelta,
+    OpenAIEvents,
     PromptLogprobs,
     TextEvent,
     ToolCall,
     ToolCallDelta,
     Usage,
+    call_id,
     chat_logprobs,
     event,
     prompt_is_told,
@@ -50,20 +52,57 @@ from headrace.frontend.http.responses import (
     usage_of,
     usage_so_far,
 )
-from headrace.frontend.http.tool_choice import tool_choice_of
+from headrace.frontend.http.tool_choice import ToolChoice, tool_choice_of
 from headrace.frontend.text.formats.parser import Event, OutputParser
 
 _WHOLE, _CHUNK = "chat.completion", "chat.completion.chunk"
 
 
+class ChatParts(NamedTuple):
+    """What a server has for conversations."""
+
+    options: ServeOptions
+    prompts: ChatPrompts
+    formats: OutputFormats
+
+
+MakeAnswer = Callable[[ChatCompletionRequest, Answer, str, Callable[[], OutputParser] | None], ResponseText]
+
+
+def render(
+    request: ChatCompletionRequest, engine: Engine, parts: ChatParts
+) -> tuple[RenderedChat, list[int], ToolChoice]:
+    """The prompt, its tokens, and what the request says of tools. Raises ApiError and InvalidRequestError."""
+    assert engine.client is not None
+    client = engine.client
+    choice = tool_choice_of(request.tools, request.tool_choice)
+    prompt = parts.prompts.render(
+        request,
+        request.messages,
+        client.tokenizer,
+        tools=choice.shown,
+        enable_thinking=request.enable_thinking,
+        documents=request.documents,
+    )
+    # The template writes the special tokens itself.
+    (token_ids,) = tokenize_texts(
+        [prompt.text],
+        client.tokenizer,
+        special=bool(request.add_special_tokens),
+        max_tokens=client.welcome.max_model_len,
+        param="messages",
+    )
+    return prompt, token_ids, choice
+
+
 def prepare_chat(
     request: ChatCompletionRequest,
     engine: Engine,
-    options: ServeOptions,
-    prompts: ChatPrompts,
-    formats: OutputFormats,
+    parts: ChatParts,
     name: str,
     tenant: str,
+    make_answer: MakeAnswer | None = None,
+    id_prefix: str = "chatcmpl-",
 ) -> PreparedRequest:
     """What to submit and how to answer. Raises ApiError and InvalidRequestError."""
     assert engine.client is not None
@@ -77,24 +116,16 @@ def prepare_chat(
     params = sampling_params(
         request,
         client.welcome,
-        options,
+        parts.options,
         max_tokens=asked,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
     check_outputs(1, params)
-    choice = tool_choice_of(request.tools, request.tool_choice)
-    prompt = prompts.render(
-        request,
-        request.messages,
-        client.tokenizer,
-        tools=choice.shown,
-        enable_thinking=request.enable_thinking,
-        documents=request.documents,
-    )
-    text, reader = prompt.text, None
+    prompt, token_ids, choice = render(request, engine, parts)
+    reader = None
     if client.tokenizer is not None:
         several = request.parallel_tool_calls is not False
-        reader, grammar = formats.reader(client.tokenizer, prompt, choice, several=several)
+        reader, grammar = parts.formats.reader(client.tokenizer, prompt, choice, several=several)
         if grammar is not None:
             if params.structured_outputs is not None:
                 raise bad_field("tool_choice", "an answer that has to call a tool cannot have another form besides")
@@ -102,22 +133,14 @@ def prepare_chat(
         if reader is not None:
             # Markers may be special tokens; the others are left out by the reader.
             params.skip_special_tokens = False
-    # The template writes the special tokens itself.
-    (token_ids,) = tokenize_texts(
-        [text],
-        client.tokenizer,
-        special=bool(request.add_special_tokens),
-        max_tokens=client.welcome.max_model_len,
-        param="messages",
-    )
-    tokens = Prompt(text=text, token_ids=token_ids, cache_salt=cache_salt(request, tenant))
+    tokens = Prompt(text=prompt.text, token_ids=token_ids, cache_salt=cache_salt(request, tenant))
     check_length(tokens, asked, client.welcome, "messages")
-    id = f"chatcmpl-{name}"
+    id = id_prefix + name
     answer = Answer(request, id, request.model or engine.names[0], client.tokenizer)
     return PreparedRequest(
         engine=engine,
         jobs=[Job(id, tokens, params, request.priority or 0)],
-        answer=ChatAnswer(request, answer, options.response_role, reader),
+        answer=(make_answer or ChatAnswer)(request, answer, parts.options.response_role, reader),
         streams=bool(request.stream),
     )
 
@@ -133,7 +156,7 @@ class _Choice:
         self.num_tokens = 0
 
 
-class ChatAnswer:
+class ChatAnswer(OpenAIEvents):
     """Both forms of the response: `whole`, and the events of a stream (see `Chunks`)."""
 
     def __init__(
@@ -231,7 +254,8 @@ class ChatAnswer:
         return event(self._chunk([ChatChunkChoice(index=index, delta=_delta_of(told))]))
 
     def end(self) -> bytes:
-        return event(self._chunk([], usage_of(self._streams))) if self._answer.include_usage else b""
+        last = event(self._chunk([], usage_of(self._streams))) if self._answer.include_usage else b""
+        return last + self.DONE
 
     def _first(self, stream: RequestStream, sequence: SequenceState) -> bytes:
         """An output's first event names its role; the very first also tells of the prompt."""
@@ -282,14 +306,14 @@ def _delta_of(told: Event) -> Delta:
     if not told.name:
         return Delta(tool_calls=[ToolCallDelta(told.call, FunctionDelta(arguments=told.arguments))])
     function = FunctionDelta(name=told.name, arguments=told.arguments)
-    return Delta(tool_calls=[ToolCallDelta(told.call, function, id=_call_id(told), type="function")])
+    return Delta(tool_calls=[ToolCallDelta(told.call, function, id=call_id(told), type="function")])
 
 
 def _message_of(role: str, events: Sequence[Event]) -> AssistantMessage:
     calls: list[ToolCall] = []
     for each in events:
         if each.name:
-            calls.append(ToolCall(_call_id(each), FunctionCall(each.name, each.arguments)))
+            calls.append(ToolCall(call_id(each), FunctionCall(each.name, each.arguments)))
         elif each.call >= 0:
             calls[each.call].function.arguments += each.arguments
     content = "".join(each.content for each in events)
@@ -301,8 +325,3 @@ def _message_of(role: str, events: Sequence[Event]) -> AssistantMessage:
         reasoning=reasoning,
         reasoning_content=reasoning,
     )
-
-
-def _call_id(told: Event) -> str:
-    """The model's own, else one that no other call has."""
-    return told.id or f"call_{uuid.uuid4().hex[:24]}"

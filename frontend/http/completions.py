@@ -21,6 +21,7 @@ from headrace.frontend.http.responses import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionResponse,
+    OpenAIEvents,
     TextEvent,
     Usage,
     completion_logprobs,
@@ -112,7 +113,7 @@ class _Choice:
         self.num_tokens = self.offset = 0
 
 
-class CompletionAnswer:
+class CompletionAnswer(OpenAIEvents):
     """Both forms of the response: `whole`, and the events of a stream (see `Chunks`)."""
 
     def __init__(self, request: CompletionRequest, answer: Answer, n: int, *, only_prompt: bool) -> None:
@@ -159,9 +160,10 @@ class CompletionAnswer:
 
     def end(self) -> bytes:
         if not self._answer.include_usage:
-            return b""
+            return self.DONE
         answer = self._answer
-        return event(CompletionResponse(answer.id, _OBJECT, answer.created, answer.model, [], self._usage()))
+        last = CompletionResponse(answer.id, _OBJECT, answer.created, answer.model, [], self._usage())
+        return event(last) + self.DONE
 
     def _usage(self) -> Usage:
         usage = usage_of(self._streams)

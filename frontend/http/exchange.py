@@ -136,6 +136,8 @@ class Exchange:
         self._body_is_read = scope["method"] in ("GET", "HEAD", "OPTIONS")
         self.status = 0
         """Of the response, once it has begun."""
+        self.error_body: Callable[[ApiError], bytes] = ApiError.json
+        """How this route's errors are written."""
         self.tenant = ""
         """Whose key the request came with, as text that gives nothing away."""
 
@@ -216,10 +218,10 @@ class Exchange:
     async def refuse(self, error: ApiError) -> None:
         """Answers with an error. What is still coming of the body is thrown away, and the connection closed."""
         if self._body_is_read:
-            await send_json(self.send, error.status, error.json(), error.headers())
+            await send_json(self.send, error.status, self.error_body(error), error.headers())
             return
         headers = [*error.headers(), (b"connection", b"close")]
-        await send_json(self.send, error.status, error.json(), headers, more_body=True)
+        await send_json(self.send, error.status, self.error_body(error), headers, more_body=True)
         if error.status != HTTPStatus.REQUEST_TIMEOUT:  # who was too slow has had the time
             with contextlib.suppress(TimeoutError, ClientGoneError):
                 async with asyncio.timeout(DISCARD_S):

@@ -26,7 +26,7 @@ from headrace.frontend.api.sampling_params import SamplingParams
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.http.connection import Connection
 from headrace.frontend.http.engines import Engine
-from headrace.frontend.http.errors import ApiError, error_event, unavailable
+from headrace.frontend.http.errors import ApiError, unavailable
 from headrace.frontend.http.metrics import Pages, RequestMeter
 from headrace.frontend.http.prompts import as_api_error
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
@@ -34,7 +34,6 @@ from headrace.ipc.failure import HeadraceError, InvalidRequestError
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE = b": keep-alive\n\n"
-DONE = b"data: [DONE]\n\n"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -50,7 +49,11 @@ class Chunks(Protocol):
         ...
 
     def end(self) -> bytes:
-        """What follows the last output, before [DONE]."""
+        """What follows the last output."""
+        ...
+
+    def failure(self, error: BaseException) -> bytes:
+        """The last event of a stream that failed."""
         ...
 
 
@@ -114,7 +117,7 @@ class EventStream:
         except Exception as error:  # the caller is the loop of all requests, and must not end for one
             logger.exception("an event could not be written")
             self._error = self._error or error
-            self._write(_json_event(error_event(error)) + DONE)
+            self._write(self._chunks.failure(error))
             self._finish()
 
     def _write_news(self) -> None:
@@ -129,9 +132,9 @@ class EventStream:
         for choice in ended:
             self._choices.remove(choice)
         if self._error is not None:
-            parts.append(_json_event(error_event(self._error)) + DONE)
+            parts.append(self._chunks.failure(self._error))
         elif not self._choices:
-            parts.append(self._chunks.end() + DONE)
+            parts.append(self._chunks.end())
         else:
             if parts:
                 self._write(parts[0] if len(parts) == 1 else b"".join(parts))
@@ -177,10 +180,6 @@ class KeepAlive:
                 stream.keep_alive()
         if self._streams:
             self._schedule()
-
-
-def _json_event(value: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 logger = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -11,7 +12,9 @@ from msgspec import UNSET, UnsetType
 
 from headrace.frontend.api.outputs import Logprob, LogprobsOfPosition
 from headrace.frontend.client.request import RequestStream
+from headrace.frontend.http.errors import error_event
 from headrace.frontend.http.requests import GenerationRequest
+from headrace.frontend.text.formats.parser import Event
 from headrace.frontend.text.tokenizer import Tokenizer
 
 
@@ -361,6 +364,20 @@ class TextEvent:
 
     def of(self, text: str) -> bytes:
         return self._head + _encode(text) + self._tail
+
+
+class OpenAIEvents:
+    """How streams of OpenAI's APIs end."""
+
+    DONE = b"data: [DONE]\n\n"
+
+    def failure(self, error: BaseException) -> bytes:
+        return event(error_event(error)) + self.DONE
+
+
+def call_id(told: Event) -> str:
+    """A call's own id, where the model writes one; else one that no other call has."""
+    return told.id or f"call_{uuid.uuid4().hex[:24]}"
 
 
 def event(chunk: Any) -> bytes:

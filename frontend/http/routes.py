@@ -16,12 +16,21 @@ import msgspec
 
 import headrace
 from headrace.frontend.client.client import CoreClient
-from headrace.frontend.http.chat import prepare_chat
+from headrace.frontend.http.chat import ChatParts, prepare_chat, render
 from headrace.frontend.http.completions import prepare_completion
 from headrace.frontend.http.engines import Engine, EnginePool
 from headrace.frontend.http.errors import ApiError, bad_field, unavailable
 from headrace.frontend.http.exchange import Exchange, LargeBodies
 from headrace.frontend.http.generation import Generator, KeepAlive, PreparedRequest
+from headrace.frontend.http.messages import (
+    CountTokensRequest,
+    CountTokensResponse,
+    MessagesAnswer,
+    MessagesRequest,
+    MessagesResponse,
+    as_chat,
+    error_body,
+)
 from headrace.frontend.http.metrics import Exposition, Pages
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.output_formats import OutputFormats
@@ -65,8 +74,8 @@ class ServerState:
         self.keys = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
         self.decoder = RequestDecoder(strict=options.strict_requests)
         self.bodies = LargeBodies(options.max_body_bytes)
-        self.output_formats = OutputFormats(options)
-        self.chat_prompts = ChatPrompts(template, trusts_requests=options.trust_request_chat_template)
+        prompts = ChatPrompts(template, trusts_requests=options.trust_request_chat_template)
+        self.chat = ChatParts(options, prompts, OutputFormats(options))
         self.exposition = Exposition(pages, pool, options.metrics_prefix)
         self.generator = Generator(
             KeepAlive(options.sse_keep_alive),
@@ -109,6 +118,29 @@ async def chat_completions(state: ServerState, exchange: Exchange) -> None:
     await _generate(state, exchange, lambda body: state.decoder.decode(body, ChatCompletionRequest))
 
 
+async def messages(state: ServerState, exchange: Exchange) -> None:
+    """Anthropic's API."""
+
+    def prepare(body: bytes) -> PreparedRequest:
+        request = as_chat(state.decoder.decode(body, MessagesRequest))
+        name = exchange.request_id(None)
+        state.check_accepting()
+        engine = state.pool.choose(request.model)
+        return prepare_chat(request, engine, state.chat, name, exchange.tenant, MessagesAnswer, "msg_")
+
+    prepared = await exchange.prepare(prepare)
+    await state.generator.answer(prepared, exchange.connection, exchange.receive, exchange.send)
+
+
+async def count_tokens(state: ServerState, exchange: Exchange) -> None:
+    def count(body: bytes) -> int:
+        request = as_chat(state.decoder.decode(body, CountTokensRequest))
+        state.check_accepting()
+        return len(render(request, state.pool.choose(request.model), state.chat)[1])
+
+    await exchange.answer(CountTokensResponse(await exchange.prepare(count)))
+
+
 async def invocations(state: ServerState, exchange: Exchange) -> None:
     """SageMaker's one route for whatever a model does."""
     kinds: dict[str, type[Any]] = {"messages": ChatCompletionRequest, "prompt": CompletionRequest}
@@ -125,9 +157,7 @@ async def _generate(
         state.check_accepting()
         engine = state.pool.choose(request.model)
         if isinstance(request, ChatCompletionRequest):
-            return prepare_chat(
-                request, engine, state.options, state.chat_prompts, state.output_formats, name, exchange.tenant
-            )
+            return prepare_chat(request, engine, state.chat, name, exchange.tenant)
         return prepare_completion(request, engine, state.options, name, exchange.tenant)
 
     prepared = await exchange.prepare(prepare)
@@ -157,7 +187,7 @@ def _tokens_of(state: ServerState, request: TokenizeRequest) -> bytes:
         raise bad_field("prompt", "give either prompt or messages")
     if request.messages is not None:
         check_tools(request.tools)
-        prompt = state.chat_prompts.render(request, request.messages, client.tokenizer, tools=request.tools or None)
+        prompt = state.chat.prompts.render(request, request.messages, client.tokenizer, tools=request.tools or None)
         text, special = prompt.text, False
     else:
         text, special = request.prompt or "", True
@@ -321,6 +351,8 @@ class RouteSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A struct; None for what is no JSON."""
     public: bool = False
     """Answers without a key."""
+    error_body: Callable[[ApiError], bytes] = ApiError.json
+    """How its errors are written."""
     refusals: tuple[int, ...] = ()
     """Statuses of errors that it may answer with."""
 
@@ -334,7 +366,9 @@ def _get(path: str, handler: Handler, summary: str, response: Any = None, **more
     return RouteSpec(method="GET", path=path, handler=handler, summary=summary, response=response, **more)
 
 
-def _post(path: str, handler: Handler, summary: str, request: Any, response: Any, refusals: Any) -> RouteSpec:
+def _post(
+    path: str, handler: Handler, summary: str, request: Any, response: Any, refusals: Any, **more: Any
+) -> RouteSpec:
     return RouteSpec(
         method="POST",
         path=path,
@@ -343,6 +377,7 @@ def _post(path: str, handler: Handler, summary: str, request: Any, response: Any
         request=request,
         response=response,
         refusals=refusals,
+        **more,
     )
 
 
@@ -355,6 +390,24 @@ ROUTES: tuple[RouteSpec, ...] = (
         ChatCompletionRequest,
         ChatResponse,
         _GENERATION,
+    ),
+    _post(
+        "/v1/messages",
+        messages,
+        "Answer a conversation, as Anthropic has it",
+        MessagesRequest,
+        MessagesResponse,
+        _GENERATION,
+        error_body=error_body,
+    ),
+    _post(
+        "/v1/messages/count_tokens",
+        count_tokens,
+        "The tokens of a conversation, as Anthropic has it",
+        CountTokensRequest,
+        CountTokensResponse,
+        _TOKENS,
+        error_body=error_body,
     ),
     RouteSpec(
         method="POST",

@@ -1,0 +1,341 @@
+"""POST /v1/messages: Anthropic's API, answered by the chat's own code.
+
+A request becomes a chat completion (`as_chat`); the answer is written as content blocks, whole or as events:
+
+    message_start, (content_block_start, content_block_delta ..., content_block_stop) for each block, message_delta,
+    message_stop
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.http.errors import ApiError, bad_field
+from headrace.frontend.http.requests import ChatCompletionRequest, ChatMessage, Few, Many
+from headrace.frontend.http.responses import Answer, call_id
+from headrace.frontend.text.formats.parser import Event, OutputParser
+
+# --- the request ------------------------------------------------------------------------------------------------------
+
+
+class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | Many[dict[str, Any]]
+
+
+class MessagesTool(msgspec.Struct, kw_only=True):
+    name: str
+    input_schema: dict[str, Any] = {}
+    description: str | None = None
+    type: str | None = None
+
+
+class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/messages/count_tokens"""
+
+    messages: Many[InputMessage]
+    model: str | None = None
+    system: Annotated[str | Many[dict[str, Any]] | None, Meta(description="What comes before the messages")] = None
+    tools: Few[MessagesTool] | None = None
+    tool_choice: Annotated[dict[str, Any] | None, Meta(description="{type: auto, any, none or tool, name}")] = None
+    thinking: Annotated[dict[str, Any] | None, Meta(description="{type: enabled} or {type: disabled}")] = None
+
+
+class MessagesRequest(CountTokensRequest):
+    """POST /v1/messages"""
+
+    max_tokens: Annotated[int, Meta(description="Most tokens to generate")]
+    stop_sequences: Few[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: Annotated[dict[str, Any] | None, Meta(description="Taken, and not read")] = None
+    service_tier: Annotated[str | None, Meta(description="Taken, and not read: there is one tier")] = None
+
+
+class CountTokensResponse(msgspec.Struct):
+    input_tokens: int
+
+
+def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
+    """The same conversation as OpenAI has it. Raises ApiError, which names the field."""
+    messages: list[ChatMessage] = []
+    if request.system:
+        messages.append(ChatMessage(role="system", content=_texts(request.system, "system")))
+    for index, message in enumerate(request.messages):
+        messages += _messages_of(message, f"messages[{index}].content")
+    tools = [_tool_of(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())]
+    choice, several = _choice_of(request.tool_choice)
+    thinks = (request.thinking or {}).get("type")
+    more: dict[str, Any] = {}
+    if isinstance(request, MessagesRequest):
+        names = ("temperature", "top_p", "top_k", "stream")
+        more = {name: getattr(request, name) for name in names}
+        more |= {"max_completion_tokens": request.max_tokens, "stop": request.stop_sequences}
+    continues = bool(request.messages) and request.messages[-1].role == "assistant"
+    return ChatCompletionRequest(
+        model=request.model,
+        messages=messages,
+        tools=tools or None,
+        tool_choice=choice,
+        parallel_tool_calls=several,
+        continue_final_message=continues or None,
+        enable_thinking=None if thinks is None else thinks != "disabled",
+        **more,
+    )
+
+
+def _messages_of(message: InputMessage, where: str) -> list[ChatMessage]:
+    """A message's blocks: results of tools become messages of their own, before what the user says."""
+    if isinstance(message.content, str):
+        return [ChatMessage(role=message.role, content=message.content)]
+    results, texts, thoughts, calls = [], [], [], []
+    for index, block in enumerate(message.content):
+        at = f"{where}[{index}]"
+        match block.get("type"):
+            case "text":
+                texts.append({"type": "text", "text": _field(block, "text", at)})
+            case "tool_result":
+                content = block.get("content") or ""
+                text = content if isinstance(content, str) else _texts(content, f"{at}.content")
+                results.append(ChatMessage(role="tool", content=text, tool_call_id=_field(block, "tool_use_id", at)))
+            case "tool_use":
+                arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+                function = {"name": _field(block, "name", at), "arguments": arguments}
+                calls.append({"id": _field(block, "id", at), "type": "function", "function": function})
+            case "thinking":
+                thoughts.append(_field(block, "thinking", at))
+            case "redacted_thinking":
+                pass  # nobody but its writer can read it
+            case kind:
+                raise bad_field(at, f"{at}: content of type {str(kind)[:80]!r} is not supported: the model reads text")
+    if not (texts or thoughts or calls):
+        return results
+    return [
+        *results,
+        ChatMessage(
+            role=message.role,
+            content=texts or None,
+            tool_calls=calls or None,
+            reasoning_content="".join(thoughts) or None,
+        ),
+    ]
+
+
+def _texts(content: str | Sequence[Any], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    for index, block in enumerate(content):
+        if not isinstance(block, dict) or block.get("type") != "text":
+            raise bad_field(f"{where}[{index}]", f"{where}[{index}] must be {{type: text, text: ...}}")
+    return "\n".join(_field(block, "text", f"{where}[{index}]") for index, block in enumerate(content))
+
+
+def _field(block: dict[str, Any], name: str, where: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise bad_field(f"{where}.{name}", f"{where}.{name} must be a text")
+    return value
+
+
+def _tool_of(tool: MessagesTool, where: str) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise bad_field(f"{where}.type", f"{where}: tools of type {tool.type[:80]!r} are run by Anthropic, not here")
+    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
+
+
+def _choice_of(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | None, bool | None]:
+    """OpenAI's tool_choice and parallel_tool_calls."""
+    if choice is None:
+        return None, None
+    several = False if choice.get("disable_parallel_tool_use") else None
+    match choice.get("type"):
+        case "auto" | "none" as same:
+            return same, several
+        case "any":
+            return "required", several
+        case "tool":
+            return {"type": "function", "function": {"name": choice.get("name")}}, several
+    raise bad_field("tool_choice", "tool_choice must be {type: auto}, {type: any}, {type: none} or {type: tool, name}")
+
+
+# --- the answer -------------------------------------------------------------------------------------------------------
+
+
+class MessagesUsage(msgspec.Struct):
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+class MessagesResponse(msgspec.Struct):
+    id: str
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: MessagesUsage
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+
+
+class MessagesAnswer:
+    """Both forms of the response (see `generation.ResponseText`). There is one output."""
+
+    def __init__(
+        self, request: ChatCompletionRequest, answer: Answer, role: str, make_reader: Callable[[], OutputParser] | None
+    ) -> None:
+        self._request, self._answer = request, answer
+        self._reader = OutputParser(None, None) if make_reader is None else make_reader()
+        self._streams: Sequence[RequestStream] = ()
+        self._began = False
+        self._num_blocks, self._open = 0, ("", -1)  # the kind of the block that is open, and which call it is
+        self._sequence: SequenceState | None = None
+
+    def attach(self, streams: Sequence[RequestStream]) -> None:
+        self._streams = streams
+
+    def whole(self) -> bytes:
+        (stream,) = self._streams
+        (sequence,) = stream.sequences
+        output = sequence.read(delta=False, tokenizer=stream.tokenizer)
+        blocks: list[dict[str, Any]] = []
+        for told in self._read(output.text, ends=True):
+            kind, _ = self._block_of(told)
+            if kind == "tool_use" and told.name:
+                blocks.append({"type": kind, "id": call_id(told), "name": told.name, "input": told.arguments})
+            elif kind == "tool_use":
+                blocks[-1]["input"] += told.arguments
+            elif blocks and blocks[-1]["type"] == kind:
+                blocks[-1][kind] += told.content or told.reasoning
+            else:
+                signature = {"signature": ""} if kind == "thinking" else {}
+                blocks.append({"type": kind, kind: told.content or told.reasoning, **signature})
+        for block in blocks:
+            if block["type"] == "tool_use":
+                block["input"] = _arguments(block["input"])
+        reason, sequence_text = self._stop(output.finish_reason, output.stop_reason)
+        usage = self._usage(len(output.token_ids))
+        return msgspec.json.encode(
+            MessagesResponse(self._answer.id, self._answer.model, blocks, reason, sequence_text, usage)
+        )
+
+    def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
+        self._sequence = sequence
+        output = sequence.read(delta=True, tokenizer=stream.tokenizer)
+        parts = [] if self._began else [self._start()]
+        self._began = True
+        for told in self._read(output.text, ends=output.finish_reason is not None):
+            parts += self._events_of(told)
+        if output.finish_reason is not None:
+            parts += self._close()
+            reason, stop_sequence = self._stop(output.finish_reason, output.stop_reason)
+            parts.append(
+                _event(
+                    "message_delta",
+                    delta={"stop_reason": reason, "stop_sequence": stop_sequence},
+                    usage=self._usage(len(sequence.token_ids)),
+                )
+            )
+        return b"".join(parts)
+
+    def end(self) -> bytes:
+        return _event("message_stop")
+
+    def failure(self, error: BaseException) -> bytes:
+        return b"event: error\ndata: " + error_body(ApiError.of(error)) + b"\n\n"
+
+    def _read(self, text: str, *, ends: bool) -> list[Event]:
+        events = self._reader.feed(text) + (self._reader.finish() if ends else [])
+        return [each for each in events if each.call <= 0 or self._request.parallel_tool_calls is not False]
+
+    def _start(self) -> bytes:
+        message = MessagesResponse(self._answer.id, self._answer.model, [], None, None, self._usage(0))
+        return _event("message_start", message=message)
+
+    def _block_of(self, told: Event) -> tuple[str, int]:
+        return ("tool_use", told.call) if told.call >= 0 else ("thinking" if told.reasoning else "text", -1)
+
+    def _events_of(self, told: Event) -> list[bytes]:
+        block, parts = self._block_of(told), []
+        if block != self._open:
+            parts = self._close()
+            content: dict[str, Any] = {"type": block[0]}
+            match block[0]:
+                case "tool_use":
+                    content |= {"id": call_id(told), "name": told.name, "input": {}}
+                case "thinking":
+                    content |= {"thinking": "", "signature": ""}
+                case _:
+                    content |= {"text": ""}
+            self._open = block
+            parts.append(_event("content_block_start", index=self._num_blocks, content_block=content))
+        delta: dict[str, Any] = {"type": "text_delta", "text": told.content}
+        if block[0] == "tool_use":
+            delta = {"type": "input_json_delta", "partial_json": told.arguments}
+        elif block[0] == "thinking":
+            delta = {"type": "thinking_delta", "thinking": told.reasoning}
+        if told.content or told.reasoning or told.arguments:
+            parts.append(_event("content_block_delta", index=self._num_blocks, delta=delta))
+        return parts
+
+    def _close(self) -> list[bytes]:
+        if not self._open[0]:
+            return []
+        parts = [_event("content_block_stop", index=self._num_blocks)]
+        self._num_blocks, self._open = self._num_blocks + 1, ("", -1)
+        return parts
+
+    def _stop(
+        self, finish_reason: str | None, stop_reason: int | str | None
+    ) -> tuple[Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"], str | None]:
+        if finish_reason == "length":
+            return "max_tokens", None
+        if self._reader.num_calls:
+            return "tool_use", None
+        return ("stop_sequence", stop_reason) if isinstance(stop_reason, str) else ("end_turn", None)
+
+    def _usage(self, num_output: int) -> MessagesUsage:
+        """As Anthropic counts: what came from the cache is not part of input_tokens."""
+        (stream,) = self._streams
+        cached = stream.num_cached_tokens or 0
+        return MessagesUsage(len(stream.prompt.token_ids or ()) - cached, num_output, cached)
+
+
+def _arguments(text: str) -> Any:
+    """A call's input; what the model wrote where that is no JSON."""
+    try:
+        return json.loads(text or "{}")
+    except ValueError:
+        return {"": text}
+
+
+def _event(type: str, **fields: Any) -> bytes:
+    return b"event: " + type.encode() + b"\ndata: " + msgspec.json.encode({"type": type, **fields}) + b"\n\n"
+
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_body(error: ApiError) -> bytes:
+    """In Anthropic's shape."""
+    kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.body.message}})

@@ -1,0 +1,169 @@
+"""Anthropic's API: the official client's calls, whole and streamed, with tools and thinking; errors in its shape."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from http_server import serving
+from null_with_tokenizer import PARROT
+
+END = "STOPHERE"
+TEMPLATE = (
+    '{# <tool_call> "arguments" #}{% for m in messages %}{% if not loop.last %}[{{ m.role }}:{{ m.content }}'
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}]"
+    "{% endif %}{% endfor %}{{ messages[-1]['content'] }}"
+)
+WEATHER: Any = {
+    "name": "get_weather",
+    "description": "of a city",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Zürich"}}</tool_call>'
+SAID = f"<think>hm</think>Sure.\n{CALL}"
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Of a model that says its last message, up to the stop string."""
+    arguments = (
+        "--chat-template",
+        TEMPLATE,
+        "--reasoning-parser",
+        "qwen3",
+        "--max-model-len",
+        "1024",
+        "--api-key",
+        "k",
+    )
+    with serving("--distributed-executor-backend", PARROT, *arguments) as server:
+        with server.client(headers={"x-api-key": "k"}) as client:
+            # The engine's process that tries grammars stays.
+            body = body_of("hm", tools=[WEATHER], tool_choice={"type": "any"})
+            assert client.post("/v1/messages", json=body).status_code == 200
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with anthropic.Anthropic(base_url=server.url, api_key="k", max_retries=0) as client:
+        yield client
+
+
+def body_of(said: str, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": said + END}]
+    return {"model": "null", "messages": messages, "max_tokens": 200, "stop_sequences": [END], **more}
+
+
+def test_an_answer_is_a_message_of_blocks(client):
+    message = client.messages.create(**body_of(SAID, tools=[WEATHER]))
+    thinking, text, call = message.content
+    assert (thinking.type, thinking.thinking) == ("thinking", "hm")
+    assert (text.type, text.text) == ("text", "Sure.")
+    assert (call.type, call.name, call.input) == ("tool_use", "get_weather", {"city": "Zürich"})
+    assert message.stop_reason == "tool_use"
+    assert message.id.startswith("msg_")
+    assert message.usage.input_tokens > 10 < message.usage.output_tokens
+    plain = client.messages.create(**body_of("hello"))
+    assert [block.text for block in plain.content] == ["hello"]
+    assert (plain.stop_reason, plain.stop_sequence) == ("stop_sequence", END)
+    assert client.messages.create(**body_of("hello") | {"max_tokens": 2}).stop_reason == "max_tokens"
+
+
+def test_the_clients_stream_helper_joins_the_same_message(client):
+    whole = client.messages.create(**body_of(SAID, tools=[WEATHER]))
+    with client.messages.stream(**body_of(SAID, tools=[WEATHER])) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_message()
+    assert kinds[0] == "message_start"
+    assert kinds[-1] == "message_stop"
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
+    unique = {"id"}
+    assert [block.model_dump(exclude=unique) for block in streamed.content] == [
+        block.model_dump(exclude=unique) for block in whole.content
+    ]
+    assert (streamed.stop_reason, streamed.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+
+
+def test_conversations_with_tools_reach_the_template(client):
+    """System, earlier calls and their results, thinking that is not repeated, and the count of all that."""
+    messages: Any = [
+        {"role": "user", "content": "a"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "t", "signature": ""},
+                {"type": "text", "text": "b"},
+                {"type": "tool_use", "id": "1", "name": "get_weather", "input": {"city": "x"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "sunny"}]},
+                {"type": "text", "text": END},
+            ],
+        },
+    ]
+    asked: Any = {"model": "null", "messages": messages, "system": [{"type": "text", "text": "s"}], "tools": [WEATHER]}
+    message = client.messages.create(**asked, max_tokens=200, stop_sequences=[END])
+    rendered = '[system:s][user:a][assistant:bget_weather{"city": "x"}][tool:sunny]'
+    assert [block.text for block in message.content] == [rendered]
+    assert client.messages.count_tokens(**asked).input_tokens == message.usage.input_tokens
+
+
+def test_a_tool_that_must_be_called_is(client):
+    for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
+        message = client.messages.create(**body_of("hm", tools=[WEATHER], tool_choice=choice, stop_sequences=[]))
+        if message.stop_reason != "max_tokens":
+            assert message.stop_reason == "tool_use"
+            assert [block.name for block in message.content if block.type == "tool_use"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"tool_choice": {"type": "tool", "name": "x"}, "tools": [WEATHER]}, "names the tool 'x'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "type 'image' is not supported",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text must be a text"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "run by Anthropic"),
+        ({"messages": []}, "messages is empty"),
+        ({"temperature": -1.0}, "temperature"),
+    ],
+)
+def test_bad_requests_are_refused_in_the_apis_own_shape(server, changes, words):
+    with server.client(headers={"x-api-key": "k"}) as client:
+        body = {name: value for name, value in {**body_of("x"), **changes}.items() if value is not None}
+        answer = client.post("/v1/messages", json=body)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["type"] == "error"
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert words in answer.json()["error"]["message"]
+
+
+def test_a_wrong_key_is_an_authentication_error(server):
+    with anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0) as client:
+        with pytest.raises(anthropic.AuthenticationError) as caught:
+            client.messages.create(**body_of("x"))
+        assert caught.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+
+
+def test_events_are_named_and_there_is_no_other_end(server):
+    with server.client(headers={"x-api-key": "k"}) as client:
+        text = client.post("/v1/messages", json=body_of("hi", stream=True)).text
+    events = [part.split("\n", 1) for part in text.strip().split("\n\n")]
+    for name, data in events:
+        assert json.loads(data.removeprefix("data: "))["type"] == name.removeprefix("event: ")
+    assert events[-1][0] == "event: message_stop"
+
+
+def test_openais_routes_keep_their_own_errors(server):
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json={}, headers={"x-api-key": "k"})
+    assert answer.json()["error"]["param"] == "messages"
