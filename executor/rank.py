@@ -47,15 +47,16 @@ def reader_of(report: Report | None) -> Callable[[int, int], None] | None:
     return getattr(report, "read", None)
 
 
-class Rank(ABC):
-    """Used from one thread, but for `tokenizer`. Every rank of a world is given every plan, in the core's order."""
+class ModelHost(ABC):
+    """What a placement and a rank have in common: a placement offers the core what a rank offers the placement."""
 
     max_steps_in_flight: int = 1
-    """Most steps that may be submitted and not collected. This and the next two are known once it is constructed."""
+    """Most steps that may be submitted and not collected. With 1, `collect` follows each `submit`. This and the next
+    two are known once the object is constructed."""
     has_own_memory: bool = False
-    """Whether it has a memory of its own, as a GPU has; else all ranks of a host share its memory."""
+    """Whether each rank has a memory of its own, as a GPU has; else all ranks of a host share its memory."""
     async_by_default: bool = False
-    """Whether the core plans ahead unless it is told not to."""
+    """Whether the core plans ahead unless an option says otherwise: steps run elsewhere, or gain by it here."""
 
     @abstractmethod
     def describe(self, report: Report) -> ModelDescription:
@@ -66,17 +67,14 @@ class Rank(ABC):
 
     @abstractmethod
     def tokenizer(self) -> TokenizerBundle | None:
-        """The model's tokeniser; None with skip_tokenizer_init. May be called from another thread while `load` runs.
+        """The model's tokeniser, converted when need be; None with skip_tokenizer_init.
 
-        Raises ModelError when there is none.
+        May be called from another thread while `load` runs. Raises ModelError when there is none.
         """
-
-    def join(self, meeting: Rendezvous) -> None:  # noqa: B027 - one that talks to no other need not
-        """Connects to the other ranks, where there are others."""
 
     @abstractmethod
     def load(self, plan: Plan, report: Report) -> MemoryReading:
-        """Loads this rank's weights. Raises ModelError when they do not match the config or do not fit the memory."""
+        """Loads the weights. Raises ModelError when they do not match the config or do not fit the memory."""
 
     def measure(self, reading: MemoryReading, report: Report) -> MemoryReading:
         """After `load` of every rank of several: its reading, with what they can only find out together."""
@@ -92,15 +90,32 @@ class Rank(ABC):
 
     @abstractmethod
     def collect(self) -> StepResult:
-        """The result of the oldest submitted step; that of a rank whose `place.replies` is false holds nothing."""
+        """The result of the oldest submitted step; that of a rank whose `place.replies` is false holds nothing.
+
+        Raises what ended the engine, if anything did.
+        """
 
     def has_result(self) -> bool:
         """Whether `collect` would return without waiting for others, where a step is submitted."""
         return True
 
     def idle(self) -> bool:
-        """A piece of work of at most some 100 ms that no request waits for; False when there is none (left)."""
+        """A piece of work of at most some 100 ms that no request waits for; False when there is none (left).
+
+        Called while there is nothing to compute, until it is false or something comes.
+        """
         return False
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Frees the device. Safe to call twice and after a failed start."""
+
+
+class Rank(ModelHost):
+    """Used from one thread, but for `tokenizer`. Every rank of a world is given every plan, in the core's order."""
+
+    def join(self, meeting: Rendezvous) -> None:
+        """Connects to the other ranks, where there are others."""
 
     @abstractmethod
     def control(self, command: WorkerCommand) -> WorkerAnswer:
@@ -108,10 +123,6 @@ class Rank(ABC):
 
         Raises HeadraceError, with what is as it was before, when the command cannot be carried out.
         """
-
-    @abstractmethod
-    def stop(self) -> None:
-        """Frees the device. Safe to call twice and after a failed start."""
 
 
 def make_rank(options: Options, place: RankPlace) -> Rank:

@@ -14,6 +14,7 @@ import pytest
 import tiny_models
 import torch
 from plan_maker import PlanMaker
+from token_bits import pack_bits
 
 from headrace import LLM, SamplingParams
 from headrace.core.options.engine_options import Options
@@ -24,7 +25,7 @@ from headrace.executor.gpu.rank import GpuRank
 from headrace.ipc.failure import HeadraceError, OptionError
 from headrace.kernels import ops
 from headrace.kernels.reference.attention import AttentionParams, PagedBatch
-from headrace.kernels.reference.sampling import DeviceDraws, LogitChanges, Penalties, pack_bits
+from headrace.kernels.reference.sampling import DeviceDraws, LogitChanges, Penalties
 
 
 def why_no_gpu() -> str:

@@ -7,6 +7,7 @@ from unittest import mock
 import torch
 import triton
 import triton.language as tl
+from token_bits import pack_bits
 
 from headrace.kernels import ops
 from headrace.kernels.reference.sampling import (
@@ -17,7 +18,6 @@ from headrace.kernels.reference.sampling import (
     gumbel_noise,
     likeliest,
     ordered_keys,
-    pack_bits,
     random_words,
     truncated,
     unpack_bits,

@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Decision, ModelDescription, Plan
-from headrace.core.options.speculation import CPU_STEP_TOKENS, speculation_of
+from headrace.core.options.speculation import CPU_STEP_TOKENS, Speculation, speculation_of
 from headrace.core.options.structured_outputs import structured_outputs_of
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import Sampling
@@ -63,17 +63,9 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
     defaults, defaults_reason = _generation_defaults(options, model)
     if defaults:
         decide("sampling defaults", msgspec.json.encode(defaults).decode(), defaults_reason)
-    speculation = speculation_of(options.speculative_config, on_gpu=model.device_bytes > 0)
+    speculation = _speculation(options, model, max_num_seqs)
     if speculation is not None:
-        most = min(speculation.most_step_tokens, max(max_num_seqs, CPU_STEP_TOKENS))  # as memory is measured for
-        speculation = msgspec.structs.replace(speculation, most_step_tokens=most)
-        lookup = f"{speculation.prompt_lookup_min} to {speculation.prompt_lookup_max}"
-        decide(
-            "speculative_config",
-            f"ngram, at most {speculation.num_speculative_tokens} draft tokens",
-            f"asked for; they follow an earlier run of the last {lookup} tokens, in steps of up to "
-            f"{speculation.most_step_tokens} tokens",
-        )
+        decide("speculative_config", *speculation.described)
     structured_outputs = structured_outputs_of(options.structured_outputs_config)
     if options.structured_outputs_config:
         decide("structured_outputs_config", ", then ".join(structured_outputs.backends), "asked for")
@@ -102,11 +94,12 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
     )
 
 
-def describe_plan(plan: Plan) -> str:
-    """The decisions as aligned text, one a line: name, value, reason."""
-    names = max(len(decision.name) for decision in plan.decisions)
-    values = max(len(decision.value) for decision in plan.decisions)
-    return "\n".join(f"{d.name:<{names}}  {d.value:<{values}}  {d.reason}" for d in plan.decisions)
+def _speculation(options: Options, model: ModelDescription, max_num_seqs: int) -> Speculation | None:
+    found = speculation_of(options.speculative_config, on_gpu=model.device_bytes > 0)
+    if found is None:
+        return None
+    most = min(found.most_step_tokens, max(max_num_seqs, CPU_STEP_TOKENS))  # as memory is measured for
+    return msgspec.structs.replace(found, most_step_tokens=most)
 
 
 def _dtype(options: Options, model: ModelDescription) -> tuple[str, str]:

@@ -35,6 +35,15 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     most_step_tokens: int = CPU_STEP_TOKENS
     """A step gets drafts up to so many tokens in all."""
 
+    @property
+    def described(self) -> tuple[str, str]:
+        """What was decided, and why."""
+        return (
+            f"ngram, at most {self.num_speculative_tokens} draft tokens",
+            f"asked for; they follow an earlier run of the last {self.prompt_lookup_min} to {self.prompt_lookup_max} "
+            f"tokens, in steps of up to {self.most_step_tokens} tokens",
+        )
+
 
 def speculation_of(config: Mapping[str, Any], *, on_gpu: bool) -> Speculation | None:
     """What `speculative_config` asks for; None where it is empty. Raises OptionError, naming the field."""

@@ -52,19 +52,6 @@ class BlockObserver(Protocol):
         ...
 
 
-class BlockCounter:
-    """How many blocks were stored and evicted so far."""
-
-    def __init__(self) -> None:
-        self.num_stored = self.num_evicted = 0
-
-    def stored(self, block: int, name: BlockHash) -> None:
-        self.num_stored += 1
-
-    def evicted(self, block: int, name: BlockHash) -> None:
-        self.num_evicted += 1
-
-
 class BlockPool:
     """Which blocks are held, and which can be found. Sequences are of block ids in the order of the request's tokens.
 

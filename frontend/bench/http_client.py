@@ -192,10 +192,6 @@ class Pool:
         self._busy: set[Connection] = set()
         self._watch: asyncio.Task[None] | None = None
 
-    @property
-    def num_busy(self) -> int:
-        return len(self._busy)
-
     async def send(self, request: bytes, reader: Reader) -> None:
         """One exchange, on a kept connection or a new one. Raises ExchangeError."""
         if self._watch is None:

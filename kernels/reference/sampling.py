@@ -120,14 +120,6 @@ def unpack_bits(bits: Tensor, count: int) -> Tensor:
     return ((bits[:, :, None] >> places) & 1).flatten(1)[:, :count].bool()
 
 
-def pack_bits(flags: Tensor) -> Tensor:
-    """flags [num_rows, count] bool -> [num_rows, ceil(count / 32)] int32, as `unpack_bits` reads them."""
-    missing = -flags.shape[1] % 32
-    padded = torch.nn.functional.pad(flags, (0, missing)).unflatten(1, (-1, 32)).long()
-    words = (padded << torch.arange(32, device=flags.device)).sum(-1)
-    return torch.where(words >> 31 > 0, words - (1 << 32), words).int()
-
-
 def choose_tokens(logits: Tensor, draws: DeviceDraws) -> DeviceChosen:
     """The next token of each row of logits [num_rows, vocab_size] float32, which are left as they are.
 
