@@ -45,8 +45,18 @@ FAMILIES: dict[str, TinyModel] = {
     "glm4_moe_lite": tiny("Glm4MoeLite", **LATENT, **DEEPSEEK),
     "dots1": tiny("Dots1", head_dim=16, sliding_window=20, max_window_layers=1, **DEEPSEEK),
     "minimax_m2": tiny("MiniMaxM2", head_dim=16, rotary_dim=8, **EXPERTS),
+    "granitemoe": tiny(
+        "GraniteMoe", embedding_multiplier=6.0, residual_multiplier=0.4, attention_multiplier=0.2, logits_scaling=4.0,
+        **EXPERTS,
+    ),
+    "ernie4_5_moe": tiny(
+        "Ernie4_5_Moe", moe_num_experts=8, moe_k=3, moe_intermediate_size=32, moe_num_shared_experts=2, head_dim=16,
+        moe_layer_interval=2, num_hidden_layers=3,
+    ),
+    "minicpm3": tiny("MiniCPM3", scale_emb=1, scale_depth=1.4, tie_word_embeddings=False, **LATENT),
+    "kimi_k2": tiny("DeepseekV3", **LATENT, **(DEEPSEEK | {"n_group": 1, "topk_group": 1})),
     "gpt_oss": tiny("GptOss", head_dim=16, sliding_window=20, rope_parameters=YARN, **EXPERTS),
-}
+}  # fmt: skip
 # Little memory and small steps: prompts are read in chunks, and requests give way to each other.
 TIGHT: dict[str, Any] = {
     "dtype": "float32",
@@ -56,7 +66,7 @@ TIGHT: dict[str, Any] = {
     "max_model_len": 64,
     "skip_tokenizer_init": True,
     "in_process": True,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

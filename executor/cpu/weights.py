@@ -138,8 +138,7 @@ class CpuWeights(CheckedWeights):
             case blocks.ExpertStack():
                 return self.experts(declared, prefix)
             case blocks.Vector():
-                own = own_part(declared.size, self.place)
-                return self.vector(prefix + declared.name, size_of(declared.size), take=own)
+                return self.values(declared, prefix)
             case blocks.AttendLatent():
                 raise NotImplementedError("a program has no latent attention: the block's why_no_program says so")
 

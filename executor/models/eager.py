@@ -131,8 +131,7 @@ class EagerWeights(CheckedWeights):
             case blocks.ExpertStack():
                 return EagerExperts(self, declared, prefix)
             case blocks.Vector():
-                own = own_part(declared.size, self.place)
-                return self.vector(prefix + declared.name, size_of(declared.size), take=own)
+                return self.values(declared, prefix)
 
     def linear(
         self, parts: Sequence[Part], in_features: int, columns: slice | None, bias: bool, role: Role

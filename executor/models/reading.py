@@ -12,7 +12,16 @@ from torch import Tensor
 
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.models.arch import ArchSpec, LayerSpec
-from headrace.executor.models.blocks import Axis, Declared, Dimension, LayerDeclaration, LayerHeld, Linear, size_of
+from headrace.executor.models.blocks import (
+    Axis,
+    Declared,
+    Dimension,
+    LayerDeclaration,
+    LayerHeld,
+    Linear,
+    Vector,
+    size_of,
+)
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.ipc.failure import ModelError
 
@@ -84,6 +93,16 @@ class CheckedWeights:
         tensor = self._floats(name, take).to(self.device, torch.float32) + offset
         self.nbytes += tensor.nbytes
         return tensor
+
+    def values(self, declared: Vector, prefix: str) -> Tensor:
+        """This rank's, [size] float32."""
+        name, size, own = prefix + declared.name, size_of(declared.size), own_part(declared.size, self.place)
+        if not declared.is_row:
+            return self.vector(name, size, take=own)
+        self._check(name, (1, size))
+        row = self._source.get(name, columns=own)[0].to(self.device, torch.float32)
+        self.nbytes += row.nbytes
+        return row
 
     def matrix(self, name: str, rows: int, columns: int, take: slice | None = None) -> Tensor:
         """Rows `take` of a [rows, columns] matrix as it is, in the model's dtype."""

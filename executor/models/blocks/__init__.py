@@ -206,9 +206,11 @@ class Vector:
 
     name: str
     size: Dimension
+    is_row: bool = False
+    """Stored as [1, size]."""
 
     def weights(self) -> Iterator[Weight]:
-        yield Weight(self.name, (self.size,), "bias")
+        yield Weight(self.name, (1, self.size) if self.is_row else (self.size,), "bias")
 
 
 Declared = Linear | Norm | Attend | AttendLatent | ExpertStack | Vector

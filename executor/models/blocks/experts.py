@@ -39,16 +39,17 @@ class Experts(Ffn):
     router_bias: bool = False
     expert_bias: bool = False
     """On the experts' matrices."""
-    correction: bool = False
-    """Experts are chosen by their scores and a vector added to them."""
+    correction: Literal["no", "vector", "row"] = "no"
+    """Whether experts are chosen by their scores and a vector added to them, and how that is stored."""
 
     def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
         names, hidden = spec.names, spec.hidden_size
         router = Linear(((names.router, self.num_experts),), hidden, self.router_bias, role="router")
         each = [f"{names.experts}.{index}." for index in range(self.num_experts)]
         found: dict[str, Declared] = {"router": router, "experts": self._stack(spec, each, self.inner)}
-        if self.correction:
-            found["correction"] = Vector(names.router_correction, self.num_experts)
+        if self.correction != "no":
+            is_row = self.correction == "row"
+            found["correction"] = Vector(names.router_correction, self.num_experts, is_row=is_row)
         if self.shared_inner and not self.shared_gate:
             gate, up, down = (
                 f"{names.shared_expert}.{name}" for name in (names.expert_gate, names.expert_up, names.expert_down)

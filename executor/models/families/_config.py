@@ -315,7 +315,7 @@ def mixture_after_dense(
         activation(config, "hidden_act", "silu"),
         shared_inner=inner * integer(config, "n_shared_experts", 0),
         shared_gate=False,
-        correction=correction,
+        correction="vector" if correction else "no",
     )
     first, step = integer(config, "first_k_dense_replace", default_dense), integer(config, "moe_layer_freq", 1)
     return lambda index: mixture if index >= first and index % step == 0 else dense(config)

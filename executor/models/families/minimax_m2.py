@@ -18,7 +18,7 @@ def build(config: Config) -> ArchSpec:
         Routing(integer(config, "num_experts_per_tok"), "sigmoid", renormalise=True),
         integer(config, "intermediate_size"),
         activation(config, "hidden_act", "silu"),
-        correction=True,
+        correction="vector",
     )
     return llama_like(
         config,

@@ -1,0 +1,24 @@
+"""Granite 3 with experts: Granite's multipliers, and experts in all layers."""
+
+from headrace.executor.models.arch import ArchSpec, StackedExperts, WeightNames
+from headrace.executor.models.families import Config, Family
+from headrace.executor.models.families._config import biases, experts, integer, llama_like, positive
+
+NAMES = WeightNames(router="block_sparse_moe.router.layer", experts="block_sparse_moe.experts")
+STACKED = StackedExperts("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight")
+
+
+def build(config: Config) -> ArchSpec:
+    return llama_like(
+        config,
+        attention={"scale": positive(config, "attention_multiplier", 1.0), **biases(config, "attention_bias", False)},
+        ffn=experts(config, integer(config, "intermediate_size"), renormalise=True),
+        embedding_scale=positive(config, "embedding_multiplier", 1.0),
+        residual_scale=positive(config, "residual_multiplier", 1.0),
+        logit_scale=1 / positive(config, "logits_scaling", 1.0),
+        names=NAMES,
+        stacked=STACKED,
+    )
+
+
+FAMILY = Family(("GraniteMoeForCausalLM",), build)
