@@ -21,7 +21,7 @@ from headrace.executor.gpu.step_times import StepTimes
 from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.implementations import FoundModel, find_model
-from headrace.executor.parallel.divisibility import check_shares
+from headrace.executor.parallel.divisibility import check_experts, check_shares
 from headrace.executor.parallel.rank_place import Collectives, RankPlace
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.rank import Rank, Report, reader_of
@@ -92,6 +92,7 @@ class ModelRank(Rank):
         if found.config is not None and self._device.type != "cpu":
             raise ModelError(f"{spec.architecture} is computed by transformers' code, for which there is a CPU alone")
         check_shares(spec, self._place)
+        check_experts(spec, self._options)
         groups = kv_cache.cache_groups(spec, self._options.max_model_len)
         if self._options.disable_hybrid_kv_cache_manager:
             groups = ONE_GROUP

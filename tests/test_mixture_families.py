@@ -10,12 +10,19 @@ from typing import Any
 
 import pytest
 import tiny_models
+import torch
 from all_at_once import generate_all_at_once
+from model_driver import DictSource
 from rank_threads import RankThreads, pool_for_each_rank
-from test_models import reference_logits
-from tiny_models import TinyModel
+from test_models import config_of, reference, reference_logits
+from tiny_models import TinyModel, state_of
+from torch import Tensor
 
 from headrace import LLM, SamplingParams
+from headrace.executor.models.decoder import Decoder
+from headrace.executor.models.families import spec_from_config
+from headrace.executor.parallel.rank_place import RankPlace
+from headrace.ipc.failure import OptionError
 
 __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 
@@ -69,6 +76,18 @@ TIGHT: dict[str, Any] = {
 }  # fmt: skip
 
 
+class Counting(DictSource):
+    """Notes which tensors are read."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self.read: set[str] = set()
+
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        self.read.add(name)
+        return super().get(name, rows, columns)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
@@ -113,6 +132,36 @@ def expect_answers_of_transformers(folder: Path, name: str, **options: Any) -> N
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens_equal_transformers(folder: Path, name: str) -> None:
     expect_answers_of_transformers(folder, name)
+
+
+EXPERT_PARALLEL = {
+    "tensor_parallel_size": 2, "distributed_executor_backend": THREADS, "enable_expert_parallel": True
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss"])
+def test_ranks_that_have_whole_experts_answer_as_transformers_does(folder: Path, name: str) -> None:
+    """As one program and op by op; four experts of each rank, and shared experts that are divided by rows."""
+    expect_answers_of_transformers(folder, name, **EXPERT_PARALLEL)
+
+
+def test_expert_parallelism_that_would_divide_nothing_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="needs tensor_parallel_size=2 or more"):
+        LLM(str(saved(folder, "glm4_moe")), **TIGHT, enable_expert_parallel=True)
+    with pytest.raises(OptionError, match="a LlamaForCausalLM has no experts to divide"):
+        LLM(str(tiny_models.save("llama", tmp_path / "llama")), **TIGHT, **EXPERT_PARALLEL)
+
+
+def test_a_rank_reads_its_own_experts_alone(folder: Path) -> None:
+    spec, state = spec_from_config(config_of("mixtral")), state_of(reference("mixtral"))
+    read = []
+    for rank in range(2):
+        place = RankPlace(rank, 2, expert_parallel=True)
+        source = Counting(state)
+        Decoder(spec, source, torch.float32, place=place)
+        numbers = {int(each.split(".experts.")[1].split(".")[0]) for each in source.read if ".experts." in each}
+        read.append(sorted(numbers))
+    assert read == [[0, 1], [2, 3, 4]]
 
 
 @pytest.mark.system

@@ -394,6 +394,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             default_text="as even as can be",
         ),
     ] = ()
+    enable_expert_parallel: Annotated[
+        bool,
+        Option(
+            PARALLEL,
+            "Divide the experts of a mixture among the tensor-parallel ranks whole, in runs of neighbours, instead of "
+            "each expert's rows",
+        ),
+    ] = False
     disable_custom_all_reduce: Annotated[
         bool,
         Option(

@@ -174,7 +174,7 @@ class CpuWeights(CheckedWeights):
 
     def experts(self, declared: blocks.ExpertStack, prefix: str) -> PackedExperts:
         """Each expert's matrices by themselves: in floats where they are not stored in types that go together."""
-        hidden, inner, own = declared.hidden, declared.inner.size, own_part(declared.inner, self.place)
+        hidden, inner, (experts, own) = declared.hidden, declared.inner.size, self.own_experts(declared, prefix)
         own_inner = inner if own is None else own.stop - own.start
 
         def stored(index: int) -> list[Stored]:
@@ -182,7 +182,7 @@ class CpuWeights(CheckedWeights):
             gate_up = [self._stored(part, hidden, None, "expert") for part in rows]
             return [*gate_up, self._stored(Part(prefix + declared.downs[index], hidden), inner, own, "expert")]
 
-        first, rest = stored(0), range(1, len(declared.gates))
+        first, rest = stored(experts[0]), experts[1:]
         # Floats all become what the first became; what stays as it is stored is held for a layer at a time.
         others: list[list[Stored]] | None = None if self._packed is None else [stored(index) for index in rest]
         kinds = tuple(map(_type_name, first))

@@ -291,16 +291,17 @@ class EagerExperts:
 
     def __init__(self, weights: EagerWeights, declared: blocks.ExpertStack, prefix: str) -> None:
         inner, hidden = declared.inner.size, declared.hidden
-        own = own_part(declared.inner, weights.place)
-        count, own_inner = len(declared.gates), inner if own is None else own.stop - own.start
+        self._own, own = weights.own_experts(declared, prefix)
+        count, own_inner = len(self._own), inner if own is None else own.stop - own.start
         gate_up = torch.empty(count, 2 * own_inner, hidden, dtype=weights.dtype, device=weights.device)
         down = torch.empty(count, hidden, own_inner, dtype=weights.dtype, device=weights.device)
-        for index, names in enumerate(zip(declared.gates, declared.ups, declared.downs, strict=True)):
-            gate, up, last = (f"{prefix}{name}.weight" for name in names)
+        for index, expert in enumerate(self._own):
+            gate, up, last = (f"{prefix}{names[expert]}.weight" for names in _names(declared))
             gate_up[index] = weights.stack([(name, Part(name, inner, own)) for name in (gate, up)], hidden, None)
             down[index] = weights.stack([(last, Part(last, hidden))], inner, own)
-        self._route = weights.kernel("route_experts", num_experts=count)
-        biases = self._biases(weights, declared, prefix, own_inner) if declared.bias else None
+        self._num_experts = len(declared.gates)
+        self._route = weights.kernel("route_experts", num_experts=self._num_experts)
+        biases = self._biases(weights, declared, prefix, own) if declared.bias else None
         pack = weights.kernel(
             "experts",
             hidden=hidden,
@@ -314,20 +315,17 @@ class EagerExperts:
         weights.nbytes += self._experts.nbytes
 
     def _biases(
-        self, weights: EagerWeights, declared: blocks.ExpertStack, prefix: str, own_inner: int
+        self, weights: EagerWeights, declared: blocks.ExpertStack, prefix: str, own: slice | None
     ) -> tuple[Tensor, Tensor]:
-        """[num_experts, 2 * own_inner] and [num_experts, hidden] float32; the latter are added by the first rank."""
-        own, inner = own_part(declared.inner, weights.place), declared.inner.size
-        gate_up = torch.empty(len(declared.gates), 2 * own_inner, device=weights.device)
-        down = torch.zeros(len(declared.gates), declared.hidden, device=weights.device)
-        for index, names in enumerate(zip(declared.gates, declared.ups, declared.downs, strict=True)):
-            gate, up, last = (f"{prefix}{name}.bias" for name in names)
-            gate_up[index, :own_inner] = weights.vector(gate, inner, take=own)
-            gate_up[index, own_inner:] = weights.vector(up, inner, take=own)
-            found = weights.vector(last, declared.hidden)
-            if weights.place.tp_rank == 0:
-                down[index] = found
-        return gate_up, down
+        """[num_experts, 2 * inner] and [num_experts, hidden] float32; of ranks that share an expert, the first adds the
+        latter."""
+        first, last = [], []
+        for expert in self._own:
+            gate, up, down = (f"{prefix}{names[expert]}.bias" for names in _names(declared))
+            first.append(torch.cat([weights.vector(name, declared.inner.size, take=own) for name in (gate, up)]))
+            found = weights.vector(down, declared.hidden)
+            last.append(found if own is None or weights.place.tp_rank == 0 else torch.zeros_like(found))
+        return torch.stack(first), torch.stack(last)
 
     def __call__(self, x: Tensor, logits: Tensor, routing: Routing, correction: Tensor | None) -> Tensor:
         """x [num_tokens, hidden], logits [num_tokens, num_experts], correction [num_experts] float32 ->
@@ -341,7 +339,14 @@ class EagerExperts:
             bias=correction,
             groups=routing.groups,
         )
+        if len(self._own) < self._num_experts:
+            is_own = (expert_ids >= self._own.start) & (expert_ids < self._own.stop)
+            expert_ids = torch.where(is_own, expert_ids - self._own.start, -1)
         return self._experts.apply(x, expert_ids, shares)
+
+
+def _names(stack: blocks.ExpertStack) -> tuple[tuple[str, ...], ...]:
+    return stack.gates, stack.ups, stack.downs
 
 
 class EagerOps:

@@ -16,6 +16,7 @@ from headrace.executor.models.blocks import (
     Axis,
     Declared,
     Dimension,
+    ExpertStack,
     LayerDeclaration,
     LayerHeld,
     Linear,
@@ -120,6 +121,18 @@ class CheckedWeights:
                 self._check(f"{part.name}.bias", (part.num_rows,))
             adds_bias = False
         return parts, own_part(linear.columns, self.place), adds_bias
+
+    def own_experts(self, declared: ExpertStack, prefix: str) -> tuple[range, slice | None]:
+        """This rank's experts, and which of their inner columns; the others' names are noted as used."""
+        own = self.place.experts(len(declared.gates))
+        if len(own) == len(declared.gates):
+            return own, own_part(declared.inner, self.place)
+        shapes = {prefix + weight.name: weight.shape for weight in declared.weights()}
+        kept = {names[index] for names in (declared.gates, declared.ups, declared.downs) for index in own}
+        for name, shape in shapes.items():
+            if name.removeprefix(prefix).rsplit(".", 1)[0] not in kept:
+                self._check(name, shape)
+        return own, None
 
     def check_all_used(self, ignorable: Sequence[str]) -> None:
         """Raises ModelError when the source holds a tensor that nothing read and no pattern excuses."""

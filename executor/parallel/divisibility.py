@@ -11,8 +11,10 @@ from typing import Any
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import config_at_hand
 from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.blocks.experts import Experts
 from headrace.executor.models.families import NotNativeError, UnknownArchitectureError, spec_from_config
 from headrace.executor.parallel.rank_place import RankPlace
+from headrace.ipc.failure import OptionError
 
 
 def check_world(options: Options) -> None:
@@ -29,8 +31,19 @@ def check_world(options: Options) -> None:
         spec = spec_from_config(config)
     except (NotNativeError, UnknownArchitectureError):
         return  # each rank asks transformers
+    check_experts(spec, options)
     for rank in range(options.tensor_parallel_size * options.pipeline_parallel_size):
         check_shares(spec, RankPlace.of_options(rank, options))
+
+
+def check_experts(spec: ArchSpec, options: Options) -> None:
+    """Raises OptionError where expert parallelism would divide nothing."""
+    if not options.enable_expert_parallel:
+        return
+    if options.tensor_parallel_size == 1:
+        raise OptionError("enable_expert_parallel divides experts among ranks: it needs tensor_parallel_size=2 or more")
+    if not any(isinstance(layer.ffn, Experts) for layer in spec.layers):
+        raise OptionError(f"enable_expert_parallel: a {spec.architecture} has no experts to divide")
 
 
 def check_shares(spec: ArchSpec, place: RankPlace) -> None:

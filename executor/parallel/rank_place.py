@@ -125,6 +125,8 @@ class RankPlace:
     collectives: Collectives | None = None
     layer_partition: tuple[int, ...] = ()
     """Layers of each stage; empty divides them evenly."""
+    expert_parallel: bool = False
+    """Experts are divided whole, and not their rows."""
 
     def __post_init__(self) -> None:
         for rank, size, what in ((self.tp_rank, self.tp_size, "tensor"), (self.pp_rank, self.pp_size, "pipeline")):
@@ -147,7 +149,8 @@ class RankPlace:
     def of_options(cls, rank: int, options: Options) -> RankPlace:
         """The place of a rank of the world that the options ask for. Raises OptionError for a wrong partition."""
         sizes = options.tensor_parallel_size, options.pipeline_parallel_size
-        return cls.of(rank, *sizes, options.pipeline_layer_partition)
+        place = cls.of(rank, *sizes, options.pipeline_layer_partition)
+        return replace(place, expert_parallel=options.enable_expert_parallel)
 
     def with_collectives(self, collectives: Collectives) -> RankPlace:
         return replace(self, collectives=collectives)
@@ -200,6 +203,13 @@ class RankPlace:
         if self.tp_rank * part >= size:
             raise ModelError(f"a vocabulary of {size} cannot be divided among {self.tp_size} tensor-parallel ranks")
         return slice(min(self.tp_rank * part, size), min((self.tp_rank + 1) * part, size))
+
+    def experts(self, count: int) -> range:
+        """This rank's of a layer's experts: all of them, of each a part, but with expert parallelism. Where experts are
+        fewer than ranks, they are divided by rows all the same."""
+        if not self.expert_parallel or count < self.tp_size:
+            return range(count)
+        return range(self.tp_rank * count // self.tp_size, (self.tp_rank + 1) * count // self.tp_size)
 
     def layers(self, num_layers: int) -> range:
         """This stage's layers. A remainder goes to the stages before the last, from the back: the last has the head.

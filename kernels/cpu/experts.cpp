@@ -185,7 +185,10 @@ HR_EXPORT void hr_op_route(const void* raw, const Step& step, int thread, int nu
     float sum = 0.0f;
     for (int64_t slot = 0; slot < args.top_k; ++slot) sum += weights[slot] = scores[best[slot]];
     const float divisor = args.renormalise == 0 ? 1.0f : sum > 1e-20f ? sum : 1e-20f;
-    for (int64_t slot = 0; slot < args.top_k; ++slot) weights[slot] = weights[slot] / divisor * args.scale;
+    for (int64_t slot = 0; slot < args.top_k; ++slot) {
+      weights[slot] = weights[slot] / divisor * args.scale;
+      best[slot] -= static_cast<int32_t>(args.first_expert);
+    }
   }
 }
 

@@ -27,6 +27,7 @@ struct RouteArgs {
   int64_t num_groups;     // of neighbours; experts come from the best groups_chosen of them
   int64_t groups_chosen;  // by the sum of each one's group_best best scores
   int64_t group_best;
+  int64_t first_expert;  // subtracted from the numbers of those chosen
   int64_t fixed_rows;  // with Rows::kFixed
   Rows rows;
   DType logits_dtype;

@@ -143,6 +143,8 @@ class RouteOptions(TypedDict, total=False):
     renormalise: Required[bool]
     scale: float
     groups: ExpertGroups
+    first_expert: int
+    """What numbers count from: lower ones are negative then, and another rank's."""
 
 
 def route_args(num_experts: int, top_k: int, options: RouteOptions) -> RouteArgs:
@@ -160,6 +162,7 @@ def route_args(num_experts: int, top_k: int, options: RouteOptions) -> RouteArgs
         num_groups=groups.count,
         groups_chosen=groups.chosen,
         group_best=groups.best,
+        first_expert=options.get("first_expert", 0),
         scoring=SCORINGS[scoring],
         renormalise=options["renormalise"],
         scale=options.get("scale", 1.0),
