@@ -134,6 +134,45 @@ def test_a_seeded_answer_is_the_same_after_a_preemption(llm: LLM, folder: str) -
         assert tight.get_stats().num_preemptions > 0
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+ENGINES: dict[str, dict[str, Any]] = {
+    "speculation": {"speculative_config": NGRAM},
+    "async scheduling": {"async_scheduling": True},
+    "short steps, prompts in pieces": {"max_num_batched_tokens": 16, "enable_prefix_caching": False},
+}
+PARALLEL = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
+
+
+def asked_of_many() -> tuple[list[str], list[SamplingParams]]:
+    """Prompts and wishes of one batch, some without a form."""
+    wished = [form(json=PERSON, disable_any_whitespace=True, seed=seed, temperature=seed % 2) for seed in range(4)]
+    wished += [form(regex="(ab|cd){4,9}", seed=5), form(json={"type": "array", "items": {"const": "again"}}, seed=6)]
+    wished += [SamplingParams(temperature=1, seed=9, max_tokens=30), SamplingParams(temperature=0, max_tokens=30)]
+    return [f"{'the mill and the water ' * (index % 3)}{index}" for index in range(len(wished))], wished
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_answers_are_the_same_however_steps_are_made(llm: LLM, folder: str, name: str) -> None:
+    prompts, wished = asked_of_many()
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, wished, use_tqdm=False)]
+    with LLM(model=folder, in_process=True, **{**ENGINE, **ENGINES[name]}) as other:
+        outputs = other.generate(prompts, wished, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        if name == "speculation":
+            assert other.get_stats().num_accepted_tokens > 0
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", PARALLEL)
+def test_ranks_that_share_a_model_give_answers_of_the_form(folder: str, name: str) -> None:
+    prompts, wished = asked_of_many()
+    with LLM(model=folder, **{**ENGINE, **PARALLEL[name]}) as llm:
+        outputs = llm.generate(prompts, wished, use_tqdm=False)
+    for output in outputs[:4]:
+        jsonschema.validate(json.loads(output.outputs[0].text), PERSON)
+    assert re.fullmatch("(ab|cd){4,9}", outputs[4].outputs[0].text)
+
+
 def test_the_retired_names_ask_for_the_same(llm: LLM) -> None:
     assert ask(llm, SamplingParams(guided_decoding=GuidedDecodingParams(choice=["left"]))) == ["left"]
     assert ask(llm, SamplingParams(structured_outputs={"choice": ["right"]})) == ["right"]  # type: ignore[arg-type]
