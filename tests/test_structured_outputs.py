@@ -138,6 +138,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
 ENGINES: dict[str, dict[str, Any]] = {
     "speculation": {"speculative_config": NGRAM},
     "async scheduling": {"async_scheduling": True},
+    "one at a time, and so without forced tokens as drafts": {"max_num_seqs": 1},
     "short steps, prompts in pieces": {"max_num_batched_tokens": 16, "enable_prefix_caching": False},
 }
 PARALLEL = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
@@ -171,6 +172,14 @@ def test_ranks_that_share_a_model_give_answers_of_the_form(folder: str, name: st
     for output in outputs[:4]:
         jsonschema.validate(json.loads(output.outputs[0].text), PERSON)
     assert re.fullmatch("(ab|cd){4,9}", outputs[4].outputs[0].text)
+
+
+def test_what_a_form_forces_takes_fewer_steps_than_tokens(llm: LLM) -> None:
+    before = llm.get_stats().steps
+    known = "the water carries the mill, and the mill carries the water"
+    (output,) = llm.generate(["the water"], form(choice=[known], temperature=0), use_tqdm=False)
+    assert output.outputs[0].text == known
+    assert llm.get_stats().steps - before < 0.5 * len(output.outputs[0].token_ids)
 
 
 def test_the_retired_names_ask_for_the_same(llm: LLM) -> None:

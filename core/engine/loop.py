@@ -33,6 +33,7 @@ from headrace.core.engine.statistics import Statistics
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Facts, Plan
 from headrace.core.options.resolve import Capacity, steps_in_flight
+from headrace.core.options.speculation import CPU_STEP_TOKENS
 from headrace.core.schedule.grammar_masks import GrammarMasks
 from headrace.core.schedule.requests import Request, State
 from headrace.core.schedule.scheduler import Scheduler, SchedulerConfig
@@ -112,6 +113,7 @@ class Loop:
                 max_steps_in_flight=in_flight.depth,
                 rows_run_ahead=in_flight.rows_run_ahead,
                 speculation=plan.speculation,
+                most_forced_step_tokens=min(CPU_STEP_TOKENS, plan.max_logits),
             )
         )
         self._output_builder = OutputBuilder(self.scheduler)

@@ -2,7 +2,8 @@
 
 A request's matcher has accepted exactly its known output tokens, whatever row the request is in, so a preempted one
 goes on as it was. The next mask depends on the last token, so such a row is in no plan before that token is known.
-Drafts are cut where the grammar would refuse them, and each place after a draft has a mask of its own:
+What a grammar forces (the names of a schema's properties, the rest of a choice) comes as drafts, several tokens a step.
+Other drafts are cut where the grammar would refuse them, and each place after a draft has a mask of its own:
 
     tokens        {"na   me":   3      (two drafts)
     places              0    1    2
@@ -32,6 +33,18 @@ class GrammarMasks:
         """[num_rows] bool: rows that cannot be planned before a step in flight tells their last token."""
         waits: np.ndarray = table.has_matcher[rows] & (table.num_known_tokens[rows] < table.num_tokens[rows])
         return waits
+
+    @staticmethod
+    def due(table: RowTable, rows: np.ndarray) -> np.ndarray:
+        """Indices of the rows that get tokens as drafts now if their grammar forces any."""
+        return (table.has_matcher[rows] & (table.num_known_tokens[rows] == table.num_tokens[rows])).nonzero()[0]
+
+    @staticmethod
+    def forced(table: RowTable, row: int, limit: int) -> np.ndarray:
+        """Tokens that must come next, [num_tokens] int32, at most `limit`. A model that writes their text in other
+        tokens than the tokenizer does rejects them."""
+        tokens = _matcher(table, row).forced_tokens()[:limit] if limit > 0 and table.has_matcher[row] else []
+        return np.array(tokens, np.int32)
 
     @staticmethod
     def cut(table: RowTable, row: int, draft: np.ndarray) -> np.ndarray:

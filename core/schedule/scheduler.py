@@ -41,6 +41,7 @@ from headrace.ipc.step import StepPlan, StepResult, nth_of_each
 
 HASHED_AT_ONCE = 64
 """Blocks of a waiting prompt, between two looks whether those before are in the cache."""
+_NO_INDICES = np.empty(0, np.int32)
 _STAGES = ("_extend_decodes", "_extend_prefills", "_admit_waiting", "_top_up_prefills", "_draft", "_seal", "_extend")
 """Methods that are run anew for every step of a class that has its own."""
 
@@ -64,7 +65,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     rows_run_ahead: bool = True
     """A row may be in several steps in flight; else it is left out of plans until its last token is known."""
     speculation: Speculation | None = None
-    """How decodes get draft tokens; None: they get none."""
+    """How decodes get draft tokens; None: they get none but those that a grammar forces."""
+    most_forced_step_tokens: int = 0
+    """Without speculation: a step gets tokens that grammars force as drafts, up to so many tokens in all."""
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -185,6 +188,7 @@ class Scheduler:
         self._refusal: _Refusal | None = None
         self.grammars: GrammarMasks | None = None
         """Of answers that have to have a form; None where no request may ask for one."""
+        self._num_drafts = np.zeros(config.max_num_seqs, np.int32)  # of each row, whose step has no result yet
         self._last_step = np.zeros(config.max_num_seqs, np.int64)  # in which a row was computed; to take turns by
 
     # --- requests come and go -----------------------------------------------------------------------------------
@@ -355,11 +359,17 @@ class Scheduler:
 
     def _draft(self, builder: PlanBuilder) -> None:
         """Decodes get drafts of their next tokens, as far as there is room for them in the step and in the cache."""
-        if self._drafter is None or not len(builder.decodes):
-            return
         table, tables, block_size = self.rows, self.tables, self.config.block_size
-        due = self._drafter.due(table, builder.decodes)
-        budget = min(builder.budget, self._drafter.speculation.most_step_tokens - builder.total_tokens)
+        due = _NO_INDICES if self._drafter is None else self._drafter.due(table, builder.decodes)
+        guessed = frozenset(due.tolist())
+        if self.grammars is not None:
+            due = np.union1d(due, self.grammars.due(table, builder.decodes))
+        if not len(due):
+            return
+        speculation = self.config.speculation
+        most = self.config.most_forced_step_tokens if speculation is None else speculation.most_step_tokens
+        most_of_row = most if speculation is None else speculation.num_speculative_tokens
+        budget = min(builder.budget, most - builder.total_tokens)
         for nth, index in enumerate(due.tolist()):
             row = int(builder.decodes[index])
             num_tokens, held = int(table.num_tokens[row]), int(tables.num_blocks[row])
@@ -367,13 +377,16 @@ class Scheduler:
             # Each running request may want a block before this one is done with those it gets for drafts.
             spare = max(0, tables.num_free_to_grow() - self.num_running)
             limit = min(
+                most_of_row,
                 budget // (len(due) - nth),
                 int(table.max_tokens_total[row]) - num_tokens - 1,
                 (held + spare) * block_size - num_tokens,
             )
-            draft = self._drafter.propose(row, table.token_ids[row, :num_tokens], limit)
-            if self.grammars is not None:
-                draft = self.grammars.cut(table, row, draft)
+            draft = _NO_INDICES if self.grammars is None else self.grammars.forced(table, row, limit)
+            if not len(draft) and self._drafter is not None and index in guessed:
+                draft = self._drafter.propose(row, table.token_ids[row, :num_tokens], limit)
+                if self.grammars is not None:
+                    draft = self.grammars.cut(table, row, draft)
             if len(draft):
                 more = max(0, -(-(num_tokens + len(draft)) // block_size) - held)
                 builder.add_draft(index, draft, *tables.extend(row, more))
@@ -387,6 +400,8 @@ class Scheduler:
         table.num_computed_tokens[plan.rows] += plan.num_tokens
         self._publish_full(builder.decodes)
         table.num_tokens[plan.rows[plan.sampled]] += 1
+        if plan.drafts is not None:
+            self._num_drafts[plan.rows] = plan.drafts.counts
         quiet_steps = None  # how many plans there can be before somebody might get a draft; None: any number
         if self._drafter is not None:
             quiet_steps = self._drafter.seal(plan, table)
@@ -474,9 +489,10 @@ class Scheduler:
 
         known, known_now: tokens of each row before and after; counts: how many were sampled, [num_rows] each.
         """
-        assert self._drafter is not None, "only drafts bring a row several tokens"
-        table = self.rows
-        drafted = self._drafter.take(table, rows, counts)
+        table, drafted = self.rows, self._num_drafts[rows] > 0
+        self._num_drafts[rows] = 0
+        if self._drafter is not None:
+            self._drafter.take(table, rows, counts)
         table.num_tokens[rows[drafted]] = known_now[drafted]
         table.num_computed_tokens[rows[drafted]] = known_now[drafted] - 1
         if self.hasher is not None:
