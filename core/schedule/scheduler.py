@@ -31,13 +31,14 @@ from headrace.core.schedule.block_hashes import BlockHash, BlockHasher
 from headrace.core.schedule.block_tables import BlockTables, PrefixHit
 from headrace.core.schedule.blocks import BlockPool
 from headrace.core.schedule.grammar_masks import GrammarMasks
+from headrace.core.schedule.new_tokens import new_tokens
 from headrace.core.schedule.ngram_drafter import DraftCounts, NgramDrafter
 from headrace.core.schedule.plan_builder import PlanBuilder
 from headrace.core.schedule.policies import PrefillLimits, in_turn, order_of, prefill_share
 from headrace.core.schedule.repeated_decode import RepeatedDecode
 from headrace.core.schedule.requests import Request, RowTable, State, WaitingQueue
 from headrace.ipc.messages import FinishReason
-from headrace.ipc.step import StepPlan, StepResult, nth_of_each
+from headrace.ipc.step import StepPlan, StepResult
 
 HASHED_AT_ONCE = 64
 """Blocks of a waiting prompt, between two looks whether those before are in the cache."""
@@ -95,41 +96,6 @@ class Advance(msgspec.Struct, frozen=True):
     """Requests whose first token is among them."""
     kept: np.ndarray | None = None
     """[num_tokens_of_the_result] bool: the tokens above, less those after an end. None: all of them."""
-
-
-class _NewTokens(NamedTuple):
-    """A result's tokens; all are [num_tokens] but for counts."""
-
-    row_of: np.ndarray
-    num_tokens: np.ndarray  # how many its row has with it
-    token_ids: np.ndarray
-    counts: np.ndarray | None  # [num_rows]: of each row; None: one each
-    ends: np.ndarray  # its request
-    stops: np.ndarray  # ends it, and not for its length
-    is_stop_token: np.ndarray  # one of the request's own
-    completes: np.ndarray  # the form that the answer has to have
-    problems: dict[int, str]  # index of a token with which its row cannot go on -> why
-    kept: np.ndarray | None = None  # of the result's tokens, which these are; None: all
-
-    def up_to_first_end(self, counts: np.ndarray) -> _NewTokens:
-        """Without what follows an end in the same row."""
-        starts = np.cumsum(counts) - counts
-        num_before = np.cumsum(self.ends) - self.ends
-        kept = num_before == np.repeat(num_before[starts], counts)
-        if kept.all():
-            return self
-        return _NewTokens(
-            row_of=self.row_of[kept],
-            num_tokens=self.num_tokens[kept],
-            token_ids=self.token_ids[kept],
-            counts=np.add.reduceat(kept, starts, dtype=counts.dtype),
-            ends=self.ends[kept],
-            stops=self.stops[kept],
-            is_stop_token=self.is_stop_token[kept],
-            completes=self.completes[kept],
-            problems={int(kept[:index].sum()): why for index, why in self.problems.items()},
-            kept=kept,
-        )
 
 
 class _Refusal(NamedTuple):
@@ -434,7 +400,7 @@ class Scheduler:
             self.settle()
         known = table.num_known_tokens[rows]
         first = [each for row in rows[known == table.num_prompt_tokens[rows]].tolist() if (each := table.requests[row])]
-        new = self._new_tokens(result, known)
+        new = new_tokens(result, known, table, self._is_eos, self.grammars)
         table.token_ids[new.row_of, new.num_tokens - 1] = new.token_ids
         known_now = new.num_tokens if new.counts is None else known + new.counts
         table.num_known_tokens[rows] = known_now
@@ -459,30 +425,6 @@ class Scheduler:
             for index in (full & table.active[rows]).nonzero()[0].tolist():
                 self._publish(int(rows[index]), int(known_now[index]) - 1, 1)
         return Advance(rows, new.token_ids, new.counts, ended, first, new.kept)
-
-    def _new_tokens(self, result: StepResult, known: np.ndarray) -> _NewTokens:
-        """A result's tokens up to where they end their requests. known: [num_rows], tokens of each row before."""
-        table, row_of, token_ids, counts = self.rows, result.rows, result.token_ids, result.counts
-        num_tokens = known + 1
-        if counts is not None:
-            row_of, num_tokens = np.repeat(row_of, counts), np.repeat(num_tokens, counts) + nth_of_each(counts)
-        may_stop = num_tokens > table.min_tokens_total[row_of]
-        stops = may_stop & table.stops_at_eos[row_of] & self._is_eos[token_ids]
-        is_stop_token = np.zeros(len(token_ids), bool)
-        for index in (table.has_stop_token_ids[row_of] & may_stop & ~stops).nonzero()[0].tolist():
-            request = table.requests[row_of[index]]
-            is_stop_token[index] = request is not None and int(token_ids[index]) in request.stop_token_ids
-        stops |= is_stop_token
-        ends = stops | (num_tokens >= table.max_tokens_total[row_of])
-        completes, problems = np.zeros(len(token_ids), bool), dict[int, str]()
-        if self.grammars is not None:
-            completes, problems = self.grammars.take(table, row_of, token_ids, ends)
-            completes &= ~stops  # an end-of-sequence token completes a form too, and is no part of it
-            stops |= completes
-            ends |= completes
-            ends[list(problems)] = True
-        new = _NewTokens(row_of, num_tokens, token_ids, counts, ends, stops, is_stop_token, completes, problems)
-        return new if counts is None else new.up_to_first_end(counts)
 
     def _take_drafted(self, rows: np.ndarray, known: np.ndarray, known_now: np.ndarray, counts: np.ndarray) -> None:
         """Of rows with drafts: which of their tokens are computed, now that it is known which drafts were right.
