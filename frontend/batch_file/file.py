@@ -11,6 +11,7 @@ holds whole lines, but for the last one, which is cut off when the file is opene
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ import msgspec
 
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.requests import RequestDecoder
-from headrace.ipc.failure import OptionError
+from headrace.ipc.failure import HeadraceError, OptionError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -129,6 +130,7 @@ class Results:
         """With `resume` it goes on with what is there. Raises OptionError for a file that is not one of ours, or is
         there without `resume`.
         """
+        self._path = path
         self.done_ids: set[str] = set()
         """Of the requests that have a result already."""
         self.done_lines: set[int] = set()
@@ -150,10 +152,19 @@ class Results:
             raise
 
     def append(self, result: BatchResult) -> None:
-        """Raises OSError, as on a full disk."""
+        """Raises HeadraceError, as on a full disk; the file then ends with the line before."""
         line = msgspec.json.encode(result) + b"\n"
-        while line:
-            line = line[os.write(self._descriptor, line) :]
+        whole_bytes = os.fstat(self._descriptor).st_size
+        try:
+            while line:
+                line = line[os.write(self._descriptor, line) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, whole_bytes)
+            raise HeadraceError(
+                f"cannot write the output file {self._path}: {(error.strerror or str(error)).lower()}; what it has "
+                "stays, and --resume goes on from there"
+            ) from error
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -233,4 +233,4 @@ def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return HeadraceError(f"cannot write the output file: {error.strerror}") if isinstance(error, OSError) else error
+    return HeadraceError(f"the run cannot go on: {error}") if isinstance(error, OSError) else error

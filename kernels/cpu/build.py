@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
 COMPILE_TIMEOUT_S = 120.0
+ROOM_BYTES = 64 << 20
+"""On a disk with less, a library is not kept: a build that is cut short would leave the slow reference."""
 WHILE_PARENT_LIVES = """
 exec 3<&0 </dev/null
 (read -r nothing <&3; kill -s KILL 0) >/dev/null 2>&1 &
@@ -132,11 +134,12 @@ def build(level: str = "native", folder: Path = FOLDER, part: str = CORE) -> Lib
         path = cache / f"cpu-{key}.so"
         if _intact(path):
             return Library(_open(path), level, str(path), compiled=False)
-        with _lock(cache / f"cpu-{key}.lock"):
-            found = _intact(path)  # another process may have built it while we waited
-            if not found:
-                _compile(units, compiler, flags, path)
-        return Library(_open(path), level, str(path), compiled=not found)
+        if _has_room(cache):
+            with _lock(cache / f"cpu-{key}.lock"):
+                found = _intact(path)  # another process may have built it while we waited
+                if not found:
+                    _compile(units, compiler, flags, path)
+            return Library(_open(path), level, str(path), compiled=not found)
     logger.warning("The CPU kernels are compiled at every start: nothing can be kept in %s.", _cache_path())
     # Nowhere to keep it: a private folder that is gone once the file is mapped.
     with tempfile.TemporaryDirectory(prefix="headrace-kernels-") as private:
@@ -154,6 +157,14 @@ def cache_folder() -> Path | None:
             return folder
     except OSError:
         return None
+
+
+def _has_room(folder: Path) -> bool:
+    """For a library and what it is made of."""
+    try:
+        return shutil.disk_usage(folder).free >= ROOM_BYTES
+    except OSError:
+        return True
 
 
 def _cache_path() -> Path:
