@@ -107,6 +107,15 @@ class GroupedWeight:
         zeros = None if self.zeros is None else self.zeros[rows, groups]
         return replace(self, codes=self.codes[rows, across], scales=self.scales[rows, groups], zeros=zeros)
 
+    def take(self, rows: Tensor) -> GroupedWeight:
+        """Outputs `rows` [count] int64, in this order."""
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
+
+    def to(self, device: torch.device) -> GroupedWeight:
+        zeros, order = (None if each is None else each.to(device) for each in (self.zeros, self.order))
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros, order=order)
+
     def blank(self, n: int, k: int) -> GroupedWeight:
         """Zeros [n, k] of the same kind, to write parts into; groups must divide k."""
         codes = torch.zeros(n, k * self.bits // 8, dtype=torch.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from headrace.ipc.failure import ModelError, OptionError
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear import runtime
 from headrace.kernels.cpu.moe import PackedExperts
+from headrace.kernels.reference.quantised import REFERENCES, QuantisedLinear
+from headrace.kernels.reference.rows import DenseLinear
+from headrace.kernels.registry import choose_reference
 
 __all__ = ["pool_for_each_rank"]  # a fixture
 
@@ -140,6 +144,42 @@ def test_op_by_op_the_weights_are_dequantised(case: str, tmp_path: Path) -> None
     model = made.write(tmp_path, tiny_models.build("llama"), *CASES[case][0]())
     checkpoint = open_checkpoint(Options(model=str(tmp_path)))
     decoder = Decoder(spec_from_config(checkpoint.config), checkpoint.weights(), torch.float32, "cpu")
+    assert error_of(decoder, model) < EXACT_ERROR
+
+
+@pytest.mark.parametrize("case", ["gptq 4 bits", "awq", "bitsandbytes nf4"])
+def test_matrices_that_are_stored_as_one_stay_packed_too(case: str, tmp_path: Path) -> None:
+    model = made.write(
+        tmp_path, tiny_models.build("phi3", hidden_size=64, intermediate_size=128, vocab_size=320), *CASES[case][0]()
+    )
+    decoder = opened(tmp_path)
+    assert kinds_of(decoder) == CASES[case][1]
+    assert error_of(decoder, model) < MOST_ERROR
+
+
+@pytest.mark.parametrize(
+    ("case", "layer"),
+    [
+        ("gptq 4 bits, zeros", QuantisedLinear),
+        ("gptq 8 bits", QuantisedLinear),
+        ("fp8 rows", QuantisedLinear),
+        ("compressed W8A8", QuantisedLinear),
+        ("gptq desc_act", DenseLinear),
+        ("modelopt nvfp4", DenseLinear),
+    ],
+)
+def test_a_gpus_kernels_take_the_packed_forms_that_they_know(case: str, layer: type, tmp_path: Path) -> None:
+    model = made.write(tmp_path, tiny_models.build("llama"), *CASES[case][0]())
+    checkpoint = open_checkpoint(Options(model=str(tmp_path)))
+    spec = spec_from_config(checkpoint.config)
+
+    def fast(op: str, **_: Any) -> Any:
+        """The references of quantised products, as functions that pass for a device's own."""
+        return partial(choose_reference(op)) if op in REFERENCES else choose_reference(op)
+
+    decoder = Decoder(spec, checkpoint.weights(), torch.float32, "cpu", choose=fast)
+    held = [part for each in decoder._layers for part in (each._held.mixer["output"], each._held.ffn["down"])]
+    assert {type(part.weight) for part in held} == {layer}
     assert error_of(decoder, model) < EXACT_ERROR
 
 

@@ -95,11 +95,8 @@ class Checkpoint:
             return stored
         from headrace.executor.checkpoints.quantisation.weights import QuantisedWeights
         from headrace.executor.models.families import spec_from_config
-        from headrace.executor.models.sizes import model_weights
 
-        spec = spec_from_config(self.config)
-        declared = model_weights(spec, spec.names.prefix_in(stored.names()))
-        return QuantisedWeights(stored, self.quantisation, declared)
+        return QuantisedWeights(stored, self.quantisation, spec_from_config(self.config))
 
 
 def open_checkpoint(options: Options) -> Checkpoint:

@@ -7,6 +7,7 @@ with the pairs that are rotated together side by side.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +15,12 @@ import torch
 from torch import Tensor
 
 from headrace.executor.checkpoints.stacked_experts import each_expert
-from headrace.executor.checkpoints.weights import WeightSource, bounds
+from headrace.executor.checkpoints.weights import Packed, WeightSource, bounds
 from headrace.executor.models.arch import ArchSpec, Fused
+from headrace.executor.models.blocks import Weight, size_of
+from headrace.executor.models.sizes import model_weights
 from headrace.ipc.failure import ModelError
+from headrace.kernels.grouped import GroupedWeight
 
 
 def as_declared(spec: ArchSpec, source: WeightSource) -> WeightSource:
@@ -24,6 +28,19 @@ def as_declared(spec: ArchSpec, source: WeightSource) -> WeightSource:
     source = each_expert(spec, source)
     places = _places(spec, source.names())
     return DeclaredWeights(source, places) if places else source
+
+
+def stored_weights(spec: ArchSpec, held: frozenset[str]) -> Iterator[Weight]:
+    """What the model reads of a checkpoint that holds these tensors, under the names that it stores them by."""
+    prefix = spec.names.prefix_in(held)
+    declared = {weight.name: weight for weight in model_weights(spec, prefix)}
+    places = _places(spec, held)
+    for name, weight in declared.items():
+        place = places.get(name)
+        if place is None:
+            yield weight
+        else:
+            yield Weight(place.name, (place.num_stored, *map(size_of, weight.dimensions[1:])), weight.role)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +65,8 @@ class DeclaredWeights:
         self._names = (source.names() - stored) | places.keys()
         if hasattr(source, "packed"):
             self.packed = self._packed
+        if hasattr(source, "group_of"):
+            self.group_of = self._group_of
 
     def names(self) -> frozenset[str]:
         return frozenset(self._names)
@@ -83,15 +102,21 @@ class DeclaredWeights:
             return found
         return found[torch.from_numpy(wanted - span.start)]
 
-    def _packed(self, name: str) -> tuple[str, np.ndarray] | None:
-        """As a GGUF file's: (type, [rows, bytes of a row])."""
+    def _packed(self, name: str) -> Packed | None:
+        """As the source's `packed`, with the declared rows."""
         place = self._places.get(name)
-        packed = self.source.packed  # type: ignore[attr-defined]
+        packed: Callable[[str], Packed | None] = self.source.packed  # type: ignore[attr-defined]
         if place is None:
-            whole: tuple[str, np.ndarray] | None = packed(name)
-            return whole
+            return packed(name)
         stored = None if place.transposed else packed(place.name)
+        if isinstance(stored, GroupedWeight):
+            return stored.take(torch.from_numpy(place.rows))
         return None if stored is None else (stored[0], stored[1][place.rows])
+
+    def _group_of(self, name: str) -> int | None:
+        place = self._places.get(name)
+        found: int | None = self.source.group_of(name if place is None else place.name)  # type: ignore[attr-defined]
+        return found
 
 
 def _places(spec: ArchSpec, held: frozenset[str]) -> dict[str, Place]:

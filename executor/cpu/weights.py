@@ -19,7 +19,7 @@ from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import Attend, Axis, Declared, Linear, Role, size_of
 from headrace.executor.models.reading import CheckedWeights, Part, own_part
 from headrace.executor.models.sizes import model_weights
-from headrace.executor.parallel.padding import PaddedWeights, grouped_part, packed_part
+from headrace.executor.parallel.padding import grouped_part, packed_part, stored_source
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.kernels.cpu.linear import (
     FLOAT_TYPES,
@@ -291,7 +291,7 @@ def inner_block(spec: ArchSpec, source: WeightSource, *, keep_packed: bool, bloc
     }
     if blocks is not None:
         return 1 if any(size % blocks.group_size for size in divided.values()) else blocks.group_size
-    group_of = getattr(_stored_source(source), "group_of", None)
+    group_of = getattr(stored_source(source), "group_of", None)
     if group_of is not None:
         return math.lcm(*(group_of(name) or 1 for name in divided if name in names))
     assert packed is not None, "one of both is there"
@@ -302,11 +302,7 @@ def inner_block(spec: ArchSpec, source: WeightSource, *, keep_packed: bool, bloc
 
 def _packed_reader(source: WeightSource) -> Callable[[str], Packed | None] | None:
     """Gives whole matrices as they are stored; None for a source that stores floats alone."""
-    return getattr(_stored_source(source), "packed", None)
-
-
-def _stored_source(source: WeightSource) -> WeightSource:
-    return source.source if isinstance(source, PaddedWeights) else source
+    return getattr(stored_source(source), "packed", None)
 
 
 def _listed(names: set[str]) -> str:

@@ -25,6 +25,8 @@ class StagedWeights:
         self._events = [device.event() for _ in range(NUM_BUFFERS)]
         self._next = 0
         self._used = 0
+        if hasattr(source, "packed"):
+            self.packed = source.packed
 
     def names(self) -> frozenset[str]:
         return self._source.names()

@@ -19,7 +19,9 @@ from headrace.executor.models import blocks
 from headrace.executor.models.arch import ArchSpec, LayerSpec, RopeSpec
 from headrace.executor.models.blocks import Attend, Declared, Linear, Role, Routing, emit_layer, size_of
 from headrace.executor.models.reading import CheckedWeights, Part, own_part
+from headrace.executor.parallel.padding import grouped_part, stored_source
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.kernels.grouped import GroupedWeight, joined
 from headrace.kernels.reference.attention import AttentionParams, PagedBatch
 from headrace.kernels.reference.latent import LatentUp
 from headrace.kernels.reference.moe import ExpertWeights
@@ -137,9 +139,40 @@ class EagerWeights(CheckedWeights):
         self, parts: Sequence[Part], in_features: int, columns: slice | None, bias: bool, role: Role
     ) -> LinearWeight:
         """The parts' rows (and their `columns`) one below the other, packed for the kernel that serves here."""
+        if (grouped := self._grouped(parts, in_features, columns, bias, role)) is not None:
+            return grouped
         weight = self.stack([(f"{part.name}.weight", part) for part in parts], in_features, columns)
         biases = self.stack([(f"{part.name}.bias", part) for part in parts], None, None) if bias else None
         return self.pack(role, weight, biases)
+
+    def _grouped(
+        self, parts: Sequence[Part], in_features: int, columns: slice | None, bias: bool, role: Role
+    ) -> LinearWeight | None:
+        """The same of weights that are stored with group scales; None where they are not, or no kernel takes them."""
+        packed = getattr(stored_source(self._source), "packed", None)
+        if packed is None or (self.device.type == "cpu" and not self.fused_kernel("linear_int4", shape=(1, 1))):
+            return None
+        found: list[GroupedWeight] = []
+        for part in parts:
+            name = f"{part.name}.weight"
+            self._check(name, (part.num_rows, in_features))
+            whole = packed(name)
+            own = None
+            if isinstance(whole, GroupedWeight):
+                own = grouped_part(self._source, name, whole, part.rows, columns)
+            if own is None or (found and not own.goes_with(found[0])):
+                return None
+            found.append(own)
+        weight = joined(found).to(self.device)
+        if (arguments := _arguments_of_kernel(weight)) is None:
+            return None
+        op = f"linear_{'fp8' if weight.kind == 'e4m3' else weight.kind}"
+        if (pack := self.fused_kernel(op, shape=weight.shape, role=role)) is None:
+            return None
+        biases = self.stack([(f"{part.name}.bias", part) for part in parts], None, None) if bias else None
+        result: LinearWeight = pack(*arguments, biases)
+        self.nbytes += result.nbytes
+        return result
 
     def pack(self, role: Role, weight: Tensor, bias: Tensor | None) -> LinearWeight:
         """weight [out, in] and bias [out] in the layout of the kernel that serves them."""
@@ -171,6 +204,20 @@ class EagerWeights(CheckedWeights):
             stacked[start : start + part.taken].copy_(self._floats(name, part.rows, columns))
             start += part.taken
         return stacked
+
+
+def _arguments_of_kernel(weight: GroupedWeight) -> tuple[Any, ...] | None:
+    """What the ops linear_int4, linear_int8 and linear_fp8 take; None where they do not take its like."""
+    if weight.order is not None:
+        return None
+    scales = weight.scales.float() if weight.scales.dtype == torch.bfloat16 else weight.scales
+    if weight.kind == "int4":
+        return weight.codes, scales, None if weight.zeros is None else weight.zeros.float()
+    if weight.kind == "int8" and weight.zeros is None:
+        return (weight.codes ^ 0x80).view(torch.int8), scales
+    if weight.kind == "e4m3" and weight.group == weight.shape[1]:
+        return weight.codes.view(torch.float8_e4m3fn), scales.float()
+    return None
 
 
 @dataclass(frozen=True, eq=False)

@@ -210,6 +210,11 @@ def grouped_part(
     return found
 
 
+def stored_source(source: WeightSource) -> WeightSource:
+    """What has the checkpoint's own shapes."""
+    return source.source if isinstance(source, PaddedWeights) else source
+
+
 def _pieces(source: WeightSource, name: str, rows: slice | None, columns: slice | None) -> list[Piece]:
     """Where a part of a matrix comes from, padded or not."""
     if isinstance(source, PaddedWeights):

@@ -20,7 +20,7 @@ from typing import Self
 
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, cut_bits, expect
+from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, cut_bits, expect, number
 from headrace.executor.checkpoints.quantisation._scaled import (
     floats_of_4_bits,
     floats_of_8_bits,
@@ -56,7 +56,7 @@ class Scheme:
         if not isinstance(weights, Mapping):
             raise ModelError(f"the group {name} of the compressed-tensors config says nothing of weights")
         layout = str(config.get("format") or layout)
-        bits, is_float = weights.get("num_bits"), weights.get("type", "int") == "float"
+        bits, is_float = number(weights, ("num_bits",), "compressed-tensors"), weights.get("type", "int") == "float"
         if layout == "dense" or layout not in KNOWN:
             advice = SPARSE if "24" in layout or "sparse" in layout else f"known are {', '.join(KNOWN)}"
             raise ModelError(f"compressed-tensors' layout {layout} is not supported: {advice}")
@@ -69,7 +69,7 @@ class Scheme:
         return cls(
             layout=layout,
             targets=tuple(config.get("targets") or ("Linear",)),
-            bits=int(bits),
+            bits=bits,
             is_float=is_float,
             group_size=weights.get("group_size"),
             block=None if not block else (int(block[0]), int(block[1])),

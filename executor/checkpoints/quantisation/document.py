@@ -14,8 +14,9 @@ and nothing need be asked for: `headrace serve MODEL`. `--quantization NAME` ins
 `--dtype` sets the type of activations; weights stay as they are stored.
 
 On a CPU matrices are computed packed: integers meet activations of 16 bits in blocks of 32, float codes are expanded
-exactly and meet activations of 32 bits. Each of a model's matrices is read, packed and let go in its turn. On a GPU,
-and where a model runs op by op, matrices are turned into floats of `--dtype` as they are read.
+exactly and meet activations of 32 bits. Each of a model's matrices is read, packed and let go in its turn. On a GPU
+int4, int8 without zero points and fp8 with a scale for each row stay packed; all else, experts among it, and everything
+where a CPU runs a model op by op, is turned into floats of `--dtype` as it is read.
 
 Ranks (tensor parallel) divide matrices between groups. Where a share begins within a group, or where GPTQ's
 `desc_act` orders the inputs that ranks divide, that matrix is kept in floats, which is logged. Experts are computed

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from headrace.executor.checkpoints.declared_weights import stored_weights
 from headrace.executor.checkpoints.quantisation import Format, Parts
 from headrace.executor.checkpoints.weights import WeightSource, bounds
-from headrace.executor.models.blocks import Weight
+from headrace.executor.models.arch import ArchSpec
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import SCALE_DTYPES, GroupedWeight
 
@@ -25,13 +26,13 @@ class QuantisedWeights:
     read.
     """
 
-    def __init__(self, source: WeightSource, format_: Format, declared: Iterable[Weight]) -> None:
-        """declared: what the model reads, under the checkpoint's names."""
+    def __init__(self, source: WeightSource, format_: Format, spec: ArchSpec) -> None:
         self._source, self._format = source, format_
         held = source.names()
+        as_floats = held | {f"{name.rpartition('.')[0]}.weight" for name in held}
         self._parts: dict[str, Parts] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        weights = {weight.name: weight for weight in declared}
+        weights = {weight.name: weight for weight in stored_weights(spec, as_floats)}
         stored = set[str]()
         for weight in weights.values():
             module = weight.name.removesuffix(".weight")

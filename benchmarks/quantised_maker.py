@@ -1,0 +1,85 @@
+"""Quantises a model with a real tool, inside that tool's virtual environment: see quantised_tools.py, which runs this.
+
+    python quantised_maker.py TOOL SCHEME MODEL INTO
+
+INTO/model is the checkpoint as the tool saves it, INTO/dequantised.safetensors what the tool says that it stands for.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+
+def bitsandbytes(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
+    import bitsandbytes
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    if scheme == "int8":
+        config = BitsAndBytesConfig(load_in_8bit=True)
+    else:
+        kind, _, double = scheme.partition(" ")
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=kind,
+            bnb_4bit_use_double_quant=bool(double),
+            bnb_4bit_compute_dtype=torch.float32,
+        )
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path, quantization_config=config, device_map={"": "cpu"}, dtype=torch.float32
+    )
+    values = {}
+    for name, module in model.named_modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            weight = module.weight
+            values[f"{name}.weight"] = bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
+        elif isinstance(module, bitsandbytes.nn.Linear8bitLt):
+            scales = module.state.SCB if module.state.SCB is not None else module.weight.SCB
+            codes = module.state.CB if module.state.CB is not None else module.weight.data
+            values[f"{name}.weight"] = codes.float() * scales.float()[:, None] / 127
+    return model, values
+
+
+def llmcompressor(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
+    from compressed_tensors.quantization import forward
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    recipe = QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"])
+    oneshot(model=model, recipe=recipe)
+    values = {}
+    for name, module in model.named_modules():
+        scheme_of = getattr(module, "quantization_scheme", None)
+        if scheme_of is not None and getattr(module, "weight", None) is not None:
+            extra = {}
+            if getattr(module, "weight_global_scale", None) is not None:
+                extra["global_scale"] = module.weight_global_scale
+            zeros = getattr(module, "weight_zero_point", None)
+            arguments = (module.weight.data, module.weight_scale, zeros, scheme_of.weights)
+            values[f"{name}.weight"] = forward.fake_quantize(*arguments, **extra)
+    return model, values
+
+
+TOOLS = {"bitsandbytes": bitsandbytes, "llmcompressor": llmcompressor}
+
+
+def main(tool: str, scheme: str, model_path: str, into: str) -> None:
+    torch.manual_seed(0)
+    model, values = TOOLS[tool](scheme, model_path)
+    if not values:
+        raise SystemExit(f"{tool} quantised nothing")
+    folder = Path(into)
+    folder.mkdir(parents=True, exist_ok=True)
+    floats = {name: each.detach().float().contiguous() for name, each in values.items()}
+    save_file(floats, folder / "dequantised.safetensors")
+    model.save_pretrained(folder / "model", **({"save_compressed": True} if tool == "llmcompressor" else {}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
