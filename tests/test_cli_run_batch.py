@@ -174,6 +174,21 @@ def test_resume_runs_what_has_no_result_yet(core: ZmqCore, tmp_path: Path, capsy
     assert run_batch(core, source, out, "--resume") == 0
 
 
+def test_results_stand_in_the_inputs_order_unless_asked_for_as_completed(core: ZmqCore, tmp_path: Path) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    names = [f"r{index}" for index in range(6)]
+    write(
+        source,
+        line("r0", prompt="hello", max_tokens=240),
+        *(line(each, prompt="x", max_tokens=1) for each in names[1:]),
+    )
+    assert run_batch(core, source, out, "--max-concurrency", "6") == 0
+    assert [row["custom_id"] for row in results(out)] == names
+    assert run_batch(core, source, out, "--overwrite", "--as-completed", "--max-concurrency", "6") == 0
+    assert [row["custom_id"] for row in results(out)] == [*names[1:], "r0"], "the longest ends last"
+    assert run_batch(core, source, out, "--overwrite", "--resume") == 2
+
+
 @pytest.mark.parametrize("bound", [1, 3])
 def test_no_more_requests_run_at_once_than_allowed(core: ZmqCore, tmp_path: Path, bound: int) -> None:
     most = 0

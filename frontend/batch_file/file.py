@@ -126,9 +126,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 class Results:
     """The output file, opened for appending."""
 
-    def __init__(self, path: Path, *, resume: bool) -> None:
-        """With `resume` it goes on with what is there. Raises OptionError for a file that is not one of ours, or is
-        there without `resume`.
+    def __init__(self, path: Path, *, resume: bool, overwrite: bool = False) -> None:
+        """With `resume` it goes on with what is there, with `overwrite` it forgets that. Raises OptionError for a file
+        that is not one of ours, or is there without either.
         """
         self._path = path
         self.done_ids: set[str] = set()
@@ -138,9 +138,12 @@ class Results:
         self.num_errors = 0
         """Of those results, how many are errors."""
         try:
-            if not resume and path.exists() and path.stat().st_size:
-                raise OptionError(f"{path} has results already: go on with --resume, or name another file")
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            if not (resume or overwrite) and path.exists() and path.stat().st_size:
+                raise OptionError(
+                    f"{path} has results already: go on with --resume, begin anew with --overwrite, or name another"
+                )
+            begin = os.O_TRUNC if overwrite else 0
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | begin, 0o644)
         except OSError as error:
             raise OptionError(
                 f"cannot write the output file {path}: {(error.strerror or str(error)).lower()}"

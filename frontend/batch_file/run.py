@@ -62,8 +62,14 @@ def engine_source(arguments: argparse.Namespace) -> Source:
 class BatchRun:
     """One run over an input file."""
 
-    def __init__(self, path: Path, results: Results, max_concurrency: int | None) -> None:
+    def __init__(
+        self, path: Path, results: Results, max_concurrency: int | None, *, as_completed: bool = False
+    ) -> None:
+        """Results are written in the input's order, or `as_completed`."""
         self._path, self._results, self._max_concurrency = path, results, max_concurrency
+        self._as_completed = as_completed
+        self._waiting: dict[int, BatchResult | None] = {}  # for those of earlier requests, by place
+        self._num_written = 0
         self._options = ServeOptions()
         self._decoder = RequestDecoder(strict=False)
         # Templates run in a sandbox, and whoever runs a batch has chosen its lines.
@@ -95,20 +101,22 @@ class BatchRun:
     async def _run_lines(self, pool: EnginePool, bound: int) -> None:
         slots = asyncio.Semaphore(bound)
 
-        async def run_one(number: int, line: bytes) -> None:
+        async def run_one(place: int, number: int, line: bytes) -> None:
             try:
-                result = await self._result_of(number, line, pool)
-                self._record(result)
+                self._record(place, await self._result_of(number, line, pool))
             finally:
                 slots.release()
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                for number, line in read_lines(self._path):
+                for place, (number, line) in enumerate(read_lines(self._path)):
                     await slots.acquire()
-                    tasks.create_task(run_one(number, line))
+                    tasks.create_task(run_one(place, number, line))
         except* (HeadraceError, OSError) as group:
             raise _first_error(group) from None
+        finally:
+            for place in sorted(self._waiting):  # of a run that is cut short: they need not be run again
+                self._write(self._waiting.pop(place))
 
     async def _result_of(self, number: int, line: bytes, pool: EnginePool) -> BatchResult | None:
         """None for a line that has its result already. Raises EngineDeadError."""
@@ -179,14 +187,25 @@ class BatchRun:
                 client.abort_stream(stream)
         return prepared.answer.whole()
 
-    def _record(self, result: BatchResult | None) -> None:
+    def _record(self, place: int, result: BatchResult | None) -> None:
+        """`place` is the line's among those of the input."""
         if result is None:
             self._num_skipped += 1
         else:
-            self._results.append(result)
             self._num_answered += result.error is None
             self._num_failed += result.error is not None
         self._on_result()
+        if self._as_completed:
+            self._write(result)
+            return
+        self._waiting[place] = result
+        while self._num_written in self._waiting:
+            self._write(self._waiting.pop(self._num_written))
+            self._num_written += 1
+
+    def _write(self, result: BatchResult | None) -> None:
+        if result is not None:
+            self._results.append(result)
 
     @contextlib.contextmanager
     def _progress(self) -> Iterator[None]:

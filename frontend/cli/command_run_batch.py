@@ -1,8 +1,8 @@
 """Run a file of requests in OpenAI's batch format, and write a file of results.
 
 Each line of the input is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions" or "/v1/completions",
-"body": {...}}. Results are written as they come, which is not the input's order; custom_id tells which is which. A
-line that fails gets its error as its result and stops no other; the exit status is 1 when there was one.
+"body": {...}}. Results stand in the input's order, or with --as-completed in that of their end. A line that fails gets
+its error as its result and stops no other; the exit status is 1 when there was one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output-file", required=True, metavar="FILE", help="Where the results go")
     parser.add_argument(
         "--resume", action="store_true", help="Go on with an output file: what has a result in it is not run again"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="Begin the output file anew where there is one")
+    parser.add_argument(
+        "--as-completed", action="store_true", help="Write each result as it comes, and not in the input's order"
     )
     parser.add_argument(
         "--max-concurrency",
@@ -45,9 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise OptionError(f"cannot read the input file {source_path}: {why}")
     if result_path.exists() and source_path.samefile(result_path):
         raise OptionError("the output file is the input file: name another")
-    results = Results(result_path, resume=arguments.resume)
+    if arguments.resume and arguments.overwrite:
+        raise OptionError("--resume goes on with the output file and --overwrite begins it anew: choose one")
+    results = Results(result_path, resume=arguments.resume, overwrite=arguments.overwrite)
     try:
-        batch = BatchRun(source_path, results, arguments.max_concurrency)
+        batch = BatchRun(source_path, results, arguments.max_concurrency, as_completed=arguments.as_completed)
         return run_async(lambda: batch.run(engine_source(arguments)))
     finally:
         results.close()
