@@ -104,17 +104,19 @@ def check_request(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> i
     params.verify()
     token_ids = prompt.token_ids or ()
     if not token_ids:
-        raise InvalidRequestError("the prompt is empty: give at least one token")
+        raise InvalidRequestError("the prompt cannot be empty: give at least one token")
     if not (min(token_ids) >= 0 and max(token_ids) < welcome.vocab_size):
         index, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < welcome.vocab_size)
         raise InvalidRequestError(
-            f"prompt_token_ids[{index}] is {bad}: the model's token ids are 0 to {welcome.vocab_size - 1}"
+            f"prompt_token_ids[{index}] is {bad}, which is out of vocabulary: the model's token ids are 0 to "
+            f"{welcome.vocab_size - 1}"
         )
     room = welcome.max_model_len - len(token_ids)
     if room < 1:
         raise InvalidRequestError(
             f"the prompt has {len(token_ids)} tokens, and max_model_len is {welcome.max_model_len} for the prompt and "
-            f"its output together: shorten the prompt to {welcome.max_model_len - 1} tokens or fewer"
+            f"its output together (the model's maximum context length is {welcome.max_model_len} tokens): shorten the "
+            f"prompt to {welcome.max_model_len - 1} tokens or fewer"
         )
     limit = welcome.vocab_size if welcome.max_logprobs == -1 else welcome.max_logprobs
     for name in ("logprobs", "prompt_logprobs"):

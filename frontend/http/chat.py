@@ -53,6 +53,7 @@ from headrace.frontend.http.responses import (
     usage_so_far,
 )
 from headrace.frontend.http.tool_choice import ToolChoice, tool_choice_of
+from headrace.frontend.text.chat_template import text_parts
 from headrace.frontend.text.formats.parser import Event, OutputParser
 
 _WHOLE, _CHUNK = "chat.completion", "chat.completion.chunk"
@@ -168,6 +169,7 @@ class ChatAnswer(OpenAIEvents):
     ) -> None:
         """make_reader: of one output, where it may hold reasoning or tool calls."""
         self._request, self._answer, self._role, self._make_reader = request, answer, role, make_reader
+        self._echoed = _echoed(request, role)
         self._choices: dict[SequenceState, _Choice] = {}
         self._streams: Sequence[RequestStream] = ()
         self._is_prompt_told = False
@@ -265,7 +267,10 @@ class ChatAnswer(OpenAIEvents):
             self._is_prompt_told = True
             chunk.prompt_token_ids = self._prompt_token_ids(stream)
             chunk.prompt_logprobs = self._prompt_logprobs(stream)
-        return event(chunk)
+        if not self._echoed:
+            return event(chunk)
+        echoed = ChatChunkChoice(index=sequence.index, delta=Delta(content=self._echoed))
+        return event(chunk) + event(self._chunk([echoed]))
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
         answer = self._answer
@@ -276,6 +281,8 @@ class ChatAnswer(OpenAIEvents):
         if reader is not None:
             message = _message_of(self._role, self._read(reader, output.text, ends=True))
             finish_reason = self._finish_reason(reader, finish_reason)
+        if self._echoed:
+            message.content = self._echoed + (message.content or "")
         return ChatChoice(
             index=output.index,
             message=message,
@@ -296,6 +303,14 @@ class ChatAnswer(OpenAIEvents):
     def _prompt_logprobs(self, stream: RequestStream) -> PromptLogprobs | UnsetType:
         asked: Any = self._request.prompt_logprobs
         return UNSET if asked is None or stream.prompt_logprobs is None else prompt_logprobs(stream.prompt_logprobs)
+
+
+def _echoed(request: ChatCompletionRequest, role: str) -> str:
+    """The last message's text, where the answer begins with it."""
+    last = request.messages[-1]
+    if not request.echo or last.role != role:
+        return ""
+    return last.content if isinstance(last.content, str) else "\n".join(text_parts(last.content or (), "messages"))
 
 
 def _delta_of(told: Event) -> Delta:

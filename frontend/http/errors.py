@@ -128,6 +128,8 @@ def _bad_request(error: InvalidRequestError) -> ApiError:
         param = "request_id"
     elif text.startswith("priority"):
         param = "priority"
+    if "must be at least" in text:
+        text += " (greater_than_equal)"  # what clients of vLLM's look for
     return ApiError(HTTPStatus.BAD_REQUEST, text, param=param, code="invalid_value")
 
 

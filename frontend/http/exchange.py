@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import ctypes
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -130,6 +130,8 @@ class Exchange:
         # Taken out of the scope, which the connection refers to: a circle would outlive both.
         self.connection: Connection = scope["extensions"].pop(EXTENSION)["connection"]
         self._tells_id = options.enable_request_id_headers
+        self.headers_at_start: Callable[[], Awaitable[list[tuple[bytes, bytes]]]] | None = None
+        """Asked for what the response's headers tell besides, when it begins."""
         self._name: str | None = None
         self._max_body_bytes, self._read_timeout_s = options.max_body_bytes, options.read_timeout
         self._num_body_bytes = 0
@@ -148,6 +150,8 @@ class Exchange:
 
     async def send(self, message: Any) -> None:
         self.status = self.status or message["status"]
+        if self.headers_at_start is not None and message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *await self.headers_at_start()]}
         if self._tells_id and message["type"] == "http.response.start":
             with contextlib.suppress(ApiError):  # a name that cannot be was refused, and is not repeated
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", self.request_id().encode())]}

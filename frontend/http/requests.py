@@ -6,6 +6,7 @@ and does something, or no answer depends on it, or it is refused by name.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
 import types
@@ -134,6 +135,9 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: Annotated[int | None, Meta(description="Most tokens to generate")] = None
     logprobs: Annotated[bool | None, Meta(description="Report log-probabilities")] = None
     top_logprobs: Annotated[int | None, Meta(description="Likeliest tokens to report, with logprobs")] = None
+    echo: Annotated[
+        bool | None, Meta(description="Begin the answer with the last message, where that has the answer's role")
+    ] = None
     add_generation_prompt: GenerationPrompt = None
     continue_final_message: ContinueFinal = None
     chat_template: Template = None
@@ -219,7 +223,6 @@ NEUTRAL_OF: Mapping[type[msgspec.Struct], Mapping[str, Neutral]] = types.Mapping
             {
                 **NEUTRAL,
                 "best_of": Neutral("not part of chat completions; use n", (1,)),
-                "echo": Neutral("not supported in chat", (False,)),
                 "functions": Neutral("retired by OpenAI; use tools", ([],)),
                 "function_call": Neutral("retired by OpenAI; use tools", ("none",)),
                 "modalities": Neutral(_TEXT_ONLY, (["text"],)),
@@ -271,6 +274,9 @@ class RequestDecoder:
         try:
             return msgspec.convert(fields, kind)
         except msgspec.ValidationError as error:
+            if not self._strict:
+                with contextlib.suppress(msgspec.ValidationError):  # numbers may be text, as in vLLM's server
+                    return msgspec.convert(fields, kind, strict=False)
             raise _invalid(str(error)) from None
         except RecursionError:
             raise ApiError(HTTPStatus.BAD_REQUEST, "the body is nested too deeply", code="invalid_json") from None

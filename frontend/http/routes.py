@@ -22,6 +22,7 @@ from headrace.frontend.http.engines import Engine, EnginePool
 from headrace.frontend.http.errors import ApiError, bad_field, unavailable
 from headrace.frontend.http.exchange import Exchange, LargeBodies
 from headrace.frontend.http.generation import Generator, KeepAlive, PreparedRequest
+from headrace.frontend.http.load_report import LOAD_FORMAT_HEADER, load_headers
 from headrace.frontend.http.messages import (
     CountTokensRequest,
     CountTokensResponse,
@@ -161,6 +162,9 @@ async def _generate(
         return prepare_completion(request, engine, state.options, name, exchange.tenant)
 
     prepared = await exchange.prepare(prepare)
+    form = exchange.header(LOAD_FORMAT_HEADER)
+    if form is not None and not prepared.streams:
+        exchange.headers_at_start = lambda: load_headers(prepared.engine, form)
     await state.generator.answer(prepared, exchange.connection, exchange.receive, exchange.send)
 
 

@@ -1,0 +1,223 @@
+"""What clients of vLLM's server rely on, asked of ours: answers, errors, headers, streams and limits."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from http_server import Server, ask, joined, metric, stream
+
+from headrace import LLM
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USER = [{"role": "user", "content": "hi"}]
+GREEDY = {"temperature": 0, "max_tokens": 5}
+
+
+def refused(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+# tests/entrypoints/openai/test_completion_with_prompt_validation: empty, too long, ids that are none, mixed
+def test_prompts_are_checked_in_the_words_that_clients_look_for(client: httpx.Client) -> None:
+    assert "cannot be empty" in refused(client, COMPLETIONS, prompt=[[]], **GREEDY)["message"]
+    assert "cannot be empty" in refused(client, COMPLETIONS, prompt="", **GREEDY)["message"]
+    assert "out of vocabulary" in refused(client, COMPLETIONS, prompt=[10**6], **GREEDY)["message"]
+    assert "out of vocabulary" in refused(client, COMPLETIONS, prompt=[-1], **GREEDY)["message"]
+    assert "maximum context length is 256" in refused(client, COMPLETIONS, prompt=[5] * 300, **GREEDY)["message"]
+    assert "maximum context length is 256" in refused(client, COMPLETIONS, prompt="a", max_tokens=999)["message"]
+    assert "texts or lists of token ids" in refused(client, COMPLETIONS, prompt=["a", [5]], **GREEDY)["message"]
+    assert "greater_than_equal" in refused(client, COMPLETIONS, prompt="a", max_tokens=0)["message"]
+
+
+# tests/entrypoints/openai/test_completion.py: tokens in and out, with text that needs several tokens a character
+@pytest.mark.parametrize("text", ["hello", "héllo 😀", "a\nb"])
+def test_token_ids_in_and_out_are_those_of_the_text(client: httpx.Client, text: str) -> None:
+    ids = ask(client, "/tokenize", prompt=text)["tokens"]
+    by_text = ask(client, COMPLETIONS, prompt=text, return_token_ids=True, **GREEDY)["choices"][0]
+    by_ids = ask(client, COMPLETIONS, prompt=ids, return_token_ids=True, **GREEDY)["choices"][0]
+    assert by_text == by_ids
+    assert by_text["prompt_token_ids"] == ids
+    assert ask(client, "/detokenize", tokens=by_text["token_ids"])["prompt"] == by_text["text"]
+    events = stream(client, COMPLETIONS, {"prompt": text, "return_token_ids": True, **GREEDY})
+    assert events[0]["choices"][0]["prompt_token_ids"] == ids
+    assert joined(event["choices"][0]["token_ids"] for event in events) == by_text["token_ids"]
+
+
+# tests/entrypoints/openai/test_completion.py::test_echo_logprob_completion, test_prompt_logprobs_completion
+def test_log_probabilities_of_prompt_and_answer_have_as_many_entries_as_vllms(client: httpx.Client) -> None:
+    ids = ask(client, "/tokenize", prompt="hello there")["tokens"]
+    echoed = ask(client, COMPLETIONS, prompt=ids, echo=True, logprobs=2, **GREEDY)["choices"][0]["logprobs"]
+    assert len(echoed["tokens"]) == len(echoed["token_logprobs"]) == len(ids) + 5
+    assert echoed["token_logprobs"][0] is None
+    assert all(2 <= len(top) <= 3 for top in echoed["top_logprobs"][1:])
+    for asked, most in ((0, 1), (1, 2), (3, 4)):
+        body = {"messages": USER, "prompt_logprobs": asked, **GREEDY}
+        told = ask(client, CHAT, **body)["prompt_logprobs"]
+        assert told[0] is None
+        assert all(max(asked, 1) <= len(each) <= most for each in told[1:])
+
+
+# tests/entrypoints/openai/test_chat.py::test_zero_logprobs_chat ... test_choice_logprobs
+def test_top_log_probabilities_of_chat_are_as_many_as_asked_for(client: httpx.Client) -> None:
+    for asked in (0, 1, 5):
+        body = {"messages": USER, "logprobs": True, "top_logprobs": asked, **GREEDY}
+        content = ask(client, CHAT, **body)["choices"][0]["logprobs"]["content"]
+        assert len(content) == 5
+        assert {len(each["top_logprobs"]) for each in content} == {asked}
+
+
+# tests/entrypoints/openai/test_chat_echo.py
+def test_chat_echo_begins_with_the_message_that_is_continued(client: httpx.Client) -> None:
+    messages = [*USER, {"role": "assistant", "content": "well, "}]
+    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False, **GREEDY}
+    plain = ask(client, CHAT, **body)["choices"][0]["message"]["content"]
+    assert ask(client, CHAT, echo=True, **body)["choices"][0]["message"]["content"] == "well, " + plain
+    events = stream(client, CHAT, {"echo": True, **body})
+    said = "".join(each["choices"][0]["delta"].get("content") or "" for each in events)
+    assert said == "well, " + plain
+    assert ask(client, CHAT, messages=USER, echo=True, **GREEDY)["choices"][0]["message"]["content"] != "hi"
+
+
+# tests/entrypoints/openai/test_chat.py: custom roles, complex content, extra fields, long seeds
+def test_messages_of_every_shape_are_taken(client: httpx.Client) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    for message in ({"role": "critic", "content": "x"}, {"role": "user", "content": parts}, {**USER[0], "name": "Ann"}):
+        assert ask(client, CHAT, messages=[message], **GREEDY)["usage"]["completion_tokens"] <= 5
+    assert ask(client, CHAT, messages=USER, extra_field="0", seed=2**63 - 1, **GREEDY)["choices"]
+    assert "seed" in refused(client, CHAT, messages=USER, seed=2**63, **GREEDY)["message"]
+
+
+# clients that send forms: numbers and truth values as text
+def test_numbers_may_be_text_and_other_text_is_refused_by_field(client: httpx.Client) -> None:
+    body = {"prompt": "a", "logprobs": "2", "max_tokens": "3", "temperature": "0"}
+    told = ask(client, COMPLETIONS, **body)
+    assert told["usage"]["completion_tokens"] <= 3
+    assert len(told["choices"][0]["logprobs"]["top_logprobs"][0]) >= 2
+    assert refused(client, COMPLETIONS, prompt="a", logprobs="many")["param"] == "logprobs"
+
+
+# tests/entrypoints/openai/test_orca_metrics.py
+@pytest.mark.parametrize("form", ["JSON", "TEXT", "json"])
+def test_an_answer_tells_the_engines_load_in_the_format_that_was_asked_for(client: httpx.Client, form: str) -> None:
+    headers = {"endpoint-load-metrics-format": form}
+    for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})):
+        told = client.post(path, json={**body, **GREEDY}, headers=headers).headers["endpoint-load-metrics"]
+        if form == "TEXT":
+            assert told.startswith("TEXT named_metrics.kv_cache_usage_perc=")
+            assert told.endswith("named_metrics.num_requests_waiting=0")
+        else:
+            metrics = json.loads(told.removeprefix("JSON "))["named_metrics"]
+            assert metrics["num_requests_waiting"] == 0
+            assert 0 <= metrics["kv_cache_usage_perc"] <= 1
+    other = client.post(COMPLETIONS, json={"prompt": "a", **GREEDY}, headers={"endpoint-load-metrics-format": "YAML"})
+    assert "endpoint-load-metrics" not in other.headers
+
+
+# tests/entrypoints/openai/test_optional_middleware.py::test_passed_request_id
+def test_answers_carry_the_requests_id(client: httpx.Client) -> None:
+    named = client.post(COMPLETIONS, json={"prompt": "a", **GREEDY}, headers={"X-Request-Id": "mine-1"})
+    assert (named.headers["x-request-id"], named.json()["id"]) == ("mine-1", "cmpl-mine-1")
+    unnamed = client.post(COMPLETIONS, json={"prompt": "a", **GREEDY})
+    assert unnamed.json()["id"] == f"cmpl-{unnamed.headers['x-request-id']}"
+    assert client.get("/health").headers["x-request-id"]
+
+
+# tests/entrypoints/openai/test_chat.py::test_response_format..., usage of streams
+def test_usage_counts_alike_whole_streamed_and_continuously(client: httpx.Client) -> None:
+    body = {"messages": USER, **GREEDY}
+    whole = ask(client, CHAT, **body)["usage"]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = stream(client, CHAT, {**body, "stream_options": options})
+    last = events[-1]["usage"]
+    assert (last["prompt_tokens"], last["completion_tokens"]) == (whole["prompt_tokens"], whole["completion_tokens"])
+    counted = [event["usage"]["completion_tokens"] for event in events]
+    assert counted == sorted(counted)
+    assert "cached_tokens" in whole["prompt_tokens_details"]
+
+
+# tests/entrypoints/serve/instrumentator: models, version, health, ping, load, metrics
+def test_the_routes_that_operators_ask_answer(client: httpx.Client) -> None:
+    (card,) = ask_get(client, "/v1/models")["data"]
+    assert (card["id"], card["max_model_len"]) == ("tiny", 256)
+    for path in ("/health", "/ping", "/health/ready", "/version", "/load", "/metrics", "/is_paused"):
+        assert client.get(path).status_code == 200, path
+    assert ask_get(client, "/load") == {"server_load": 0}
+    before = metric(client, "headrace:generation_tokens_total")
+    ask(client, COMPLETIONS, prompt="a", ignore_eos=True, **GREEDY)
+    assert metric(client, "headrace:generation_tokens_total") == before + 5
+    assert metric(client, "headrace:num_requests_waiting_by_reason", reason="capacity") == 0
+
+
+def ask_get(client: httpx.Client, path: str) -> Any:
+    answer = client.get(path)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+# tests/entrypoints/openai/test_dev_mode: pause with a mode in the query, reset of the prefix cache, profiling
+def test_pause_takes_its_mode_in_the_query_and_resume_ends_it(client: httpx.Client) -> None:
+    for mode in ("abort", "wait", "keep"):
+        assert client.post("/pause", params={"mode": mode, "clear_cache": "false"}).status_code == 200
+        assert ask_get(client, "/is_paused") == {"is_paused": True}
+        assert client.post("/resume").status_code == 200
+    assert client.post("/reset_prefix_cache").status_code == 200
+    assert client.post("/start_profile").status_code == 200
+    assert client.post("/stop_profile").json()["files"]
+
+
+# tests/v1/sample/test_sampling_params_e2e.py
+def test_sampling_parameters_do_what_they_say(llm: LLM) -> None:
+    from headrace import SamplingParams
+
+    def tokens(**params: Any) -> list[int]:
+        given = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **params})
+        return llm.generate("hello", given, use_tqdm=False)[0].outputs[0].token_ids
+
+    greedy = tokens(temperature=0)
+    assert tokens(top_k=1) == tokens(top_p=1e-9) == tokens(min_p=1.0) == greedy
+    assert tokens(seed=3) == tokens(seed=3)
+    assert set(tokens(allowed_token_ids=[5, 5, 6])) <= {5, 6}
+    assert tokens(temperature=0, logit_bias={7: 100.0}) == [7] * 8
+    assert greedy[0] not in tokens(temperature=0, logit_bias={greedy[0]: -math.inf})
+    assert len(tokens(temperature=0, max_tokens=3, min_tokens=3)) == 3
+    stopped = llm.generate("hello", SamplingParams(temperature=0, stop_token_ids=[greedy[1]]), use_tqdm=False)[0]
+    assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", greedy[1])
+    silent = llm.generate("hello", SamplingParams(detokenize=False, max_tokens=2, ignore_eos=True), use_tqdm=False)[0]
+    assert (silent.outputs[0].text, len(silent.outputs[0].token_ids)) == ("", 2)
+
+
+# tests/samplers/test_seeded_generate.py, parallel sampling
+def test_outputs_of_one_prompt_are_n_and_reproducible(client: httpx.Client) -> None:
+    body = {"prompt": "a", "n": 3, "seed": 5, "temperature": 1.5, "max_tokens": 6, "ignore_eos": True}
+    first, second = (ask(client, COMPLETIONS, **body)["choices"] for _ in range(2))
+    assert [each["text"] for each in first] == [each["text"] for each in second]
+    assert len({each["text"] for each in first}) > 1
+    assert [each["index"] for each in first] == [0, 1, 2]
+
+
+# non-finite parameters, tests/entrypoints/openai/test_sampling_nan
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+def test_numbers_that_are_none_are_refused(client: httpx.Client, value: str) -> None:
+    body = f'{{"prompt": "a", "max_tokens": 1, "temperature": {value}}}'
+    answer = client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+
+
+def test_openais_client_reads_errors_and_answers(server: Server) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            sdk.completions.create(model="other", prompt="a")
+        with pytest.raises(openai.BadRequestError, match="maximum context length is"):
+            sdk.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x " * 600}])
+        answer = sdk.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "hi"}], max_completion_tokens=4, temperature=0
+        )
+        assert answer.choices[0].message.role == "assistant"
