@@ -28,10 +28,12 @@ class EngineOptions(TypedDict, total=False):
     revision: str | None
     download_dir: str | None
     trust_remote_code: bool | None
+    model_impl: Literal["auto", "headrace", "transformers"] | str | None
     hf_overrides: dict[str, Any] | None
     generation_config: str | None
     override_generation_config: dict[str, Any] | None
     max_logprobs: int | None
+    logprobs_mode: Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"] | str | None
     seed: int | str | None
     tokenizer: str | None
     tokenizer_revision: str | None
@@ -63,6 +65,7 @@ class EngineOptions(TypedDict, total=False):
     tensor_parallel_size: int | None
     pipeline_parallel_size: int | None
     pipeline_layer_partition: Sequence[int] | str | None
+    enable_expert_parallel: bool | None
     disable_custom_all_reduce: bool | None
     distributed_executor_backend: str | None
     worker_cls: str | None
