@@ -99,6 +99,10 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_
     dry_allowed_length: Annotated[int, Range(1, INT32), ModelDefault(None)] = 2
     dry_penalty_last_n: Annotated[int, Range(-1, INT32), ModelDefault(None)] = -1
     dry_breaker_token_ids: Annotated[tuple[TokenId, ...], Longest(1024)] = ()
+    prompt_logprob_start: Annotated[int, Range(0, INT32)] = 0
+    """The first prompt token that prompt_logprobs reports of; those before may come from the prefix cache."""
+    skip_reading_prefix_cache: bool = False
+    """Compute the whole prompt. What it computes may be found by others."""
     extra_args: Annotated[dict[str, Any], Longest(256)] = {}
     """What logits processors of others read."""
     mirostat: Annotated[int, Range(0, 2), ModelDefault(None)] = 0

@@ -82,7 +82,7 @@ class Request:
         self.num_sent = (
             self.num_prompt_tokens
         )  # with output_interval > 1: tokens that were sent (the prompt counts as sent)
-        self.num_prompt_logprobs = 1  # prompt positions sent; the first has no prediction
+        self.num_prompt_logprobs = max(1, sampling.prompt_logprob_start)  # positions sent; the first has no prediction
         self.arrived_s = self.first_scheduled_s = self.first_token_s = 0.0
 
 

@@ -463,11 +463,14 @@ class Scheduler:
         """Cached blocks that the request's tokens start with.
 
         At least one token is always computed, since its logits choose the next one. Prompt log-probabilities
-        need the logits of every prompt position, so such a request takes nothing from the cache.
+        need the logits of every prompt position but those before prompt_logprob_start.
         """
-        if self.hasher is None or request.sampling.prompt_logprobs is not None:
+        sampling, usable_tokens = request.sampling, len(request.token_ids) - 1
+        if sampling.prompt_logprobs is not None:
+            usable_tokens = min(usable_tokens, max(0, sampling.prompt_logprob_start - 1))
+        if self.hasher is None or sampling.skip_reading_prefix_cache or not usable_tokens:
             return self.tables.find([])
-        usable, hashes = (len(request.token_ids) - 1) // self.config.block_size, request.block_hashes
+        usable, hashes = usable_tokens // self.config.block_size, request.block_hashes
         # A long prompt is hashed as far as it is found; the rest when it is computed, a step's share at a time.
         while len(hashes) < usable and self.tables.may_go_on(hashes):
             self.hasher.extend(hashes, request.cache_salt, request.token_ids, min(usable, len(hashes) + HASHED_AT_ONCE))

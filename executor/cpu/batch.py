@@ -356,6 +356,11 @@ class BatchState:
         self.num_tokens[rows] += steps
         self._repeated.clear()
 
+    def first_reported(self, row: int, begin: int) -> int:
+        """Of the prompt's positions from begin on, the first whose logits are to be reported."""
+        params = self.sampling.params[row]
+        return begin if params is None else max(begin, params.prompt_logprob_start - 1)
+
     def append_blocks(self, tables: np.ndarray, block_ids: np.ndarray) -> None:
         """A table may occur several times; its blocks keep their order."""
         order = np.argsort(tables, kind="stable")

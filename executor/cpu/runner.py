@@ -201,7 +201,7 @@ class ModelRunner:
             row, begin = int(plan.rows[index]), int(plan.num_computed_tokens[index])
             end = min(begin + int(plan.num_tokens[index]), int(batch.num_prompt_tokens[row]) - 1)
             offset = int(arrays.query_start[index]) - begin
-            for first in range(begin, end, self._prompt_rows_at_once):
+            for first in range(batch.first_reported(row, begin), end, self._prompt_rows_at_once):
                 last = min(first + self._prompt_rows_at_once, end)
                 logits = computed.at(offset + first, offset + last)
                 if not logits.amax(1).isfinite().all():

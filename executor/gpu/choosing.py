@@ -101,7 +101,7 @@ class Choosing:
             row, begin = int(plan.rows[index]), int(plan.num_computed_tokens[index])
             end = min(begin + int(plan.num_tokens[index]), int(batch.num_prompt_tokens[row]) - 1)
             offset = int(query_start[index]) - begin
-            for first in range(begin, end, at_once):
+            for first in range(batch.first_reported(row, begin), end, at_once):
                 last = min(first + at_once, end)
                 logits = self._steps.prompt_logits(hidden, offset + first, offset + last)
                 asked = np.full(last - first, batch.sampling.num_prompt_logprobs[row])

@@ -115,7 +115,7 @@ class _Search:
         self._params, self._eos_token_ids = params, eos_token_ids
         self._complete: list[BeamSearchSequence] = []
 
-    def extend(self, logprobs: Sequence[list[LogprobsOfPosition]]) -> None:
+    def extend(self, logprobs: Sequence[Sequence[LogprobsOfPosition]]) -> None:
         """By one token. logprobs: of each beam, of its next position."""
         extended: list[BeamSearchSequence] = []
         for beam, (position,) in zip(self.beams, logprobs, strict=True):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, overload
+
 import msgspec
 
 
@@ -17,6 +20,51 @@ class Logprob(msgspec.Struct):
 
 LogprobsOfPosition = dict[int, Logprob]
 """By token id: the sampled (or the prompt's own) token first, then the likeliest ones, best first."""
+
+
+class FlatLogprobs(Sequence[Any]):
+    """Log-probabilities of many positions in a few long lists, which Python's garbage collection need not walk as it
+    walks an object for each. It reads as a list of LogprobsOfPosition, which are made as they are asked for."""
+
+    def __init__(self) -> None:
+        self.start_indices: list[int] = []
+        """Of each position, where its tokens begin in the lists below."""
+        self.end_indices: list[int] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.ranks: list[int | None] = []
+        self.decoded_tokens: list[str | None] = []
+
+    def append(self, position: LogprobsOfPosition | None) -> None:
+        """None for the first token of a prompt, which nothing predicts."""
+        self.start_indices.append(len(self.token_ids))
+        for token_id, logprob in (position or {}).items():
+            self.token_ids.append(token_id)
+            self.logprobs.append(logprob.logprob)
+            self.ranks.append(logprob.rank)
+            self.decoded_tokens.append(logprob.decoded_token)
+        self.end_indices.append(len(self.token_ids))
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> FlatLogprobs: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        """A LogprobsOfPosition, or None for what nothing predicts; of a slice a FlatLogprobs."""
+        if isinstance(index, slice):
+            part = FlatLogprobs()
+            for place in range(*index.indices(len(self))):
+                part.append(self[place])
+            return part
+        start, end = self.start_indices[index], self.end_indices[index]
+        found = {
+            self.token_ids[place]: Logprob(self.logprobs[place], self.ranks[place], self.decoded_tokens[place])
+            for place in range(start, end)
+        }
+        return found or None
 
 
 class RequestMetrics(msgspec.Struct):
@@ -46,10 +94,10 @@ class CompletionOutput(msgspec.Struct):
     token_ids: list[int]
     cumulative_logprob: float | None = None
     """Sum of the sampled tokens' log-probabilities; None unless `logprobs` was asked for."""
-    logprobs: list[LogprobsOfPosition] | None = None
+    logprobs: list[LogprobsOfPosition] | FlatLogprobs | None = None
     """One entry per token of `token_ids`."""
     finish_reason: str | None = None
-    """stop, length or abort; None while it runs."""
+    """stop, length, repetition or abort; None while it runs."""
     stop_reason: int | str | None = None
     """The stop string or stop_token_ids entry that ended it; None for an end-of-sequence token."""
 
@@ -64,7 +112,7 @@ class RequestOutput(msgspec.Struct):
     prompt: str | None
     """The prompt's text; None when token ids were given."""
     prompt_token_ids: list[int]
-    prompt_logprobs: list[LogprobsOfPosition | None] | None = None
+    prompt_logprobs: list[LogprobsOfPosition | None] | FlatLogprobs | None = None
     """One entry per prompt token; the first is None, for nothing comes before it."""
     outputs: list[CompletionOutput] = []
     finished: bool = False

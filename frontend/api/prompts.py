@@ -99,9 +99,24 @@ def tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer | None) -> None:
         prompt.token_ids = token_ids
 
 
+def truncate(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> bool:
+    """Keeps the last tokens that truncate_prompt_tokens asks for; whether there were more."""
+    kept, token_ids = params.truncate_prompt_tokens, prompt.token_ids
+    if kept is None or token_ids is None:
+        return False
+    if kept == -1:
+        kept = max(1, welcome.max_model_len - (params.max_tokens or 1))
+    if len(token_ids) <= kept:
+        return False
+    prompt.token_ids = token_ids[-kept:]
+    return True
+
+
 def check_request(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> int:
-    """The most tokens the request can generate. Raises InvalidRequestError for one that can never be served."""
+    """The most tokens the request can generate, once its prompt is truncated as it asks for. Raises
+    InvalidRequestError for one that can never be served."""
     params.verify()
+    truncate(prompt, params, welcome)
     token_ids = prompt.token_ids or ()
     if not token_ids:
         raise InvalidRequestError("the prompt cannot be empty: give at least one token")

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, TypeVar
 
+from headrace.frontend.api.repetition import RepetitionDetectionParams
 from headrace.frontend.api.sampling_fields import Field, bad, check_of, declared_fields, sent_fields, verify_extra_args
 from headrace.frontend.api.structured_outputs import StructuredOutputsParams, structured_outputs_from
 from headrace.frontend.api.token_rules import openai_bias, verify_texts, verify_token_ids, verify_token_rules
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Sampling
-from headrace.ipc.ranges import Range
+from headrace.ipc.ranges import INT32, Range
 
 T = TypeVar("T")
 
@@ -27,8 +28,8 @@ NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 NOT_SUPPORTED = frozenset(
     {
-        *("beam_width", "best_of", "early_stopping", "flat_logprobs"),
-        *("length_penalty", "logits_processors", "truncate_prompt_tokens", "use_beam_search"),
+        *("beam_width", "best_of", "early_stopping", "thinking_token_budget"),
+        *("length_penalty", "logits_processors", "use_beam_search"),
     }
 )
 """vLLM's fields that this version refuses by name. What asks for nothing, None and NEUTRAL, is accepted."""
@@ -131,6 +132,12 @@ class SamplingParams:
         int | None, Field("Likeliest tokens to report per token, besides the sampled one; -1 is all", in_body=False)
     ] = None
     prompt_logprobs: Annotated[int | None, Field("The same for the prompt's tokens")] = None
+    prompt_logprob_start: Annotated[
+        int, Field("The first prompt token that prompt_logprobs reports of; those before are None", in_body=False)
+    ] = 0
+    flat_logprobs: Annotated[
+        bool, Field("Give log-probabilities as a FlatLogprobs, a few long lists that read as a list", in_body=False)
+    ] = False
     logprob_token_ids: Annotated[
         list[int] | None,
         Field("Tokens to report per token in the place of the likeliest ones; without a rank", in_body=False),
@@ -139,6 +146,18 @@ class SamplingParams:
     """The form that the output has to have: a JSON schema, a regular expression, one of several texts, a grammar."""
     guided_decoding: StructuredOutputsParams | None = None
     """Its name in older versions."""
+    truncate_prompt_tokens: Annotated[
+        int | None, Field("Keep only so many of the prompt's last tokens; -1: as many as fit", Range(-1, INT32))
+    ] = None
+    skip_reading_prefix_cache: Annotated[
+        bool | None, Field("Compute the whole prompt, also where the prefix cache has some of it")
+    ] = None
+    stream_interval: Annotated[
+        int | None, Field("Tokens of an output to send together; None is the engine's own", Range(1, 1 << 20))
+    ] = None
+    repetition_detection: Annotated[
+        RepetitionDetectionParams | None, Field("End an output that repeats a run of tokens")
+    ] = None
     extra_args: Annotated[
         dict[str, Any] | None, Field("What logits processors of the engine read; vllm_xargs in bodies", in_body=False)
     ] = None
@@ -199,6 +218,12 @@ class SamplingParams:
         verify_token_rules(self)
         if self.dry_sequence_breakers is not None:
             verify_texts("dry_sequence_breakers", self.dry_sequence_breakers)
+        if self.truncate_prompt_tokens == 0:
+            raise bad("truncate_prompt_tokens", 0, "must be at least 1, or -1 for as many as fit")
+        if self.prompt_logprob_start and self.prompt_logprobs is None:
+            raise bad("prompt_logprob_start", self.prompt_logprob_start, "needs prompt_logprobs")
+        if not isinstance(self.repetition_detection, RepetitionDetectionParams | None):
+            raise bad("repetition_detection", self.repetition_detection, "must be a RepetitionDetectionParams")
         if self.extra_args is not None:
             verify_extra_args(self.extra_args)
         if self.logprob_token_ids is not None:

@@ -15,12 +15,14 @@ from typing import Any
 
 from headrace.frontend.api.outputs import (
     CompletionOutput,
+    FlatLogprobs,
     Logprob,
     LogprobsOfPosition,
     RequestMetrics,
     RequestOutput,
 )
 from headrace.frontend.api.prompts import Prompt
+from headrace.frontend.api.repetition import STOP_REASON
 from headrace.frontend.api.sampling_params import NOTHING, RequestOutputKind, SamplingParams
 from headrace.frontend.text.detokenizer import Detokenizer, StopChecker
 from headrace.frontend.text.tokenizer import Tokenizer
@@ -45,6 +47,7 @@ class SequenceState:
         "finish_reason",
         "index",
         "logprob_rows",
+        "looks_for_stop",
         "min_tokens",
         "num_text_tokens",
         "slot",
@@ -60,6 +63,7 @@ class SequenceState:
         self.stops: StopChecker | None = None
         if params.stop_strings and detokenizer is not None:
             self.stops = StopChecker(params.stop_strings, include_in_output=params.include_stop_str_in_output)
+        self.looks_for_stop = self.stops is not None or params.repetition_detection is not None
         self.min_tokens = params.min_tokens
         self.token_ids: list[int] = []
         self.num_text_tokens = 0
@@ -71,20 +75,28 @@ class SequenceState:
         self.stop_reason: int | str | None = None
         self._new_text: list[str] = []
         self._text = ""
-        self._logprobs: list[LogprobsOfPosition] = []
+        self._logprobs: list[LogprobsOfPosition] | FlatLogprobs = FlatLogprobs() if params.flat_logprobs else []
         self._num_read = 0
         self._end_read = False
 
     def find_stop(self) -> bool:
-        """Looks at the text of the newest token; True when a stop string is complete, which ends the output."""
+        """Looks at the newest token; True when a stop string is complete or the output repeats itself: it ends."""
+        repetition = self.stream.params.repetition_detection
+        repeats = repetition is not None and len(self.token_ids) > self.min_tokens and repetition.found(self.token_ids)
+        if self.stops is None:
+            return repeats
         text = self.detokenizer.extend(self.token_ids[self.num_text_tokens :]) if self.detokenizer else ""
         self.num_text_tokens = len(self.token_ids)
-        if self.stops is None:
-            return False
         if self.num_text_tokens > self.min_tokens:
             text = self.stops.add(text)
         self._new_text.append(text)
-        return self.stops.matched is not None
+        return repeats or self.stops.matched is not None
+
+    def found_stop(self) -> tuple[str, str]:
+        """The finish_reason and stop_reason of an output that `find_stop` ended."""
+        if self.stops is not None and self.stops.matched is not None:
+            return "stop", self.stops.matched
+        return "repetition", STOP_REASON
 
     def finish(self, reason: str, stop_reason: int | str | None, *, silent_last_token: bool = False) -> None:
         """Ends the output. A token that ended it is not part of the text when it is silent."""
@@ -117,7 +129,8 @@ class SequenceState:
             rows = self.logprob_rows[len(self._logprobs) : len(self.token_ids)]
             self.cumulative_logprob += sum(row[1][0] for row in rows)
             are_ranked = not self.stream.params.logprob_token_ids
-            self._logprobs += [logprobs_of_position(row, tokenizer, are_ranked=are_ranked) for row in rows]
+            for row in rows:
+                self._logprobs.append(logprobs_of_position(row, tokenizer, are_ranked=are_ranked))
             logprobs = self._logprobs[start:]
         return CompletionOutput(
             index=self.index,
@@ -148,9 +161,12 @@ class RequestStream:
         self.sequences = [self._new_sequence(first_slot + index, index) for index in range(params.n)]
         self.num_unfinished = params.n
         self.num_cached_tokens: int | None = None
-        self.prompt_logprobs: list[LogprobsOfPosition | None] | None = (
-            None if params.prompt_logprobs is None else [None]
-        )
+        self.prompt_logprobs: list[LogprobsOfPosition | None] | FlatLogprobs | None = None
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = FlatLogprobs() if params.flat_logprobs else []
+            for _ in range(max(1, min(params.prompt_logprob_start, len(prompt.token_ids or ())))):
+                self.prompt_logprobs.append(None)
+        self._num_unpredicted = len(self.prompt_logprobs or ())
         self.metrics = RequestMetrics(arrival_time=time.time())
         self.on_done: Callable[[RequestStream], None] | None = None
         """Called once when it has ended, well or not."""
@@ -184,7 +200,7 @@ class RequestStream:
     def is_untouched(self) -> bool:
         """It has brought nothing yet, so that another engine may begin it anew."""
         told = any(each.token_ids or each.finish_reason is not None for each in self.sequences)
-        return not self._ended and not told and len(self.prompt_logprobs or ()) < 2
+        return not self._ended and not told and len(self.prompt_logprobs or ()) <= self._num_unpredicted
 
     @property
     def done(self) -> bool:
@@ -258,7 +274,8 @@ class RequestStream:
 
     def add_prompt_logprobs(self, rows: LogprobRows) -> None:
         if self.prompt_logprobs is not None:
-            self.prompt_logprobs += [logprobs_of_position(row, self.tokenizer) for row in split_rows(rows)]
+            for row in split_rows(rows):
+                self.prompt_logprobs.append(logprobs_of_position(row, self.tokenizer))
 
     def _end(self, now_s: float) -> None:
         self._ended = True

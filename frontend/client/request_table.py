@@ -59,7 +59,8 @@ class RequestTable:
     ) -> RequestStream:
         """Sends the request, one slot for each of its `n` outputs. Everything is checked already."""
         stream = RequestStream(request_id, prompt, params, tokenizer, self._next_slot)
-        stream.max_tokens, stream.priority, stream.interval = max_tokens, priority, self.stream_interval
+        stream.max_tokens, stream.priority = max_tokens, priority
+        stream.interval = params.stream_interval or self.stream_interval
         stream.tokenized = tokenized
         self._next_slot += params.n
         self._streams[request_id] = stream
@@ -133,8 +134,8 @@ class RequestTable:
             if not stream.touched:
                 stream.touched = True
                 touched.append(stream)
-            if sequence.stops is not None and position not in silent and sequence.find_stop():
-                self._finish(sequence, "stop", sequence.stops.matched)
+            if sequence.looks_for_stop and position not in silent and sequence.find_stop():
+                self._finish(sequence, *sequence.found_stop())
                 self._send(Abort(slots=(slot,)))
         for finish in step.finished:
             sequence = sequences.get(finish.slot)
@@ -231,7 +232,7 @@ def _messages_of(stream: RequestStream) -> list[AddRequest]:
 
 def _output_interval(params: SamplingParams, interval: int) -> int:
     """A reader of several tokens together, which looks for no stop strings meanwhile, need not be woken for each."""
-    if params.stop_strings:
+    if params.stop_strings or params.repetition_detection is not None:
         return 1
     return UNREAD_TOKENS if params.output_kind is RequestOutputKind.FINAL_ONLY else interval
 

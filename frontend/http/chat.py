@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from headrace.frontend.api.outputs import CompletionOutput
-from headrace.frontend.api.prompts import Prompt
+from headrace.frontend.api.prompts import Prompt, truncate
 from headrace.frontend.api.structured_outputs import StructuredOutputsParams
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.http.engines import Engine
@@ -23,6 +23,7 @@ from headrace.frontend.http.prompts import (
     cache_salt,
     check_length,
     check_outputs,
+    most_prompt_tokens,
     sampling_params,
     tokenize_texts,
 )
@@ -90,7 +91,7 @@ def render(
         [prompt.text],
         client.tokenizer,
         special=bool(request.add_special_tokens),
-        max_tokens=client.welcome.max_model_len,
+        max_tokens=most_prompt_tokens(request, client.welcome),
         param="messages",
     )
     return prompt, token_ids, choice
@@ -135,6 +136,7 @@ def prepare_chat(
             # Markers may be special tokens; the others are left out by the reader.
             params.skip_special_tokens = False
     tokens = Prompt(text=prompt.text, token_ids=token_ids, cache_salt=cache_salt(request, tenant))
+    truncate(tokens, params, client.welcome)
     check_length(tokens, asked, client.welcome, "messages")
     id = id_prefix + name
     answer = Answer(request, id, request.model or engine.names[0], client.tokenizer)

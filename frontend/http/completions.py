@@ -8,13 +8,20 @@ import msgspec
 from msgspec import UNSET
 
 from headrace.frontend.api.outputs import CompletionOutput
-from headrace.frontend.api.prompts import Prompt, parse_prompt
+from headrace.frontend.api.prompts import Prompt, parse_prompt, truncate
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.http.engines import Engine
 from headrace.frontend.http.errors import bad_field
 from headrace.frontend.http.generation import Job, PreparedRequest
 from headrace.frontend.http.options import ServeOptions
-from headrace.frontend.http.prompts import cache_salt, check_length, check_outputs, sampling_params, tokenize_texts
+from headrace.frontend.http.prompts import (
+    cache_salt,
+    check_length,
+    check_outputs,
+    most_prompt_tokens,
+    sampling_params,
+    tokenize_texts,
+)
 from headrace.frontend.http.requests import CompletionRequest
 from headrace.frontend.http.responses import (
     Answer,
@@ -59,11 +66,13 @@ def prepare_completion(
         logprobs=request.logprobs,
         prompt_logprobs=echoed if request.prompt_logprobs is None else request.prompt_logprobs,
     )
-    prompts = _prompts(request, client.tokenizer, options, welcome.max_model_len)
+    prompts = _prompts(request, client.tokenizer, options, most_prompt_tokens(request, welcome))
     check_outputs(len(prompts), params)
     salt = cache_salt(request, tenant)
     for prompt in prompts:
         prompt.cache_salt = salt
+        if truncate(prompt, params, welcome):
+            prompt.text = None
         check_length(prompt, asked, welcome, "prompt")
         if request.echo and prompt.text is None and client.tokenizer is not None:
             prompt.text = client.tokenizer.decode(prompt.token_ids or [])
@@ -189,7 +198,7 @@ class CompletionAnswer(OpenAIEvents):
         if self._request.logprobs is not None:
             told_ids, told = token_ids, list(positions or [])
             if is_first and self._echo and stream.prompt_logprobs is not None:
-                told_ids, told = [*prompt_ids, *told_ids], [*stream.prompt_logprobs, *told]  # type: ignore[list-item]
+                told_ids, told = [*prompt_ids, *told_ids], [*stream.prompt_logprobs, *told]
             logprobs, choice.offset = completion_logprobs(told_ids, told, self._answer.spell, choice.offset)
         if is_first and self._echo:
             text = (stream.prompt.text or "") + text

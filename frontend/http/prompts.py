@@ -27,6 +27,8 @@ from headrace.ipc.messages import Welcome
 MAX_OUTPUTS = 16384
 """Prompts times n."""
 MAX_STOP_CHARACTERS = 4096
+MOST_TRUNCATED = 8
+"""Times the model's length: texts that truncate_prompt_tokens cuts are tokenised up to this."""
 MAX_TOKEN_RULES = 1 << 19
 """Entries of each of a request's token rules, times its outputs."""
 _TOKENIZE_AT_ONCE_CHARACTERS = 1 << 20
@@ -122,6 +124,11 @@ def _too_long(param: str, max_tokens: int, what: str) -> ApiError:
         param=param,
         code="context_length_exceeded",
     )
+
+
+def most_prompt_tokens(request: GenerationRequest, welcome: Welcome) -> int:
+    """How long a text may be: one whose beginning is cut off, longer than the model takes."""
+    return welcome.max_model_len * (1 if getattr(request, "truncate_prompt_tokens", None) is None else MOST_TRUNCATED)
 
 
 def check_length(prompt: Prompt, max_tokens: int | None, welcome: Welcome, param: str) -> None:

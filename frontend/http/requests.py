@@ -207,7 +207,6 @@ NEUTRAL: Mapping[str, Neutral] = types.MappingProxyType(
         "length_penalty": Neutral(_BEAMS, (1.0,)),
         "early_stopping": Neutral(_BEAMS, (False,)),
         "logits_processors": Neutral("code in requests is not supported", ([],)),
-        "truncate_prompt_tokens": Neutral("not supported yet; shorten the prompt"),
         "prompt_embeds": Neutral("not supported yet; give text or token ids"),
         "mm_processor_kwargs": Neutral(_TEXT_ONLY),
         "kv_transfer_params": Neutral("an engine keeps its cache to itself"),

@@ -1,0 +1,44 @@
+"""Ends an output that goes round in circles: `SamplingParams.repetition_detection`, under vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from headrace.ipc.failure import InvalidRequestError
+
+STOP_REASON = "repetition_detected"
+
+
+class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The output ends, with finish_reason `repetition`, once it ends in min_count equal runs of tokens in a row."""
+
+    max_pattern_size: int
+    """Longest run that is looked for; 0 looks for none."""
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("max_pattern_size", 0, 1024),
+            ("min_pattern_size", 1, max(1, self.max_pattern_size)),
+            ("min_count", 2, 1 << 20),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise InvalidRequestError(
+                    f"RepetitionDetectionParams.{name} = {value!r:.100}: must be an integer of {low} to {high}"
+                )
+
+    def found(self, token_ids: Sequence[int]) -> bool:
+        """Whether the output ends so."""
+        for size in range(self.min_pattern_size, self.max_pattern_size + 1):
+            length = size * self.min_count
+            if length > len(token_ids):
+                return False
+            if token_ids[-1] != token_ids[-1 - size]:
+                continue
+            if all(token_ids[-place] == token_ids[-place - size] for place in range(2, length - size + 1)):
+                return True
+        return False
