@@ -60,6 +60,18 @@ MODELS = {
     "qwen3moe": ("qwen3_moe", {}),
     "qwen3moe, not renormalised": ("qwen3_moe", {"norm_topk_prob": False}),
     "olmoe": ("olmoe", {}),
+    "arcee": ("arcee", {}),
+    "command-r": ("cohere", {}),
+    "gemma": ("gemma", {}),
+    "granite": ("granite", {}),
+    "granite, biases": ("granite_biases", {}),
+    "nemotron": ("nemotron", {}),
+    "olmo2": ("olmo2", {}),
+    "phi3": ("phi3", {}),
+    "seed_oss": ("seed_oss", {}),
+    "stablelm": ("stablelm", {}),
+    "stablelm, parallel": ("stablelm_parallel", {}),
+    "starcoder2": ("starcoder2", {"sliding_window": None}),
 }
 
 
@@ -141,8 +153,9 @@ def test_a_split_model_is_read_whole_and_a_missing_part_is_named(tmp_path: Path)
         writer = gguf.GGUFWriter(path, "llama")
         writer.add_uint16("split.no", index)
         writer.add_uint16("split.count", 2)
-        for key in ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count"):
+        for key in ("block_count", "context_length", "embedding_length", "feed_forward_length"):
             writer.add_uint32(f"llama.{key}", 4)
+        writer.add_head_count(2)
         writer.add_layer_norm_rms_eps(1e-5)
         writer.add_tensor(tensor, random_matrix(4, 4, index))
         return finish(writer, path)
@@ -262,3 +275,19 @@ def test_the_demo_model_is_found_by_the_name_that_it_is_served_under(
     (tmp_path / by_name.name).mkdir()
     with pytest.raises(ModelError, match=r"config\.json"):  # a folder of that name comes first
         open_checkpoint(Options(model=by_name.name))
+
+
+I_QUANTS = [kind for kind in Kind if kind.name.startswith(("IQ", "TQ"))]
+
+
+@pytest.mark.parametrize("kind", I_QUANTS, ids=lambda kind: kind.name)
+def test_i_quants_and_ternary_types_are_turned_into_numbers(kind: Kind, tmp_path: Path) -> None:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    packed = np.random.default_rng(0).integers(0, 100, size=(256, 256 // block * size), dtype=np.uint8)
+    path = save_tensors(
+        tmp_path / "model.gguf",
+        {"token_embd.weight": (random_matrix(10, 256), Kind.F32), "blk.0.attn_q.weight": (packed, kind)},
+    )
+    found = GGUFFile(path).weights().get("model.layers.0.self_attn.q_proj.weight", slice(0, 64))
+    whole = gguf.quants.dequantize(packed, kind).reshape(4, 32, 2, 256).swapaxes(1, 2).reshape(256, 256)
+    np.testing.assert_array_equal(found.numpy(), whole[:64])

@@ -14,7 +14,7 @@ import torch
 from gguf.constants import GGMLQuantizationType as Kind
 from torch import Tensor
 
-PERMUTED = ("llama", "smollm3")
+PERMUTED = ("llama", "smollm3", "arcee", "granite")
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
@@ -26,6 +26,16 @@ ARCHITECTURES = {
     "Qwen2MoeForCausalLM": "qwen2moe",
     "Qwen3MoeForCausalLM": "qwen3moe",
     "OlmoeForCausalLM": "olmoe",
+    "ArceeForCausalLM": "arcee",
+    "CohereForCausalLM": "command-r",
+    "GemmaForCausalLM": "gemma",
+    "GraniteForCausalLM": "granite",
+    "NemotronForCausalLM": "nemotron",
+    "Olmo2ForCausalLM": "olmo2",
+    "Phi3ForCausalLM": "phi3",
+    "SeedOssForCausalLM": "seed_oss",
+    "StableLmForCausalLM": "stablelm",
+    "Starcoder2ForCausalLM": "starcoder2",
 }
 
 
@@ -37,7 +47,7 @@ def save_gguf(model: Any, path: Path, kind: Kind = Kind.F32, tokenizer: Mapping[
     _write_config(writer, arch, config)
     for key, value in (tokenizer or {}).items():
         _write(writer, key, value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper().replace("-", "_")], config.num_hidden_layers)
     for name, tensor in _stacked(tiny_models.state_of(model)).items():
         stem, suffix = name.rsplit(".", 1)
         values = _as_converted(arch, name, tensor, config).float().numpy()
@@ -94,7 +104,7 @@ def _stacked(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _as_converted(arch: str, name: str, tensor: Tensor, config: Any) -> Tensor:
     """What the converter stores for a tensor of the checkpoint."""
-    if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+    if arch in ("gemma", "gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
         return tensor + 1
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if arch in PERMUTED and heads:
@@ -112,7 +122,17 @@ def _write_config(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(
+            next(getattr(config, key) for key in ("layer_norm_eps", "norm_epsilon", "norm_eps") if hasattr(config, key))
+        )
+    _write_multipliers(writer, arch, config)
+    if (partial := full.get("partial_rotary_factor", 1.0)) != 1.0:
+        writer.add_rope_dimension_count(int(partial * config.hidden_size // config.num_attention_heads))
+    if arch == "phi3" and config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
     writer.add_rope_freq_base(full["rope_theta"])
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if arch in ("qwen3", "gemma2", "gemma3") or head_dim * config.num_attention_heads != config.hidden_size:
@@ -136,6 +156,18 @@ def _write_config(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
         token_id = getattr(config, f"{name}_token_id", None)
         if token_id is not None:
             writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
+
+
+def _write_multipliers(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
+    if arch == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if arch == "command-r":
+        writer.add_logit_scale(config.logit_scale)
+    if arch == "stablelm":
+        writer.add_parallel_residual(config.use_parallel_residual)
 
 
 def _write_experts(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -19,40 +19,6 @@ import numpy as np
 from headrace.executor.checkpoints.gguf.header import GGUFHeader, StringArray
 from headrace.ipc.failure import ModelError
 
-TOP = MappingProxyType({"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"})
-LAYER = MappingProxyType(
-    {
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "attn_q_norm": "self_attn.q_norm",
-        "attn_k_norm": "self_attn.k_norm",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
-)
-GEMMA_LAYER = MappingProxyType(
-    {
-        **LAYER,
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    }
-)
-EXPERTS_LAYER = MappingProxyType(
-    {
-        **LAYER,
-        "ffn_gate_inp": "mlp.gate",
-        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-        "ffn_up_shexp": "mlp.shared_expert.up_proj",
-        "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    }
-)
 EXPERT = MappingProxyType(
     {
         "ffn_gate": "mlp.experts.{}.gate_proj",
@@ -60,7 +26,6 @@ EXPERT = MappingProxyType(
         "ffn_down": "mlp.experts.{}.down_proj",
     }
 )
-MIXTRAL_LAYER = MappingProxyType({**LAYER, "ffn_gate_inp": "block_sparse_moe.gate"})
 MIXTRAL_EXPERT = MappingProxyType(
     {
         "ffn_gate": "block_sparse_moe.experts.{}.w1",
@@ -75,11 +40,12 @@ class GGUFArchitecture:
     architecture: str
     """As in a Hugging Face config's `architectures`."""
     model_type: str
-    layer: Mapping[str, str]
     permuted: bool = False
     offset_norms: bool = False
     expert: Mapping[str, str] = field(default_factory=dict)
     """Of one expert's matrices, which a file has one by one (`ffn_up.7`) or all in one tensor (`ffn_up_exps`)."""
+    extra: Callable[[_Fields, dict[str, Any]], dict[str, Any]] | None = None
+    """Fields of the config that this architecture has beside the common ones."""
     renormalised: bool = False
     """Whether chosen experts' weights add up to 1, where the file does not say."""
 
@@ -93,38 +59,91 @@ class GGUFArchitecture:
         return self.hf_name(name.replace("_exps.", f".{expert}."))
 
     def hf_name(self, name: str) -> str:
-        """The Hugging Face name; one that has none stays as it is, for the decoder to refuse."""
+        """Of an expert's matrix. Another stays as it is."""
         stem, _, kind = name.rpartition(".")
-        if stem in TOP:
-            return f"{TOP[stem]}.{kind}"
-        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-        if match and match[2] in self.layer:
-            return f"model.layers.{match[1]}.{self.layer[match[2]]}.{kind}"
         match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(\d+)", stem)
         if match and match[2] in self.expert:
             return f"model.layers.{match[1]}.{self.expert[match[2]].format(match[3])}.{kind}"
         return name
 
 
-ARCHITECTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
-    {
-        "llama": GGUFArchitecture("LlamaForCausalLM", "llama", LAYER, permuted=True),
-        "qwen2": GGUFArchitecture("Qwen2ForCausalLM", "qwen2", LAYER),
-        "qwen3": GGUFArchitecture("Qwen3ForCausalLM", "qwen3", LAYER),
-        "gemma2": GGUFArchitecture("Gemma2ForCausalLM", "gemma2", GEMMA_LAYER, offset_norms=True),
-        "gemma3": GGUFArchitecture("Gemma3ForCausalLM", "gemma3_text", GEMMA_LAYER, offset_norms=True),
-        "smollm3": GGUFArchitecture("SmolLM3ForCausalLM", "smollm3", LAYER, permuted=True),
-        "qwen2moe": GGUFArchitecture("Qwen2MoeForCausalLM", "qwen2_moe", EXPERTS_LAYER, expert=EXPERT),
-        "qwen3moe": GGUFArchitecture(
-            "Qwen3MoeForCausalLM", "qwen3_moe", EXPERTS_LAYER, expert=EXPERT, renormalised=True
-        ),
-        "olmoe": GGUFArchitecture("OlmoeForCausalLM", "olmoe", EXPERTS_LAYER, expert=EXPERT),
+def tensor_names(header: GGUFHeader, config: dict[str, Any]) -> dict[str, str]:
+    """Hugging Face names by the file's, both without `.weight` and `.bias`: the gguf package's tables, read backwards
+    for what a model of this config declares. One that has none stays as it is, for the decoder to refuse."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    from headrace.executor.models.families import spec_from_config
+    from headrace.executor.models.sizes import model_weights
+
+    spec = spec_from_config(config)
+    kind = next(key for key, name in MODEL_ARCH_NAMES.items() if name == header.metadata["general.architecture"])
+    table = get_tensor_name_map(kind, spec.num_layers)
+    prefix = spec.names.prefixes[0]
+    stems = [spec.names.layer(prefix, index) + fused.name for index in range(spec.num_layers) for fused in spec.fused]
+    stems += [weight.name.removesuffix(".weight").removesuffix(".bias") for weight in model_weights(spec)]
+    found: dict[str, str] = {}
+    for stem in stems:
+        if own := table.get_name(stem):
+            found.setdefault(own, stem)  # what is stored together comes before its parts
+    return found
+
+
+def _biases(fields: _Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Which projections have biases, as Llama's config says it."""
+    return {
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_output.bias" in fields.header.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in fields.header.tensors,
     }
-)
-MIXTRAL = GGUFArchitecture(
-    "MixtralForCausalLM", "mixtral", MIXTRAL_LAYER, permuted=True, expert=MIXTRAL_EXPERT, renormalised=True
-)
-"""What a file of architecture llama is that has experts."""
+
+
+def _granite(fields: _Fields, config: dict[str, Any]) -> dict[str, Any]:
+    keys = {
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
+    return _biases(fields, config) | {name: fields.number(key) for name, key in keys.items()}
+
+
+def _starcoder2(fields: _Fields, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "hidden_act": "gelu_pytorch_tanh",
+        "norm_epsilon": config["layer_norm_eps"],
+        "use_bias": "blk.0.attn_q.bias" in fields.header.tensors,
+    }
+
+
+def _stablelm(fields: _Fields, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "use_parallel_residual": bool(fields.header.metadata.get("stablelm.use_parallel_residual", False)),
+        "use_qkv_bias": "blk.0.attn_q.bias" in fields.header.tensors,
+    }
+
+
+def _command_r(fields: _Fields, config: dict[str, Any]) -> dict[str, Any]:
+    has_norms = "blk.0.attn_q_norm.weight" in fields.header.tensors
+    return {"logit_scale": fields.number("logit_scale"), "use_qk_norm": has_norms}
+
+
+def _seed_oss(fields: _Fields, config: dict[str, Any]) -> dict[str, Any]:
+    tensors = fields.header.tensors
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "attention_out_bias": "blk.0.attn_output.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in tensors,
+    }
+
+
+def _squared_relu(fields: _Fields, config: dict[str, Any]) -> dict[str, Any]:
+    return _biases(fields, config) | {"hidden_act": "relu2", "norm_eps": config.get("layer_norm_eps")}
+
+
+def _windowed(fields: _Fields, config: dict[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": fields.integer("attention.sliding_window", 0) or None}
+
+
 GEMMA_27B_LAYERS = MappingProxyType({"gemma2": 46, "gemma3_text": 62})
 # What ends a turn, for files that name only the token that ends a document.
 END_OF_TURN = (b"<|eot_id|>", b"<|im_end|>", b"<end_of_turn>", b"<|end|>")
@@ -211,7 +230,7 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         "num_key_value_heads": fields.integer("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": fields.integer("context_length"),
-        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        **_eps(fields),
         "rope_theta": fields.number("rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in tensors,
     }
@@ -219,15 +238,17 @@ def config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         config["partial_rotary_factor"] = rotary_dim / head_dim
     if scaling := _rope_scaling(fields, config):
         config["rope_scaling"] = scaling
-    if architecture.model_type in ("llama", "smollm3"):
-        config["hidden_act"] = "silu"
-        config["attention_bias"] = "blk.0.attn_output.bias" in tensors
-        config["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
-    if architecture.offset_norms:
-        config |= _gemma(fields, config)
+    if architecture.extra is not None:
+        config |= architecture.extra(fields, config)
     if architecture.expert:
         config |= _experts(fields, config, architecture)
     return config | _token_ids(header)
+
+
+def _eps(fields: _Fields) -> dict[str, float]:
+    if fields.has("attention.layer_norm_epsilon"):
+        return {"layer_norm_eps": fields.number("attention.layer_norm_epsilon")}
+    return {"rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon")}
 
 
 def _rope_scaling(fields: _Fields, config: dict[str, Any]) -> dict[str, Any] | None:
@@ -319,6 +340,33 @@ def _gemma(fields: _Fields, config: dict[str, Any]) -> dict[str, Any]:
     if fields.has("final_logit_softcapping"):
         found["final_logit_softcapping"] = fields.number("final_logit_softcapping")
     return found
+
+
+ARCHITECTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
+    {
+        "llama": GGUFArchitecture("LlamaForCausalLM", "llama", permuted=True, extra=_biases),
+        "qwen2": GGUFArchitecture("Qwen2ForCausalLM", "qwen2"),
+        "qwen3": GGUFArchitecture("Qwen3ForCausalLM", "qwen3"),
+        "gemma2": GGUFArchitecture("Gemma2ForCausalLM", "gemma2", offset_norms=True, extra=_gemma),
+        "gemma3": GGUFArchitecture("Gemma3ForCausalLM", "gemma3_text", offset_norms=True, extra=_gemma),
+        "smollm3": GGUFArchitecture("SmolLM3ForCausalLM", "smollm3", permuted=True, extra=_biases),
+        "qwen2moe": GGUFArchitecture("Qwen2MoeForCausalLM", "qwen2_moe", expert=EXPERT),
+        "qwen3moe": GGUFArchitecture("Qwen3MoeForCausalLM", "qwen3_moe", expert=EXPERT, renormalised=True),
+        "arcee": GGUFArchitecture("ArceeForCausalLM", "arcee", permuted=True, extra=_squared_relu),
+        "command-r": GGUFArchitecture("CohereForCausalLM", "cohere", extra=_command_r),
+        "gemma": GGUFArchitecture("GemmaForCausalLM", "gemma", offset_norms=True),
+        "granite": GGUFArchitecture("GraniteForCausalLM", "granite", permuted=True, extra=_granite),
+        "nemotron": GGUFArchitecture("NemotronForCausalLM", "nemotron", offset_norms=True, extra=_squared_relu),
+        "olmo2": GGUFArchitecture("Olmo2ForCausalLM", "olmo2"),
+        "phi3": GGUFArchitecture("Phi3ForCausalLM", "phi3", extra=_windowed),
+        "seed_oss": GGUFArchitecture("SeedOssForCausalLM", "seed_oss", extra=_seed_oss),
+        "stablelm": GGUFArchitecture("StableLmForCausalLM", "stablelm", extra=_stablelm),
+        "starcoder2": GGUFArchitecture("Starcoder2ForCausalLM", "starcoder2", extra=_starcoder2),
+        "olmoe": GGUFArchitecture("OlmoeForCausalLM", "olmoe", expert=EXPERT),
+    }
+)
+MIXTRAL = GGUFArchitecture("MixtralForCausalLM", "mixtral", permuted=True, expert=MIXTRAL_EXPERT, renormalised=True)
+"""What a file of architecture llama is that has experts."""
 
 
 def _token_ids(header: GGUFHeader) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from headrace.executor.checkpoints.gguf.config import (
     architecture_of,
     config_from_gguf,
     sampling_from_gguf,
+    tensor_names,
 )
 from headrace.executor.checkpoints.gguf.header import GGUFHeader, TensorRecord
 from headrace.executor.checkpoints.weights import bounds
@@ -68,6 +70,7 @@ class GGUFFile:
             self.path,
             self.tensors,
             self.architecture,
+            tensor_names(self.header, config),
             num_heads=config["num_attention_heads"],
             num_kv_heads=config["num_key_value_heads"],
         )
@@ -97,17 +100,21 @@ class GGUFWeights:
         path: Path,
         tensors: dict[str, TensorRecord],
         architecture: GGUFArchitecture,
+        names: Mapping[str, str],
         *,
         num_heads: int,
         num_kv_heads: int,
     ) -> None:
+        """names: `tensor_names` of the file."""
         self._path = path
         self._records: dict[str, TensorRecord] = {}
         for name, record in tensors.items():
             if architecture.is_stack(name):
                 self._records |= {architecture.expert_name(name, i): each for i, each in enumerate(_unstacked(record))}
             elif not NOT_WEIGHTS.fullmatch(name):
-                self._records[architecture.hf_name(name)] = record
+                stem, _, kind = name.rpartition(".")
+                known = f"{names[stem]}.{kind}" if stem in names else architecture.hf_name(name)
+                self._records[known] = record
         for name, record in self._records.items():
             if name.endswith("mlp.shared_expert_gate.weight") and len(record.shape) == 1:
                 self._records[name] = replace(record, shape=(1, *record.shape))  # converters leave the 1 out
