@@ -43,7 +43,7 @@ class Reporter:
 
 
 def reader_of(report: Report | None) -> Callable[[int, int], None] | None:
-    """What is told how much of the weights is read, if anything wants to know."""
+    """The report's callback for how much of the weights is read; None where it has none."""
     return getattr(report, "read", None)
 
 

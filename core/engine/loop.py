@@ -217,10 +217,11 @@ class Loop:
             return None
 
     def _audit(self) -> None:
-        """Once after the last step, while nothing comes: what is found wrong is told and mended.
+        """Once after the last step, while nothing comes: what is found wrong is logged and repaired.
 
-        Nothing runs, so nobody's answer can be wrong: an engine that ended here would only lose what waits. The books
-        of blocks are begun anew, as after a start; rows whose requests are mixed up cannot be told apart, and end it.
+        Nothing runs, so no answer can be wrong, and an engine that ended here would only lose what waits. The
+        accounting of blocks starts afresh, as after a start. Rows whose requests are mixed up cannot be repaired, and
+        end the engine.
         """
         if self._audited_steps == self._statistics.num_steps:
             return

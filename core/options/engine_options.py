@@ -356,7 +356,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = {}
     stream_interval: Annotated[
         int,
-        Option(SCHEDULER, "Tokens of an output that are told together; its first is told at once", "tokens", minimum=1),
+        Option(SCHEDULER, "Tokens of an output that are sent together; its first is sent at once", "tokens", minimum=1),
     ] = 1
     logits_processors: Annotated[
         tuple[str, ...],

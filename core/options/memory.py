@@ -14,7 +14,7 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "int8":
 SCALE_BYTES = 4
 """Of the float32 that goes with each row of a cache in fp8 or int8."""
 CPU_CACHE_BYTES = 4 << 30
-"""What the cache takes of a CPU's memory unless told otherwise: it is shared with everything else there."""
+"""Default size of the cache in a CPU's memory, which is shared with everything else there."""
 NULL_BLOCKS = 1
 """Block 0 never holds a token (see blocks.py)."""
 

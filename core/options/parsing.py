@@ -87,7 +87,7 @@ class OptionParser(argparse.ArgumentParser):
         return parsed
 
     def format_help(self) -> str:
-        """Without the groups that add_options was told to fold, which a line names instead."""
+        """Without the groups that add_options folds, which one line names instead."""
         folded: list[str] = getattr(self, _FOLDED, [])
         note = f"--help=all also shows the engine's options: {', '.join(folded)}\n" if folded else ""
         structs = "--help=GROUP or --help=NAME shows a part\n" if getattr(self, _STRUCTS, None) else ""

@@ -45,7 +45,7 @@ def structured_outputs_of(config: Mapping[str, Any]) -> StructuredOutputs:
     known = [name for name in StructuredOutputs.__struct_fields__ if name != "backends"]
     if values.pop("enable_in_reasoning", False) is not False:
         raise OptionError(
-            "structured_outputs_config has enable_in_reasoning, which cannot apply: reasoning is not told apart from "
+            "structured_outputs_config has enable_in_reasoning, which cannot apply: reasoning is not separated from "
             "the answer, so that a grammar holds from the first token"
         )
     for name, value in values.items():

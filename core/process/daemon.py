@@ -142,7 +142,7 @@ def run_as_node(options: Options) -> int:
 
 
 def run_as_child(fd: int) -> int:
-    """Told what to do by the parent's Start; ends with the parent."""
+    """Configured by the parent's Start message; ends with the parent."""
     # No parent-death signal: `obey_parent` sees the end too, and then the socket and the workers end in order.
     protect_stderr()
     leave_signals_to_parent()
@@ -183,7 +183,7 @@ def run_as_child(fd: int) -> int:
         phase[0] = "serve"
 
         def on_failure(failure: Failure) -> None:
-            """Clients were told too; but the parent may see this process end before it has read that."""
+            """Clients were sent the failure too, but the parent may see this process end before it has read that."""
             with contextlib.suppress(ChannelClosedError):
                 channel.send(ChildFailed(failure=failure))
 

@@ -41,7 +41,7 @@ class BlockHolder(Protocol):
 
 
 class BlockObserver(Protocol):
-    """Is told which blocks can be found; called within the scheduler's step, so it must be quick and not raise."""
+    """Called when blocks are stored or evicted, within the scheduler's step: it must be quick and not raise."""
 
     def stored(self, block: int, name: BlockHash) -> None:
         """The block is found under this name from now on."""

@@ -7,7 +7,7 @@ import numpy as np
 
 
 def order_of(policy: str, priority: int, arrival: int) -> tuple[int, ...]:
-    """The sort key of a request: the smallest is served first, the largest gives way first."""
+    """The sort key of a request: the smallest is served first, the largest is preempted first."""
     return (priority, arrival) if policy == "priority" else (arrival,)
 
 

@@ -28,7 +28,7 @@ class RepeatedDecode:
         eos_token_ids: Sequence[int],
         publish: Callable[[np.ndarray], None],
     ) -> None:
-        """After the plan's tokens have been counted in the table. `publish` is told of rows, some with a full block."""
+        """After the plan's tokens have been counted in the table. `publish` gets rows, some with a full block."""
         self.rows = plan.rows
         self._plan, self._table, self._tables, self._publish = plan, table, tables, publish
         self._num_planned = 0  # steps that the table does not count yet

@@ -1,8 +1,8 @@
 """Decides what each step computes. No clock, no socket, no torch, no log: state in, `StepPlan` out.
 
-There is no prefill mode and no decode mode. Each request has `num_computed_tokens` chasing `num_tokens`; a step
-hands out a budget of tokens. Chunked prefill, prefix-cache hits, preemption and resumption follow from that.
-A step is a short list of stages (`schedule`), and its answer is taken in `advance`.
+There is no prefill mode and no decode mode. Each request has `num_tokens` and `num_computed_tokens`; a step
+divides a budget of tokens among requests where the second is smaller. Chunked prefill, prefix-cache hits, preemption
+and resumption follow from that. A step is a short list of stages (`schedule`), and its answer is taken in `advance`.
 
 Several plans may be in flight: a plan names no token of a running row, so the next can be made before the tokens of
 the one before are known. Such a token is counted and, when its step's result comes, known (`num_known_tokens`):
@@ -221,10 +221,10 @@ class Scheduler:
         return self._seal(builder)
 
     def _extend_decodes(self, builder: PlanBuilder) -> bool:
-        """Every request that lacks only its last token gets it; the last served give way when blocks run out.
+        """Every request that lacks only its last token gets it; the last in order are preempted when blocks run out.
 
-        False, with nothing done, when one would have to give way while a step is in flight: its result may end a
-        request and free blocks, and a request that gives way loses no token that is being computed.
+        False, with nothing done, when one would have to be preempted while a step is in flight: its result may end a
+        request and free blocks, and a preempted request loses no token that is being computed.
         """
         table, tables = self.rows, self.tables
         while True:
@@ -513,7 +513,7 @@ class Scheduler:
 
         Not while a step is in flight.
         """
-        assert not self.num_in_flight, "a request was to give way while a step was in flight"
+        assert not self.num_in_flight, "a request was to be preempted while a step was in flight"
         request = self._leave(row)
         request.num_preemptions += 1
         self.num_preemptions += 1

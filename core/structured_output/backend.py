@@ -12,7 +12,7 @@ from headrace.ipc.messages import StructuredOutput
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """What a library of grammars is told of the model."""
+    """What a grammar library needs to know of the model."""
 
     tokenizer_json: bytes
     """In the `tokenizers` library's form; empty where the engine runs without a tokenizer."""

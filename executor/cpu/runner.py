@@ -210,11 +210,11 @@ class ModelRunner:
                 counts = np.full(last - first, batch.sampling.num_prompt_logprobs[row])
                 tokens = batch.tokens[row, first + 1 : last + 1]
                 try:
-                    told = logprob_rows(logits, tokens, counts)
+                    reported = logprob_rows(logits, tokens, counts)
                 except Exception as error:  # of this row's tokens, and nobody else's
-                    problems[row] = f"the prompt's log-probabilities cannot be told: {type(error).__name__}: {error}"
+                    problems[row] = f"no log-probabilities of the prompt: {type(error).__name__}: {error}"
                     break
-                runs.append(PromptLogprobRun(row=row, start=first + 1, rows=told))
+                runs.append(PromptLogprobRun(row=row, start=first + 1, rows=reported))
         return tuple(runs)
 
     def _result(

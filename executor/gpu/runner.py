@@ -237,7 +237,7 @@ class GpuRunner:
     def _compute(self, plan: StepPlan, step: StepInFlight, needs: int) -> Tensor | None:
         """Starts the model, and the choice of tokens where it is part of a decode; the logits when it is not."""
         is_decode = plan.total_tokens == len(plan.rows) and bool(plan.sampled.all())
-        if is_decode:  # every row is past its prompt, of which no more is told
+        if is_decode:  # every row is past its prompt, of which nothing more is reported
             needs &= ~int(Needs.PROMPT_LOGPROBS)
             ends_with_logits = needs & ~ON_THE_DEVICE or plan.masks is not None
             return self._decode(plan, Choice.LOGITS if ends_with_logits else choice_for(needs))

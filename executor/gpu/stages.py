@@ -1,4 +1,4 @@
-"""Runners of a pipeline's stages on GPUs; see `executor.stages` for the idea, which is the same.
+"""Runners of a pipeline's stages on GPUs; `executor/parallel/stages.py` has the idea, which is the same.
 
 A stage that is not the last runs the same steps, graphs and captures as the last one does, in the same order, so that
 what is sent is what is awaited; it chooses no tokens. Those that it computes next come from the last stage by way of

@@ -141,7 +141,7 @@ class DeviceSteps:
     @torch.inference_mode()
     def take(self, logits: Tensor, rows: Tensor, positions: Tensor, choice: Choice) -> Tensor:
         """Chooses and keeps a token for each of rows [n] int64: in the state for the next step, in `results` for the
-        host. Returns the tokens, [n] int32. The rest as in `gpu_sampler.choose`."""
+        host. Returns the tokens, [n] int32. The rest as in `sampler.choose`."""
         chosen = self._choose(logits, self._state, rows, positions, choice)
         self._state.last_token[rows] = chosen.token_ids
         self.results[: len(rows), TOKEN] = chosen.token_ids
@@ -212,7 +212,7 @@ class StepInFlight:
     reporting: np.ndarray | None = None  # [num_logprob_rows], ascending: indices of rows with log-probabilities
     logprobs: LogprobsInFlight | None = None
     prompt_runs: list[tuple[int, int, LogprobsInFlight]] = field(default_factory=list)
-    """Row, first position told of, and the log-probabilities."""
+    """Row, first position reported, and the log-probabilities."""
     sampled: Sampled | None = None
     """Chosen on the host instead, or read from the device already."""
     places: SampledPositions | None = None
@@ -236,8 +236,7 @@ class StepInFlight:
         return self.sampled
 
     def result(self) -> StepResult:
-        """What the core is told, once `done` has passed. A row with a problem is a failure, and none of its numbers are
-        reported."""
+        """The result for the core, once `done` has passed. A row with a problem is a failure, without its numbers."""
         sampled = self.settle()
         runs, problems = self._prompt_logprobs()
         if self.places is not None:
@@ -284,7 +283,7 @@ class StepInFlight:
         )
 
     def _prompt_logprobs(self) -> tuple[tuple[PromptLogprobRun, ...], dict[int, str]]:
-        """What is told of prompts, and why nothing more can be told of some rows."""
+        """What is reported of prompts, and why nothing more can be reported of some rows."""
         runs: list[PromptLogprobRun] = []
         problems: dict[int, str] = {}
         for row, start, logprobs in self.prompt_runs:

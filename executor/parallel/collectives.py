@@ -1,4 +1,4 @@
-"""The ranks of one host talk through memory that they share; see `collectives_layout` for what lies where."""
+"""The ranks of one host talk through memory that they share; `shared_layout` draws it."""
 
 from __future__ import annotations
 

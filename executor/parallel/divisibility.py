@@ -1,4 +1,4 @@
-"""Whether the ranks that were asked for can share the model, told from its config before any of them starts. No torch.
+"""Whether the ranks that were asked for can share the model, by its config, before any of them starts. No torch.
 
 What is not on this machine yet each rank finds out for itself, with the same sentences.
 """

@@ -43,7 +43,7 @@ FAILED_AT = 8
 
 
 class PeerError(HeadraceError):
-    """A rank that this one waited for failed, ended or took too long. Its own failure is the cause, this the echo."""
+    """A rank that this one waited for failed, ended or took too long: a consequence of that rank's own failure."""
 
 
 class Collectives(Protocol):

@@ -1,7 +1,7 @@
-"""Runners of a pipeline's stages: the last one's tells the others which tokens its steps sampled.
+"""Runners of a pipeline's stages: the last one's sends the others the tokens that its steps sampled.
 
 A stage may be a few steps ahead of the last. Before a step it takes the tokens that came meanwhile, and waits only for
-those that the step computes. A token of a row that was given up since then is dropped: the row may be another's.
+those that the step computes. A token of a row that was released since is dropped: the row may be another request's.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class MultiNodeExecutor(Executor):
             self._fail(Failure(message=f"no node gave a step's result within {timeout_s:g} s", type="Timeout"))
             data = None
         self._said.check()
-        assert data is not None, "only a failure is told by None"
+        assert data is not None, "None stands for a failure alone"
         return self._answers.decode(data)
 
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
@@ -309,7 +309,7 @@ class RemoteNode:
 
 
 class NodeListener:
-    """Listens for nodes and admits those that fit; the others are told why not, and waited for no less."""
+    """Listens for nodes and admits those that fit; the others are refused with the reason, and still waited for."""
 
     def __init__(
         self, options: Options, awaited: range, key: str, on_join: Callable[[int, Channel, str], None]

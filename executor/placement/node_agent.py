@@ -69,7 +69,7 @@ class NodeAgent:
         self._orders.put(message)
 
     def run(self) -> NodeEnd | None:
-        """Until Stop (None) or NodeEnd. What fails is told to the core, which then ends all nodes."""
+        """Until Stop (None) or NodeEnd. A failure is sent to the core, which then ends all nodes."""
         try:
             while True:
                 message = self._orders.get()
@@ -189,7 +189,7 @@ def cluster_key() -> str:
 
 
 def _join(options: Options, where: str) -> tuple[Channel, str]:
-    """A connection to the core, which has been told who this is; and this host's address on it."""
+    """A connection to the core, on which JoinNode was sent, and this host's address on it."""
     deadline = Deadline(options.node_join_timeout)
     while True:
         try:

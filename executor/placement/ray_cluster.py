@@ -1,7 +1,7 @@
 """The executor of a world whose ranks Ray places: an actor for each, on a placement group of one bundle per rank.
 
-Ray only decides where the ranks live and starts an agent there (node.py), which joins the engine core over TCP like a
-node that was started by hand; steps and results never pass through Ray.
+Ray only decides where the ranks live and starts an agent there (node_agent.py), which joins the engine core over TCP
+like a node that was started by hand; steps and results never pass through Ray.
 """
 
 from __future__ import annotations

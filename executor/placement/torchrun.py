@@ -2,7 +2,7 @@
 
 All ranks run the same program, so all cores get the same requests in the same order, and plan the same steps. What
 may differ is when a request arrives: before each step the ranks agree on how many are taken (`agree`). The last stage
-of a pipeline tells the cores of the other stages what each step came to; they run the steps after it meanwhile.
+of a pipeline sends each step's result to the cores of the other stages, which run the steps after it meanwhile.
 
     torchrun --nproc-per-node 4 script.py    # in it: LLM(tensor_parallel_size=2, pipeline_parallel_size=2,
                                              #            distributed_executor_backend="external_launcher")

@@ -1,7 +1,7 @@
 """The worker program, one per rank: `python -m headrace.executor.placement.worker --parent-fd N`, started by the core.
 
-Told by the parent's StartWorker what to be; then loads its part of the model and runs every step that comes through
-the ring, until it is told to stop or the parent dies. Exit status: 0 after an orderly stop, 1 when it could not
+The parent's StartWorker says which rank it is. It loads its part of the model and runs every step that comes through
+the ring, until a Stop or the parent's death. Exit status: 0 after an orderly stop, 1 when it could not
 start, 70 when it failed while it ran.
 
     main thread     describe > (LoadModel) load > (AllocateCache) allocate > [take from ring > run > answer]*
@@ -169,7 +169,7 @@ class Worker:
         )
 
     def _serve(self, rank: Rank, steps: RingReader) -> None:
-        """Raises RingInterruptedError when it is told to stop."""
+        """Raises RingInterruptedError at a Stop."""
         plans, answers, deadline = StepCodec(StepPlan), StepCodec(StepResult), Deadline(None)
         under_way = 0
         while not self._is_stopped:

@@ -19,9 +19,9 @@ from headrace.ipc.wait import Deadline
 
 M = TypeVar("M", bound=Message)
 PROGRAM = ("-m", "headrace.executor.placement.worker", "--parent-fd")
-ECHO = "PeerError"
+FROM_ANOTHER = "PeerError"
 """What a worker raises because another one failed: not the cause."""
-ECHO_GRACE_S = 1.0
+CAUSE_GRACE_S = 1.0
 """How long a worker that failed itself may take to be noticed after one that only heard of it."""
 COMMAND_GRACE_S = 5.0
 """By how much the wait for an answer to a command outlasts what a worker may take for it."""
@@ -81,7 +81,7 @@ class WorkerGroup:
     def gather(self, kind: type[M], *, ranks: range | None = None, report: Report | None = None) -> list[M]:
         """The next message of this kind from each worker, by rank. Raises what ended a worker instead.
 
-        `report` is told the first worker's phases, and which workers lag behind the others. Those that are not there
+        `report` gets the first worker's phases, and which workers lag behind the others. Those that are not there
         when the time to start is up have failed, and later those that do not answer a command.
         """
         deadline = Deadline(command_limit_s(self._control_timeout_s)) if self._is_serving else self._start_ends
@@ -173,7 +173,7 @@ class WorkerGroup:
     def _ended(self, child: Child, failure: Failure) -> None:
         """On the child's watching thread, once it has ended without being asked to."""
         rank = child.options.rank - self._first_rank
-        if failure.traceback:  # it told the cause itself; a sentence for the user needs no such evidence
+        if failure.traceback:  # it named the cause itself; a sentence for the user needs no such evidence
             how = f"{child.name} of {self.size} (pid {child.pid}) ended with exit status {child.status}"
             failure = msgspec.structs.replace(failure, hint=failure.hint or how, log_tail=child.log_tail)
         elif self._is_serving and rank in self._unfinished():  # it does not announce each step
@@ -181,10 +181,10 @@ class WorkerGroup:
         with self._changed:
             self._failures[rank] = failure
             self._changed.notify_all()
-        if failure.type != ECHO:
+        if failure.type != FROM_ANOTHER:
             self.fail(failure)
             return
-        timer = threading.Timer(ECHO_GRACE_S, self._trace_echo, args=(failure,))
+        timer = threading.Timer(CAUSE_GRACE_S, self._trace_echo, args=(failure,))
         timer.daemon = True
         timer.start()
 
@@ -198,8 +198,8 @@ class WorkerGroup:
         """The ranks that gave up waiting for another meanwhile."""
         with self._changed:
             if len(ranks) > 1:
-                self._changed.wait_for(lambda: len(self._failures.keys() & set(ranks)) >= len(ranks) - 1, ECHO_GRACE_S)
-            return {rank for rank in ranks if rank in self._failures and self._failures[rank].type == ECHO}
+                self._changed.wait_for(lambda: len(self._failures.keys() & set(ranks)) >= len(ranks) - 1, CAUSE_GRACE_S)
+            return {rank for rank in ranks if rank in self._failures and self._failures[rank].type == FROM_ANOTHER}
 
 
 class Replies:
@@ -256,7 +256,7 @@ class Replies:
     ) -> list[M]:
         """The next message of this kind from each, in order. Raises what `error` makes of the first failure.
 
-        `report` is told the first one's phases, and which lag behind the others. Those that are missing at the
+        `report` gets the first one's phases, and which lag behind the others. Those that are missing at the
         deadline are a failure.
         """
         wanted = range(self.size) if of is None else of

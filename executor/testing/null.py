@@ -1,7 +1,7 @@
 """An executor without a model: deterministic tokens at no cost, and an oracle over the plans it is given.
 
 For scheduler benchmarks and for tests of processes. Needs no torch. What it imitates comes from `NullModel`,
-whose fields may be given as `hf_overrides`, so that a daemon started as a program can be told too.
+whose fields may be given as `hf_overrides`, so that a daemon started as a program can be configured too.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class _Rows:
     def step(self, plan: StepPlan, began_s: float) -> StepResult:
         self._apply(plan)
         if plan.step == self._model.crash_step or self._crashes[plan.rows].any():
-            raise RuntimeError(f"the null executor was told to crash in step {plan.step}")
+            raise RuntimeError(f"hf_overrides has the null executor crash in step {plan.step}")
         rows, row_of, token_ids, counts = self._sample(plan)
         failing = self._fails[rows]
         failures: tuple[RowFailure, ...] = ()

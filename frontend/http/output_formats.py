@@ -88,7 +88,7 @@ def _load(option: str, name: str) -> OutputFormat:
 def _found(template: str) -> OutputFormat | None:
     name = format_of_template(template)
     if name is None:
-        logger.info("the chat template speaks for no known format of tool calls: what a model calls stays text")
+        logger.info("the chat template matches no known tool-call format: tool calls stay in the text")
         return None
     logger.info("answers are read as %s: the chat template speaks for it", name)
     return load_format(name)
