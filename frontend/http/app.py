@@ -159,8 +159,8 @@ class App:
         path = exchange.scope["path"].removeprefix(exchange.scope.get("root_path", ""))
         if not self._state.keys or path in self._public:
             return
-        scheme, _, key = (exchange.header_bytes(b"authorization") or b"").partition(b" ")
-        key = key.strip() if scheme.lower() == b"bearer" else exchange.header_bytes(b"x-api-key")
+        scheme, _, bearer = (exchange.header_bytes(b"authorization") or b"").partition(b" ")
+        key = bearer.strip() if scheme.lower() == b"bearer" else exchange.header_bytes(b"x-api-key")
         tenant = self._state.tenant_of(key) if key is not None else None
         if tenant is None:
             raise ApiError(

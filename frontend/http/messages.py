@@ -96,7 +96,8 @@ def _messages_of(message: InputMessage, where: str) -> list[ChatMessage]:
     """A message's blocks: results of tools become messages of their own, before what the user says."""
     if isinstance(message.content, str):
         return [ChatMessage(role=message.role, content=message.content)]
-    results, texts, thoughts, calls = [], [], [], []
+    results, thoughts, calls = [], [], []
+    texts: list[str | dict[str, Any]] = []
     for index, block in enumerate(message.content):
         at = f"{where}[{index}]"
         match block.get("type"):
