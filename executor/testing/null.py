@@ -152,7 +152,7 @@ class _Rows:
     def step(self, plan: StepPlan, began_s: float) -> StepResult:
         self._apply(plan)
         if plan.step == self._model.crash_step or self._crashes[plan.rows].any():
-            raise RuntimeError(f"hf_overrides has the null executor crash in step {plan.step}")
+            raise RuntimeError(f"the null executor was told to crash in step {plan.step}")
         rows, row_of, token_ids, counts = self._sample(plan)
         failing = self._fails[rows]
         failures: tuple[RowFailure, ...] = ()
