@@ -4,12 +4,14 @@ be asked for ends with the reason and harms nobody."""
 from __future__ import annotations
 
 import json
+import random
 import re
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
+import lark
 import pytest
 import tiny_models
 
@@ -257,6 +259,86 @@ def test_compile_bombs_end_within_their_limits_and_disturb_no_other_stream(folde
             (after,) = llm.generate(["the mill"], free, use_tqdm=False)
             assert after.outputs[0].token_ids == alone.outputs[0].token_ids, name
         assert ask(llm, form(choice=["still here"])) == ["still here"]
+
+
+NAMES = ("id", "name", "kind of it", "größe", "a/b", "x")
+BOUNDED: list[Any] = [
+    {"type": "string", "minLength": 1, "maxLength": 8},
+    {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{1,4}$"},
+    {"type": "string", "format": "date"},
+    {"type": "integer", "minimum": -40, "maximum": 1000},
+    {"type": "number", "minimum": 0, "maximum": 1},
+    {"type": "boolean"},
+    {"type": ["null", "integer"], "minimum": 0, "maximum": 9},
+    {"enum": ["red", 7, None, True, {"deep": [1]}]},
+    {"const": "same"},
+]
+
+
+def random_schema(numbers: random.Random, depth: int = 0) -> dict[str, Any]:
+    """Whose answers end of themselves."""
+    kind = numbers.choice(("leaf", "object", "array", "any", "tuple")) if depth < 3 else "leaf"
+    if kind == "leaf":
+        return dict(numbers.choice(BOUNDED))
+    parts = [random_schema(numbers, depth + 1) for _ in range(numbers.randint(1, 3))]
+    if kind == "any":
+        return {"anyOf": parts}
+    if kind == "array":
+        return {"type": "array", "items": parts[0], "minItems": numbers.randint(0, 2), "maxItems": 3}
+    if kind == "tuple":
+        return {"type": "array", "prefixItems": parts, "items": False, "minItems": len(parts)}
+    properties = dict(zip(numbers.sample(NAMES, len(parts)), parts, strict=True))
+    required = [name for name in properties if numbers.random() < 0.7]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def answers_to_random_schemas(llm: LLM, num_schemas: int, num_answers: int) -> int:
+    """How many answers were whole; all of those are valid, and the others are beginnings."""
+    numbers, num_whole = random.Random(16), 0
+    for first in range(0, num_schemas, 8):
+        schemas = [random_schema(numbers) for _ in range(min(8, num_schemas - first))]
+        wished = [
+            form(json=schema, seed=seed, disable_any_whitespace=bool(seed % 2), max_tokens=280)
+            for schema in schemas
+            for seed in range(num_answers)
+        ]
+        outputs = llm.generate(["the water"] * len(wished), wished, use_tqdm=False)
+        for index, output in enumerate(outputs):
+            if output.outputs[0].finish_reason == "stop":
+                num_whole += 1
+                checker = jsonschema.Draft202012Validator(schemas[index // num_answers])
+                checker.validate(json.loads(output.outputs[0].text))
+    return num_whole
+
+
+def test_answers_to_random_schemas_are_valid(llm: LLM) -> None:
+    assert answers_to_random_schemas(llm, 16, 2) > 24
+
+
+@pytest.mark.system
+def test_two_thousand_answers_to_random_schemas_are_valid(llm: LLM) -> None:
+    assert answers_to_random_schemas(llm, 250, 8) > 1600
+
+
+@pytest.mark.parametrize(
+    "pattern", ["[a-z]{3,5}@[a-z]+[.](com|org)", r"\\d{4}-\\d{2}", "(no|yes){2}!?", "é[世界]{1,3}"]
+)
+def test_an_answer_matches_its_whole_expression(llm: LLM, pattern: str) -> None:
+    params = form(regex=pattern)
+    params.n, params.logit_bias = 4, {tiny_models.EOS: 3.0}
+    for answer in ask(llm, params):
+        assert re.fullmatch(pattern, answer)
+
+
+def test_an_answer_is_a_sentence_of_its_lark_grammar(llm: LLM) -> None:
+    rules = 'start: sum\nsum: term (("+" | "-") term)*\nterm: NUMBER | "(" sum ")"\nNUMBER: /[0-9]{1,3}/\n'
+    params = form(grammar=rules, max_tokens=80)
+    params.n, params.logit_bias = 4, {tiny_models.EOS: 4.0}
+    (output,) = llm.generate(["the water"], params, use_tqdm=False)
+    whole = [each.text for each in output.outputs if each.finish_reason == "stop"]
+    assert whole
+    for text in whole:
+        lark.Lark(rules).parse(text)
 
 
 def test_a_grammar_that_crashes_its_compiler_ends_alone(folder: str) -> None:

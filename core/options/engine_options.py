@@ -349,9 +349,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         dict[str, Any],
         Option(
             SCHEDULER,
-            "How the grammars of structured outputs are followed: backend (auto: llguidance, and xgrammar where it is "
-            "installed for what that refuses; or either alone), disable_fallback, disable_any_whitespace, "
-            "disable_additional_properties",
+            "How the grammars of structured outputs are followed: backend (llguidance, whatever vLLM's name for one), "
+            "disable_fallback, disable_any_whitespace, disable_additional_properties",
         ),
     ] = {}
     stream_interval: Annotated[

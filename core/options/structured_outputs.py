@@ -10,15 +10,15 @@ import msgspec
 from headrace.ipc.failure import OptionError
 
 BACKENDS: Mapping[str, tuple[str, ...]] = {
-    "auto": ("llguidance", "xgrammar"),
+    "auto": ("llguidance",),
     "llguidance": ("llguidance",),
     "guidance": ("llguidance",),
-    "xgrammar": ("xgrammar",),
-    "outlines": ("llguidance", "xgrammar"),
-    "lm-format-enforcer": ("llguidance", "xgrammar"),
+    "xgrammar": ("llguidance",),
+    "outlines": ("llguidance",),
+    "lm-format-enforcer": ("llguidance",),
 }
-"""vLLM's names for them, and the libraries in order: one is for what those before it refuse. The last two
-names are of libraries that vLLM has given up; what they did others do."""
+"""vLLM's names for them, and the libraries in order: one is for what those before it refuse. The last
+three name libraries that are not used here: what they follow, llguidance does, and the plan's decisions say so."""
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,10 +43,10 @@ def structured_outputs_of(config: Mapping[str, Any]) -> StructuredOutputs:
     if backend not in BACKENDS:
         raise OptionError(f"structured_outputs_config has backend={backend!r}; there are {', '.join(BACKENDS)}")
     known = [name for name in StructuredOutputs.__struct_fields__ if name != "backends"]
-    if values.pop("enable_in_reasoning", False) is not False:
+    if values.pop("enable_in_reasoning", True) is not True:
         raise OptionError(
-            "structured_outputs_config has enable_in_reasoning, which cannot apply: reasoning is not separated from "
-            "the answer, so that a grammar holds from the first token"
+            "structured_outputs_config has enable_in_reasoning=false, which cannot apply: a grammar holds from the "
+            "first token on, for reasoning too; leave it out"
         )
     for name, value in values.items():
         if name not in known:
