@@ -60,6 +60,7 @@ def test_logits_of_prompt_tokens_are_those_of_transformers(tmp_path: Path) -> No
         )
     with torch.inference_mode():
         exact = reference("apertus")(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    assert isinstance(output.prompt_logprobs, list)
     for place, found in enumerate(output.prompt_logprobs[1:], 1):
         assert found is not None
         assert found[prompt[place]].logprob == pytest.approx(exact[place - 1, prompt[place]].item(), abs=1e-4)

@@ -139,7 +139,7 @@ def _load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, trust_remote_
         )
     logging.disable_progress_bar()
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(checkpoint.path),
             config=config,
             dtype=dtype,
@@ -155,6 +155,7 @@ def _load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, trust_remote_
         ) from error
     finally:
         logging.enable_progress_bar()
+    model, found = loaded
     for key, said in (
         ("missing_keys", "the checkpoint has no weight {}"),
         ("mismatched_keys", "weight {} has another shape than the config needs"),

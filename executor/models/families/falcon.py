@@ -31,11 +31,11 @@ def build(config: Config) -> ArchSpec:
     else:
         groups = 1 if flag(config, "multi_query", True) else num_heads
     is_parallel = is_new or flag(config, "parallel_attn", True)
-    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    names = NAMES
     if is_new and config.get("num_ln_in_parallel_attn") in (None, 2):
-        names = {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"}
+        names = replace(NAMES, attention_norm="ln_attn", mlp_norm="ln_mlp")
     elif is_parallel:
-        names["mlp_norm"] = "input_layernorm"
+        names = replace(NAMES, mlp_norm="input_layernorm")
     bias = flag(config, "bias", False)
     parts = ((NAMES.query, num_heads // max(groups, 1) * head_dim), (NAMES.key, head_dim), (NAMES.value, head_dim))
     inner = integer(config, "ffn_hidden_size", 4 * integer(config, "hidden_size"))
@@ -47,7 +47,7 @@ def build(config: Config) -> ArchSpec:
         norm=layer_norm(config, "layer_norm_epsilon"),
         norm_placement="parallel" if is_parallel else "pre",
         fused=(Fused("self_attention.query_key_value", parts, groups),),
-        names=replace(NAMES, **names),
+        names=names,
     )
 
 
