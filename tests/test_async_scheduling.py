@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from all_at_once import generate_all_at_once
-from engine_parts import EOS, VOCAB_SIZE, WINDOWS, SteppedCore
+from engine_histories import LIMITS, events, play
+from engine_parts import EOS, VOCAB_SIZE, SteppedCore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ from headrace.core.options.resolve import steps_in_flight
 from headrace.core.schedule.policies import in_turn
 from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.ipc.failure import OptionError
-from headrace.ipc.messages import Abort, FinishReason, ResetPrefixCache
+from headrace.ipc.messages import Abort, FinishReason
 from headrace.ipc.step import StepPlan, StepResult
 
 
@@ -63,68 +64,20 @@ def new_core(kind: str, null_model: NullModel | None = None, **changes: Any) -> 
     return SteppedCore(null_model or model(), executor_class=KINDS[kind], **changes)
 
 
-REQUEST = st.fixed_dictionaries(
-    {
-        "prompt": st.lists(st.integers(3, 6), min_size=1, max_size=40),  # few token ids, so that prefixes repeat
-        "max_tokens": st.integers(1, 30),
-        "priority": st.integers(-2, 2),
-        "ignore_eos": st.booleans(),
-        "logprobs": st.sampled_from([None, None, 2]),
-        "prompt_logprobs": st.sampled_from([None, None, None, 0]),
-        "output_interval": st.sampled_from([1, 1, 3, 99]),
-    }
-)
-EVENT = st.one_of(
-    st.tuples(st.just("add"), REQUEST),
-    st.tuples(st.just("add"), REQUEST),
-    st.tuples(st.just("turn"), st.integers(1, 5)),
-    st.tuples(st.just("abort"), st.integers(0, 20)),
-    st.tuples(st.just("reset"), st.none()),
-)
-LIMITS = st.fixed_dictionaries(
-    {
-        "num_blocks": st.integers(17, 40),
-        "windows": st.sampled_from(WINDOWS),
-        "max_num_seqs": st.integers(1, 8),
-        "max_num_batched_tokens": st.sampled_from([8, 16, 64]),
-        "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
-        "enable_prefix_caching": st.booleans(),
-    }
-)
-
-
 @settings(max_examples=120, deadline=None)
 @given(
     kind=st.sampled_from(["ahead", "stages"]),
-    limits=LIMITS,
-    events=st.lists(EVENT, max_size=30),
+    limits=st.fixed_dictionaries(LIMITS | {"scheduling_policy": st.sampled_from(["fcfs", "priority"])}),
+    history=events(30, priority=st.integers(-2, 2)),
     eos_after=st.sampled_from([0, 0, 3]),
 )
-def test_tokens_are_those_of_one_step_at_a_time_and_every_request_ends_once(kind, limits, events, eos_after):
+def test_tokens_are_those_of_one_step_at_a_time_and_every_request_ends_once(kind, limits, history, eos_after):
     """Aborted requests apart, which may have got a token more or less."""
     heard = []
     for each in ("one", kind):
         core = new_core(each, model(eos_after_tokens=eos_after), **limits)
-        client = core.open()
-        num_added, aborted = 0, set()
-        for event, detail in events:
-            if event == "add":
-                client.add(num_added, **detail)
-                num_added += 1
-            elif event == "abort":
-                client.send(Abort(slots=(detail,)))
-                aborted.add(detail)
-            elif event == "reset":
-                client.send(ResetPrefixCache(call=1))
-            else:
-                for _ in range(detail):
-                    if not core.inbox.empty() or core.loop.has_work:
-                        core.loop.turn()
-                        core.loop.scheduler.check()
-        core.run_until_idle()
+        client, num_added, aborted = play(core, history)
         assert Counter(finish.slot for finish in client.finishes()) == Counter(range(num_added))
-        pool = core.loop.scheduler.pool
-        assert pool.num_available == pool.num_blocks - 1
         assert_nothing_follows_a_finish(client)
         whole = {slot: tokens for slot, tokens in client.tokens().items() if slot not in aborted}
         reasons = {finish.slot: finish.reason for finish in client.finishes() if finish.slot not in aborted}

@@ -7,19 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_parts import EOS, VOCAB_SIZE, WINDOWS, SteppedClient, SteppedCore
+from engine_histories import LIMITS, events, play
+from engine_parts import EOS, VOCAB_SIZE, SteppedClient, SteppedCore
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_async_scheduling import PipelinedNull, StagedNull
+from test_async_scheduling import KINDS
 
 from headrace.core.options.speculation import Speculation
 from headrace.core.schedule.ngram_drafter import NgramDrafter
 from headrace.executor.sampling.verification import SampledPositions
-from headrace.executor.testing.null import NullExecutor, NullModel
-from headrace.ipc.messages import Abort, FinishReason, ResetPrefixCache
+from headrace.executor.testing.null import NullModel
+from headrace.ipc.messages import FinishReason
 from headrace.ipc.step import Drafts, StepPlan
 
-KINDS: dict[str, type[NullExecutor]] = {"one": NullExecutor, "ahead": PipelinedNull, "stages": StagedNull}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
@@ -45,34 +45,11 @@ def plans_of(core: SteppedCore) -> list[StepPlan]:
     return plans
 
 
-REQUEST = st.fixed_dictionaries(
-    {
-        "prompt": st.lists(st.integers(3, 6), min_size=1, max_size=30),
-        "max_tokens": st.integers(1, 40),
-        "ignore_eos": st.booleans(),
-        "min_tokens": st.sampled_from([0, 0, 1]),
-        "stop_token_ids": st.sampled_from([(), (), tuple(range(3, 12))]),
-        "logprobs": st.sampled_from([None, None, 2]),
-        "prompt_logprobs": st.sampled_from([None, None, None, 0]),
-        "output_interval": st.sampled_from([1, 1, 3, 99]),
-    }
-)
-EVENT = st.one_of(
-    st.tuples(st.just("add"), REQUEST),
-    st.tuples(st.just("add"), REQUEST),
-    st.tuples(st.just("turn"), st.integers(1, 9)),
-    st.tuples(st.just("abort"), st.integers(0, 20)),
-    st.tuples(st.just("reset"), st.none()),
-)
-LIMITS = st.fixed_dictionaries(
-    {
-        "num_blocks": st.integers(17, 60),
-        "windows": st.sampled_from(WINDOWS),
-        "max_num_seqs": st.integers(1, 8),
-        "max_num_batched_tokens": st.sampled_from([8, 16, 64]),
-        "enable_prefix_caching": st.booleans(),
-    }
-)
+REQUEST = {
+    "max_tokens": st.integers(1, 40),
+    "min_tokens": st.sampled_from([0, 0, 1]),
+    "stop_token_ids": st.sampled_from([(), (), tuple(range(3, 12))]),
+}
 
 
 def logprobs_of(client: SteppedClient) -> dict[int, list[list[int]]]:
@@ -91,39 +68,21 @@ def logprobs_of(client: SteppedClient) -> dict[int, list[list[int]]]:
 @settings(max_examples=200, deadline=None)
 @given(
     kind=st.sampled_from(["one", "one", "ahead", "stages"]),
-    limits=LIMITS,
-    events=st.lists(EVENT, max_size=25),
+    limits=st.fixed_dictionaries(LIMITS | {"num_blocks": st.integers(17, 60)}),
+    history=events(25, most_turns=9, **REQUEST),
     eos_after=st.sampled_from([0, 0, 7]),
 )
-def test_what_clients_hear_is_the_same_with_and_without_drafts(kind, limits, events, eos_after):
+def test_what_clients_hear_is_the_same_with_and_without_drafts(kind, limits, history, eos_after):
     """Aborted requests apart, which may have got a token more or less."""
     heard = []
     for speculates in (False, True):
         core = new_core(kind, speculates, model={"eos_after_tokens": eos_after}, **limits)
-        client = core.open()
-        num_added, aborted = 0, set()
-        for event, detail in events:
-            if event == "add":
-                client.add(num_added, **detail)
-                num_added += 1
-            elif event == "abort":
-                client.send(Abort(slots=(detail,)))
-                aborted.add(detail)
-            elif event == "reset":
-                client.send(ResetPrefixCache(call=1))
-            else:
-                for _ in range(detail):
-                    if not core.inbox.empty() or core.loop.has_work:
-                        core.loop.turn()
-                        core.loop.scheduler.check()
-        core.run_until_idle()
+        client, num_added, aborted = play(core, history)
         kept = sorted(set(range(num_added)) - aborted)
         tokens, logprobs = client.tokens(), logprobs_of(client)
         ends = {finish.slot: (finish.reason, finish.stop_token) for finish in client.finishes()}
         assert len(ends) == len(client.finishes()) == num_added
         heard.append([(tokens.get(slot), logprobs.get(slot), ends[slot]) for slot in kept])
-        pool = core.loop.scheduler.pool
-        assert pool.num_available == pool.num_blocks - 1
     assert heard[0] == heard[1]
 
 
