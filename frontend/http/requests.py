@@ -189,7 +189,7 @@ class Neutral(msgspec.Struct, frozen=True):
     """No answer depends on it: every value is taken, unless the server is strict."""
 
 
-_BEAMS = "beam search is not supported"
+_BEAMS = "beam search is LLM.beam_search and AsyncLLM.beam_search; bodies cannot ask for it yet"
 _TEXT_ONLY = "models read and write text alone"
 _STORED = "nothing is stored by this server"
 
@@ -203,6 +203,7 @@ NEUTRAL: Mapping[str, Neutral] = types.MappingProxyType(
         "store": Neutral(_STORED, (False,), is_harmless=True),
         "service_tier": Neutral("there is one tier", ("auto", "default"), is_harmless=True),
         "guided_decoding_backend": Neutral("the engine's own is used (structured_outputs_config)", ("auto",)),
+        "thinking_token_budget": Neutral("not supported yet"),
         "use_beam_search": Neutral(_BEAMS, (False,)),
         "length_penalty": Neutral(_BEAMS, (1.0,)),
         "early_stopping": Neutral(_BEAMS, (False,)),
@@ -227,7 +228,6 @@ NEUTRAL_OF: Mapping[type[msgspec.Struct], Mapping[str, Neutral]] = types.Mapping
                 "modalities": Neutral(_TEXT_ONLY, (["text"],)),
                 "audio": Neutral(_TEXT_ONLY),
                 "reasoning_effort": Neutral("not supported yet; see chat_template_kwargs for what templates take"),
-                "thinking_token_budget": Neutral("not supported yet"),
                 "verbosity": Neutral("not supported", ("medium",)),
                 "web_search_options": Neutral("not supported"),
             }
