@@ -6,21 +6,21 @@ from typing import NamedTuple
 
 
 class ExpertGroups(NamedTuple):
-    """A token's experts come from the best `chosen` of `count` groups of neighbours (DeepSeek-V2, section 2.2.2)."""
+    """A token's experts come from the best `chosen` of `number` groups of neighbours (DeepSeek-V2, section 2.2.2)."""
 
-    count: int = 1
+    number: int = 1
     chosen: int = 1
     best: int = 1
     """How many of a group's best scores add up to what it is worth."""
 
     def why_not(self, num_experts: int, top_k: int) -> str:
         """What is wrong with them, as a sentence's end; "" when nothing is."""
-        if self.count < 1 or num_experts % self.count:
-            return f"{num_experts} experts cannot stand in {self.count} groups"
-        size = num_experts // self.count
-        if not 1 <= self.chosen <= self.count or not 1 <= self.best <= size:
+        if self.number < 1 or num_experts % self.number:
+            return f"{num_experts} experts cannot stand in {self.number} groups"
+        size = num_experts // self.number
+        if not 1 <= self.chosen <= self.number or not 1 <= self.best <= size:
             return (
-                f"{self.chosen} of {self.count} groups cannot be chosen by the {self.best} best of their {size} experts"
+                f"{self.chosen} of {self.number} groups cannot be chosen by the {self.best} best of their {size} experts"
             )
         if self.chosen * size < top_k:
             return f"{self.chosen} groups of {size} experts have no {top_k} to choose"

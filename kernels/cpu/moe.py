@@ -159,7 +159,7 @@ def route_args(num_experts: int, top_k: int, options: RouteOptions) -> RouteArgs
     return RouteArgs(
         num_experts=num_experts,
         top_k=top_k,
-        num_groups=groups.count,
+        num_groups=groups.number,
         groups_chosen=groups.chosen,
         group_best=groups.best,
         first_expert=options.get("first_expert", 0),

@@ -64,7 +64,7 @@ def route_experts(
     wide = logits.float()
     scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
     order = wide if bias is None else scores + bias
-    if groups.count > 1:
+    if groups.number > 1:
         order = _within_groups(scores if bias is None else order, groups)
     expert_ids = order.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(-1, expert_ids)
@@ -75,7 +75,7 @@ def route_experts(
 
 def _within_groups(order: Tensor, groups: ExpertGroups) -> Tensor:
     """order [num_tokens, num_experts] with -inf in all groups but the best."""
-    grouped = order.unflatten(-1, (groups.count, -1))
+    grouped = order.unflatten(-1, (groups.number, -1))
     worth = grouped.topk(groups.best, dim=-1).values.sum(-1)
     best = worth.sort(dim=-1, descending=True, stable=True).indices[:, : groups.chosen]
     is_chosen = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, best, True)

@@ -56,7 +56,7 @@ def route_experts(
             TOP_K=top_k,
             SIGMOID=scoring == "sigmoid",
             RENORMALISE=renormalise,
-            NUM_GROUPS=groups.count,
+            NUM_GROUPS=groups.number,
             GROUPS_CHOSEN=groups.chosen,
             GROUP_BEST=groups.best,
             BLOCK=block,
