@@ -64,7 +64,7 @@ class Layer:
         used.pool.reserve(0, route_scratch_bytes(NUM_EXPERTS))
 
     def _route(self, logits: Tensor) -> None:
-        args: RouteArgs = route_args(NUM_EXPERTS, TOP_K, "softmax", True, 1.0)
+        args: RouteArgs = route_args(NUM_EXPERTS, TOP_K, {"scoring": "softmax", "renormalise": True})
         args.logits, args.logits_stride = logits.data_ptr(), NUM_EXPERTS
         args.expert_ids, args.weights = self._ids.data_ptr(), self._weights.data_ptr()
         args.fixed_rows = self._num_rows

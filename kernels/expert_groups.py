@@ -19,9 +19,7 @@ class ExpertGroups(NamedTuple):
             return f"{num_experts} experts cannot stand in {self.number} groups"
         size = num_experts // self.number
         if not 1 <= self.chosen <= self.number or not 1 <= self.best <= size:
-            return (
-                f"{self.chosen} of {self.number} groups cannot be chosen by the {self.best} best of their {size} experts"
-            )
+            return f"{self.chosen} of {self.number} groups cannot be chosen by the {self.best} best of {size} experts"
         if self.chosen * size < top_k:
             return f"{self.chosen} groups of {size} experts have no {top_k} to choose"
         return ""

@@ -22,14 +22,14 @@ from headrace.kernels.reference.latent import LatentUp, latent_attention
 
 V2_LITE: dict[str, Any] = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": None,
-    "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2,
+    "hidden_size": 128, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1,
     "max_position_embeddings": 1 << 15, "topk_method": "greedy",
     "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096,
         "mscale": 0.707, "mscale_all_dim": 0.707,
     },
 }  # fmt: skip
-"""DeepSeek-V2-Lite's attention, in a model of few layers and heads."""
+"""DeepSeek-V2-Lite's attention, in a model of one layer and head."""
 
 
 def plain(query: Tensor, up: LatentUp, cache: Tensor, batch: PagedBatch, scale: float) -> Tensor:

@@ -82,8 +82,11 @@ def _places(
         gates, ups = (slice(0, inner), slice(inner, None))
         if stacked.alternating:
             gates, ups = slice(0, None, 2), slice(1, None, 2)
-        parts = ((names.expert_gate, gate_up, gates), (names.expert_up, gate_up, ups))
-        parts += ((names.expert_down, down, slice(None)),)
+        parts = (
+            (names.expert_gate, gate_up, gates),
+            (names.expert_up, gate_up, ups),
+            (names.expert_down, down, slice(None)),
+        )
         for expert in range(shape[0]):
             for part, stored, rows in parts:
                 own = f"{start}{names.experts}.{expert}.{part}{kind}"
