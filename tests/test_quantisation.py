@@ -183,6 +183,30 @@ def test_a_gpus_kernels_take_the_packed_forms_that_they_know(case: str, layer: t
     assert error_of(decoder, model) < EXACT_ERROR
 
 
+def test_gpt_oss_is_read_from_its_stacks_of_4_bit_floats(tmp_path: Path) -> None:
+    model = tiny_models.build("gpt_oss", hidden_size=64, intermediate_size=64, vocab_size=320)
+    state, stored = model.state_dict(), dict[str, Tensor]()
+    for name, tensor in state.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = tensor.clone()
+            continue
+        rows = tensor.transpose(1, 2).flatten(0, 1).contiguous()  # [experts * out, in]
+        exponents, scales = made.mxfp4_scales(rows)
+        codes, values = made.in_fp4(rows, scales)
+        count, _, out = tensor.shape
+        stored[f"{name}_blocks"] = codes.view(count, out, -1, 16)
+        stored[f"{name}_scales"] = exponents.view(count, out, -1)
+        state[name] = values.view(count, out, -1).transpose(1, 2)
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, tmp_path / "model.safetensors")
+    config = model.config.to_dict() | {"architectures": ["GptOssForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    model.load_state_dict(state)
+    model.config._experts_implementation = "eager"
+    checkpoint = open_checkpoint(Options(model=str(tmp_path)))
+    decoder = Decoder(spec_from_config(checkpoint.config), checkpoint.weights(), torch.float32, "cpu")
+    assert error_of(decoder, model.double()) < EXACT_ERROR
+
+
 def test_what_a_gptq_config_says_of_single_modules_counts(tmp_path: Path) -> None:
     (config, four), (_, eight) = made.gptq(4), made.gptq(8, 16 * 4)
     config |= {"dynamic": {r"+:.*\.mlp\.down_proj": {"bits": 8, "group_size": -1}, r"-:.*k_proj": {}}}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace.executor.checkpoints.weights import WeightSource, take_part
+from headrace.executor.checkpoints.weights import Packed, WeightSource, take_part
 from headrace.executor.models.arch import ArchSpec, StackedExperts
 from headrace.ipc.failure import ModelError
 
@@ -41,6 +41,10 @@ class EachExpert:
         self.source, self._places = source, places
         stored = {place.stored for place in places.values()}
         self._names = (source.names() - stored) | places.keys()
+        if hasattr(source, "packed"):
+            self.packed = self._packed
+        if hasattr(source, "group_of"):
+            self.group_of = self._group_of
 
     def names(self) -> frozenset[str]:
         return frozenset(self._names)
@@ -63,6 +67,13 @@ class EachExpert:
             whole = whole.T
         part = whole[place.rows]
         return take_part(part, tuple(part.shape), rows, columns)
+
+    def _packed(self, name: str) -> Packed | None:
+        """As the source's; what is taken of a stack is floats."""
+        return None if name in self._places else self.source.packed(name)  # type: ignore[attr-defined,no-any-return]
+
+    def _group_of(self, name: str) -> int | None:
+        return None if name in self._places else self.source.group_of(name)  # type: ignore[attr-defined,no-any-return]
 
 
 def _places(

@@ -68,6 +68,10 @@ class Format(ABC):
     def parts(self, module: str, role: Role, held: Container[str]) -> Parts | None:
         """The tensors that hold a module's matrix, of those that the checkpoint holds; None where it is in floats."""
 
+    def entry(self, module: str) -> int | None:
+        """Which entry of its tensors' first dimension a module is, where they are of several; else None."""
+        return None
+
     def beside(self, module: str) -> tuple[str, ...]:
         """Tensors that may lie beside and are not needed."""
         return ()

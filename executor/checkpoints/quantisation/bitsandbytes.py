@@ -34,7 +34,7 @@ class BitsAndBytes(Format):
         "LLM.int8: 8 bits in rows; outliers need no path of their own, as activations have 16 bits",
         "NF4 and FP4, doubly quantised or not, where rows are whole blocks",
     )
-    made_by = "a writer in tests"
+    made_by = "bitsandbytes 0.50 (benchmarks/quantised_tools.py), a writer in tests"
 
     @classmethod
     def of(cls, config: Config) -> Self:

@@ -91,7 +91,7 @@ class CompressedTensors(Format):
         "NVFP4 and MXFP4; activations stay in floats",
         "schemes by module, with `targets`, `ignore` and regular expressions",
     )
-    made_by = "a writer in tests"
+    made_by = "llm-compressor 0.14 (benchmarks/quantised_tools.py), a writer in tests"
     schemes: tuple[Scheme, ...]
 
     @classmethod

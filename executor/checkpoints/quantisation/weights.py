@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -86,7 +85,11 @@ class QuantisedWeights:
 
     def _read(self, name: str) -> GroupedWeight:
         module = _module(name)
-        tensors: Mapping[str, Tensor] = {part: self._source.get(each) for part, each in self._parts[name].items()}
+        entry = self._format.entry(module)
+        own = None if entry is None else slice(entry, entry + 1)
+        tensors = {part: self._source.get(each, rows=own) for part, each in self._parts[name].items()}
+        if own is not None:
+            tensors = {part: each[0] for part, each in tensors.items()}
         try:
             found = self._format.read(module, tensors)
         except ValueError as error:

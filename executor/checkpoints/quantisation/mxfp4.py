@@ -1,0 +1,70 @@
+"""MXFP4 as gpt-oss stores it: the experts of a layer as two stacks of 4-bit floats in groups of 32.
+
+gate_up_proj_blocks  uint8 [experts, 2 * inner, hidden / 32, 16], rows of gate and up projection in turns
+down_proj_blocks     uint8 [experts, hidden, inner / 32, 16];  of two neighbours the first is in the low half
+*_scales             uint8 [experts, rows, columns / 32], exponents of two after 127 is subtracted
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor
+
+from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, expect
+from headrace.executor.checkpoints.quantisation._scaled import floats_of_4_bits, powers_of_two
+from headrace.executor.models.blocks import Role
+from headrace.kernels.grouped import GroupedWeight
+
+EXPERT = re.compile(r"(?P<stack>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj")
+GROUP = 32
+
+
+@dataclass(frozen=True)
+class Mxfp4(Format):
+    names = ("mxfp4", "gpt_oss_mxfp4")
+    stored = ("4-bit floats in groups of 32, gpt-oss's stacks of experts, turned into floats: gpt-oss runs op by op",)
+    made_by = "a writer in tests"
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        return cls()
+
+    def parts(self, module: str, role: Role, held: Container[str]) -> Parts | None:
+        match = EXPERT.fullmatch(module)
+        if match is None:
+            return None
+        stack = f"{match['stack']}.{'down_proj' if match['part'] == 'down' else 'gate_up_proj'}"
+        if f"{stack}_blocks" not in held:
+            return None
+        return {"blocks": f"{stack}_blocks", "scales": f"{stack}_scales"}
+
+    def entry(self, module: str) -> int | None:
+        match = EXPERT.fullmatch(module)
+        return None if match is None else int(match["index"])
+
+    def shape(self, module: str, shapes: Shapes) -> tuple[int, int]:
+        _, rows, groups, _ = shapes["blocks"]
+        return rows if module.endswith("down_proj") else rows // 2, groups * GROUP
+
+    def group(self, module: str, columns: int) -> int:
+        return GROUP
+
+    def read(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
+        blocks, scales = tensors["blocks"], tensors["scales"]
+        expect(
+            blocks.dim() == 3 and blocks.shape[2] == GROUP // 2 and scales.shape == blocks.shape[:2],
+            module,
+            f"an expert's blocks are {list(blocks.shape)} and its scales {list(scales.shape)}; [rows, groups, 16] and "
+            "[rows, groups] are expected",
+        )
+        if not module.endswith("down_proj"):
+            own = slice(0 if module.endswith("gate_proj") else 1, None, 2)
+            blocks, scales = blocks[own], scales[own]
+        return floats_of_4_bits(module, blocks.flatten(1).contiguous(), powers_of_two(scales.contiguous()))
+
+
+FORMAT = Mxfp4
