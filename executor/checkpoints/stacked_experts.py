@@ -70,10 +70,10 @@ class EachExpert:
 
     def _packed(self, name: str) -> Packed | None:
         """As the source's; what is taken of a stack is floats."""
-        return None if name in self._places else self.source.packed(name)  # type: ignore[attr-defined,no-any-return]
+        return None if name in self._places else self.source.packed(name)  # type: ignore[attr-defined]
 
     def _group_of(self, name: str) -> int | None:
-        return None if name in self._places else self.source.group_of(name)  # type: ignore[attr-defined,no-any-return]
+        return None if name in self._places else self.source.group_of(name)  # type: ignore[attr-defined]
 
 
 def _places(
