@@ -111,9 +111,6 @@ def _expanded(query: Tensor, up: LatentUp, context: Tensor, scale: float) -> Ten
         shared = rotated.expand(len(up.keys[heads]), -1, -1)
         keys = torch.cat([compressed @ up.keys[heads].transpose(1, 2), shared], dim=-1)
         values, q = compressed @ up.values[heads], query[:, heads].transpose(0, 1)
-        if not start:
-            out[heads] = F.scaled_dot_product_attention(q[None], keys[None], values[None], is_causal=True, scale=scale)
-            continue
         for tile in range(0, num_tokens, QUERY_TILE_TOKENS):
             end = min(tile + QUERY_TILE_TOKENS, num_tokens)
             at = torch.arange(start + tile, start + end, device=query.device)[:, None]
