@@ -63,7 +63,9 @@ def test_both_forms_of_latent_attention_are_the_attention_of_keys_and_values_mad
 
 
 def test_a_published_models_cache_takes_576_values_of_a_token_and_layer_on_every_rank() -> None:
-    config = DeepseekV2Config(**(V2_LITE | {"num_hidden_layers": 27, "num_experts_per_tok": 6})).to_dict()
+    config = DeepseekV2Config(
+        **(V2_LITE | {"num_hidden_layers": 27, "num_attention_heads": 2, "num_experts_per_tok": 6})
+    ).to_dict()
     spec = spec_from_config(config | {"architectures": ["DeepseekV2ForCausalLM"]})
     assert block_bytes(spec, 16, torch.bfloat16) == 16 * 27 * 576 * 2
     assert spec.own_cache(2) == spec.cache
