@@ -58,9 +58,10 @@ def searched(model: Any, prompt: list[int], width: int, steps: int, penalty: flo
         length = len(each[0]) - (each[0][-1] == EOS)
         return each[1] / length**penalty
 
-    beams, complete = [(prompt, 0.0)], []
+    beams: list[tuple[list[int], float]] = [(prompt, 0.0)]
+    complete: list[tuple[list[int], float]] = []
     for _ in range(steps):
-        extended = []
+        extended: list[tuple[list[int], float]] = []
         for tokens, logprob in beams:
             found = model(torch.tensor([tokens])).logits[0, -1].double().log_softmax(0).topk(2 * width)
             for value, token in zip(*(each.tolist() for each in found), strict=True):

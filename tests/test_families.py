@@ -177,7 +177,7 @@ def test_qwen2_slides_only_where_the_config_turns_it_on() -> None:
     assert [layer.sliding_window for layer in spec_from_config(on).layers] == [None, 64]
 
 
-LONGROPE = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [float(i) for i in range(1, 9)]}
+LONGROPE: dict[str, Any] = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [float(i) for i in range(1, 9)]}
 
 
 def test_longrope_rotates_as_transformers_does_in_short_and_in_long_contexts() -> None:

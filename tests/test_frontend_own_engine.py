@@ -87,9 +87,9 @@ def test_a_killed_engine_ends_every_call_with_how_it_died() -> None:
 
 def test_a_bad_option_starts_nothing() -> None:
     with pytest.raises(OptionError, match="max_modle_len; did you mean max_model_len"):
-        LLM("null", max_modle_len=5)
+        LLM("null", **{"max_modle_len": 5})
     with pytest.raises(OptionError, match="max_modle_len; did you mean max_model_len"):
-        AsyncLLM("null", max_modle_len=5)
+        AsyncLLM("null", **{"max_modle_len": 5})
 
 
 def test_an_engine_that_cannot_start_says_why() -> None:

@@ -41,7 +41,8 @@ def test_books_that_are_right_are_read_once_after_the_last_step(core: SteppedCor
 def test_a_request_does_not_wait_for_the_audit(core: SteppedCore, monkeypatch) -> None:
     serve(core)
     client = core.open()
-    pieces, audit = [], core.loop.scheduler.audit
+    pieces: list[None] = []
+    audit = core.loop.scheduler.audit
 
     def counted() -> Iterator[None]:
         for piece in audit():

@@ -36,7 +36,8 @@ def reference(logits: torch.Tensor, case: Case, mode: str) -> list[float]:
             values = [value / s.temperature for value in values]
             order = sorted(range(len(values)), key=lambda t: (-values[t], t))[: s.top_k or None]
             weights = {token: math.exp(values[token]) for token in order}
-            total, mass, kept = math.fsum(weights.values()), 0.0, []
+            total, mass = math.fsum(weights.values()), 0.0
+            kept: list[int] = []
             if s.typical_p < 1:
                 share = {token: weight / total for token, weight in weights.items()}
                 entropy = -math.fsum(p * math.log(p) for p in share.values())

@@ -178,7 +178,8 @@ def test_a_gpus_kernels_take_the_packed_forms_that_they_know(case: str, layer: t
         return partial(choose_reference(op)) if op in REFERENCES else choose_reference(op)
 
     decoder = Decoder(spec, checkpoint.weights(), torch.float32, "cpu", choose=fast)
-    held = [part for each in decoder._layers for part in (each._held.mixer["output"], each._held.ffn["down"])]
+    layers: Any = decoder._layers
+    held = [part for each in layers for part in (each._held.mixer["output"], each._held.ffn["down"])]
     assert {type(part.weight) for part in held} == {layer}
     assert error_of(decoder, model) < EXACT_ERROR
 

@@ -49,7 +49,7 @@ def step(batch: BatchState, logits: torch.Tensor) -> Sampled:
 
 def left(logits: torch.Tensor, sampling: Sampling) -> dict[int, float]:
     """Token id -> tempered logit, of what min_p, top_k and top_p keep."""
-    values = (logits / np.float32(sampling.temperature)).double().tolist()
+    values = (logits / float(np.float32(sampling.temperature))).double().tolist()
     order = sorted((token for token in range(len(values)) if values[token] > -math.inf), key=lambda t: (-values[t], t))
     order = [token for token in order if math.exp(values[token] - values[order[0]]) >= sampling.min_p]
     order = order[: sampling.top_k or len(order)]

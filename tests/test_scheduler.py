@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.engine.sessions import ClientGone
+from headrace.core.schedule.block_tables import PrefixHit
 from headrace.core.schedule.policies import PrefillLimits, prefill_share
+from headrace.core.schedule.requests import Request
 from headrace.core.schedule.scheduler import HASHED_AT_ONCE, Scheduler, SchedulerConfig
 from headrace.executor.testing.null import NullModel
 from headrace.ipc.messages import Abort, FinishReason, Goodbye, ResetPrefixCache
@@ -189,11 +191,17 @@ def test_a_long_prompt_is_hashed_as_far_as_it_is_cached_and_computed():
     assert client.cached()[1] == (2000 - 1) // size * size
 
 
-def test_a_request_that_lacks_blocks_is_not_looked_up_again_while_nothing_changes():
+def test_a_request_that_lacks_blocks_is_not_looked_up_again_while_nothing_changes(monkeypatch):
     core = SteppedCore(model(), num_blocks=17, max_num_batched_tokens=64)
-    client, lookups = core.open(), []
+    client = core.open()
+    lookups: list[int] = []
     look_up = core.loop.scheduler._look_up
-    core.loop.scheduler._look_up = lambda request: lookups.append(request.slot) or look_up(request)
+
+    def counted(request: Request) -> PrefixHit:
+        lookups.append(request.slot)
+        return look_up(request)
+
+    monkeypatch.setattr(core.loop.scheduler, "_look_up", counted)
     client.add(0, [3] * 20, max_tokens=40, ignore_eos=True)
     core.loop.turn()
     client.add(1, [4] * 60, max_tokens=1)

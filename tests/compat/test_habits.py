@@ -93,7 +93,7 @@ def test_arguments_that_ask_for_something_are_refused_by_name(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="chat: mm_processor_kwargs is refused"):
         llm.chat(MESSAGES, GREEDY, mm_processor_kwargs={"size": 1})
     with pytest.raises(AttributeError, match=r"apply_model.*no code is sent"):
-        llm.apply_model(len)
+        llm.apply_model(len)  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="ModelConfig has no 'hf_config': what the engine decided"):
         _ = llm.llm_engine.model_config.hf_config
 
