@@ -164,12 +164,12 @@ def workers_of(pid: int) -> list[psutil.Process]:
 
 def fail_at_start(cell: Cell, child: Child, seen: list[psutil.Process]) -> None:
     reached = {"start": "import", "loading": "load weights"}[cell.phase]
-    event_s = [time.monotonic()]
+    event_s = [time.monotonic()]  # the death's, or of the last thing that was heard before it
 
     def on_progress(progress: Progress) -> None:
         seen.extend(process for process in workers_of(child.pid) if process not in seen)
+        event_s[0] = time.monotonic()
         if progress.phase == reached and cell.process == "core" and cell.how in SIGNALS:
-            event_s[0] = time.monotonic()
             os.kill(child.pid, SIGNALS[cell.how])
 
     try:
