@@ -86,6 +86,7 @@ def check_error(response: httpx.Response, status: int, param: str | None, said: 
         ({"prompt": [5], "stop_token_ids": [400]}, "stop_token_ids", "0 to 399"),
         ({"prompt": [5], "suffix": "end"}, "suffix", "not supported"),
         ({"prompt": [5], "logit_bias": {"five": 1}}, "logit_bias", "no token id"),
+        ({"prompt": [5], "logit_bias": {str(each): 1 for each in range(4097)}}, "logit_bias", "length <= 4096"),
         ({"prompt": [5], "logit_bias": {"400": 1}}, "logit_bias", "0 to 399"),
         ({"prompt": [5], "logit_bias": {"5": "much"}}, "logit_bias[...]", "expected float"),
         ({"prompt": [5], "allowed_token_ids": []}, "allowed_token_ids", "no token at all"),

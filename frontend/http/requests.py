@@ -26,6 +26,8 @@ T = TypeVar("T")
 # Bounds of lists that are worked through one by one. Lists of token ids have those of a body (exchange.LargeBodies).
 Few = Annotated[list[T], Meta(max_length=1024)]
 Many = Annotated[list[T], Meta(max_length=16384)]
+MOST_BIASES = 4096
+"""OpenAI takes 300; each costs the event loop's process some microseconds."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +42,10 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     model: Annotated[str | None, Meta(description="One of /v1/models; the first of them when left out")] = None
     n: Annotated[int | None, Meta(description="Outputs for each prompt")] = None
     max_tokens: Annotated[int | None, Meta(description="Most tokens to generate")] = None
-    logit_bias: Annotated[dict[str, float] | None, Meta(description="Token id: -100 to 100, added to its logit")] = None
+    logit_bias: Annotated[
+        Annotated[dict[str, float], Meta(max_length=MOST_BIASES)] | None,
+        Meta(description="Token id: -100 to 100, added to its logit"),
+    ] = None
     stop: Annotated[str | list[str] | None, Meta(description="Texts that end the output, and are not in it")] = None
     prompt_logprobs: Annotated[int | None, Meta(description="Likeliest tokens to report per prompt token")] = None
     structured_outputs: Annotated[
