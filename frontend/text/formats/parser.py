@@ -11,6 +11,7 @@ no call or the answer ends. Arguments are given as JSON text as they come.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -69,9 +70,10 @@ class OutputParser:
         self._schemas = {each["function"]["name"]: each["function"].get("parameters") or {} for each in tools}
         opener = self._calls.opener if self._calls else ""
         left_out = (*(reasoning.left_out if reasoning else ()), *(calls.left_out if calls else ()), *hidden)
-        self._ignored = frozenset(left_out) - {opener}
-        self._openers = _Markers((opener, self._reasoning.begin if self._reasoning else "", *self._ignored))
-        self._closers = _Markers((self._reasoning.end if self._reasoning else "", *self._ignored))
+        ignored = tuple(each for each in left_out if each != opener)
+        self._ignored = frozenset(ignored)
+        self._openers = _markers((opener, self._reasoning.begin if self._reasoning else "", *ignored))
+        self._closers = _markers((self._reasoning.end if self._reasoning else "", *ignored))
         self._text, self._ended = "", False
         self._raw: list[str] | None = None
         """What has been read of a call whose name is not known yet; None outside."""
@@ -312,7 +314,7 @@ class OutputParser:
                 yield from self._expect(before_value)
             self._arguments(call, f"{separator}{_text(key)}: ")
             separator = ", "
-            yield from self._xml_value(call, _Markers((after_value,)), _types(properties.get(key) or {}))
+            yield from self._xml_value(call, _markers((after_value,)), _types(properties.get(key) or {}))
         if self._is_over:
             raise _NoCallError
         self._arguments(call, "{}" if separator == "{" else "}")
@@ -487,6 +489,12 @@ class OutputParser:
             length = len(self._text)
             at = max(at, length)
             yield
+
+
+@functools.lru_cache(maxsize=64)
+def _markers(texts: tuple[str, ...]) -> _Markers:
+    """A tokenizer may have hundreds of special tokens, which are the same for every answer."""
+    return _Markers(texts)
 
 
 class _Markers:
