@@ -7,7 +7,7 @@ with the pairs that are rotated together side by side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.executor.checkpoints.stacked_experts import each_expert
-from headrace.executor.checkpoints.weights import Packed, WeightSource, bounds
+from headrace.executor.checkpoints.weights import Packed, WeightSource, WrappedWeights, bounds
 from headrace.executor.models.arch import ArchSpec, Fused
 from headrace.executor.models.blocks import Weight, size_of
 from headrace.executor.models.sizes import model_weights
@@ -55,21 +55,14 @@ class Place:
     transposed: bool = False
 
 
-class DeclaredWeights:
+class DeclaredWeights(WrappedWeights):
     """A `WeightSource` over another. Raises ModelError, when a shape is asked for, where a stored tensor is of another
     shape than its parts make."""
 
     def __init__(self, source: WeightSource, places: dict[str, Place]) -> None:
-        self.source, self._places = source, places
-        stored = {place.name for name, place in places.items() if place.name != name}
-        self._names = (source.names() - stored) | places.keys()
-        if hasattr(source, "packed"):
-            self.packed = self._packed
-        if hasattr(source, "group_of"):
-            self.group_of = self._group_of
-
-    def names(self) -> frozenset[str]:
-        return frozenset(self._names)
+        stored = frozenset(place.name for name, place in places.items() if place.name != name)
+        super().__init__(source, stored, frozenset(places))
+        self._places = places
 
     def shape(self, name: str) -> tuple[int, ...]:
         place = self._places.get(name)
@@ -105,18 +98,16 @@ class DeclaredWeights:
     def _packed(self, name: str) -> Packed | None:
         """As the source's `packed`, with the declared rows."""
         place = self._places.get(name)
-        packed: Callable[[str], Packed | None] = self.source.packed  # type: ignore[attr-defined]
         if place is None:
-            return packed(name)
-        stored = None if place.transposed else packed(place.name)
+            return super()._packed(name)
+        stored = None if place.transposed else super()._packed(place.name)
         if isinstance(stored, GroupedWeight):
             return stored.take(torch.from_numpy(place.rows))
         return None if stored is None else (stored[0], stored[1][place.rows])
 
     def _group_of(self, name: str) -> int | None:
         place = self._places.get(name)
-        found: int | None = self.source.group_of(name if place is None else place.name)  # type: ignore[attr-defined]
-        return found
+        return super()._group_of(name if place is None else place.name)
 
 
 def _places(spec: ArchSpec, held: frozenset[str]) -> dict[str, Place]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace.executor.checkpoints.weights import Packed, WeightSource, take_part
+from headrace.executor.checkpoints.weights import Packed, WeightSource, WrappedWeights, take_part
 from headrace.executor.models.arch import ArchSpec, StackedExperts
 from headrace.ipc.failure import ModelError
 
@@ -34,20 +34,12 @@ class _Place:
     transposed: bool
 
 
-class EachExpert:
+class EachExpert(WrappedWeights):
     """A `WeightSource` over another."""
 
     def __init__(self, source: WeightSource, places: dict[str, _Place]) -> None:
-        self.source, self._places = source, places
-        stored = {place.stored for place in places.values()}
-        self._names = (source.names() - stored) | places.keys()
-        if hasattr(source, "packed"):
-            self.packed = self._packed
-        if hasattr(source, "group_of"):
-            self.group_of = self._group_of
-
-    def names(self) -> frozenset[str]:
-        return frozenset(self._names)
+        super().__init__(source, frozenset(place.stored for place in places.values()), frozenset(places))
+        self._places = places
 
     def shape(self, name: str) -> tuple[int, ...]:
         place = self._places.get(name)
@@ -70,10 +62,10 @@ class EachExpert:
 
     def _packed(self, name: str) -> Packed | None:
         """As the source's; what is taken of a stack is floats."""
-        return None if name in self._places else self.source.packed(name)  # type: ignore[attr-defined]
+        return None if name in self._places else super()._packed(name)
 
     def _group_of(self, name: str) -> int | None:
-        return None if name in self._places else self.source.group_of(name)  # type: ignore[attr-defined]
+        return None if name in self._places else super()._group_of(name)
 
 
 def _places(

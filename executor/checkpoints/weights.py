@@ -120,35 +120,56 @@ class DummyWeights:
         return take_part(whole, self._shapes[name], rows, columns)
 
 
-class WatchedWeights:
+class WrappedWeights:
+    """A `WeightSource` over another, which it passes on but for what a subclass changes. It has `packed` and `group_of`
+    where the other has them."""
+
+    def __init__(
+        self, source: WeightSource, replaced: frozenset[str] = frozenset(), given: frozenset[str] = frozenset()
+    ) -> None:
+        """replaced: names of the other's that this source does not have. given: names that it has instead."""
+        self.source = source
+        self._names = frozenset((source.names() - replaced) | given)
+        if hasattr(source, "packed"):
+            self.packed = self._packed
+        if hasattr(source, "group_of"):
+            self.group_of = self._group_of
+
+    def names(self) -> frozenset[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.source.shape(name)
+
+    def _packed(self, name: str) -> Packed | None:
+        stored: Packed | None = self.source.packed(name)  # type: ignore[attr-defined]
+        return stored
+
+    def _group_of(self, name: str) -> int | None:
+        found: int | None = self.source.group_of(name)  # type: ignore[attr-defined]
+        return found
+
+
+class WatchedWeights(WrappedWeights):
     """Another source, of which `on_read` hears what part of it has been asked for, ten times a second at most."""
 
     def __init__(self, source: WeightSource, on_read: OnRead, layers: range, total_bytes: int | None = None) -> None:
         """layers: those that are going to be read. total_bytes: of all weights, two for each element by default."""
-        self._source, self._on_read = source, on_read
+        super().__init__(source)
+        self._on_read = on_read
         elements = {name: math.prod(source.shape(name)) for name in source.names()}
         each = 2.0 if total_bytes is None else total_bytes / max(1, sum(elements.values()))
         self._left = {name: int(each * count) for name, count in elements.items() if _is_of(name, layers)}
         self._total_bytes, self._done_bytes = sum(self._left.values()), 0
         self._told_s = 0.0
-        if hasattr(source, "packed"):
-            self.packed = self._packed
-        if hasattr(source, "group_of"):
-            self.group_of = source.group_of
-
-    def names(self) -> frozenset[str]:
-        return self._source.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(name)
 
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        part = self._source.get(name, rows, columns)
+        part = self.source.get(name, rows, columns)
         self._count(name)
         return part
 
     def _packed(self, name: str) -> Packed | None:
-        stored: Packed | None = self._source.packed(name)  # type: ignore[attr-defined]
+        stored = super()._packed(name)
         self._count(name)
         return stored
 
