@@ -34,7 +34,7 @@ from headrace.frontend.bench.compare import welch
 from headrace.frontend.bench.metrics import columns, number
 
 ROOT = Path(__file__).parent.parent
-CASES = Path(__file__).parent / "check_cases.py"
+CASES = Path("benchmarks/check_cases.py")
 FOLDERS = ("core", "executor", "frontend", "ipc", "kernels")
 COUNTED = ("scheduler step", "ring", "codec", "detokeniser")
 COUNT_LIMIT = 0.03
@@ -42,6 +42,13 @@ COUNT_LIMIT = 0.03
 TIME_LIMIT = 0.05
 ROUNDS = 7
 CASE_TIMEOUT_S = 300.0
+
+
+NO_OTHER_CHECKOUT = """\
+import sys
+sys.meta_path[:] = [each for each in sys.meta_path if not getattr(each, "__module__", "").startswith("__editable__")]
+"""
+"""Of an editable install, whose finder would give modules of this checkout to a commit that has them elsewhere."""
 
 
 class Verdict(NamedTuple):
@@ -97,25 +104,45 @@ def layout(tree: Path, folder: Path) -> Path:
         (package / entry.name).symlink_to(entry)
     for name in FOLDERS:
         (package / name).symlink_to(tree / name)
+    (folder / "sitecustomize.py").write_text(NO_OTHER_CHECKOUT)
     return folder
 
 
-def environment(path: Path, tree: Path) -> dict[str, str]:
-    return {
+class Side(NamedTuple):
+    """A commit that is compared."""
+
+    tree: Path
+    variables: dict[str, str]
+    """Of the environment in which its code runs."""
+
+    def program(self, case: str) -> Path:
+        """That runs the case: this checkout's, or the commit's own where modules have moved since. Raises CaseError."""
+        try:
+            _run([sys.executable, str(ROOT / CASES), case, "1"], self.variables)
+        except CaseError:
+            _run([sys.executable, str(self.tree / CASES), case, "1"], self.variables)
+            return self.tree / CASES
+        return ROOT / CASES
+
+
+def side_of(tree: Path, path: Path) -> Side:
+    """path: what `layout` made of the tree."""
+    variables = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(path), str(tree / "tests"))),
         "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
+    return Side(tree, variables)
 
 
-def count(case: str, repeats: int, variables: dict[str, str]) -> int:
+def count(program: Path, case: str, repeats: int, variables: dict[str, str]) -> int:
     """Instructions of a whole process that runs the case that often. Raises CaseError."""
     with tempfile.TemporaryDirectory(prefix="headrace-callgrind-") as folder:
         # Per process, for the ring's reader is a thread of the same one.
         out = Path(folder) / "out"
-        command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={out}", sys.executable, str(CASES), case]
+        command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={out}", sys.executable, str(program), case]
         text = _run([*command, str(repeats)], variables)
     found = re.search(r"Collected : (\d+)", text)
     if found is None:
@@ -123,15 +150,16 @@ def count(case: str, repeats: int, variables: dict[str, str]) -> int:
     return int(found.group(1))
 
 
-def counted(case: str, variables: dict[str, str]) -> float:
+def counted(case: str, side: Side) -> float:
     """Instructions of one repetition."""
     few, many = (20, 120) if case == "scheduler step" else (200, 1200)
-    return (count(case, many, variables) - count(case, few, variables)) / (many - few)
+    program = side.program(case)
+    return (count(program, case, many, side.variables) - count(program, case, few, side.variables)) / (many - few)
 
 
-def timed(variables: dict[str, str]) -> dict[str, float]:
+def timed(program: Path, side: Side) -> dict[str, float]:
     """Microseconds of each kernel, by its name."""
-    text = _run([sys.executable, str(CASES), "kernels", "1"], variables)
+    text = _run([sys.executable, str(program), "kernels", "1"], side.variables)
     found: dict[str, float] = json.loads(text.strip().splitlines()[-1])
     return found
 
@@ -145,7 +173,8 @@ def _run(command: list[str], variables: dict[str, str]) -> str:
         command, capture_output=True, text=True, env=variables, timeout=CASE_TIMEOUT_S, cwd="/", check=False
     )
     if done.returncode:
-        raise CaseError((done.stderr.strip().splitlines() or ["no reason given"])[-1])
+        said = [line for line in done.stderr.strip().splitlines() if not line.startswith("==")]  # as Callgrind's do
+        raise CaseError((said or ["no reason given"])[-1])
     return done.stdout if done.stdout.strip() else done.stderr
 
 
@@ -154,9 +183,7 @@ def check(base: str, only: Sequence[str], rounds: int) -> tuple[list[Verdict], l
     verdicts: list[Verdict] = []
     skipped: list[str] = []
     with worktree(base) as other, tempfile.TemporaryDirectory(prefix="headrace-layout-") as folder:
-        sides = [
-            environment(layout(tree, Path(folder) / name), tree) for name, tree in (("before", other), ("now", ROOT))
-        ]
+        sides = [side_of(tree, layout(tree, Path(folder) / name)) for name, tree in (("before", other), ("now", ROOT))]
         for case in COUNTED:
             if only and case not in only:
                 continue
@@ -174,12 +201,13 @@ def check(base: str, only: Sequence[str], rounds: int) -> tuple[list[Verdict], l
     return verdicts, skipped
 
 
-def kernel_verdicts(sides: Sequence[dict[str, str]], rounds: int) -> list[Verdict]:
+def kernel_verdicts(sides: Sequence[Side], rounds: int) -> list[Verdict]:
     """Alternately, and in another order each round, so that a drift of the machine meets both."""
+    programs = [side.program("kernels") for side in sides]
     samples: list[dict[str, list[float]]] = [{}, {}]
     for round_number in range(rounds):
         for side in (0, 1) if round_number % 2 else (1, 0):
-            for name, micros in timed(sides[side]).items():
+            for name, micros in timed(programs[side], sides[side]).items():
                 samples[side].setdefault(name, []).append(micros)
     return [judge_times(name, samples[0][name], values) for name, values in samples[1].items() if name in samples[0]]
 

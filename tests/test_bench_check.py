@@ -56,6 +56,19 @@ def test_a_case_that_does_not_run_is_named_with_its_reason() -> None:
 
 
 @pytest.mark.usefixtures("scripts")
+def test_a_commit_is_compared_by_its_own_modules_and_by_its_own_cases_where_those_have_moved(tmp_path: Path) -> None:
+    check = load("check")
+    for folder in (*check.FOLDERS, "headrace", "benchmarks"):
+        (tmp_path / "tree" / folder).mkdir(parents=True)
+        (tmp_path / "tree" / folder / "__init__.py").touch()
+    (tmp_path / "tree" / check.CASES).write_text("import headrace.ipc")
+    side = check.side_of(tmp_path / "tree", check.layout(tmp_path / "tree", tmp_path / "path"))
+    with pytest.raises(check.CaseError, match=r"No module named 'headrace\.ipc\.ring'"):
+        check._run([sys.executable, "-c", "import headrace.ipc.ring"], side.variables)
+    assert side.program("ring") == tmp_path / "tree" / check.CASES
+
+
+@pytest.mark.usefixtures("scripts")
 def test_the_table_of_peers_has_a_column_for_each_and_the_ratio_to_the_best() -> None:
     peers = load("peers")
 

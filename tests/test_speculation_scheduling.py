@@ -35,13 +35,13 @@ def new_core(kind: str = "one", speculates: bool = True, **changes: Any) -> Step
 def plans_of(core: SteppedCore) -> list[StepPlan]:
     """Those that it is given from now on."""
     plans: list[StepPlan] = []
-    submit = core.executor.submit
+    submit = core.loop.stages.submit
 
     def noting(plan: StepPlan) -> None:
         plans.append(plan)
         submit(plan)
 
-    core.executor.submit = noting  # type: ignore[method-assign]
+    core.loop.stages.submit = noting
     return plans
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -46,7 +45,6 @@ from headrace.ipc.wait import BoundedCalls, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 
-_NO_SPAN = contextlib.nullcontext()
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{0,64}")
 _PROFILER_KEYS = ("profiler", "torch_profiler_dir")
 
@@ -129,10 +127,6 @@ class Controller:
         self._prefix = ""
         self.timeline: Timeline | None = None
         """The profile that is being recorded."""
-
-    def span(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Wrap a part of the loop in it, for the profile if one is being recorded."""
-        return _NO_SPAN if self.timeline is None else self.timeline.span(name)
 
     def carry_out(self, client: int, call: int, command: Commands) -> None:
         """With no step in flight. A command that fails is answered with the reason and changes nothing.

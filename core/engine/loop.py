@@ -30,13 +30,14 @@ from headrace.core.engine.outputs import (
 )
 from headrace.core.engine.sessions import ClientGone, ExecutorFailed, Inbox, InboxMessage, StopOrder
 from headrace.core.engine.statistics import Statistics
+from headrace.core.engine.timeline import Stages
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Facts, Plan
 from headrace.core.options.resolve import Capacity, steps_in_flight
 from headrace.core.options.speculation import CPU_STEP_TOKENS
 from headrace.core.schedule.grammar_masks import GrammarMasks
 from headrace.core.schedule.requests import Request, State
-from headrace.core.schedule.scheduler import Scheduler, SchedulerConfig
+from headrace.core.schedule.scheduler import Advance, Scheduler, SchedulerConfig
 from headrace.core.structured_output.backend import Backend
 from headrace.core.structured_output.compiler import GrammarCompiler
 from headrace.ipc.control import PauseGeneration, Sleep, WorkerAnswer, WorkerCommand
@@ -119,6 +120,7 @@ class Loop:
         self._output_builder = OutputBuilder(self.scheduler)
         logger.info("steps in flight = %d: %s", in_flight.depth, in_flight.reason)
         self._depth = in_flight.depth
+        self.stages = Stages(self.scheduler.schedule, executor.submit, executor.collect, self._deliver)
         self._in_flight: deque[tuple[StepPlan, StepEvents]] = deque()
         self._held: deque[tuple[int, InboxMessage]] = deque()  # until all cores have as many requests; see `agree`
         self.gates = Gates(GATE_TIMEOUT_S)
@@ -126,7 +128,7 @@ class Loop:
         self._admission = Admission(plan, facts)
         self._controller = Controller(plan, facts, executor, self.scheduler, port.send)
         self._pause = self._controller.pause
-        self._statistics = Statistics(log_stats=not options.disable_log_stats)
+        self._statistics = Statistics(self.scheduler, log_stats=not options.disable_log_stats)
         self._requests: dict[int, dict[int, Request]] = {}  # client -> slot -> request that has not finished
         self._load_changed = True
         """Requests came, left or gave way since the load was reported."""
@@ -186,7 +188,16 @@ class Loop:
                 self._handle(*message)
             if not self.has_work:
                 return
-        held_clients = {client for client, _ in self._held} if self._held else set()
+        # Nearly every turn finds nothing.
+        num_held = 0 if self._inbox.empty() and not self._held else self._sort_inbox()
+        num_agreed = self._executor.agree(num_held)
+        while self._held and (num_agreed or not isinstance(self._held[0][1], AddRequest | Abort)):
+            num_agreed -= isinstance(self._held[0][1], AddRequest | Abort)
+            self._handle(*self._held.popleft())
+
+    def _sort_inbox(self) -> int:
+        """Holds requests and aborts, and what follows on them; handles the rest. How many of the former are held."""
+        held_clients = {client for client, _ in self._held}
         while not self._inbox.empty():
             client, content = self._inbox.get()
             # What a client sends after a request of its own is taken after it.
@@ -195,12 +206,7 @@ class Loop:
                 self._held.append((client, content))
             else:
                 self._handle(client, content)
-        # Nearly every turn finds nothing: then no generator is made.
-        num_held = sum(isinstance(each, AddRequest | Abort) for _, each in self._held) if self._held else 0
-        num_agreed = self._executor.agree(num_held)
-        while self._held and (num_agreed or not isinstance(self._held[0][1], AddRequest | Abort)):
-            num_agreed -= isinstance(self._held[0][1], AddRequest | Abort)
-            self._handle(*self._held.popleft())
+        return sum(isinstance(each, AddRequest | Abort) for _, each in self._held)
 
     def _next_message(self) -> tuple[int, InboxMessage] | None:
         """Waits for it, and does idle work meanwhile. None when a gate's time-out or the stop comes first."""
@@ -329,6 +335,7 @@ class Loop:
             return
         self._drain()
         self._controller.carry_out(client, message.call, command)
+        self.stages.record(self._controller.timeline)  # which the command may have begun or ended
 
     def _begin_stop(self, deadline_s: float) -> None:
         num_left = self.scheduler.num_running + self._num_waiting
@@ -363,17 +370,23 @@ class Loop:
 
     def _submit(self) -> bool:
         """Plans a step and submits it, if anything can be computed now."""
-        if self._pause.is_reached or not self.scheduler.has_work:
+        if self._pause.is_reached:
             return False
-        with self._controller.span("schedule"):
-            plan = self.scheduler.schedule()
+        plan = self.stages.schedule()
         if plan is None:
-            assert self._in_flight, "requests are waiting and nothing can run"
+            assert self._in_flight or not self.scheduler.has_work, "requests are waiting and nothing can run"
             return False
-        now_s = time.monotonic()
-        if plan.new_rows or plan.released_rows.size:
-            self._load_changed = True
         events = StepEvents()
+        if plan.new_rows:
+            self._note_admitted(plan, events)
+        elif plan.released_rows.size:
+            self._load_changed = True
+        self.stages.submit(plan)
+        self._in_flight.append((plan, events))
+        return True
+
+    def _note_admitted(self, plan: StepPlan, events: StepEvents) -> None:
+        self._load_changed, now_s = True, time.monotonic()
         for new in plan.new_rows:
             request = self.scheduler.rows.requests[new.row]
             assert request is not None, f"row {new.row} was admitted without a request"
@@ -381,30 +394,25 @@ class Loop:
                 request.first_scheduled_s = now_s
                 admitted = Admitted(slot=request.slot, num_cached_tokens=new.num_computed_tokens)
                 events.admitted.setdefault(request.client, []).append(admitted)
-        with self._controller.span("submit"):
-            self._executor.submit(plan)
-        self._in_flight.append((plan, events))
-        return True
 
     def _collect(self) -> None:
         """Takes the oldest step's result, and sends clients what it brought."""
         plan, events = self._in_flight.popleft()
-        with self._controller.span("collect"):
-            result = self._executor.collect()
-        self._statistics.step(result)
+        result = self.stages.collect()
         if self._controller.timeline is not None:
             self._controller.timeline.step(plan, result)
-        num_prompt_tokens = plan.total_tokens - len(result.rows)
-        if plan.drafts is not None:
-            num_prompt_tokens -= len(plan.drafts.token_ids)
+        current = result
         if self._depth > 1:  # else nothing has changed since it was planned
-            result = drop_departed(result, self.scheduler.rows)
+            current = drop_departed(result, self.scheduler.rows)
             for client, sent in events.admitted.items():
                 sent[:] = [admitted for admitted in sent if admitted.slot in self._requests.get(client, ())]
-        with self._controller.span("answer"):
-            num_generated_tokens = self._deliver(plan, result, events)
-        self._statistics.answered(num_prompt_tokens, num_generated_tokens, self.scheduler)
-        if self._load_changed or events.is_any:
+        now_s = time.monotonic()
+        advance = self.stages.answer(plan, current, events, now_s)
+        num_prompt_tokens = plan.total_tokens - len(result.rows)
+        if plan.attachments and plan.drafts is not None:
+            num_prompt_tokens -= len(plan.drafts.token_ids)
+        self._statistics.step(result, advance, num_prompt_tokens, now_s)
+        if self._load_changed:
             self._report_load()
 
     def _drain(self) -> None:
@@ -412,9 +420,9 @@ class Loop:
         while self._in_flight:
             self._collect()
 
-    def _deliver(self, plan: StepPlan, result: StepResult, events: StepEvents) -> int:
-        """Sends clients what a step brought; how many tokens that were."""
-        scheduler, now_s = self.scheduler, time.monotonic()
+    def _deliver(self, plan: StepPlan, result: StepResult, events: StepEvents, now_s: float) -> Advance:
+        """Sends clients what a step brought."""
+        scheduler = self.scheduler
         table = scheduler.rows
         for row_failure in result.failures:
             request = table.requests[row_failure.row]
@@ -425,16 +433,16 @@ class Loop:
         advance = scheduler.advance(result)
         for request in advance.first:
             request.first_token_s = now_s
-            self._statistics.first_token(request)
         for ended in advance.ended:
             self._end(events, ended.request, finish_of_ended(ended))
         for client, message in self._output_builder.messages(plan, result, advance, events):
             self._port.send(client, message)
-        return len(advance.token_ids)
+        return advance
 
     def _end(self, events: StepEvents, request: Request, finish: Finish) -> None:
         del self._requests[request.client][request.slot]
         self._statistics.ended(request)
+        self._load_changed = True
         events.finished.setdefault(request.client, []).append(finish)
 
     # --- load and statistics -----------------------------------------------------------------------------------

@@ -6,13 +6,13 @@ to have waited since the step before, which holds for all but those whose reques
 
 from __future__ import annotations
 
-import bisect
 import logging
 import time
+from bisect import bisect_left
 from typing import NamedTuple
 
 from headrace.core.schedule.requests import Request
-from headrace.core.schedule.scheduler import Scheduler
+from headrace.core.schedule.scheduler import Advance, Scheduler
 from headrace.ipc.messages import STEP_TOKEN_BOUNDS, EngineTimes
 from headrace.ipc.step import StepResult
 
@@ -50,50 +50,43 @@ class StepGaps:
 
 
 class Statistics:
-    """The loop reports steps, first tokens, ends and garbage collections."""
+    """The loop reports steps, ends and garbage collections."""
 
-    def __init__(self, *, log_stats: bool) -> None:
+    def __init__(self, scheduler: Scheduler, *, log_stats: bool) -> None:
         self.gaps = StepGaps()
         self.num_steps = self.num_finished = self.num_generated_tokens = 0
         self._num_first_tokens = self._num_later_tokens = self._num_gc_pauses = 0
         self._first_token_s = self._later_token_s = self._request_s = self._gc_pause_s = 0.0
-        self._last_step_s = self._interval_s = 0.0  # 0 for a step that follows on nothing
+        self._last_step_s = 0.0  # 0 when the next step follows on nothing
         self._num_prompt_tokens = 0
         self._step_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
-        self._window = _Window(log_stats)
+        self._window = _Window(scheduler, log_stats)
 
-    def step(self, result: StepResult) -> None:
-        """A step has ended; its tokens are answered next."""
+    def step(self, result: StepResult, advance: Advance, num_prompt_tokens: int, now_s: float) -> None:
+        """A step ended at now_s, and its tokens have been sent. num_prompt_tokens: those that it computed."""
         self.gaps.step(result)
-        now_s = time.monotonic()
-        self._interval_s = now_s - self._last_step_s if self._last_step_s else 0.0
+        num_generated_tokens, last_s = len(advance.token_ids), self._last_step_s
+        self.num_steps += 1
         self._last_step_s = now_s
-        if self._interval_s:
-            self._num_later_tokens += len(result.token_ids)
-            self._later_token_s += len(result.rows) * self._interval_s  # a row's tokens waited together
-
-    def first_token(self, request: Request) -> None:
-        """One of the last step's tokens is the first of this request, whose `first_token_s` is set."""
-        self._num_first_tokens += 1
-        self._first_token_s += request.first_token_s - request.arrived_s
-        if self._interval_s:
-            self._num_later_tokens -= 1
-            self._later_token_s -= self._interval_s
+        self._num_prompt_tokens += num_prompt_tokens
+        self.num_generated_tokens += num_generated_tokens
+        self._step_tokens[bisect_left(STEP_TOKEN_BOUNDS, num_prompt_tokens + num_generated_tokens)] += 1
+        num_first = len(advance.first)
+        if last_s:
+            self._num_later_tokens += len(result.token_ids) - num_first
+            # A row's tokens waited together.
+            self._later_token_s += (len(result.rows) - num_first) * (now_s - last_s)
+        if num_first:
+            self._num_first_tokens += num_first
+            self._first_token_s += sum(request.first_token_s - request.arrived_s for request in advance.first)
+        if now_s >= self._window.ends_s:
+            totals = Totals(self._num_prompt_tokens, self.num_generated_tokens, self.gaps.count, self.gaps.gap_s)
+            self._window.end(totals)
 
     def ended(self, request: Request) -> None:
         self.num_finished += 1
         self._window.finished += 1
         self._request_s += time.monotonic() - request.arrived_s
-
-    def answered(self, num_prompt_tokens: int, num_generated_tokens: int, scheduler: Scheduler) -> None:
-        """The last step's tokens have been sent."""
-        self.num_steps += 1
-        self._num_prompt_tokens += num_prompt_tokens
-        self.num_generated_tokens += num_generated_tokens
-        self._step_tokens[bisect.bisect_left(STEP_TOKEN_BOUNDS, num_prompt_tokens + num_generated_tokens)] += 1
-        if self._last_step_s >= self._window.ends_s:
-            totals = Totals(self._num_prompt_tokens, self.num_generated_tokens, self.gaps.count, self.gaps.gap_s)
-            self._window.end(totals, scheduler)
 
     def idle(self) -> None:
         """Nothing is left to do: no token waits for the next step."""
@@ -135,7 +128,8 @@ class Totals(NamedTuple):
 class _Window:
     """About LOG_EVERY_S of activity, and the log line at its end."""
 
-    def __init__(self, log_stats: bool) -> None:
+    def __init__(self, scheduler: Scheduler, log_stats: bool) -> None:
+        self._scheduler = scheduler
         self.finished = 0
         self._log_stats = log_stats
         self._before = Totals(0, 0, 0, 0.0)
@@ -143,8 +137,8 @@ class _Window:
         self.ends_s = self._since_s + LOG_EVERY_S
         self._last_requests_per_s = 0.0
 
-    def end(self, now: Totals, scheduler: Scheduler) -> None:
-        now_s = time.monotonic()
+    def end(self, now: Totals) -> None:
+        scheduler, now_s = self._scheduler, time.monotonic()
         elapsed_s = now_s - self._since_s
         if self._log_stats and elapsed_s < 2 * LOG_EVERY_S:  # a longer window was idle in between: no rate at all
             pool, before = scheduler.pool, self._before

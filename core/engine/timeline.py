@@ -5,14 +5,16 @@ Trace-event format (JSON object form, complete events of phase X; times in micro
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from headrace.core.schedule.scheduler import Advance
 from headrace.ipc.step import StepPlan, StepResult
 
 MOST_SPANS = 1_000_000
@@ -26,12 +28,11 @@ class Timeline:
     def __init__(self) -> None:
         self._spans: list[tuple[str, int, float, float, dict[str, int]]] = []
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """What the loop does now."""
+    def timed(self, name: str, run: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs what the loop does now."""
         began_s = time.monotonic()
         try:
-            yield
+            return run(*arguments)
         finally:
             self._add(name, CORE, began_s, time.monotonic(), {})
 
@@ -65,3 +66,22 @@ class Timeline:
     def _add(self, name: str, track: int, began_s: float, ended_s: float, args: dict[str, int]) -> None:
         if len(self._spans) < MOST_SPANS:
             self._spans.append((name, track, began_s, ended_s, args))
+
+
+class Stages:
+    """What the loop does for a step. Each is called as it is, and as a span while a profile is recorded."""
+
+    def __init__(
+        self,
+        schedule: Callable[[], StepPlan | None],
+        submit: Callable[[StepPlan], None],
+        collect: Callable[[], StepResult],
+        answer: Callable[..., Advance],
+    ) -> None:
+        self.schedule, self.submit, self.collect, self.answer = schedule, submit, collect, answer
+        self._plain = dict(vars(self))
+
+    def record(self, timeline: Timeline | None) -> None:
+        """From the next call on; None: no profile is recorded."""
+        for name, run in self._plain.items():
+            setattr(self, name, run if timeline is None else functools.partial(timeline.timed, name, run))

@@ -191,7 +191,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return self.num_running > 0 or self.waiting.head() is not None
+        return len(self.rows.free) < self.config.max_num_seqs or self.waiting.head() is not None
 
     # --- one step -----------------------------------------------------------------------------------------------
 
