@@ -23,6 +23,7 @@ from headrace import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from headrace.executor.cpu.runner import ModelRunner
 
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
@@ -163,6 +164,21 @@ def test_answers_are_the_same_however_steps_are_made(llm: LLM, folder: str, name
         assert [output.outputs[0].token_ids for output in outputs] == expected
         if name == "speculation":
             assert other.get_stats().num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("rows", [2, 8])
+def test_a_batch_that_only_decodes_repeats_its_step_with_new_masks(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """With 2 rows there is room for what grammars force, with 8 there is none."""
+    repeated, repeat = list[int](), ModelRunner._repeat
+    monkeypatch.setattr(ModelRunner, "_repeat", lambda *of: repeated.append(of[1].step) or repeat(*of))  # type: ignore[func-returns-value]
+    wished = [form(regex="[a-z]{30}(, then the end of it)?", seed=seed) for seed in range(rows)]
+    together = ask(llm, wished)
+    assert all(re.fullmatch("[a-z]{30}(, then the end of it)?", each) for each in together)
+    assert len(repeated) >= 8
+    monkeypatch.undo()
+    assert [ask(llm, each)[0] for each in wished] == together
 
 
 @pytest.mark.system

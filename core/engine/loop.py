@@ -34,7 +34,7 @@ from headrace.core.engine.timeline import Stages
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Facts, Plan
 from headrace.core.options.resolve import Capacity, steps_in_flight
-from headrace.core.options.speculation import CPU_STEP_TOKENS
+from headrace.core.options.speculation import CPU_STEP_TOKENS, FORCED_CPU_STEP_TOKENS
 from headrace.core.schedule.grammar_masks import GrammarMasks
 from headrace.core.schedule.requests import Request, State
 from headrace.core.schedule.scheduler import Advance, Scheduler, SchedulerConfig
@@ -97,6 +97,7 @@ class Loop:
         options = plan.options
         self._executor, self._port, self._inbox = executor, port, inbox
         in_flight = steps_in_flight(options, executor)
+        forced_step_tokens = CPU_STEP_TOKENS if plan.model.device_bytes else FORCED_CPU_STEP_TOKENS
         self.scheduler: Scheduler = scheduler_class(options)(
             SchedulerConfig(
                 num_blocks=facts.num_blocks,
@@ -114,7 +115,7 @@ class Loop:
                 max_steps_in_flight=in_flight.depth,
                 rows_run_ahead=in_flight.rows_run_ahead,
                 speculation=plan.speculation,
-                most_forced_step_tokens=min(CPU_STEP_TOKENS, plan.max_logits),
+                most_forced_step_tokens=min(forced_step_tokens, plan.max_logits),
             )
         )
         self._output_builder = OutputBuilder(self.scheduler)

@@ -11,6 +11,9 @@ from headrace.ipc.failure import OptionError
 
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 32, 256
 """Tokens that a step may have with drafts: so many cost little beside reading the weights once."""
+FORCED_CPU_STEP_TOKENS = 8
+"""The same, with drafts that grammars force. Every running request may have some in one step, and on a CPU each token
+beyond these costs as much as in a step of its own; requests that end sooner only leave smaller steps to the others."""
 LOOKUP_TOKENS = 5
 """vLLM's default of both prompt_lookup_min and prompt_lookup_max."""
 MOST_SPECULATIVE_TOKENS = CPU_STEP_TOKENS - 1

@@ -12,11 +12,20 @@ Other drafts are cut where the grammar would refuse them, and each place after a
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from headrace.core.schedule.requests import RowTable
 from headrace.core.structured_output.backend import Backend, Matcher
 from headrace.ipc.step import StepPlan, TokenMasks
+
+
+class Followed(NamedTuple):
+    """What grammars say of new tokens."""
+
+    completes: np.ndarray  # [num_tokens] bool: which complete their row's form
+    problems: dict[int, str]  # why a row cannot go on, by the index of its token
 
 
 class GrammarMasks:
@@ -62,27 +71,35 @@ class GrammarMasks:
         if plan.drafts is not None:
             num_places += plan.drafts.counts[plan.sampled]
         places = np.flatnonzero(np.repeat(table.has_matcher[sampled], num_places)).astype(np.int32)
-        bits = np.full((len(places), self._num_words), -1, np.int32)
+        bits = np.empty((len(places), self._num_words), np.int32)
         drafts, work, at = _drafts_by_row(plan), [], 0
         for index in masked.tolist():
-            row = int(sampled[index])
+            row, end = int(sampled[index]), at + int(num_places[index])
             matcher = _matcher(table, row)
-            if not matcher.problem:
+            if matcher.problem:
+                bits[at:end] = -1  # its next token ends it
+            else:
                 work.append((matcher, at, drafts.get(row, [])))
-            at += int(num_places[index])
+            at = end
         self._backend.fill(work, bits)
         return TokenMasks(places=places, bits=bits.reshape(-1))
+
+    def repeated(self, table: RowTable, rows: np.ndarray, *, may_force: bool) -> RepeatedMasks | None:
+        """Of the plans that compute a token of each of `rows` again and again; None where no row has a grammar.
+
+        may_force: there is room in a step for what a grammar forces.
+        """
+        places = np.flatnonzero(table.has_matcher[rows]).astype(np.int32)
+        if not places.size:
+            return None
+        matchers = [_matcher(table, row) for row in rows[places].tolist()]
+        return RepeatedMasks(self._backend, places, matchers, self._num_words, may_force=may_force)
 
     # --- results ------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def take(
-        table: RowTable, row_of: np.ndarray, token_ids: np.ndarray, ends: np.ndarray
-    ) -> tuple[np.ndarray, dict[int, str]]:
-        """Follows new tokens, [num_tokens] each, a row's adjacent and in order, up to the first that `ends` its row.
-
-        Which tokens complete their row's form, [num_tokens] bool, and why rows cannot go on, by the index of the token.
-        """
+    def take(table: RowTable, row_of: np.ndarray, token_ids: np.ndarray, ends: np.ndarray) -> Followed:
+        """Follows new tokens, [num_tokens] each, a row's adjacent and in order, up to the first that `ends` its row."""
         completes, problems = np.zeros(len(token_ids), bool), dict[int, str]()
         over = -1  # the row whose end has been met
         for index in np.flatnonzero(table.has_matcher[row_of]).tolist():
@@ -90,14 +107,51 @@ class GrammarMasks:
             if row == over:
                 continue
             matcher, token_id = _matcher(table, row), int(token_ids[index])
-            if not matcher.accept(token_id):
-                problems[index] = (
-                    matcher.problem or f"token {token_id} came, which the form of the answer does not allow"
-                )
+            if problem := _problem_after(matcher, token_id):
+                problems[index] = problem
             completes[index] = matcher.is_complete
             if ends[index] or completes[index] or index in problems:
                 over = row
-        return completes, problems
+        return Followed(completes, problems)
+
+
+class RepeatedMasks:
+    """Of a batch that only decodes, with the same rows in every step and none in flight while one is planned."""
+
+    def __init__(
+        self, backend: Backend, places: np.ndarray, matchers: list[Matcher], num_words: int, *, may_force: bool
+    ) -> None:
+        """places: [num_masks] int32, those of the rows that the matchers belong to."""
+        self._backend, self._places, self._matchers, self._may_force = backend, places, matchers, may_force
+        self._work: list[tuple[Matcher, int, list[int]]] = [(each, nth, []) for nth, each in enumerate(matchers)]
+        self._indices = places.tolist()
+        self._bits = np.empty((len(matchers), num_words), np.int32)
+
+    def masks(self) -> TokenMasks | None:
+        """Of the next step. None where it is to have drafts: a grammar forces tokens."""
+        if self._may_force and any(each.forced_tokens() for each in self._matchers):
+            return None
+        self._backend.fill(self._work, self._bits)
+        return TokenMasks(places=self._places, bits=self._bits.reshape(-1))
+
+    def take(self, token_ids: np.ndarray) -> Followed | None:
+        """Follows a token of each row, [num_rows]. None where none of them completes a form or has a problem."""
+        completes, problems = list[int](), dict[int, str]()
+        for index, matcher in zip(self._indices, self._matchers, strict=True):
+            if problem := _problem_after(matcher, int(token_ids[index])):
+                problems[index] = problem
+            if matcher.is_complete:
+                completes.append(index)
+        if not completes and not problems:
+            return None
+        return Followed(np.isin(np.arange(len(token_ids)), completes), problems)
+
+
+def _problem_after(matcher: Matcher, token_id: int) -> str:
+    """Why it cannot take the token, which it does; "" where it can."""
+    if matcher.accept(token_id):
+        return ""
+    return matcher.problem or f"token {token_id} came, which the form of the answer does not allow"
 
 
 def _matcher(table: RowTable, row: int) -> Matcher:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.core.schedule.grammar_masks import GrammarMasks
+from headrace.core.schedule.grammar_masks import Followed, GrammarMasks
 from headrace.core.schedule.requests import RowTable
 from headrace.ipc.step import StepResult, nth_of_each
 
@@ -48,9 +48,16 @@ class NewTokens(NamedTuple):
 
 
 def new_tokens(
-    result: StepResult, known: np.ndarray, table: RowTable, is_eos: np.ndarray, grammars: GrammarMasks | None
+    result: StepResult,
+    known: np.ndarray,
+    table: RowTable,
+    is_eos: np.ndarray,
+    grammars: GrammarMasks | None,
+    followed: Followed | None = None,
 ) -> NewTokens:
-    """A result's tokens up to where they end their requests. known: [num_rows], tokens of each row before."""
+    """A result's tokens up to where they end their requests. known: [num_rows], tokens of each row before.
+
+    followed: what the grammars say of the tokens, where they have been asked."""
     row_of, token_ids, counts = result.rows, result.token_ids, result.counts
     num_tokens = known + 1
     if counts is not None:
@@ -65,7 +72,7 @@ def new_tokens(
     ends = stops | (num_tokens >= table.max_tokens_total[row_of])
     completes, problems = np.zeros(len(token_ids), bool), dict[int, str]()
     if grammars is not None:
-        completes, problems = grammars.take(table, row_of, token_ids, ends)
+        completes, problems = followed or grammars.take(table, row_of, token_ids, ends)
         completes &= ~stops  # an end-of-sequence token completes a form too, and is no part of it
         stops |= completes
         ends |= completes

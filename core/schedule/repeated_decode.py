@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from headrace.core.schedule.block_tables import BlockTables
+from headrace.core.schedule.grammar_masks import Followed, RepeatedMasks
 from headrace.core.schedule.requests import RowTable
-from headrace.ipc.step import StepPlan
+from headrace.ipc.step import Attachment, StepPlan
 
 _NO_ROWS = np.empty(0, np.int32)
 
@@ -27,9 +28,15 @@ class RepeatedDecode:
         tables: BlockTables,
         eos_token_ids: Sequence[int],
         publish: Callable[[np.ndarray], None],
+        masks: RepeatedMasks | None = None,
     ) -> None:
-        """After the plan's tokens have been counted in the table. `publish` gets rows, some with a full block."""
+        """After the plan's tokens have been counted in the table. `publish` gets rows, some with a full block.
+
+        masks: of the rows that follow grammars."""
         self.rows = plan.rows
+        self.followed: Followed | None = None
+        """What grammars said of the step's tokens that were not taken here, if they were asked."""
+        self._masks = masks
         self._plan, self._table, self._tables, self._publish = plan, table, tables, publish
         self._num_planned = 0  # steps that the table does not count yet
         self._taken: list[np.ndarray] = []  # one step's tokens each, not in the table yet
@@ -46,10 +53,17 @@ class RepeatedDecode:
         if num_steps is not None:
             self.steps_left = min(self.steps_left, num_steps)
 
-    def next_plan(self, step: int) -> StepPlan | None:
-        """None where the stages have to decide: a request is about to end, or there are not enough blocks."""
+    def next_plan(self, step: int, num_in_flight: int) -> StepPlan | None:
+        """None where the stages have to decide: a request is about to end, there are not enough blocks, a mask depends
+        on a step in flight, or a grammar forces tokens."""
         if self.steps_left <= 0:
             return None
+        attachments = tuple[Attachment, ...]()
+        if self._masks is not None:
+            masks = None if num_in_flight else self._masks.masks()
+            if masks is None:
+                return None
+            attachments = (masks,)
         block_tables, block_ids = _NO_ROWS, _NO_ROWS
         if not self._room:
             self.settle()
@@ -77,6 +91,7 @@ class RepeatedDecode:
             num_computed_tokens=before.num_computed_tokens + 1,
             sampled=before.sampled,
             total_tokens=len(self.rows),
+            attachments=attachments,
         )
         return self._plan
 
@@ -91,8 +106,12 @@ class RepeatedDecode:
         return self.rows[self._table.num_computed_tokens[self.rows] >= held_tokens]
 
     def take(self, token_ids: np.ndarray) -> bool:
-        """A step's tokens, [num_rows] int32. False, with nothing done, where they may end a request."""
+        """A step's tokens, [num_rows] int32. False where they may end a request: the table gets nothing then."""
+        self.followed = None
         if self.steps_left <= 0 or not self._ending_token_ids.isdisjoint(token_ids.tolist()):
+            return False
+        if self._masks is not None and (followed := self._masks.take(token_ids)) is not None:
+            self.followed = followed
             return False
         self._taken.append(token_ids)
         return True

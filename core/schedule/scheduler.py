@@ -150,6 +150,8 @@ class Scheduler:
         self._is_eos[list(config.eos_token_ids)] = True
         self._repeated: RepeatedDecode | None = None  # while the stages would find what they found last time
         self._has_own_stages = any(getattr(type(self), name) is not getattr(Scheduler, name) for name in _STAGES)
+        speculation = config.speculation
+        self._most_step_tokens = config.most_forced_step_tokens if speculation is None else speculation.most_step_tokens
         self._drafter = None if config.speculation is None else NgramDrafter(config.speculation, config.max_num_seqs)
         self._refusal: _Refusal | None = None
         self.grammars: GrammarMasks | None = None
@@ -200,10 +202,12 @@ class Scheduler:
 
         Decodes come first and always fit (a token each); what is left of the budget is shared among prefills.
         """
-        if self._repeated is not None and (plan := self._repeated.next_plan(self._step + 1)) is not None:
-            self._step += 1
-            self.num_in_flight += 1
-            return plan
+        if self._repeated is not None:
+            plan = self._repeated.next_plan(self._step + 1, self.num_in_flight)
+            if plan is not None:
+                self._step += 1
+                self.num_in_flight += 1
+                return plan
         self.settle(ended=True)
         builder = PlanBuilder(self.config.max_num_batched_tokens)
         while True:
@@ -332,10 +336,11 @@ class Scheduler:
             due = np.union1d(due, self.grammars.due(table, builder.decodes))
         if not len(due):
             return
-        speculation = self.config.speculation
-        most = self.config.most_forced_step_tokens if speculation is None else speculation.most_step_tokens
+        speculation, most = self.config.speculation, self._most_step_tokens
         most_of_row = most if speculation is None else speculation.num_speculative_tokens
         budget = min(builder.budget, most - builder.total_tokens)
+        if budget <= 0:
+            return
         for nth, index in enumerate(due.tolist()):
             row = int(builder.decodes[index])
             num_tokens, held = int(table.num_tokens[row]), int(tables.num_blocks[row])
@@ -373,15 +378,21 @@ class Scheduler:
             quiet_steps = self._drafter.seal(plan, table)
         if self.grammars is not None and (masks := self.grammars.masks(plan, table)) is not None:
             plan = msgspec.structs.replace(plan, attachments=(*plan.attachments, masks))
-            quiet_steps = 0
+            quiet_steps = 0 if plan.drafts is not None else quiet_steps
         if not self.config.rows_run_ahead:
             self._last_step[plan.rows] = self._step
         self.num_in_flight += 1
         decodes_alone = len(builder.decodes) == self.num_running == len(plan.rows) and not self.waiting
         if decodes_alone and self.config.rows_run_ahead and not self._has_own_stages and quiet_steps != 0:
-            self._repeated = RepeatedDecode(plan, table, self.tables, self.config.eos_token_ids, self._publish_full)
+            self._repeated = self._repeat(plan)
             self._repeated.limit(quiet_steps)
         return plan
+
+    def _repeat(self, plan: StepPlan) -> RepeatedDecode:
+        masks = None
+        if self.grammars is not None:
+            masks = self.grammars.repeated(self.rows, plan.rows, may_force=len(plan.rows) < self._most_step_tokens)
+        return RepeatedDecode(plan, self.rows, self.tables, self.config.eos_token_ids, self._publish_full, masks)
 
     # --- the answer ---------------------------------------------------------------------------------------------
 
@@ -392,15 +403,16 @@ class Scheduler:
         now, or none (`outputs.drop_departed`).
         """
         self.num_in_flight -= 1
-        table, rows, token_ids = self.rows, result.rows, result.token_ids
+        table, rows, token_ids, followed = self.rows, result.rows, result.token_ids, None
         if self._repeated is not None:
             names_blocks = self.hasher is not None and self.num_in_flight
             if rows is self._repeated.rows and not names_blocks and self._repeated.take(token_ids):
                 return Advance(rows, token_ids, None, [], [])
+            followed = self._repeated.followed
             self.settle()
         known = table.num_known_tokens[rows]
         first = [each for row in rows[known == table.num_prompt_tokens[rows]].tolist() if (each := table.requests[row])]
-        new = new_tokens(result, known, table, self._is_eos, self.grammars)
+        new = new_tokens(result, known, table, self._is_eos, self.grammars, followed)
         table.token_ids[new.row_of, new.num_tokens - 1] = new.token_ids
         known_now = new.num_tokens if new.counts is None else known + new.counts
         table.num_known_tokens[rows] = known_now

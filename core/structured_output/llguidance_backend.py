@@ -40,8 +40,10 @@ class LLGuidanceMatcher:
     def __init__(self, backend: Backend, matcher: LLMatcher) -> None:
         self.backend: Backend = backend
         self.matcher = matcher
+        self._forced: list[int] | None = None  # once it has been asked for at this place
 
     def accept(self, token_id: int) -> bool:
+        self._forced = None
         return bool(self.matcher.consume_token(token_id))
 
     @property
@@ -56,7 +58,9 @@ class LLGuidanceMatcher:
         return int(self.matcher.validate_tokens(list(token_ids)))
 
     def forced_tokens(self) -> list[int]:
-        return list(self.matcher.compute_ff_tokens())
+        if self._forced is None:
+            self._forced = list(self.matcher.compute_ff_tokens())
+        return self._forced
 
     def copy(self) -> LLGuidanceMatcher:
         return LLGuidanceMatcher(self.backend, self.matcher.deep_copy())

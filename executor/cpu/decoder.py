@@ -18,6 +18,7 @@ from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.parallel.collectives import SharedCollectives
 from headrace.executor.parallel.padding import padded_for
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
+from headrace.ipc.step import TokenMasks
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear import FLOAT_TYPES, Runtime, runtime
 from headrace.kernels.cpu.ops import CACHE_TYPES, MOST_ROW_VALUES, why_no_attention
@@ -98,7 +99,7 @@ class CpuDecoder:
         chosen = Chosen(written.sampling.token_ids[:count].copy(), written.sampling.best[:count])
         return StepLogits(self._logits[count], self._logits_at, chosen)
 
-    def repeat(self, begun: BegunBlocks | None) -> Chosen:
+    def repeat(self, begun: BegunBlocks | None, masks: TokenMasks | None) -> Chosen:
         """The step before once more, which computed and chose a token for each of its sequences: each is one on."""
         assert self._written is not None, "a step comes first"
         buffers, sampling = self._written.buffers, self._written.sampling
@@ -111,11 +112,12 @@ class CpuDecoder:
             first_slots = begun.block_ids * np.int64(self._written.kv_cache.block_size)
             buffers.slot_mapping[:, begun.sequences] = first_slots
             buffers.block_tables[:, begun.sequences, begun.places] = begun.block_ids
+        self._mask(sampling, masks)
         self._written.program.run_filled(buffers)
+        sampling.is_masked[:count] = 0
         return Chosen(sampling.token_ids[:count].copy(), sampling.best[:count])
 
-    @staticmethod
-    def _enter(sampling: SampleBuffers, draws: Draws | None, count: int) -> None:
+    def _enter(self, sampling: SampleBuffers, draws: Draws | None, count: int) -> None:
         if draws is None:
             sampling.temperature[:count] = 0.0
             return
@@ -125,7 +127,11 @@ class CpuDecoder:
         sampling.min_p[:count] = draws.min_p
         sampling.seed[:count] = draws.seed
         sampling.position[:count] = draws.position
-        if (masks := draws.masks) is not None:
+        self._mask(sampling, draws.masks)
+
+    @staticmethod
+    def _mask(sampling: SampleBuffers, masks: TokenMasks | None) -> None:
+        if masks is not None:
             sampling.is_masked[masks.places] = 1
             sampling.masks[masks.places] = masks.bits.reshape(len(masks.places), -1)
 
@@ -158,9 +164,9 @@ class CpuDecoderPart(CpuDecoder):
         place.link.send(hidden[None])
         return no_logits()
 
-    def repeat(self, begun: BegunBlocks | None) -> Chosen:
+    def repeat(self, begun: BegunBlocks | None, masks: TokenMasks | None) -> Chosen:
         """As in `CpuDecoder`; with stages no step is repeated."""
-        chosen = super().repeat(begun)
+        chosen = super().repeat(begun, masks)
         self._check_ranks()
         return chosen
 

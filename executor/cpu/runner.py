@@ -16,7 +16,7 @@ from headrace.executor.models.inputs import BegunBlocks, Chosen, StepLogits
 from headrace.executor.sampling.logprobs import logprob_rows
 from headrace.executor.sampling.sampler import Sampled, find_problems, row_failure, sample
 from headrace.executor.sampling.verification import SampledPositions, verify
-from headrace.ipc.step import PromptLogprobRun, StepPlan, StepResult
+from headrace.ipc.step import PromptLogprobRun, StepPlan, StepResult, TokenMasks
 
 PROMPT_LOGITS_BYTES = 1 << 27
 """Logits of prompt positions are made for about this many bytes at a time: a whole chunk's could dwarf the model."""
@@ -35,8 +35,9 @@ class Model(Protocol):
 class RepeatingModel(Protocol):
     """A model that can do the same step again with little effort."""
 
-    def repeat(self, begun: BegunBlocks | None) -> Chosen:
-        """The step before, a decode whose tokens it chose, with each sequence one token on."""
+    def repeat(self, begun: BegunBlocks | None, masks: TokenMasks | None) -> Chosen:
+        """The step before, a decode whose tokens it chose, with each sequence one token on; with masks where that had
+        masks."""
 
 
 class _Repeating:
@@ -45,13 +46,16 @@ class _Repeating:
     def __init__(self, model: RepeatingModel, plan: StepPlan, block_size: int) -> None:
         """After the model has computed and chosen one token of each row of the plan."""
         self.model = model
-        self._rows, self._block_size = plan.rows, block_size
+        self._rows, self._block_size, self._has_masks = plan.rows, block_size, plan.masks is not None
         self._steps_to_block = self._until_block(plan)
 
     def goes_on(self, plan: StepPlan) -> bool:
         """Whether the plan is such a step. That each row is one on, and sampled from, need not be looked at: each has
         got a token that was not computed."""
-        if plan.total_tokens != len(self._rows) or plan.new_rows or plan.released_rows.size or plan.attachments:
+        if plan.total_tokens != len(self._rows) or plan.new_rows or plan.released_rows.size:
+            return False
+        # Nothing else that may be attached comes without drafts, and those are more tokens.
+        if (plan.masks is not None) is not self._has_masks:
             return False
         return plan.rows is self._rows or np.array_equal(plan.rows, self._rows)
 
@@ -130,7 +134,7 @@ class ModelRunner:
             batch.append_blocks(plan.block_tables, plan.block_ids)
         begun = repeating.begun_blocks(plan, batch.block_tables)
         self._began_s = time.monotonic()
-        chosen = repeating.model.repeat(begun)
+        chosen = repeating.model.repeat(begun, plan.masks)
         self._ended_s = time.monotonic()
         sampled = Sampled(chosen.token_ids, find_problems(chosen.best))
         batch.append_repeated(plan.rows, sampled.token_ids)
