@@ -5,10 +5,10 @@
 
 The engine is a real one with a tiny random model, in a process of its own. Hostile clients send what the types of the
 messages allow and more: numbers at and beyond the edges of their ranges (ipc/ranges.py), damaged, truncated and large
-frames, messages out of order, slots that are in use or foreign, thousands of requests that are aborted at once; they
-read nothing, and vanish. An accountant sends requests of any content with slots of its own and must get exactly one
-terminal answer for each. The engine must not end, and its memory must not grow. The command ends with status 1 when any
-of that fails.
+frames, messages out of order, slots that are in use or foreign, thousands of requests that are aborted at once, floods
+of aborts and questions, and again what they had sent before; they read little, and vanish. An accountant sends requests
+of any content with slots of its own and must get exactly one terminal answer for each. The engine must not end, and its
+memory must not grow. The command ends with status 1 when any of that fails.
 
 With --adds-and-aborts one client sends so many requests, each aborted at once, and the core's memory may grow by 10 MB
 over the last half of them.
@@ -17,17 +17,20 @@ over the last half of them.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import random
+import statistics
 import sys
 import tempfile
 import time
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +41,7 @@ from report import write_report
 
 from headrace.ipc import messages
 from headrace.ipc.codec import Codec, Tensor
-from headrace.ipc.control import PauseGeneration, ReloadWeights, Sleep
+from headrace.ipc.control import PauseGeneration, ReloadWeights, ResumeGeneration, Sleep
 from headrace.ipc.messages import SCHEMA_HASH, Abort, AddRequest, ClientMessage, CoreMessage, Hello, StepOutputs
 from headrace.ipc.ranges import Longest, Range
 from headrace.ipc.sockets import new_dealer
@@ -49,9 +52,17 @@ VOCAB_SIZE, MAX_MODEL_LEN = 320, 128
 EDGES = (0, 1, -1, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**32, 2**63 - 1, -(2**63), 2**64 - 1)
 FLOAT_EDGES = (0.0, -0.0, 1.0, 1e-300, 1e-38, 3.4e38, 1e308, math.inf, -math.inf, math.nan)
 MOST_GROWTH_BYTES = 10_000_000
-"""Over the last half of the requests that are aborted at once."""
+"""Over the last half of a run."""
+ROOM_WITHIN_MS = 1000
+"""How long a client waits when it has as much on its way to the core as it may have."""
+RECENT_MESSAGES = 2000
+"""How many of the messages sent last may be sent again."""
 STOPS_EVERYBODY = (PauseGeneration, Sleep, ReloadWeights)
 """Commands that change what others get by their meaning: whoever may send commands may do that."""
+
+
+Drawer = Callable[["Generator", bool], Any]
+"""Draws a value with the generator's numbers; whether a wild one."""
 
 
 class Generator:
@@ -78,37 +89,13 @@ class Generator:
         return kind(**values)
 
     def value(self, hint: Any, *, is_wild: bool) -> Any:
-        marks = getattr(hint, "__metadata__", ())
-        if marks:
-            hint = hint.__origin__
-        span = next((mark for mark in marks if isinstance(mark, Range)), None)
-        longest = next((mark for mark in marks if isinstance(mark, Longest)), None)
-        origin, parts = typing.get_origin(hint), typing.get_args(hint)
-        if origin in (typing.Union, types.UnionType):
-            chosen = [part for part in parts if part not in STOPS_EVERYBODY]
-            return self.value(self.numbers.choice(chosen), is_wild=is_wild)
-        if origin is typing.Literal:
-            return self.numbers.choice(parts)
-        if origin is tuple:
-            return tuple(self.value(parts[0], is_wild=is_wild) for _ in range(self.length()))
-        if origin is dict:
-            return {
-                self.value(parts[0], is_wild=is_wild): self.value(parts[1], is_wild=is_wild)
-                for _ in range(self.length())
-            }
-        if hint is Tensor:
-            return self.tensor(is_wild=is_wild)
-        if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-            return self.struct(hint)
-        if hint is int:
-            return self.integer(span, is_wild=is_wild)
-        if hint is float:
-            return self.real(span, is_wild=is_wild)
-        if hint is str:
-            return self.text(longest.count + 1 if longest is not None and is_wild else None)
-        if hint is bool:
-            return self.numbers.random() < 0.5
-        return None if hint is type(None) else self.anything()
+        return _drawer(hint)(self, is_wild)
+
+    def several(self, draw: Drawer, is_wild: bool) -> Iterator[Any]:
+        """Of a tuple or dict. Those of a long one come again and again: to draw each would take most of the time."""
+        length = self.length()
+        few = [draw(self, is_wild) for _ in range(min(length, 20))]
+        return itertools.islice(itertools.cycle(few), length)
 
     def length(self) -> int:
         return self.numbers.choice((0, 1, 1, 2, 3, 5, 300))
@@ -117,16 +104,13 @@ class Generator:
         if not is_wild:
             low, high = (0, 40) if span is None else (int(max(span.low, 0)), int(min(span.high, 40)))
             return self.numbers.randint(low, max(low, high))
-        near = () if span is None else tuple(int(end) + step for end in (span.low, span.high) for step in (-1, 0, 1))
-        return max(-(2**63), min(2**64 - 1, self.numbers.choice((*EDGES, *near, VOCAB_SIZE, VOCAB_SIZE - 1))))
+        return self.numbers.choice(_wild_integers(span))
 
     def real(self, span: Range | None, *, is_wild: bool) -> float:
         if not is_wild:
             low, high = (0.0, 1.0) if span is None else (max(span.low, 0.0), min(span.high, 2.0))
             return low + (high - low) * (1.0 - self.numbers.random())
-        ends = () if span is None else (float(span.low), float(span.high))
-        near = [step for end in ends for step in (end, math.nextafter(end, math.inf), math.nextafter(end, -math.inf))]
-        return self.numbers.choice((*FLOAT_EDGES, *near))
+        return self.numbers.choice(_wild_reals(span))
 
     def text(self, length: int | None = None) -> str:
         if length is not None:
@@ -193,8 +177,58 @@ def _fields_of(kind: Any) -> tuple[dict[str, Any], tuple[msgspec.structs.FieldIn
     return typing.get_type_hints(kind, include_extras=True), msgspec.structs.fields(kind)
 
 
+@functools.cache
+def _wild_integers(span: Range | None) -> tuple[int, ...]:
+    near = () if span is None else tuple(int(end) + step for end in (span.low, span.high) for step in (-1, 0, 1))
+    return tuple(max(-(2**63), min(2**64 - 1, edge)) for edge in (*EDGES, *near, VOCAB_SIZE, VOCAB_SIZE - 1))
+
+
+@functools.cache
+def _wild_reals(span: Range | None) -> tuple[float, ...]:
+    ends = () if span is None else (float(span.low), float(span.high))
+    near = [step for end in ends for step in (end, math.nextafter(end, math.inf), math.nextafter(end, -math.inf))]
+    return (*FLOAT_EDGES, *near)
+
+
+@functools.cache
+def _drawer(hint: Any) -> Drawer:
+    """What draws values of an annotated type: the type is looked at once."""
+    marks = getattr(hint, "__metadata__", ())
+    if marks:
+        hint = hint.__origin__
+    span = next((mark for mark in marks if isinstance(mark, Range)), None)
+    longest = next((mark for mark in marks if isinstance(mark, Longest)), None)
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        drawers = [_drawer(part) for part in parts if part not in STOPS_EVERYBODY]
+        return lambda generator, is_wild: generator.numbers.choice(drawers)(generator, is_wild)
+    if origin is typing.Literal:
+        return lambda generator, _: generator.numbers.choice(parts)
+    if origin is tuple:
+        draw = _drawer(parts[0])
+        return lambda generator, is_wild: tuple(generator.several(draw, is_wild))
+    if origin is dict:
+        key, entry = map(_drawer, parts)
+        return lambda generator, is_wild: dict(
+            zip(generator.several(key, is_wild), generator.several(entry, is_wild), strict=False)
+        )
+    if hint is Tensor:
+        return lambda generator, is_wild: generator.tensor(is_wild=is_wild)
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        return lambda generator, _: generator.struct(hint)
+    if hint is int:
+        return lambda generator, is_wild: generator.integer(span, is_wild=is_wild)
+    if hint is float:
+        return lambda generator, is_wild: generator.real(span, is_wild=is_wild)
+    if hint is str:
+        return lambda generator, is_wild: generator.text(longest.count + 1 if longest is not None and is_wild else None)
+    if hint is bool:
+        return lambda generator, _: generator.numbers.random() < 0.5
+    return lambda generator, _: None if hint is type(None) else generator.anything()
+
+
 class Session:
-    """One connection, which never waits: what cannot be sent is not sent."""
+    """One connection, which waits for room a moment: what cannot be sent then is not sent."""
 
     def __init__(self, context: zmq.Context[Any], address: str, *, greets: bool = True) -> None:
         self.socket = new_dealer(context, address)
@@ -207,11 +241,13 @@ class Session:
         return self.send_frames([bytes(frame) for frame in self.codec.encode(message)])
 
     def send_frames(self, frames: list[bytes]) -> bool:
-        try:
-            self.socket.send_multipart(frames or [b""], zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+        for wait_ms in (ROOM_WITHIN_MS, 0):
+            try:
+                self.socket.send_multipart(frames or [b""], zmq.NOBLOCK)
+                return True
+            except zmq.Again:
+                self.socket.poll(wait_ms, zmq.POLLOUT)
+        return False
 
     def received(self, timeout_s: float = 0.0) -> Iterator[Any]:
         while self.socket.poll(int(timeout_s * 1e3)):
@@ -232,24 +268,26 @@ class Hostile:
     def __init__(self, context: zmq.Context[Any], address: str, generator: Generator, counts: Counts) -> None:
         self._context, self._address = context, address
         self._generator, self._numbers, self._counts = generator, generator.numbers, counts
+        self._recent: collections.deque[list[bytes]] = collections.deque(maxlen=RECENT_MESSAGES)
         self._session = Session(context, address)
 
     def act(self, *, burst: int, largest_bytes: int) -> None:
-        """One act. burst: requests of the largest burst."""
+        """One act. burst: messages of the largest flood."""
         chance = self._numbers.random()
-        if chance < 0.6:
+        if chance < 0.5:
             self._send(self._generator.message())
+        elif chance < 0.7:
+            frames = self._encoded(self._generator.message())
+            if frames:
+                self._send_frames(self._generator.damage(frames, largest_bytes))
+        elif chance < 0.75:
+            self._add_and_abort(self._numbers.randint(1, burst))
+        elif chance < 0.8:
+            self._ask(self._numbers.randint(1, burst))
         elif chance < 0.85:
-            frames = [bytes(frame) for frame in self._session.codec.encode(self._generator.message())]
-            self._send_frames(self._generator.damage(frames, largest_bytes))
-        elif chance < 0.9:
-            first = self._numbers.randrange(10_000)
-            count = self._numbers.randint(1, burst)
-            for slot in range(first, first + count):
-                self._send(self._generator.request(slot))
-            for slot in range(first, first + count):
-                self._send(Abort(slots=(slot,)))
-        elif chance < 0.95:
+            for _ in range(self._numbers.randint(1, burst)):
+                self._send_frames(self._numbers.choice(self._recent or [[b""]]))
+        elif chance < 0.93:
             for _ in self._session.received():
                 pass
         else:
@@ -257,17 +295,48 @@ class Hostile:
             self._session = Session(self._context, self._address, greets=self._numbers.random() < 0.8)
 
     def vanish(self) -> None:
-        self._session.socket.close(0)
+        """What is on its way may still arrive, or never."""
+        self._session.socket.close(self._numbers.choice((0, 2000, 2000, 2000)))
+
+    def _add_and_abort(self, count: int) -> None:
+        """Few contents with many slots, all before the first abort or each beside its own."""
+        first, few = self._numbers.randrange(10_000), [self._generator.request(0) for _ in range(5)]
+        adds = [msgspec.structs.replace(few[slot % 5], slot=slot) for slot in range(first, first + count)]
+        aborts = [Abort(slots=(add.slot,)) for add in adds]
+        in_pairs = itertools.chain.from_iterable(zip(adds, aborts, strict=True))
+        for message in in_pairs if self._numbers.random() < 0.5 else (*adds, *aborts):
+            self._send(message)
+
+    def _ask(self, count: int) -> None:
+        """Messages of few bytes that the loop, or the session, has to answer or to look up."""
+        few = (
+            Abort(slots=(self._numbers.randrange(10_000),)),
+            Abort(slots=tuple(range(self._numbers.choice((2, 300))))),
+            messages.GetStats(call=self._numbers.randrange(9)),
+            messages.ResetPrefixCache(call=1),
+            messages.FetchTokenizer(call=1),
+            messages.Control(call=1, command=ResumeGeneration()),
+        )
+        frames = [self._encoded(message) for message in few]
+        for _ in range(count):
+            self._send_frames(self._numbers.choice(frames))
 
     def _send(self, message: Any) -> None:
+        if frames := self._encoded(message):
+            self._send_frames(frames)
+            self._recent.append(frames)
+
+    def _encoded(self, message: Any) -> list[bytes]:
+        """Nothing for what msgpack has no form for."""
         try:
-            self._send_frames([bytes(frame) for frame in self._session.codec.encode(message)])
+            return [bytes(frame) for frame in self._session.codec.encode(message)]
         except (OverflowError, msgspec.ValidationError):
-            return  # what msgpack has no form for cannot be sent
+            return []
 
     def _send_frames(self, frames: list[bytes]) -> None:
-        self._counts.messages += 1
-        if not self._session.send_frames(frames):
+        if self._session.send_frames(frames):
+            self._counts.messages += 1
+        else:
             self._counts.refused_sends += 1
             for _ in self._session.received():
                 pass
@@ -440,9 +509,10 @@ def add_and_abort(address: str, process: psutil.Process, count: int, *, at_once:
 
 
 def growth_of_last_half(samples: list[dict[str, Any]]) -> int | None:
-    """Bytes; None of nothing."""
-    half = samples[len(samples) // 2 :]
-    return half[-1]["rss"] - half[0]["rss"] if half else None
+    """Bytes, between the medians of its first and of its last tenth; None of nothing."""
+    half = [sample["rss"] for sample in samples[len(samples) // 2 :]]
+    tenth = -(-len(half) // 10)
+    return int(statistics.median(half[-tenth:]) - statistics.median(half[:tenth])) if half else None
 
 
 def run_adds_and_aborts(count: int) -> int:
@@ -470,18 +540,21 @@ def main() -> int:
     numbers, began_s = random.Random(arguments.seed), time.monotonic()
     with tempfile.TemporaryDirectory() as folder, engine(Path(folder)) as (address, process, child):
         while (elapsed_s := time.monotonic() - began_s) < 60 * arguments.minutes and not problems:
-            problems = fuzz(address, numbers, counts, rounds=5, acts=100, burst=500, largest_bytes=64 << 20)
+            problems = fuzz(address, numbers, counts, rounds=5, acts=200, burst=500, largest_bytes=64 << 20)
             if child.failure is not None:
                 problems.append(f"the engine ended: {child.failure.describe()}")
                 break
             samples.append({"s": round(elapsed_s, 1), "messages": counts.messages, "rss": process.memory_info().rss})
             print(samples[-1], flush=True)
+    growth = growth_of_last_half(samples)
+    if growth is not None and growth > MOST_GROWTH_BYTES:
+        problems.append(f"the engine's memory grew by {growth} bytes over the last half")
     result = {
         "seed": arguments.seed,
         "minutes": arguments.minutes,
         **dataclasses.asdict(counts),
         "problems": problems,
-        "growth_of_last_half_bytes": growth_of_last_half(samples),
+        "growth_of_last_half_bytes": growth,
         "samples": samples,
     }
     print({name: value for name, value in result.items() if name != "samples"})
