@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -20,6 +21,11 @@ from typing import Any
 
 import pytest
 
+PROCESSOR_S = 280
+"""What all cases of a module may take of a processor: how long that lasts is up to what else the machine does."""
+TIMEOUT_S = 1500
+PATIENT = pytest.mark.timeout(TIMEOUT_S + 60)
+"""For modules whose first test waits for the cases of all."""
 PREFIX = re.compile(r"(long_)?case_")
 
 
@@ -44,7 +50,7 @@ def failures(request: pytest.FixtureRequest, runner: Path, *arguments: str) -> d
         [sys.executable, str(runner), *arguments, *names],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=TIMEOUT_S,
         check=False,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
     )
@@ -57,6 +63,7 @@ def run_cases(cases: Mapping[str, Callable[[], None]], chosen: list[str]) -> Non
     """Those whose name contains one of `chosen`, or all; prints a line of JSON for each: name, seconds, failure."""
     import torch
 
+    resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_S, PROCESSOR_S))
     for name, case in cases.items():
         if chosen and not any(part in name for part in chosen):
             continue

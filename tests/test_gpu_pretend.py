@@ -34,6 +34,7 @@ def failures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return case_process.failures(request, RUNNER, str(folder))
 
 
+@case_process.PATIENT
 @pytest.mark.parametrize("name", case_process.parameters([RUNNER, RUNNER.with_name("pretend_rules.py")]))
 def test_on_the_gpu_that_is_not_there(name: str, failures: dict[str, str]) -> None:
     assert not failures[name], failures[name]

@@ -11,6 +11,8 @@ from triton_cases import FILES, full_name, why_not_interpreted
 if reason := why_not_interpreted():
     pytest.skip(reason, allow_module_level=True)
 
+pytestmark = case_process.PATIENT
+
 
 @pytest.fixture(scope="module")
 def failures(request: pytest.FixtureRequest) -> dict[str, str]:

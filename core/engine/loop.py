@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import sys
 import time
 from collections import deque
 from typing import Any, Protocol
@@ -65,6 +66,8 @@ from headrace.ipc.step import StepPlan, StepResult
 logger = logging.getLogger(__name__)
 IDLE_CHECK_AFTER_S = 1.0
 """Once idle for this long, the books of blocks and rows are audited; a request in the meantime is not delayed."""
+MESSAGES_BESIDE_STEPS = 128
+"""How many messages are taken between two steps of running requests: some milliseconds' worth."""
 GATE_TIMEOUT_S = 120.0
 """Longest that a request waits for a gate."""
 
@@ -180,7 +183,7 @@ class Loop:
     # --- messages -----------------------------------------------------------------------------------------------
 
     def _take_messages(self) -> None:
-        """All that have come; waits for one when there is no work."""
+        """All that have come, or MESSAGES_BESIDE_STEPS while requests run; waits for one when there is no work."""
         if not self.has_work:
             self._report_load()
             self._statistics.idle()
@@ -199,7 +202,9 @@ class Loop:
     def _sort_inbox(self) -> int:
         """Holds requests and aborts, and what follows on them; handles the rest. How many of the former are held."""
         held_clients = {client for client, _ in self._held}
-        while not self._inbox.empty():
+        # What runs goes on while thousands of requests come.
+        most = MESSAGES_BESIDE_STEPS if self.scheduler.num_running else sys.maxsize
+        while not self._inbox.empty() and (most := most - 1) >= 0:
             client, content = self._inbox.get()
             # What a client sends after a request of its own is taken after it.
             if isinstance(content, AddRequest | Abort) or client in held_clients:

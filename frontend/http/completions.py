@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET
 
 from headrace.frontend.api.outputs import CompletionOutput
-from headrace.frontend.api.prompts import Prompt, parse_prompt, truncate
+from headrace.frontend.api.prompts import Prompt, truncate
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.http.engines import Engine
 from headrace.frontend.http.errors import bad_field
@@ -108,7 +108,7 @@ def _prompts(
         special = request.add_special_tokens is not False
         encoded = tokenize_texts(texts, tokenizer, special=special, max_tokens=max_model_len, param="prompt")
         return [Prompt(text=text, token_ids=ids) for text, ids in zip(texts, encoded, strict=True)]
-    return [parse_prompt(item) for item in items]
+    return [Prompt(token_ids=item) for item in items]  # type: ignore[arg-type]  # the decoder took nothing but integers
 
 
 class _Choice:

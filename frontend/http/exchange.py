@@ -30,7 +30,7 @@ INLINE_BYTES = 16 << 10
 """Smaller bodies are decoded, and their texts tokenised, at once."""
 MOST_SEPARATORS = 1 << 20
 """Commas in a body: about a value each, token ids most likely, and those of texts count too."""
-MOST_CONTAINERS = 1 << 18
+MOST_CONTAINERS = 1 << 17
 """Quotes, brackets and braces that open: texts, lists and objects take more time and memory than numbers."""
 _NUM_THREADS = 2
 _BODIES_IN_MEMORY = 8
@@ -101,7 +101,7 @@ def check_shape(body: bytes) -> None:
     for start in range(0, len(body), _COUNT_BYTES):
         part = body[start : start + _COUNT_BYTES]
         separators += part.count(b",")
-        containers += part.count(b'"') // 2 + part.count(b"[") + part.count(b"{")
+        containers += (part.count(b'"') - part.count(b'\\"')) // 2 + part.count(b"[") + part.count(b"{")
         if separators > MOST_SEPARATORS or containers > MOST_CONTAINERS:
             raise ApiError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,

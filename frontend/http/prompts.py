@@ -31,7 +31,8 @@ MOST_TRUNCATED = 8
 """Times the model's length: texts that truncate_prompt_tokens cuts are tokenised up to this."""
 MAX_TOKEN_RULES = 1 << 19
 """Entries of each of a request's token rules, times its outputs."""
-_TOKENIZE_AT_ONCE_CHARACTERS = 1 << 20
+_TOKENIZE_AT_ONCE_CHARACTERS = 1 << 17
+"""What the library gives for a text keeps the interpreter while it is freed."""
 _PROBED_CHARACTERS_PER_TOKEN = 16
 _PROBE_SLACK_TOKENS = 16
 """By how much a cut may raise the number of a text's tokens."""
@@ -111,9 +112,13 @@ def _check_text(text: str, tokenizer: Tokenizer, max_tokens: int, param: str) ->
         raise bad_field("prompt", f"the prompt is not valid Unicode text: {error}") from error
     if len(text) > max_tokens * _PROBED_CHARACTERS_PER_TOKEN:
         # Most long texts are shown to be too long by their beginning, for a fraction of the memory.
-        (beginning,) = tokenizer.encode_batch([text[: max_tokens * _PROBED_CHARACTERS_PER_TOKEN]], False)
-        if len(beginning) > max_tokens + _PROBE_SLACK_TOKENS:
-            raise _too_long(param, max_tokens, f"resulted in more than {len(beginning) - _PROBE_SLACK_TOKENS} tokens")
+        num_tokens = 0
+        end = min(len(text), max_tokens * _PROBED_CHARACTERS_PER_TOKEN)
+        for start in range(0, end, _TOKENIZE_AT_ONCE_CHARACTERS):
+            part = text[start : start + _TOKENIZE_AT_ONCE_CHARACTERS]
+            num_tokens += max(0, tokenizer.count_tokens(part) - _PROBE_SLACK_TOKENS)
+            if num_tokens > max_tokens:
+                raise _too_long(param, max_tokens, f"resulted in more than {num_tokens} tokens")
 
 
 def _too_long(param: str, max_tokens: int, what: str) -> ApiError:

@@ -21,6 +21,7 @@ from msgspec import Meta
 from headrace.frontend.api.sampling_fields import body_fields
 from headrace.frontend.api.sampling_params import FIELDS
 from headrace.frontend.http.errors import LONGEST_PARAM, ApiError, bad_field, shortened
+from headrace.frontend.http.large_lists import decode_json
 
 T = TypeVar("T")
 # Bounds of lists that are worked through one by one. Lists of token ids have those of a body (exchange.LargeBodies).
@@ -295,7 +296,7 @@ class RequestDecoder:
 
 def _fields(body: bytes) -> dict[str, Any]:
     try:
-        fields = msgspec.json.decode(body)
+        fields = decode_json(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(HTTPStatus.BAD_REQUEST, f"the body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:

@@ -237,7 +237,7 @@ class HttpServer:
         """Once ready: what was made so far lives for ever, so the garbage collector need not look at it again."""
         gc.collect()
         gc.freeze()
-        gc.set_threshold(10_000, 10, 10)
+        gc.set_threshold(2_000, 20, 10)  # often and little: all streams wait meanwhile
         if self.on_ready is not None:
             self.on_ready()
 

@@ -67,6 +67,10 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def count_tokens(self, text: str) -> int:
+        """How many they are, special ones not added."""
+        return len(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
+
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """The same for many at once, on several threads."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)

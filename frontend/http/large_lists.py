@@ -1,0 +1,67 @@
+"""JSON objects with long lists of numbers, decoded in slices.
+
+msgspec keeps the interpreter to itself from a text's beginning to its end, and a million numbers take it so long that
+other streams are seen waiting. So a list of numbers, or of lists of them, is cut at commas; between two slices other
+threads have their turn:
+
+    [[1,2,3],[4,5,|6],[7],[8,|9,10]]     slices: [[1,2,3],[4,5]]  [[6],[7],[8]]  [[9,10]]
+                                         of which each goes on with the last list of the one before
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+SLICE_BYTES = 128 << 10
+_OF_NUMBERS = b"0123456789-+.eE[], \t\r\n"
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def decode_json(text: bytes) -> Any:
+    """What msgspec.json.decode gives, and raises."""
+    if len(text) <= SLICE_BYTES:
+        return msgspec.json.decode(text)
+    try:
+        return {name: _decode_value(value) for name, value in _OBJECT.decode(text).items()}
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return msgspec.json.decode(text)  # no object; or one with a fault, whose place this tells
+
+
+def _decode_value(raw: msgspec.Raw) -> Any:
+    if len(raw) > SLICE_BYTES:
+        text = bytes(raw).strip()
+        if text.startswith(b"[") and not text.translate(None, _OF_NUMBERS):
+            return _decode_numbers(text[1:-1])
+    return msgspec.json.decode(raw)
+
+
+def _decode_numbers(inside: bytes) -> list[Any]:
+    """inside: what stands between the brackets of a list."""
+    values: list[Any] = []
+    is_open = False  # the last value is a list that the next slice goes on with
+    for part in _slices(inside):
+        depth = is_open + part.count(b"[") - part.count(b"]")
+        if depth not in (0, 1):
+            raise msgspec.DecodeError("numbers are nested deeper than token ids are")
+        more = _closed(part, was_open=is_open, is_open=depth == 1)
+        if is_open:
+            values[-1].extend(more.pop(0))
+        values.extend(more)
+        is_open = depth == 1
+    return values
+
+
+def _slices(inside: bytes) -> Iterator[bytes]:
+    start = 0
+    while (end := inside.find(b",", start + SLICE_BYTES)) >= 0:
+        yield inside[start:end]
+        start = end + 1
+    yield inside[start:]
+
+
+def _closed(part: bytes, *, was_open: bool, is_open: bool) -> Any:
+    """The values of a slice that begins within a list (was_open) and ends within one (is_open)."""
+    return msgspec.json.decode(b"%b%b%b" % (b"[[" if was_open else b"[", part, b"]]" if is_open else b"]"))

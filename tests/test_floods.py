@@ -1,0 +1,57 @@
+"""Thousands of messages at once: the core takes them a share at a time, between the steps of what runs."""
+
+from __future__ import annotations
+
+from engine_parts import SteppedCore
+
+from headrace.core.engine.loop import MESSAGES_BESIDE_STEPS
+from headrace.ipc.messages import Abort, FinishReason, GetStats
+
+FLOOD = 10 * MESSAGES_BESIDE_STEPS
+
+
+def test_what_runs_gets_a_token_each_step_while_thousands_of_requests_come() -> None:
+    core = SteppedCore(max_num_seqs=2, async_scheduling=False)
+    runs, floods = core.open(), core.open()
+    runs.add(1, [5, 6], max_tokens=40, ignore_eos=True)
+    core.loop.turn()
+    for slot in range(FLOOD):
+        floods.add(slot, [7, 8], max_tokens=1)
+        floods.send(Abort(slots=(slot,)))
+    taken = []
+    for turn in range(10):
+        before = core.inbox.qsize()
+        core.loop.turn()
+        taken.append(before - core.inbox.qsize())
+        assert len(runs.tokens()[1]) == 2 + turn, "the request that runs has waited for others'"
+    assert taken == [MESSAGES_BESIDE_STEPS] * 10
+    core.run_until_idle()
+    assert sorted(finish.slot for finish in floods.finishes()) == list(range(FLOOD))
+    assert {finish.reason for finish in floods.finishes()} <= {FinishReason.ABORT, FinishReason.LENGTH}
+    assert len(runs.tokens()[1]) == 40
+
+
+def test_questions_of_one_client_do_not_keep_anothers_request_waiting() -> None:
+    core = SteppedCore(async_scheduling=False)
+    runs, asks = core.open(), core.open()
+    runs.add(1, [5, 6], max_tokens=8, ignore_eos=True)
+    core.loop.turn()
+    for call in range(FLOOD):
+        asks.send(GetStats(call=call))
+    core.loop.turn()
+    assert len(runs.tokens()[1]) == 2
+    assert len(asks.heard) <= MESSAGES_BESIDE_STEPS + 1
+    core.run_until_idle()
+    assert len(asks.heard) >= FLOOD
+
+
+def test_an_engine_that_runs_nothing_takes_all_that_came_before_its_first_step() -> None:
+    """So that one step holds as many requests as it can."""
+    core = SteppedCore(max_num_seqs=4, async_scheduling=False)
+    client = core.open()
+    for slot in range(FLOOD):
+        client.add(slot, [7, 8], max_tokens=1)
+    core.loop.turn()
+    assert core.inbox.empty()
+    core.run_until_idle()
+    assert len(client.finishes()) == FLOOD
