@@ -18,6 +18,7 @@ from pathlib import Path
 import zmq
 
 from headrace.ipc.failure import HeadraceError
+from headrace.ipc.keys import is_insecure, key_file, read_engine_keys, read_keys
 
 HEARTBEAT_INTERVAL_MS = 1_000
 PEER_TIMEOUT_S = 60.0
@@ -96,25 +97,38 @@ def new_ipc_address(name: str) -> str:
     return f"ipc://{path}"
 
 
-def check_address(address: str) -> str:
-    """The address as it is, when it is ipc:// or tcp:// on a loopback interface; raises AddressError otherwise."""
+def check_address(address: str, keys: Path | None = None) -> str:
+    """The address as it is, when it is ipc:// or tcp://. Raises AddressError otherwise.
+
+    Also for a tcp:// address that is no loopback interface's, unless there are keys (by default those that
+    `headrace.ipc.keys.key_file` finds) or insecure connections are allowed.
+    """
     scheme, _, rest = address.partition("://")
     if scheme == "ipc" and rest:
         return address
     if scheme == "tcp" and ":" in rest:
         host, _, port = rest.rpartition(":")
         host = host.strip("[]")
-        if port == "*" or (port.isdigit() and int(port) < 65536):
-            with contextlib.suppress(ValueError):
-                if host == "localhost" or ipaddress.ip_address(host).is_loopback:
-                    return address
-            raise AddressError(f"{address}: only loopback addresses (127.0.0.1, [::1]) can be used over tcp://")
+        if host and (port == "*" or (port.isdigit() and int(port) < 65536)):
+            if _is_loopback(host) or keys or key_file() or is_insecure():
+                return address
+            raise AddressError(
+                f"{address} is no loopback address (127.0.0.1, [::1]): with other hosts, engine and clients need keys "
+                "(`headrace keys FILE` makes them; --keys FILE or HEADRACE_KEYS=FILE names them), unless --insecure or "
+                "HEADRACE_INSECURE=1 says that everybody who reaches the address may use it"
+            )
     if scheme in ("http", "https"):
         raise AddressError(
             f"{address} is no address of an engine-core, but a server's URL, which chat and complete take as --url; "
             "addresses are like ipc:///path/to/socket"
         )
-    raise AddressError(f"{address!r} is no address: use ipc:///path/to/socket or tcp://127.0.0.1:PORT")
+    raise AddressError(f"{address!r} is no address: use ipc:///path/to/socket or tcp://HOST:PORT")
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    return False
 
 
 def peer_timeout_s() -> float:
@@ -152,14 +166,19 @@ def bind_router(
 
     timeout_s: how long a client may be silent, by default `peer_timeout_s`; unread_messages: how many may wait for one.
     Sending to a client that is gone raises EHOSTUNREACH, and to one whose queue is full EAGAIN, instead of
-    dropping silently. Raises AddressError when the address is taken or cannot be used.
+    dropping silently. Over tcp:// it speaks to nobody without a key where HEADRACE_KEYS names a file; whom that admits
+    is for a `Gatekeeper` of the context. Raises AddressError when the address is taken or cannot be used, KeyFileError.
     """
     wanted = check_address(address) if address else new_ipc_address("engine")
     path = ipc_path(wanted)
     if path is not None and path.exists() and not _refuses(path):
         raise AddressError(f"cannot listen at {wanted}: another process does")
+    keys_path = key_file() if path is None else None
+    keys = read_engine_keys(keys_path) if keys_path else None
     socket = context.socket(zmq.ROUTER)
     configure(socket, wanted, timeout_s)
+    if keys:
+        keys.secure_engine(socket)
     if unread_messages is not None:
         socket.setsockopt(zmq.SNDHWM, unread_messages)
     socket.setsockopt(zmq.ROUTER_MANDATORY, True)
@@ -175,11 +194,20 @@ def bind_router(
 
 
 def new_dealer(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, timeout_s: float | None = None
+    context: zmq.Context[zmq.Socket[bytes]], address: str, timeout_s: float | None = None, keys_path: Path | None = None
 ) -> zmq.Socket[bytes]:
-    """A DEALER for one connection to `address`, not connected yet: lost or refused, it is never tried again."""
+    """A DEALER for one connection to `address`, not connected yet: lost or refused, it is never tried again.
+
+    Over tcp:// it has the keys of `keys_path`, by default of the file that HEADRACE_KEYS names.
+    Raises AddressError, KeyFileError.
+    """
+    check_address(address, keys_path)
+    used = (keys_path or key_file()) if ipc_path(address) is None else None
+    keys = read_keys(used) if used else None
     socket = context.socket(zmq.DEALER)
-    configure(socket, check_address(address), timeout_s)
+    configure(socket, address, timeout_s)
+    if keys:
+        keys.secure_client(socket)
     socket.setsockopt(zmq.SNDHWM, CLIENT_SENDS_MESSAGES)
     # Not -1, which would also drop what was received and not read yet, such as a core's last words.
     socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)

@@ -21,6 +21,7 @@ from wire_client import WireClient
 from headrace.core.options.engine_options import Options
 from headrace.core.process.supervisor import Child, start_engine
 from headrace.ipc.failure import EngineStartError, Failure
+from headrace.ipc.keys import make_key_file
 from headrace.ipc.messages import (
     Abort,
     Draining,
@@ -325,6 +326,19 @@ def test_a_daemon_drains_on_sigterm_and_leaves_no_file():
     assert not ipc_path(address).exists()
 
 
+def test_a_daemon_with_keys_serves_who_has_them_over_tcp(tmp_path, monkeypatch):
+    make_key_file(tmp_path / "deployment.keys")
+    daemon = run_daemon("--address", "tcp://127.0.0.1:*", "--keys", str(tmp_path / "deployment.keys"))
+    address = ready_address(daemon)
+    monkeypatch.setenv("HEADRACE_KEYS", str(tmp_path / "deployment.keys"))
+    with WireClient(address) as client:
+        client.add(1, [5], max_tokens=3, ignore_eos=True)
+        assert client.finish(1).reason == FinishReason.LENGTH
+    daemon.send_signal(signal.SIGTERM)
+    daemon.communicate(timeout=10)
+    assert daemon.returncode == 0
+
+
 def test_a_second_sigterm_does_not_wait():
     daemon = run_daemon("--hf-overrides", '{"step_delay_s": 0.01}')
     with WireClient(ready_address(daemon)) as client:
@@ -355,8 +369,8 @@ def test_a_daemon_serves_tcp_on_loopback_and_publishes_the_port_it_bound():
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["--address", "tcp://0.0.0.0:5555"], 1, "only loopback addresses"),
-        (["--address", "nonsense"], 1, "use ipc:///path/to/socket or tcp://127.0.0.1:PORT"),
+        (["--address", "tcp://0.0.0.0:5555"], 1, "no loopback address"),
+        (["--address", "nonsense"], 1, "use ipc:///path/to/socket or tcp://HOST:PORT"),
         (["--max-num-sequences", "3"], 2, "max-num-seqs"),
         (["--hf-overrides", '{"no_such_field": 1}'], 1, "no_such_field"),
     ],

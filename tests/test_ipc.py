@@ -210,9 +210,9 @@ def test_local_addresses_are_accepted(address):
         ("127.0.0.1:5555", "is no address"),
         ("tcp://127.0.0.1", "is no address"),
         ("tcp://127.0.0.1:99999", "is no address"),
-        ("tcp://0.0.0.0:5555", "only loopback"),
-        ("tcp://10.0.0.1:5555", "only loopback"),
-        ("tcp://example.com:5555", "only loopback"),
+        ("tcp://0.0.0.0:5555", "no loopback address"),
+        ("tcp://10.0.0.1:5555", "no loopback address"),
+        ("tcp://example.com:5555", "no loopback address"),
     ],
 )
 def test_other_addresses_are_refused_with_the_forms_that_work(address, words):

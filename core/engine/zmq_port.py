@@ -28,6 +28,7 @@ import zmq
 from headrace.core.engine.sessions import Sessions
 from headrace.ipc.codec import Codec, CodecError, Frame
 from headrace.ipc.failure import Failure
+from headrace.ipc.keys import Gatekeeper, key_file
 from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello, Load
 from headrace.ipc.sockets import bind_router, ipc_path
 
@@ -52,14 +53,20 @@ class ZmqPort:
     def __init__(
         self, address: str, *, peer_timeout_s: float | None = None, unread_messages: int | None = None
     ) -> None:
-        """Binds at once, so that the address is known; `serve` starts answering. Raises AddressError.
+        """Binds at once, so that the address is known; `serve` starts answering. Raises AddressError, KeyFileError.
 
         peer_timeout_s: how long a client may be silent; unread_messages: how many it may leave unread.
         """
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket, self.address = bind_router(
-            self._context, address, timeout_s=peer_timeout_s, unread_messages=unread_messages
-        )
+        keys_path = key_file() if address.startswith("tcp://") else None
+        self._gatekeeper = Gatekeeper(self._context, keys_path) if keys_path else None
+        try:
+            self._socket, self.address = bind_router(
+                self._context, address, timeout_s=peer_timeout_s, unread_messages=unread_messages
+            )
+        except BaseException:
+            self._end_context()
+            raise
         self._socket_lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
@@ -105,11 +112,16 @@ class ZmqPort:
             self._thread.join(5.0)
             self._thread = None
         self._socket.close()
-        self._context.term()
+        self._end_context()
         with contextlib.suppress(OSError):
             os.close(self._wake_fd)
         if (path := ipc_path(self.address)) is not None:
             path.unlink(missing_ok=True)
+
+    def _end_context(self) -> None:
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+        self._context.term()
 
     def _wake(self) -> None:
         os.eventfd_write(self._wake_fd, 1)

@@ -33,6 +33,7 @@ from headrace.ipc.child import (
     show_stacks_when_asked,
 )
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
+from headrace.ipc.keys import use_keys
 from headrace.ipc.log import protect_stderr, set_up_logging
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Progress, Ready, Start
 from headrace.ipc.wait import Deadline
@@ -61,8 +62,16 @@ def main() -> None:
     parser.add_argument(
         "--address",
         default="",
-        help="Where to listen: ipc:///path/to/socket or tcp://127.0.0.1:PORT (PORT may be *); "
+        help="Where to listen: ipc:///path/to/socket or tcp://HOST:PORT (PORT may be *), for other hosts with --keys; "
         "default: a new ipc:// address, which is printed",
+    )
+    parser.add_argument(
+        "--keys",
+        metavar="FILE",
+        help="Key file (`headrace keys FILE`) whose clients alone may connect over tcp://; default: HEADRACE_KEYS",
+    )
+    parser.add_argument(
+        "--insecure", action="store_true", help="Let everybody who reaches a tcp:// address use the engine, unencrypted"
     )
     add_options(parser, positional_model=True)
     try:
@@ -71,6 +80,7 @@ def main() -> None:
     except OptionError as error:
         print(f"engine-core: {error}", file=sys.stderr)
         sys.exit(2)
+    use_keys(arguments.keys, arguments.insecure)
     leave(run_alone(options, arguments.address))
 
 

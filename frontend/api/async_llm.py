@@ -68,9 +68,12 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         return cls(**vars(engine_args))
 
     @classmethod
-    async def connect(cls, address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> AsyncLLM:
-        """Attaches to the engine-core that listens at `address`. Closing detaches, and leaves the engine running."""
-        return await cls.attach(ZmqTransport(address), timeout_s)
+    async def connect(cls, address: str, timeout_s: float = CONNECT_TIMEOUT_S, *, keys: str | None = None) -> AsyncLLM:
+        """Attaches to the engine-core that listens at `address`. Closing detaches, and leaves the engine running.
+
+        keys: the key file for a tcp:// address (`headrace keys`), by default the one that HEADRACE_KEYS names.
+        """
+        return await cls.attach(ZmqTransport(address, keys=keys), timeout_s)
 
     @classmethod
     async def attach(cls, transport: Transport, timeout_s: float = CONNECT_TIMEOUT_S) -> AsyncLLM:

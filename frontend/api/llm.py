@@ -75,12 +75,14 @@ class LLM(Controls, NamesWhatIsMissing):
             raise
 
     @classmethod
-    def connect(cls, address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> LLM:
+    def connect(cls, address: str, timeout_s: float = CONNECT_TIMEOUT_S, *, keys: str | None = None) -> LLM:
         """Attaches to the engine-core that listens at `address`. Closing detaches, and leaves the engine running.
+
+        keys: the key file for a tcp:// address (`headrace keys`), by default the one that HEADRACE_KEYS names.
 
         Raises EngineDeadError when none listens there, and AddressError for what is no address.
         """
-        return cls.attach(ZmqTransport(address), timeout_s)
+        return cls.attach(ZmqTransport(address, keys=keys), timeout_s)
 
     @classmethod
     def attach(cls, transport: Transport, timeout_s: float = CONNECT_TIMEOUT_S) -> LLM:

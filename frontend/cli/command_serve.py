@@ -12,6 +12,7 @@ from headrace.core.options.parsing import add_options, flag, options_from_argume
 from headrace.core.options.values import option_specs
 from headrace.frontend.http.options import ServeOptions, check_serve_options
 from headrace.ipc.failure import OptionError
+from headrace.ipc.keys import use_keys
 
 _OF_THE_SERVER_TOO = ("shutdown_timeout", "peer_timeout", "disable_log_stats")
 """Options of an engine that count for a server without one of its own."""
@@ -26,6 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     serve_options = struct_from_arguments(arguments, ServeOptions)
     check_serve_options(serve_options)
     engine_options = options_from_arguments(arguments)
+    use_keys(serve_options.keys, serve_options.insecure)
     if serve_options.engine:
         given = [
             flag(name) for name in option_specs(Options) if name in vars(arguments) and name not in _OF_THE_SERVER_TOO

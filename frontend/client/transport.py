@@ -13,12 +13,14 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import zmq
 
 from headrace.ipc.codec import Codec, CodecError
 from headrace.ipc.failure import Failure
+from headrace.ipc.keys import key_file
 from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye
 from headrace.ipc.sockets import LINGER_MS, AddressError, check_address, ipc_path, new_dealer
 
@@ -114,12 +116,15 @@ class ZmqTransport:
     edge-triggered, so the socket is read until it is empty, and looked at again after every send.
     """
 
-    def __init__(self, address: str, peer_timeout_s: float | None = None) -> None:
-        """peer_timeout_s: how long the core may be silent.
+    def __init__(
+        self, address: str, peer_timeout_s: float | None = None, keys: str | os.PathLike[str] | None = None
+    ) -> None:
+        """peer_timeout_s: how long the core may be silent; keys: the key file for tcp://, by default HEADRACE_KEYS'.
 
         Raises AddressError when clients cannot connect to such an address.
         """
-        self.address, self._peer_timeout_s = check_address(address), peer_timeout_s
+        self._keys_path = key_file() if keys is None else Path(keys)
+        self.address, self._peer_timeout_s = check_address(address, self._keys_path), peer_timeout_s
         self._codec: Codec[CoreMessage] = Codec(CoreMessage)
         self._unsent: collections.deque[list[Any]] = collections.deque()
         self._unsent_bytes = 0
@@ -130,8 +135,9 @@ class ZmqTransport:
     def open(self, on_message: OnMessage, on_closed: OnClosed) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_message, self._on_closed = on_message, on_closed
-        self._context = zmq.Context()
-        self._socket = new_dealer(self._context, self.address, self._peer_timeout_s)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = new_dealer(context, self.address, self._peer_timeout_s, self._keys_path)
+        self._context = context
         # The monitor has to be there before the connection is tried, or its failure may go unseen.
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
@@ -229,8 +235,16 @@ class ZmqTransport:
                 continue
             while self._context is not None and self._socket.poll(0):
                 self._receive()  # its last words
-            if event & _HANDSHAKE_FAILED:
-                self._end(f"what listens at {self.address} is no engine-core of this version", "HandshakeFailed")
+            if event & zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._end(
+                    f"the engine-core at {self.address} admits no client with the keys of {self._keys_path}",
+                    "KeyRefused",
+                )
+            elif event & _HANDSHAKE_FAILED:
+                self._end(
+                    f"what listens at {self.address} is no engine-core of this version{self._or_keys()}",
+                    "HandshakeFailed",
+                )
             elif self._connected:
                 self._end(f"the engine-core at {self.address} is gone: the connection was lost", CONNECTION_LOST)
             elif not self._may_connect():
@@ -244,6 +258,14 @@ class ZmqTransport:
                     "ConnectionRefused",
                     "`headrace ps` lists those of yours that run",
                 )
+
+    def _or_keys(self) -> str:
+        """The other reason why a handshake over tcp:// fails, of which ZeroMQ tells no more."""
+        if ipc_path(self.address) is not None:
+            return ""
+        if self._keys_path is None:
+            return ", or one that wants keys (HEADRACE_KEYS=FILE, `headrace keys --help`)"
+        return f", or has other keys than {self._keys_path}, or none"
 
     def _may_connect(self) -> bool:
         path = ipc_path(self.address)

@@ -44,6 +44,18 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tuple[str, ...],
         Option(ENGINES, "Addresses of running engine-cores to attach to, instead of starting one; repeatable"),
     ] = ()
+    keys: Annotated[
+        str | None,
+        Option(
+            ENGINES,
+            "Key file (`headrace keys FILE`) for engines at tcp:// addresses",
+            "file",
+            default_text="HEADRACE_KEYS",
+        ),
+    ] = None
+    insecure: Annotated[
+        bool, Option(ENGINES, "Use engines of other hosts without keys: unencrypted, and whoever answers is believed")
+    ] = False
     restart_engine: Annotated[
         int,
         Option(

@@ -1,0 +1,212 @@
+"""Keys of engines that other hosts reach: CURVE (RFC 26, CurveZMQ) encrypts and authenticates tcp:// connections.
+
+A key file is TOML. Its owner alone may read it, for whoever holds it can use the engines:
+
+    [engine]                  how an engine proves that it is one of the deployment
+    public_key = "..."        40 characters each, Z85
+    secret_key = "..."        absent from the file of a client that starts no engines
+    [client]                  how whoever holds this file proves who they are
+    public_key = "..."
+    secret_key = "..."
+    [clients]                 whom engines admit, by name
+    deployment = "..."
+
+The handshake proves both sides' keys with fresh keys of the connection, so what was recorded cannot be replayed, and
+what was sent stays secret when a key is lost later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headrace.ipc.failure import HeadraceError
+
+if TYPE_CHECKING:
+    import zmq
+
+logger = logging.getLogger(__name__)
+VARIABLE = "HEADRACE_KEYS"
+INSECURE_VARIABLE = "HEADRACE_INSECURE"
+OWN_CLIENT = "deployment"
+"""Name of the client key that the deployment's own file holds."""
+_Z85_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class KeyFileError(HeadraceError, ValueError):
+    """A key file that is missing, open to others or damaged, with what it must be."""
+
+
+class KeyPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    public_key: str
+    secret_key: str = ""
+
+
+class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a key file says."""
+
+    engine: KeyPair
+    client: KeyPair
+    clients: dict[str, str] = {}
+
+    def secure_client(self, socket: zmq.Socket[bytes]) -> None:
+        """To be called before the socket connects."""
+        socket.curve_publickey = self.client.public_key.encode()
+        socket.curve_secretkey = self.client.secret_key.encode()
+        socket.curve_serverkey = self.engine.public_key.encode()
+
+    def secure_engine(self, socket: zmq.Socket[bytes]) -> None:
+        """To be called before the socket binds, and after `Gatekeeper` admits clients in its context."""
+        socket.curve_server = True
+        socket.curve_secretkey = self.engine.secret_key.encode()
+
+
+class Gatekeeper:
+    """Admits the clients whom a key file names to the sockets of a ZeroMQ context, on a thread of pyzmq's.
+
+    The file is read at each connection: a client who was taken out of it is refused from the next one on.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: Path) -> None:
+        from zmq.auth.thread import ThreadAuthenticator  # brings asyncio, which an engine without keys needs not
+
+        self._path = path
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", self)
+
+    def callback(self, domain: str, public_key: bytes) -> bool:
+        """Of pyzmq's credentials provider: whether the client with this key (Z85) is admitted."""
+        try:
+            admitted = read_keys(self._path).clients
+        except KeyFileError as error:
+            logger.error("no client is admitted: %s", error)
+            return False
+        return public_key.decode() in admitted.values()
+
+    def close(self) -> None:
+        self._authenticator.stop()
+
+
+def key_file() -> Path | None:
+    """The file that HEADRACE_KEYS names."""
+    named = os.environ.get(VARIABLE)
+    return Path(named) if named else None
+
+
+def is_insecure() -> bool:
+    """Whether HEADRACE_INSECURE allows connections beyond this machine that are neither encrypted nor authenticated."""
+    return os.environ.get(INSECURE_VARIABLE, "").lower() not in ("", "0", "false", "no")
+
+
+def use_keys(path: str | None, insecure: bool) -> None:
+    """What a command line says, for this process and the children that it starts."""
+    if path is not None:
+        os.environ[VARIABLE] = path
+    if insecure:
+        os.environ[INSECURE_VARIABLE] = "1"
+
+
+def read_keys(path: Path) -> Keys:
+    """Raises KeyFileError."""
+    try:
+        mode = path.stat().st_mode
+        keys = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), Keys)
+    except OSError as error:
+        raise KeyFileError(f"the key file {path} cannot be read: {(error.strerror or str(error)).lower()}") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise KeyFileError(f"{path} is no key file (`headrace keys FILE` makes one): {error}") from None
+    if mode & 0o077:
+        raise KeyFileError(f"others may read the key file {path}: chmod 600 {path}")
+    named = {
+        "engine.public_key": keys.engine.public_key,
+        "client.public_key": keys.client.public_key,
+        "client.secret_key": keys.client.secret_key,
+        **({"engine.secret_key": keys.engine.secret_key} if keys.engine.secret_key else {}),
+        **{f"clients.{name}": key for name, key in keys.clients.items()},
+    }
+    for name, key in named.items():
+        if not _Z85_KEY.fullmatch(key):
+            raise KeyFileError(f"{path}: {name} is no key of 40 characters (Z85)")
+    return keys
+
+
+def read_engine_keys(path: Path) -> Keys:
+    """The same, of a file that an engine listens with. Raises KeyFileError."""
+    keys = read_keys(path)
+    if not keys.engine.secret_key:
+        raise KeyFileError(f"{path} is a client's: an engine listens with the file that `headrace keys FILE` made")
+    return keys
+
+
+def make_key_file(path: Path) -> None:
+    """New keys of a deployment. Raises KeyFileError where something is there already."""
+    engine, client = _new_pair(), _new_pair()
+    clients = {OWN_CLIENT: client.public_key}
+    _write_new(path, {"engine": msgspec.to_builtins(engine), "client": msgspec.to_builtins(client), "clients": clients})
+
+
+def add_client(path: Path, name: str, client_path: Path) -> None:
+    """A key file for one client, whom engines with the file `path` admit from now on. Raises KeyFileError."""
+    keys = read_engine_keys(path)
+    if not _NAME.fullmatch(name):
+        raise KeyFileError(f"{name!r} is no name of a client: use up to 64 letters, digits, _ and -")
+    if name in keys.clients:
+        raise KeyFileError(f"{path} admits a client {name} already: remove its line to replace it")
+    pair = _new_pair()
+    engine = {"public_key": keys.engine.public_key}
+    _write_new(client_path, {"engine": engine, "client": msgspec.to_builtins(pair)})
+    clients = {**keys.clients, name: pair.public_key}
+    text = _toml({**msgspec.to_builtins(keys), "clients": clients})
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        _write_new(beside, text)
+        beside.replace(path)
+    except BaseException as error:
+        for unused in (beside, client_path):
+            unused.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise KeyFileError(f"{path} cannot be written: {(error.strerror or str(error)).lower()}") from None
+        raise
+
+
+def _new_pair() -> KeyPair:
+    import zmq
+
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode(), secret.decode())
+
+
+def _write_new(path: Path, content: dict[str, Any] | str) -> None:
+    text = content if isinstance(content, str) else _toml(content)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise KeyFileError(f"{path} exists already: name a new file, or remove it if nobody uses its keys") from None
+    except OSError as error:
+        raise KeyFileError(f"{path} cannot be written: {(error.strerror or str(error)).lower()}") from None
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write("# Keys of Headrace's engines. Keep them secret: whoever reads this file can use the engines.\n")
+            file.write(text)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise KeyFileError(f"{path} cannot be written: {(error.strerror or str(error)).lower()}") from None
+
+
+def _toml(tables: dict[str, dict[str, str]]) -> str:
+    """Names and keys hold nothing that TOML would escape."""
+    sections = [
+        "\n".join((f"[{table}]", *(f'{name} = "{text}"' for name, text in rows.items())))
+        for table, rows in tables.items()
+    ]
+    return "\n\n".join(sections) + "\n"
