@@ -34,6 +34,14 @@ def reference(name: str) -> Any:
     return tiny_models.build(name)
 
 
+@cache
+def double_reference(name: str) -> Any:
+    """The same computed in float64, which torch's grouped product of experts does not know."""
+    model = copy.deepcopy(reference(name)).double()
+    model.config._experts_implementation = "eager"
+    return model
+
+
 def make_decoder(name: str, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Decoder:
     model = reference(name)
     return Decoder(spec_from_config(config_of(name)), DictSource(state_of(model)), dtype, **kwargs)
@@ -53,7 +61,8 @@ def random_prompts(lengths: Sequence[int] = PROMPT_LENGTHS, seed: int = 7) -> li
 def reference_logits(model: Any, prompt: list[int], answer: list[int]) -> Tensor:
     """What transformers says after the prompt and after each token of the answer but the last."""
     ids = torch.tensor([prompt + answer[:-1]])
-    return model(ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
+    logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 :]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 @torch.inference_mode()
@@ -101,7 +110,11 @@ def test_greedy_tokens_equal_transformers_whole_and_in_chunks(name: str, choose:
         for prompt, answer, rows in zip(prompts, answers, logits, strict=True):
             expected = reference_logits(reference(name), prompt, answer)
             assert answer == expected.argmax(-1).tolist(), f"{len(prompt)} prompt tokens in chunks of {chunk}"
-            torch.testing.assert_close(rows, expected, atol=1e-4, rtol=1e-4)
+            if not torch.allclose(rows, expected, atol=1e-4, rtol=1e-4):
+                # Some random models magnify rounding: then ours may be no further from float64's than transformers' is.
+                exact = reference_logits(double_reference(name), prompt, answer)
+                ours, theirs = (float((each - exact).abs().max()) for each in (rows, expected))
+                assert ours <= 1.5 * theirs, f"{ours:.2e} from float64's logits, and transformers {theirs:.2e}"
         assert len({token for answer in answers for token in answer}) > NEW_TOKENS, "the model answers one thing"
 
 
