@@ -13,7 +13,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -44,12 +44,12 @@ def prompts(case: Case, seed: int) -> list[list[int]]:
     return [[numbers.randrange(100, 40_000) for _ in range(case.prompt_tokens)] for _ in range(case.num_requests)]
 
 
-def run_cases(generate: Generate, only: list[str] | None = None) -> dict[str, Any]:
+def run_cases(generate: Generate, only: list[str] | None = None, cases: Sequence[Case] = CASES) -> dict[str, Any]:
     """Median seconds and rates of each case, with the raw seconds."""
     generate(prompts(Case("warm-up", 2, 16, 8, 1), 99), 8)
     generate(prompts(Case("warm-up", 1, 600, 2, 1), 98), 2)
     rows: dict[str, Any] = {}
-    for case in CASES:
+    for case in cases:
         if only and case.name not in only:
             continue
         raw_s = [generate(prompts(case, seed), case.output_tokens) for seed in range(case.repeats)]

@@ -73,7 +73,11 @@ class Case:
             hidden = column > row
             if params.sliding_window is not None:
                 hidden |= column <= row - params.sliding_window
-            found.append(torch.einsum("hqk,hkd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if params.sinks is not None:
+                sinks = params.sinks.double()[:, None, None].expand(-1, end - start, 1)
+                scores = torch.cat([scores, sinks], dim=-1)
+            found.append(torch.einsum("hqk,hkd->qhd", scores.softmax(-1)[..., :length], v))
         return torch.cat(found)
 
 
@@ -159,6 +163,18 @@ def test_bf16_attention_is_within_its_roundings(ops: CpuOps, dtype: torch.dtype,
     error = (found - case.expected(params, case.keys, case.values)).abs()
     assert error.max() < 0.03
     assert error.mean() < 0.002
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("num_heads", "lens"), [(6, MIXED), (2, [(1, 600)])], ids=["a batch", "one long sequence"])
+def test_sinks_take_a_share_of_every_softmax(
+    ops: CpuOps, num_heads: int, lens: list[tuple[int, int]], window: int | None
+) -> None:
+    case = make_case(lens, (num_heads, 2, 64), 16, torch.float32, torch.float32)
+    # Below all scores, among them and so far above that no power of the difference is a float.
+    sinks = torch.tensor([-300.0, 300.0, -2.0, 0.0, 2.0, 9.0])[:num_heads]
+    params = AttentionParams(0.125, sliding_window=window, sinks=sinks)
+    assert (attend(ops, case, params) - case.expected(params, case.keys, case.values)).abs().max() < 4e-6
 
 
 @pytest.mark.parametrize("window", [1, 20, 140])

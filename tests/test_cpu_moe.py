@@ -120,6 +120,24 @@ def test_odd_sizes_all_experts_and_many_experts(
         assert_linear_layers(experts, x, *routed(num_rows, num_experts, top_k))
 
 
+@pytest.mark.parametrize(("hidden", "inner"), [(64, 96), (33, 17)])
+def test_biases_and_clamped_gates_are_the_references(used: Runtime, hidden: int, inner: int) -> None:
+    """gpt-oss's experts. Values of some tens meet the clamps."""
+    generator = torch.Generator().manual_seed(hidden)
+    gate_up, down = (
+        torch.randn(5, 2 * inner, hidden, generator=generator),
+        torch.randn(5, hidden, inner, generator=generator),
+    )
+    biases = torch.randn(5, 2 * inner, generator=generator), torch.randn(5, hidden, generator=generator)
+    x = torch.randn(19, hidden, generator=generator)
+    ids, weights = routed(19, 5, 2)
+    wanted = ops()["experts"].reference(gate_up, down, "clamped_silu", biases).apply(x, ids, weights)
+    found = pack_experts(gate_up, down, "clamped_silu", biases, used=used).apply(x, ids, weights)
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-5)
+    with pytest.raises(ValueError, match=rf"biases of experts are contiguous float32 \[5, {2 * inner}\]"):
+        pack_experts(gate_up, down, "clamped_silu", (biases[1], biases[0]), used=used)
+
+
 @pytest.mark.parametrize("types", [("BF16", "BF16"), ("F32", "F32"), ("Q4_0", "Q8_0")], ids=str)
 def test_results_do_not_depend_on_batch_threads_or_passes(
     types: tuple[str, str], other_threads: list[Runtime], monkeypatch: pytest.MonkeyPatch

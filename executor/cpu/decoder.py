@@ -21,7 +21,7 @@ from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.ipc.step import TokenMasks
 from headrace.kernels.cpu import build
 from headrace.kernels.cpu.linear import FLOAT_TYPES, Runtime, runtime
-from headrace.kernels.cpu.ops import CACHE_TYPES, MOST_ROW_VALUES, why_no_attention
+from headrace.kernels.cpu.ops import CACHE_TYPES, MOST_ROW_VALUES, why_no_attention, why_no_latent_attention
 from headrace.kernels.cpu.program_run import StepBuffers
 from headrace.kernels.cpu.sampling import SampleBuffers
 
@@ -41,7 +41,9 @@ def why_not(spec: ArchSpec, dtype: torch.dtype, place: RankPlace = SINGLE) -> st
             return reason
     if spec.hidden_size > MOST_ROW_VALUES:
         return f"the program norms rows of at most {MOST_ROW_VALUES} values, not {spec.hidden_size}."
-    return why_no_attention(head_dim=spec.cache.key_size) or build.why_not() or ""
+    kept = spec.cache
+    reason = why_no_attention(head_dim=kept.key_size) if kept.value_size else why_no_latent_attention(kept.key_size)
+    return reason or build.why_not() or ""
 
 
 class CpuDecoder:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headrace.executor.cpu.model import CpuModel, rotary_tables
-from headrace.executor.cpu.weights import CpuAttend, CpuLinear, CpuNorm
+from headrace.executor.cpu.weights import CpuAttend, CpuLatent, CpuLinear, CpuNorm
 from headrace.executor.models.arch import RopeSpec
 from headrace.executor.models.blocks import Routing, emit_layer
 from headrace.executor.models.eager import stream_scale
@@ -26,7 +27,7 @@ from headrace.kernels.cpu.linear import Runtime
 from headrace.kernels.cpu.moe import PackedExperts
 from headrace.kernels.cpu.ops import CacheScales
 from headrace.kernels.cpu.program import Builder
-from headrace.kernels.cpu.program_parts import AttentionLayer, Buffer, LayerCache, Rotary
+from headrace.kernels.cpu.program_parts import AttentionLayer, Buffer, LatentLayer, LayerCache, Rotary
 from headrace.kernels.cpu.program_ranks import rank_gather, rank_meet, rank_sum
 from headrace.kernels.cpu.program_run import Program, StepBuffers
 from headrace.kernels.cpu.sampling import SampleBuffers
@@ -142,7 +143,7 @@ class ProgramOps:
         return x
 
     def attend(self, attend: CpuAttend, qkv: Buffer) -> Buffer:
-        declared, builder, tokens = attend.declared, self.builder, self.tokens
+        declared, builder = attend.declared, self.builder
         num_heads = declared.num_heads // self._place.tp_size
         attention = AttentionLayer(
             num_heads=num_heads,
@@ -153,11 +154,18 @@ class ProgramOps:
             key_norm=attend.key_norm,
             window=declared.sliding_window,
             soft_cap=declared.soft_cap,
+            sinks=attend.sinks,
         )
         attended = self._room(num_heads * declared.head_dim, self.inner)
         builder.write_cache(qkv, attention)
+        return self._attended(attended, partial(builder.attend, qkv, attended, attention), own=True)
+
+    def _attended(self, attended: Buffer, attend: Callable[..., None], *, own: bool) -> Buffer:
+        """What `attend` writes to `attended`; in the last layer the rows of it that logits are wanted of. own: they are
+        read as they are, not in parts."""
+        builder, tokens = self.builder, self.tokens
         if not self._is_last:
-            builder.attend(qkv, attended, attention)
+            attend()
             return attended
         # All that `Program.run_logits` starts from, queries and hidden states of all tokens, stays as it is.
         self.at = Stream(
@@ -165,18 +173,36 @@ class ProgramOps:
             normed=tokens.normed.of_logits(self.max_logits),
             delta=tokens.delta.of_logits(self.max_logits),
         )
-        wanted = builder.buffer(attended.columns, self.inner, rows="logits", own=True)
+        wanted = builder.buffer(attended.columns, self.inner, rows="logits", own=own)
         builder.start_of_logits()
         builder.gather(tokens.hidden, self.at.hidden)
-        builder.attend(qkv, attended, attention, only_logits=True)
+        attend(only_logits=True)
         builder.gather(attended, wanted)
         return wanted
 
     def product(self, weight: CpuLinear, x: Buffer) -> Product:
         return Product(weight, x)
 
-    def attend_latent(self, attend: Any, query: Buffer, latent: Buffer) -> Buffer:
-        raise NotImplementedError("a program has no latent attention: the block's why_no_program should say so")
+    def attend_latent(self, attend: CpuLatent, query: Buffer, latent: Buffer) -> Buffer:
+        """In the absorbed form, which reads what the cache keeps once for all heads."""
+        declared, builder = attend.declared, self.builder
+        rotary, num_heads = self._rotary(declared.rope), len(attend.keys)
+        assert rotary is not None, "latent attention rotates"
+        layer = LatentLayer(
+            num_heads, declared.nope_dim, self._cache, declared.scale, rotary, interleaved=declared.interleaved
+        )
+        absorbed = self._room(num_heads * layer.vector_dim, torch.float32)
+        for head, weight in enumerate(attend.keys):
+            own = query.part(head * layer.head_dim, declared.nope_dim)
+            builder.linear(weight, own, absorbed.part(head * layer.vector_dim, declared.latent_dim))
+        builder.write_latent(query, absorbed, latent, layer)
+        attended = self._room(num_heads * declared.latent_dim, self.inner)
+        compressed = self._attended(attended, partial(builder.attend_latent, absorbed, attended, layer), own=False)
+        out = self._room(num_heads * declared.value_dim, self.inner)
+        for head, weight in enumerate(attend.values):
+            own = compressed.part(head * declared.latent_dim, declared.latent_dim)
+            builder.linear(weight, own, out.part(head * declared.value_dim, declared.value_dim))
+        return out
 
     def experts(
         self, stack: PackedExperts, x: Buffer, logits: Buffer, routing: Routing, correction: Tensor | None = None

@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.executor.checkpoints.weights import Packed, WeightSource
 from headrace.executor.models import blocks
 from headrace.executor.models.arch import ArchSpec
-from headrace.executor.models.blocks import Attend, Axis, Declared, Linear, Role, size_of
+from headrace.executor.models.blocks import Attend, AttendLatent, Axis, Declared, Linear, Role, size_of
 from headrace.executor.models.reading import CheckedWeights, Part, own_part
 from headrace.executor.models.sizes import model_weights
 from headrace.executor.parallel.padding import grouped_part, packed_part, stored_source
@@ -89,6 +89,19 @@ class CpuAttend:
     declared: Attend
     query_norm: Norm | None
     key_norm: Norm | None
+    sinks: Tensor | None
+    """[heads of this rank] float32"""
+
+
+@dataclass(frozen=True)
+class CpuLatent:
+    """An `AttendLatent` with what makes keys and values of compressed vectors, of each of this rank's heads."""
+
+    declared: AttendLatent
+    keys: tuple[PackedLinear, ...]
+    """[latent_dim, nope_dim], which queries are multiplied with instead."""
+    values: tuple[PackedLinear, ...]
+    """[value_dim, latent_dim]"""
 
 
 @dataclass(frozen=True)
@@ -134,13 +147,14 @@ class CpuWeights(CheckedWeights):
             case Attend():
                 norms = (declared.query_norm, declared.key_norm)
                 query_norm, key_norm = (None if each is None else self.norm(each, prefix).constants for each in norms)
-                return CpuAttend(declared, query_norm, key_norm)
+                sinks = None if declared.sinks is None else self.values(declared.sinks, prefix)
+                return CpuAttend(declared, query_norm, key_norm, sinks)
             case blocks.ExpertStack():
                 return self.experts(declared, prefix)
             case blocks.Vector():
                 return self.values(declared, prefix)
-            case blocks.AttendLatent():
-                raise NotImplementedError("a program has no latent attention: the block's why_no_program says so")
+            case AttendLatent():
+                return self.latent(declared, prefix)
 
     def norm(self, declared: blocks.Norm, prefix: str) -> CpuNorm:
         name, size, own = prefix + declared.name, size_of(declared.size), own_part(declared.size, self.place)
@@ -172,6 +186,20 @@ class CpuWeights(CheckedWeights):
             first = last
         return CpuLinear(tuple(weights), tuple(joined_biases), declared.activation or "none", declared.gated)
 
+    def latent(self, declared: AttendLatent, prefix: str) -> CpuLatent:
+        """In the model's dtype: what is stored for it, codes or not, makes keys from the one side and meets queries
+        from the other."""
+        rows, name = declared.up_rows, f"{prefix}{declared.up}.weight"
+        self._check(name, (rows.size, declared.latent_dim))
+        stacked = self._floats(name, own_part(rows, self.place)).to(self.dtype)
+        heads = stacked.unflatten(0, (-1, declared.nope_dim + declared.value_dim))
+        keys, values = heads.split((declared.nope_dim, declared.value_dim), dim=1)
+        return CpuLatent(
+            declared,
+            tuple(self._pack(each.T.contiguous(), gated=False) for each in keys),
+            tuple(self._pack(each.contiguous(), gated=False) for each in values),
+        )
+
     def experts(self, declared: blocks.ExpertStack, prefix: str) -> PackedExperts:
         """Each expert's matrices by themselves: in floats where they are not stored in types that go together."""
         hidden, inner, (experts, own) = declared.hidden, declared.inner.size, self.own_experts(declared, prefix)
@@ -200,7 +228,8 @@ class CpuWeights(CheckedWeights):
             gate, up, down = (_floats(matrix, self.dtype) if reason else matrix for matrix in each)
             gate_ups.append(self._pack(_joined([gate, up]), gated=True))
             downs.append(self._pack(down, gated=False))
-        return PackedExperts(tuple(gate_ups), tuple(downs), declared.activation)
+        biases = self.expert_biases(declared, prefix) if declared.bias else None
+        return PackedExperts(tuple(gate_ups), tuple(downs), declared.activation, biases)
 
     def table(self, part: Part, columns: int, role: Role = "embedding") -> PackedLinear:
         """A matrix of `columns` for looking rows up, and multiplying too where the head is tied to it."""

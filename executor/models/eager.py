@@ -348,7 +348,7 @@ class EagerExperts:
             down[index] = weights.stack([(last, Part(last, hidden))], inner, own)
         self._num_experts = len(declared.gates)
         self._route = weights.kernel("route_experts", num_experts=self._num_experts)
-        biases = self._biases(weights, declared, prefix, own) if declared.bias else None
+        biases = weights.expert_biases(declared, prefix) if declared.bias else None
         pack = weights.kernel(
             "experts",
             hidden=hidden,
@@ -360,19 +360,6 @@ class EagerExperts:
         given = () if biases is None else (biases,)
         self._experts: ExpertWeights = pack(gate_up, down, declared.activation, *given)
         weights.nbytes += self._experts.nbytes
-
-    def _biases(
-        self, weights: EagerWeights, declared: blocks.ExpertStack, prefix: str, own: slice | None
-    ) -> tuple[Tensor, Tensor]:
-        """[num_experts, 2 * inner] and [num_experts, hidden] float32; of ranks that share an expert, the first adds the
-        latter."""
-        first, last = [], []
-        for expert in self._own:
-            gate, up, down = (f"{prefix}{names[expert]}.bias" for names in _names(declared))
-            first.append(torch.cat([weights.vector(name, declared.inner.size, take=own) for name in (gate, up)]))
-            found = weights.vector(down, declared.hidden)
-            last.append(found if own is None or weights.place.tp_rank == 0 else torch.zeros_like(found))
-        return torch.stack(first), torch.stack(last)
 
     def __call__(self, x: Tensor, logits: Tensor, routing: Routing, correction: Tensor | None) -> Tensor:
         """x [num_tokens, hidden], logits [num_tokens, num_experts], correction [num_experts] float32 ->

@@ -134,6 +134,20 @@ class CheckedWeights:
                 self._check(name, shape)
         return own, None
 
+    def expert_biases(self, declared: ExpertStack, prefix: str) -> tuple[Tensor, Tensor]:
+        """[num_experts, 2 * inner] and [num_experts, hidden] float32, of this rank's experts; of ranks that share an
+        expert, the first adds the latter."""
+        experts, own = self.own_experts(declared, prefix)
+        adds_last = own is None or self.place.tp_rank == 0
+        first, last = [], []
+        for expert in experts:
+            stacks = (declared.gates, declared.ups, declared.downs)
+            gate, up, down = (f"{prefix}{names[expert]}.bias" for names in stacks)
+            first.append(torch.cat([self.vector(name, declared.inner.size, take=own) for name in (gate, up)]))
+            found = self.vector(down, declared.hidden)
+            last.append(found if adds_last else torch.zeros_like(found))
+        return torch.stack(first), torch.stack(last)
+
     def check_all_used(self, ignorable: Sequence[str]) -> None:
         """Raises ModelError when the source holds a tensor that nothing read and no pattern excuses."""
         rest = [n for n in sorted(self._names - self._used) if not any(re.search(p, n) for p in ignorable)]

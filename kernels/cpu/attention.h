@@ -30,13 +30,15 @@ struct RotaryArgs {
 
 struct AttentionArgs {
   RotaryArgs source;  // where queries lie, and the cache
-  void* output;       // [num_tokens, output_stride]: num_heads heads of head_dim
+  void* output;       // [num_tokens, output_stride]: num_heads heads of value_dim
   int64_t output_stride;
+  const float* sinks;  // [num_heads]: of each the score of a key that is not there, which takes its share; or null
   char* workspace;  // zeroed once by its owner, then kept; shared by attentions that a barrier parts
   int64_t workspace_bytes;
   float scale;
   float soft_cap;  // 0: none
   int32_t window;  // a token sees itself and the window - 1 before it; 0: all
+  int32_t value_dim;  // what a value has of its row: the cache's head_dim, or less where keys and values are one (latent)
   DType output_type;
   // 1: nothing but the rows in step.logits_rows need be computed; all keys and values are still written.
   int32_t only_logits;

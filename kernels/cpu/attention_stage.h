@@ -2,7 +2,7 @@
 // multiplies that. A group that is stored so is read where it lies; others are made so first, here.
 //
 //   keys:    [padded / kPairs][kGroupKeys][kPairs]
-//   values:  [kGroupKeys / kPairs][padded][kPairs]
+//   values:  [kGroupKeys / kPairs][padded][kPairs], of as many dimensions as a value has
 #pragma once
 
 #include <array>
@@ -154,12 +154,12 @@ inline void group_keys(const T* rows, int padded, T* group) {
       std::memcpy(group, rows + key * padded + i * kPair, sizeof(T) * kPair);
 }
 
-// rows [kGroupKeys][padded] -> a group of values.
+// rows [kGroupKeys][padded] -> a group of the first `values` of each.
 template <class T>
-inline void group_values(const T* rows, int padded, T* group) {
+inline void group_values(const T* rows, int padded, int values, T* group) {
   constexpr int kPair = kPairs<T>;
-  for (int key = 0; key < kGroupKeys; key += kPair, group += kPair * padded)
-    for (int i = 0; i < padded; ++i)
+  for (int key = 0; key < kGroupKeys; key += kPair, group += kPair * values)
+    for (int i = 0; i < values; ++i)
       for (int of = 0; of < kPair; ++of) group[i * kPair + of] = rows[(key + of) * padded + i];
 }
 

@@ -21,14 +21,16 @@ struct Shape {
   int tokens_per_item;
   int rows;             // most query rows of an item
   int padded;           // head_dim in whole vectors
+  int values;           // value_dim in whole vectors
 
-  int64_t partial_floats() const { return padded + 2; }  // a row's output, largest score and sum
+  int64_t partial_floats() const { return values + 2; }  // a row's output, largest score and sum
 };
 
 inline Shape shape_of(const AttentionArgs& args) {
   const int group = args.source.num_heads / args.source.cache.num_kv_heads;
   const int tokens = std::max(1, kTileRows / group);
-  return {group, tokens, tokens * group, round_up_to(args.source.cache.head_dim, kLanes)};
+  const int padded = round_up_to(args.source.cache.head_dim, kLanes), values = round_up_to(args.value_dim, kLanes);
+  return {group, tokens, tokens * group, padded, values};
 }
 
 inline int first_visible(int position, int window) { return window > 0 ? std::max(0, position - window + 1) : 0; }
@@ -76,8 +78,8 @@ struct Scratch {
   T* rows;                 // [kGroupKeys, padded], of a cache in rows
   T* weights;              // [rows, kTileKeys]
   float* scores;           // [rows, kTileKeys]
-  float* tile_output;      // [rows, padded]
-  float* output;           // [rows, padded]
+  float* tile_output;      // [rows, values]
+  float* output;           // [rows, values]
   float* row;              // [padded]
   float* key_scales;       // [kTileKeys]
   float* value_scales;     // [kTileKeys]
@@ -104,8 +106,8 @@ char* lay_out(const Shape& shape, char* from, Scratch<T>& scratch) {
   take(from, padded * kGroupKeys, scratch.rows);
   take(from, rows * kTileKeys, scratch.weights);
   take(from, rows * kTileKeys, scratch.scores);
-  take(from, rows * padded, scratch.tile_output);
-  take(from, rows * padded, scratch.output);
+  take(from, rows * shape.values, scratch.tile_output);
+  take(from, rows * shape.values, scratch.output);
   take(from, padded, scratch.row);
   take(from, int64_t{kTileKeys}, scratch.key_scales);
   take(from, int64_t{kTileKeys}, scratch.value_scales);
@@ -197,7 +199,7 @@ class Worker {
   }
 
   void reset(int rows) {
-    std::fill_n(scratch_.output, rows * shape_.padded, 0.0f);
+    std::fill_n(scratch_.output, rows * shape_.values, 0.0f);
     reset(scratch_.states);
   }
 
@@ -231,32 +233,32 @@ class Worker {
 
     if (joined) merge_states(scratch_.states, scratch_.tile_states, rows, scratch_.keep, scratch_.take);
     const Factors factors = joined ? Factors{scratch_.keep, scratch_.take} : Factors{nullptr, nullptr};
-    value_product(scratch_.weights, rows, value_groups(item), places_->groups, padded,
+    value_product(scratch_.weights, rows, value_groups(item), places_->groups, shape_.values,
                   joined ? scratch_.output : scratch_.tile_output, factors, fetch_);
   }
 
   // True for the thread that finished the item's last tile: it has merged all of them, in order.
   bool leave_partial(const Unit& unit, int rows) {
-    const int tiles = unit.item.end_tile - unit.item.first_tile, padded = shape_.padded;
+    const int tiles = unit.item.end_tile - unit.item.first_tile, values = shape_.values;
     const int64_t stride = shape_.partial_floats();
     float* to = unit.partials + (unit.tile - unit.item.first_tile) * rows * stride;
     for (int row = 0; row < rows; ++row, to += stride) {
-      std::copy_n(scratch_.tile_output + row * padded, padded, to);
-      to[padded] = scratch_.tile_states.largest[row];
-      to[padded + 1] = scratch_.tile_states.sums[row];
+      std::copy_n(scratch_.tile_output + row * values, values, to);
+      to[values] = scratch_.tile_states.largest[row];
+      to[values + 1] = scratch_.tile_states.sums[row];
     }
     if (__atomic_add_fetch(unit.finished, 1, __ATOMIC_ACQ_REL) != static_cast<uint32_t>(tiles)) return false;
     __atomic_store_n(unit.finished, 0u, __ATOMIC_RELAXED);  // ready for the next op, which a barrier parts from this
     const float* from = unit.partials;
     for (int tile = 0; tile < tiles; ++tile, from += rows * stride) {
       for (int row = 0; row < rows; ++row) {
-        scratch_.tile_states.largest[row] = from[row * stride + padded];
-        scratch_.tile_states.sums[row] = from[row * stride + padded + 1];
+        scratch_.tile_states.largest[row] = from[row * stride + values];
+        scratch_.tile_states.sums[row] = from[row * stride + values + 1];
       }
       merge_states(scratch_.states, scratch_.tile_states, rows, scratch_.keep, scratch_.take);
       for (int row = 0; row < rows; ++row) {
-        float* const to = scratch_.output + row * padded;
-        for (int i = 0; i < padded; i += kLanes)
+        float* const to = scratch_.output + row * values;
+        for (int i = 0; i < values; i += kLanes)
           store_floats(to + i, join(load_floats(to + i), scratch_.keep[row], load_floats(from + row * stride + i),
                                     scratch_.take[row]));
       }
@@ -318,7 +320,7 @@ class Worker {
         continue;
       }
       if (cache_.layout == CacheLayout::kRows) {
-        group_values(rows_of(item, cache_.values, group), shape_.padded, made);
+        group_values(rows_of(item, cache_.values, group), shape_.padded, shape_.values, made);
         continue;
       }
       // Beyond the keys that are there a slot may hold anything: a score of it is never used, but a value that is no
@@ -382,16 +384,26 @@ class Worker {
     return to;
   }
 
+  // What an output row is multiplied by to be an average: with a sink, one in which that has a part.
+  float share_of(int row, int head) const {
+    const float sum = scratch_.states.sums[row];
+    if (args_.sinks == nullptr) return 1.0f / sum;
+    // Scores and their largest are in powers of two. Both parts are divided by the larger, so that neither overflows.
+    const float beyond = args_.sinks[head] * kLog2E - scratch_.states.largest[row];
+    const float less = std::exp2(-std::fabs(beyond));
+    return beyond > 0.0f ? less / (sum * less + 1.0f) : 1.0f / (sum + less);
+  }
+
   void write_output(const Item& item) {
-    const int head_dim = cache_.head_dim;
+    const int value_dim = args_.value_dim;
     const bool scaled = is_scaled(cache_.type) && cache_.value_scales == nullptr;
     const float value_scale = scaled ? cache_.value_scale : 1.0f;
     for (int row = 0; row < item.tokens * shape_.group; ++row) {
       const int head = item.kv_head * shape_.group + row % shape_.group;
       void* to = row_at(args_.output, item.first_row + row / shape_.group, args_.output_stride, args_.output_type) +
-                 head * head_dim * size_of(args_.output_type);
-      convert_row(scratch_.output + row * shape_.padded, DType::kF32, head_dim,
-                  value_scale / scratch_.states.sums[row], to, args_.output_type);
+                 head * value_dim * size_of(args_.output_type);
+      convert_row(scratch_.output + row * shape_.values, DType::kF32, value_dim, value_scale * share_of(row, head), to,
+                  args_.output_type);
     }
   }
 

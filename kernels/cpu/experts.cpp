@@ -129,6 +129,7 @@ void count_read(const ExpertsArgs& args, const Pairs& pairs) {
 StackRun first_stack(const ExpertsArgs& args, int64_t rows, const Pairs& pairs, char* scratch) {
   StackRun run = {};
   run.experts = args.gate_up;
+  run.biases = args.gate_up_bias;
   run.num_experts = args.num_experts;
   run.num_rows = rows;
   run.pairs = pairs;
@@ -148,6 +149,7 @@ StackRun first_stack(const ExpertsArgs& args, int64_t rows, const Pairs& pairs, 
 StackRun second_stack(const ExpertsArgs& args, const Pairs& pairs, char* scratch) {
   StackRun run = {};
   run.experts = args.down;
+  run.biases = args.down_bias;
   run.num_experts = args.num_experts;
   run.pairs = pairs;
   run.scratch = scratch;

@@ -40,6 +40,8 @@ struct RouteArgs {
 struct ExpertsArgs {
   const PackedWeight* gate_up;  // [num_experts], fan 2
   const PackedWeight* down;     // [num_experts], fan 1; each stack is of one type and shape
+  const float* gate_up_bias;    // [num_experts, n of a gated pair] or null
+  const float* down_bias;       // [num_experts, n] or null
   const void* x;                // [rows, x_stride]
   int64_t x_stride;             // elements
   int64_t x_thread_stride;      // bytes from thread to thread where each made its own copy of x; 0: shared

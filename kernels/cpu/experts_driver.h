@@ -35,6 +35,7 @@ struct Pairs {
 // One stack over one pass: what a thread hands to the function of the stack's type.
 struct StackRun {
   const PackedWeight* experts;
+  const float* biases;  // [num_experts, n] or null
   int64_t num_experts;
   LinearArgs linear;  // of any expert; its x and out begin at row 0, or at the pass's first pair
   int64_t num_rows;   // of x
@@ -79,6 +80,7 @@ void run_stack(StackRun& run, const Step& step, int thread, int num_threads) {
     const Range mine = split(units, (thread + num_threads - first_thread) % num_threads, num_threads);
     first_thread = (first_thread + turn) % num_threads;
     args.weight = run.experts[expert];
+    args.bias = run.biases ? run.biases + expert * args.weight.n : nullptr;
     const int64_t count = pairs.end - pairs.begin, blocks = (count + most_rows - 1) / most_rows;
     for (int64_t block = 0; block < blocks && mine.begin < mine.end; ++block) {
       const Range rows = split(count, static_cast<int>(block), static_cast<int>(blocks));

@@ -67,7 +67,8 @@ struct PackedWeight {
   int32_t zero_type;  // a DType, or kNoZeros
 };
 
-enum class Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2, kGelu = 3, kRelu = 4, kRelu2 = 5 };
+enum class Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2, kGelu = 3, kRelu = 4, kRelu2 = 5,
+  kClampedSilu = 6 /* of a gate alone */ };
 
 // What a thread has seen of a row of results: lane i has the highest of columns i, i + kPanelRows, ..., of equals the
 // first, and NaN if there is any.
@@ -96,8 +97,8 @@ struct LinearArgs {
   // of fan 1, without bias, activation and residual, into fp32.
   LaneHighest* highest;
   int64_t highest_rows;
-  // Null, or for each row of the result the row of `out` (fp32) that it is added to, times its scale. Only for a plain
-  // product of fan 1, without bias, activation and residual.
+  // Null, or for each row of the result the row of `out` (fp32) that it is added to, times its scale. Only for a
+  // product of fan 1, without activation and residual.
   const int32_t* add_to;
   const float* scales;
 };

@@ -13,6 +13,8 @@ DTYPES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 0, torch.bf
 ACTIVATIONS: Mapping[str, int] = MappingProxyType(
     {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5}
 )
+GATED_ACTIVATIONS: Mapping[str, int] = MappingProxyType({**ACTIVATIONS, "clamped_silu": 6})
+"""Of gated pairs of experts."""
 ROWS_FIXED, ROWS_TOKENS, ROWS_LOGITS, ROWS_SEQS = range(4)
 """Which count of the step is an op's number of rows: its own constant, num_tokens, num_logits, num_seqs."""
 

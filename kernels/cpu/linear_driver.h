@@ -103,6 +103,15 @@ inline Floats activate(Activation activation, Floats value) {
   }
 }
 
+// What a gate and what it lets through become together.
+inline Floats activate_gated(Activation activation, Floats gate, Floats up) {
+  if (activation != Activation::kClampedSilu) return activate(activation, gate) * up;
+  const Floats most = all_lanes(7.0f);  // gpt-oss
+  gate = smaller(gate, most);
+  up = larger(smaller(up, most), -most);
+  return gate / (1.0f + exponential<true>(-1.702f * gate)) * (up + 1.0f);
+}
+
 // Sums of one tile, [kRows, fan, kPanelRows], to the output: bias, activation, gate, residual, type.
 void write_tile(const LinearArgs& args, const float* sums, int64_t sums_stride, int64_t first_row, int num_rows,
                 int64_t unit);

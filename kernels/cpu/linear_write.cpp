@@ -25,8 +25,11 @@ void write_whole_tile(const LinearArgs& args, const float* sums, int64_t sums_st
   for (int row = 0; row < num_rows; ++row) {
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
-      Floats value = activate(args.activation, load_floats(sums + v * kLanes) + bias[v]);
-      if (kGated) value = value * (load_floats(sums + kPanelRows + v * kLanes) + up_bias[v]);
+      Floats value = load_floats(sums + v * kLanes) + bias[v];
+      if constexpr (kGated)
+        value = activate_gated(args.activation, value, load_floats(sums + kPanelRows + v * kLanes) + up_bias[v]);
+      else
+        value = activate(args.activation, value);
       if (residual) value = value + load_floats(residual + v * kLanes);
       store_vector(args.out, out_at + v * kLanes, kOut, value);
     }
@@ -45,7 +48,7 @@ void write_whole_tile(const LinearArgs& args, const float* sums, int64_t sums_st
   write(args, sums, sums_stride, first_row, num_rows, first);
 }
 
-// Rows are added where add_to says, each times its scale. Every column is one lane of one multiply-add, so that what a
+// Rows are added where add_to says, each with the bias and times its scale. Every column is one lane of one multiply-add, so that what a
 // row gets does not depend on where its panel ends.
 void add_tile(const LinearArgs& args, const float* sums, int64_t sums_stride, int64_t first_row, int num_rows,
               int64_t unit) {
@@ -55,12 +58,17 @@ void add_tile(const LinearArgs& args, const float* sums, int64_t sums_stride, in
     const Floats scale = all_lanes(args.scales[first_row + row]);
     float* to = static_cast<float*>(args.out) + args.add_to[first_row + row] * args.out_stride + first;
     for (int64_t i = 0; i < count; i += kLanes) {
-      const Floats value = load_floats(sums + row * sums_stride + i);
+      Floats value = load_floats(sums + row * sums_stride + i);
       if (i + kLanes <= count) {
+        if (args.bias) value = value + load_floats(args.bias + first + i);
         store_floats(to + i, fused(value, scale, load_floats(to + i)));
         continue;
       }
       alignas(64) float line[kLanes] = {};
+      if (args.bias) {
+        std::memcpy(line, args.bias + first + i, static_cast<size_t>(count - i) * sizeof(float));
+        value = value + load_floats(line);
+      }
       std::memcpy(line, to + i, static_cast<size_t>(count - i) * sizeof(float));
       store_floats(line, fused(value, scale, load_floats(line)));
       std::memcpy(to + i, line, static_cast<size_t>(count - i) * sizeof(float));
@@ -94,8 +102,7 @@ void write_tile(const LinearArgs& args, const float* sums, int64_t sums_stride, 
         value = value + load_floats(bias);
         up = up + load_floats(up_bias);
       }
-      value = activate(args.activation, value);
-      if (gated) value = value * up;
+      value = gated ? activate_gated(args.activation, value, up) : activate(args.activation, value);
       store_floats(line + i, value);
     }
     const int64_t out_at = (first_row + row) * args.out_stride + first;

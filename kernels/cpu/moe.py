@@ -20,8 +20,8 @@ from headrace.kernels.expert_groups import ALL_EXPERTS, ExpertGroups
 from headrace.kernels.reference.moe import ExpertStack, ExpertWeights, Scoring
 from headrace.kernels.registry import Version
 
-from .linear import ACTIVATIONS, DTYPES, FLOAT_TYPES, ROWS_FIXED, PackedLinear, Runtime, pack, runtime, why_not
-from .linear_args import PackedWeightC, ScratchNeed
+from .linear import DTYPES, FLOAT_TYPES, ROWS_FIXED, PackedLinear, Runtime, pack, runtime, why_not
+from .linear_args import GATED_ACTIVATIONS, PackedWeightC, ScratchNeed
 from .ops import why_no_op
 from .program_args import ExpertsArgs, RouteArgs
 
@@ -38,14 +38,16 @@ class PackedExperts:
     gate_up: tuple[PackedLinear, ...]
     down: tuple[PackedLinear, ...]
     activation: str
+    biases: tuple[Tensor, Tensor] | None = None
+    """[num_experts, 2 * inner] and [num_experts, hidden] float32."""
     experts_read: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
     """Counts the experts that steps have read."""
 
     def __post_init__(self) -> None:
         if not self.gate_up or len(self.gate_up) != len(self.down):
             raise ValueError(f"{len(self.gate_up)} gated pairs and {len(self.down)} matrices are no set of experts.")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation {self.activation!r} is unknown; there are {', '.join(ACTIVATIONS)}.")
+        if self.activation not in GATED_ACTIVATIONS:
+            raise ValueError(f"activation {self.activation!r} is unknown; there are {', '.join(GATED_ACTIVATIONS)}.")
         for stack, what in ((self.gate_up, "gated pairs"), (self.down, "down projections")):
             kinds = sorted({(weight.type_name, weight.n, weight.k, weight.gated) for weight in stack})
             if len(kinds) > 1 or kinds[0][3] != (stack is self.gate_up):
@@ -55,6 +57,12 @@ class PackedExperts:
                 f"experts between {self.hidden} and {self.inner} values need [{self.hidden}, {self.inner}] to come "
                 f"back, not {[self.down[0].n, self.down[0].k]}."
             )
+
+        sizes = (2 * self.inner, self.hidden)
+        for bias, size in zip(self.biases or (), sizes, strict=self.biases is not None):
+            if bias.dtype != torch.float32 or bias.shape != (self.num_experts, size) or not bias.is_contiguous():
+                wanted = f"contiguous float32 [{self.num_experts}, {size}]"
+                raise ValueError(f"biases of experts are {wanted}, not {bias.dtype} {list(bias.shape)}.")
 
     @property
     def num_experts(self) -> int:
@@ -79,7 +87,7 @@ class PackedExperts:
 
     @property
     def nbytes(self) -> int:
-        return sum(weight.nbytes for weight in (*self.gate_up, *self.down))
+        return sum(weight.nbytes for weight in (*self.gate_up, *self.down, *(self.biases or ())))
 
     @property
     def expert_bytes(self) -> int:
@@ -102,8 +110,10 @@ class PackedExperts:
             top_k=top_k,
             pass_rows=self.pass_rows(max_rows, top_k),
             inner_dtype=DTYPES[self.inner_dtype],
-            activation=ACTIVATIONS[self.activation],
+            activation=GATED_ACTIVATIONS[self.activation],
         )
+        if self.biases is not None:
+            args.gate_up_bias, args.down_bias = (bias.data_ptr() for bias in self.biases)
         return args, (*stacks, self)
 
     def scratch(self, args: ExpertsArgs, max_rows: int) -> tuple[int, int]:
@@ -199,7 +209,12 @@ def route_experts(
 
 
 def pack_experts(
-    gate_up: ExpertStack, down: ExpertStack, activation: str, *, used: Runtime | None = None
+    gate_up: ExpertStack,
+    down: ExpertStack,
+    activation: str,
+    biases: tuple[Tensor, Tensor] | None = None,
+    *,
+    used: Runtime | None = None,
 ) -> ExpertWeights:
     """As `reference.experts`, of stacks [num_experts, rows, columns] in fp32, bf16 or fp16."""
     if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
@@ -208,6 +223,7 @@ def pack_experts(
         tuple(pack(weight, gated=True, runtime_=used) for weight in gate_up),
         tuple(pack(weight, runtime_=used) for weight in down),
         activation,
+        biases,
     )
 
 
@@ -221,8 +237,8 @@ def why_no_experts(
     gate, up, down = type_names
     if gate != up:
         return f"an expert's gate and up projection are computed together, and their types differ: {gate} and {up}."
-    if activation not in ACTIVATIONS:
-        return f"the activation {activation} is unknown to the kernels; there are {', '.join(ACTIVATIONS)}."
+    if activation not in GATED_ACTIVATIONS:
+        return f"the activation {activation} is unknown to the kernels; there are {', '.join(GATED_ACTIVATIONS)}."
     return why_not(gate, 2 * inner, hidden, gated=True, level=level) or why_not(down, hidden, inner, level=level) or ""
 
 
@@ -232,15 +248,12 @@ def _why_no_stacks(
     inner: int = 1,
     activation: str = "silu",
     stored: str = "floats",
-    has_biases: bool = False,
     **facts: Any,
 ) -> str:
     if reason := why_no_op(dtype=dtype, **facts):
         return reason
     if stored != "floats":
         return f"it packs experts in floats, and these are stored in {stored}."
-    if has_biases:
-        return "it has no biases of experts."
     assert dtype is not None, "why_no_op takes none"
     return why_no_experts([FLOAT_TYPES[dtype]] * 3, hidden, inner, activation)
 

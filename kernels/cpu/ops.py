@@ -29,6 +29,8 @@ LAYOUT_ROWS, LAYOUT_GROUPS = 0, 1
 GROUP_KEYS = 16
 """`kGroupKeys` there."""
 MOST_HEAD_DIM = 256
+MOST_LATENT_DIM = 1024
+"""`kMostLatentDim` in latent.h."""
 MOST_ROW_VALUES = 32768
 WORKSPACE_BYTES = 8 << 20
 """Partial results of sequences whose context is divided among threads; those that do not fit are not divided."""
@@ -52,7 +54,8 @@ def describe_cache(
             raise ValueError(f"the {name} cache is {cache.dtype} and must be contiguous in one of {list(CACHE_TYPES)}.")
     if value_cache.shape != key_cache.shape or value_cache.dtype != key_cache.dtype:
         raise ValueError("the key and value caches differ in shape or type; they must be alike.")
-    if reason := why_no_attention(head_dim=head_dim):
+    is_latent = key_cache.data_ptr() == value_cache.data_ptr()
+    if reason := why_no_latent_attention(head_dim) if is_latent else why_no_attention(head_dim=head_dim):
         raise ValueError(reason)
     if layout == LAYOUT_GROUPS and best_layout(block_size, head_dim) != LAYOUT_GROUPS:
         sizes = f"not blocks of {block_size} and heads of {head_dim}"
@@ -232,6 +235,7 @@ class CpuOps:
         query = _rows_of_heads(query)
         _, num_heads, head_dim = query.shape
         out = torch.empty(query.shape, dtype=query.dtype)
+        sinks = None if params.sinks is None else params.sinks.float().contiguous()
         args = AttentionArgs(
             source=RotaryArgs(
                 query=query.data_ptr(),
@@ -242,11 +246,13 @@ class CpuOps:
             ),
             output=out.data_ptr(),
             output_stride=num_heads * head_dim,
+            sinks=None if sinks is None else sinks.data_ptr(),
             workspace=self._workspace.data_ptr(),
             workspace_bytes=self._workspace.nbytes,
             scale=params.scale,
             soft_cap=params.soft_cap or 0.0,
             window=params.sliding_window or 0,
+            value_dim=head_dim,
             output_type=DTYPES[out.dtype],
         )
         pool = self.runtime.pool
@@ -275,12 +281,17 @@ def why_no_op(device: torch.device | None = None, dtype: torch.dtype | None = No
     return build.why_not() or ""
 
 
-def why_no_attention(head_dim: int | None = None, has_sinks: bool = False, **_: Any) -> str:
+def why_no_attention(head_dim: int | None = None, **_: Any) -> str:
     """Why attention cannot serve heads of this size, in a sentence; "" when it can."""
-    if has_sinks:
-        return "the CPU attention has no sinks."
     if head_dim is None or head_dim % 8 != 0 or not 0 < head_dim <= MOST_HEAD_DIM:
         return f"the CPU attention takes heads of 8 to {MOST_HEAD_DIM} values in steps of 8, not {head_dim}."
+    return ""
+
+
+def why_no_latent_attention(latent_size: int) -> str:
+    """The same of the vector that latent attention keeps of a token."""
+    if latent_size % 8 != 0 or not 0 < latent_size <= MOST_LATENT_DIM:
+        return f"latent attention keeps up to {MOST_LATENT_DIM} values in steps of 8 on the CPU, not {latent_size}."
     return ""
 
 

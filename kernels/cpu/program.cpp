@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "experts.h"
+#include "latent.h"
 #include "sampling.h"
 
 #if defined(__x86_64__)
@@ -123,7 +124,8 @@ HR_EXPORT int64_t hr_size_of(const char* name) {
       {"AddArgs", sizeof(AddArgs)},          {"GatherArgs", sizeof(GatherArgs)},
       {"RouteArgs", sizeof(RouteArgs)},      {"ExpertsArgs", sizeof(ExpertsArgs)},
       {"SoftCapArgs", sizeof(SoftCapArgs)},  {"SampleArgs", sizeof(SampleArgs)},
-      {"ProgramOp", sizeof(ProgramOp)},      {"ProgramC", sizeof(Program)},
+      {"LatentArgs", sizeof(LatentArgs)},    {"ProgramOp", sizeof(ProgramOp)},
+      {"ProgramC", sizeof(Program)},
       {"Step", sizeof(Step)},
   };
   for (const auto& each : known)

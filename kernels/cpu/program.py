@@ -27,6 +27,7 @@ from .program_args import (
     GatherArgs,
     NormArgs,
     ProgramOp,
+    RotaryArgs,
     SoftCapArgs,
 )
 from .program_list import OpList, shared_spans
@@ -37,9 +38,11 @@ from .program_parts import (
     PANEL_ROWS,
     AttentionLayer,
     Buffer,
+    LatentLayer,
     Norm,
     address_of,
     check_vector,
+    latent_args,
     matrix_of,
     require_same,
     rotary_args,
@@ -301,21 +304,46 @@ class Builder:
         """Paged attention, after `write_cache`. only_logits: other rows than those that logits are wanted of may be
         left as they are."""
         require_same(out.columns, layer.num_heads * layer.cache.keys.shape[3], "attention's output", "its heads'")
+        check_vector(layer.sinks, layer.num_heads, "attention's sinks")
         args = AttentionArgs(
             source=rotary_args(qkv, layer),
-            output=out.address,
-            output_stride=out.stride,
-            workspace=self._workspace.data_ptr(),
-            workspace_bytes=self._workspace.nbytes,
+            sinks=address_of(layer.sinks),
             scale=layer.scale,
             soft_cap=layer.soft_cap or 0.0,
             window=layer.window or 0,
-            output_type=out.type,
+            value_dim=layer.cache.keys.shape[3],
             only_logits=only_logits,
         )
+        self._attend(args, qkv, out, layer)
+
+    def write_latent(self, query: Buffer, absorbed: Buffer, latent: Buffer, layer: LatentLayer) -> None:
+        """Rotation of queries and the token's vector, and the cache write. Of each head's columns of `absorbed`, what
+        is not rotated (its first `layer.latent_dim`) is written by others."""
+        args, keys = latent_args(query, absorbed, latent, layer), layer.cache.keys.data_ptr()
+        self._limit_positions(len(layer.rotary.cos))
+        dim, first = layer.vector_dim, layer.latent_dim
+        rotated = [absorbed.part(head * dim + first, dim - first) for head in range(layer.num_heads)]
+        self._add("latent", "hr_op_latent_write", args, (query, latent, keys), (*rotated, keys), keep=(layer,))
+
+    def attend_latent(self, absorbed: Buffer, out: Buffer, layer: LatentLayer, *, only_logits: bool = False) -> None:
+        """Paged attention of absorbed queries, after `write_latent`: of each head layer.latent_dim columns."""
+        require_same(out.columns, layer.num_heads * layer.latent_dim, "attention's output", "its heads'")
+        source = RotaryArgs(
+            query=absorbed.address,
+            query_stride=absorbed.stride,
+            cache=layer.describe_cache(),
+            num_heads=layer.num_heads,
+            type=absorbed.type,
+        )
+        args = AttentionArgs(source=source, scale=layer.scale, value_dim=layer.latent_dim, only_logits=only_logits)
+        self._attend(args, absorbed, out, layer)
+
+    def _attend(self, args: AttentionArgs, query: Buffer, out: Buffer, layer: AttentionLayer | LatentLayer) -> None:
+        args.output, args.output_stride, args.output_type = out.address, out.stride, out.type
+        args.workspace, args.workspace_bytes = self._workspace.data_ptr(), self._workspace.nbytes
         self._need(0, self._runtime.library.dll.hr_attention_scratch_bytes(ctypes.byref(args)))
         touched = (self._workspace.data_ptr(), layer.cache.keys.data_ptr())
-        self._add("attention", "hr_op_attention", args, (qkv, *touched), (out, *touched), keep=(layer,))
+        self._add("attention", "hr_op_attention", args, (query, *touched), (out, *touched), keep=(layer,))
 
     def activation_multiply(self, gate_up: Buffer, out: Buffer, activation: str) -> None:
         """out = act(gate) * up, of a buffer that holds the gate's columns first; linear layers can do it themselves."""

@@ -56,11 +56,13 @@ class AttentionArgs(ctypes.Structure):
         ("source", RotaryArgs),
         ("output", ctypes.c_void_p),
         ("output_stride", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
         ("workspace", ctypes.c_void_p),
         ("workspace_bytes", ctypes.c_int64),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
         ("window", ctypes.c_int32),
+        ("value_dim", ctypes.c_int32),
         ("output_type", ctypes.c_int32),
         ("only_logits", ctypes.c_int32),
     )
@@ -175,6 +177,8 @@ class ExpertsArgs(ctypes.Structure):
     _fields_ = (
         ("gate_up", ctypes.c_void_p),
         ("down", ctypes.c_void_p),
+        ("gate_up_bias", ctypes.c_void_p),
+        ("down_bias", ctypes.c_void_p),
         ("x", ctypes.c_void_p),
         ("x_stride", ctypes.c_int64),
         ("x_thread_stride", ctypes.c_int64),
@@ -244,6 +248,26 @@ class SampleArgs(ctypes.Structure):
         ("highest_rows", ctypes.c_int64),
         ("is_masked", ctypes.c_void_p),
         ("masks", ctypes.c_void_p),
+    )
+
+
+class LatentArgs(ctypes.Structure):
+    """Mirror of `LatentArgs` in latent.h: the arguments of `hr_op_latent_write`."""
+
+    _fields_ = (
+        ("query", ctypes.c_void_p),
+        ("absorbed", ctypes.c_void_p),
+        ("latent", ctypes.c_void_p),
+        ("query_stride", ctypes.c_int64),
+        ("absorbed_stride", ctypes.c_int64),
+        ("latent_stride", ctypes.c_int64),
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+        ("cache", KvCacheC),
+        ("num_heads", ctypes.c_int32),
+        ("nope_dim", ctypes.c_int32),
+        ("rotary_half", ctypes.c_int32),
+        ("interleaved", ctypes.c_int32),
     )
 
 

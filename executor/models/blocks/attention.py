@@ -111,8 +111,6 @@ class Attention(Mixer):
     def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
         if self.qk_norm == "head" and not (spec.norm.kind == "rms" and spec.norm.affine):
             return "the program norms queries and keys by RMS norms with weights alone."
-        if self.sinks:
-            return "the program's attention has no sinks."
         if self.qk_norm == "whole" and tp_size > 1:
             return "the program norms the queries of all heads as one row, and ranks have a part of it each."
         return ""

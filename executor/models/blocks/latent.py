@@ -111,6 +111,3 @@ class LatentAttention(Mixer):
         if self.rope.rotary_dim != self.rope_dim:
             return f"{self.rope.rotary_dim} rotary dimensions are not the {self.rope_dim} of latent attention"
         return "" if 0 < self.scale < math.inf else f"attention_scale must be positive, got {self.scale}"
-
-    def why_no_program(self, spec: ArchSpec, tp_size: int) -> str:
-        return "the program has no latent attention."
