@@ -87,6 +87,10 @@ class ModelError(HeadraceError):
     """The model cannot be found, read or served: a missing, foreign or truncated file, an unsupported kind."""
 
 
+SHUT_DOWN = "ShutDown"
+"""A Failure's type: the engine ends in order, and does not finish or take the request."""
+
+
 class QueueFullError(HeadraceError):
     """The engine's queue is full; `failure.retry_after_s` says when to come back."""
 

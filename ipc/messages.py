@@ -136,7 +136,7 @@ class AddRequest(Message):
     request_id: Name
     """The user's name for the request, for logs."""
     prompt_token_ids: Tensor
-    """[num_prompt_tokens] int32, at least one."""
+    """[num_prompt_tokens + num_resumed_tokens] int32, of the prompt at least one."""
     task: Generate | Pool
     priority: Annotated[int, Range(-INT64 - 1, INT64)] = 0
     """Smaller is served earlier under the `priority` policy."""
@@ -145,6 +145,8 @@ class AddRequest(Message):
     output_interval: Annotated[int, Range(1, 1 << 20)] = 1
     """How many new tokens may wait for each other before they are told. The first is told at once, and the end with all
     that is left. With log-probabilities each is told at once."""
+    num_resumed_tokens: Annotated[int, Range(0, INT32)] = 0
+    """The last so many of prompt_token_ids are the output so far: the request goes on where another engine left it."""
 
 
 class Abort(Message):
@@ -251,12 +253,14 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     rows: LogprobRows
 
 
-class Admitted(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class Admitted(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_defaults=True):
     """A request's first scheduling."""
 
     slot: int
     num_cached_tokens: int
     """Prompt tokens that came from the prefix cache."""
+    seed: int | None = None
+    """The one that the core drew for a request that brought none: with it another engine can go on."""
 
 
 class StepOutputs(Message):

@@ -17,7 +17,7 @@ import numpy as np
 
 from headrace.core.options.plan import Facts, Plan
 from headrace.core.schedule.requests import Request
-from headrace.ipc.failure import Failure
+from headrace.ipc.failure import SHUT_DOWN, Failure
 from headrace.ipc.messages import SCHEMA_HASH, AddRequest, Generate, Pool, Refused, Sampling
 from headrace.ipc.plugins import has_logits_processors
 from headrace.ipc.ranges import FLOAT32, VOCABULARY, names_marked, out_of_range
@@ -34,6 +34,11 @@ def nth_seed(seed: int, n: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
+
+
+def signed(seed: int) -> int:
+    """As the wire has it: in 64 bits of which one is the sign."""
+    return seed - (1 << 64) if seed >> 63 else seed
 
 
 def _token_ids(value: Any) -> Iterable[int]:
@@ -66,7 +71,7 @@ class Admission:
         if prompt.dtype != "int32" or len(prompt.shape) != 1:
             return self.refusal(f"prompt_token_ids must be a flat int32 tensor, not {prompt!r}")
         token_ids = prompt.numpy()
-        if len(token_ids) == 0:
+        if len(token_ids) <= message.num_resumed_tokens:
             return self.refusal("the prompt is empty; at least one token is needed")
         if len(token_ids) >= self._max_model_len:
             return self.refusal(
@@ -79,7 +84,16 @@ class Admission:
                 f"prompt_token_ids[{outside[0]}] is {token_ids[outside[0]]}, outside the vocabulary of "
                 f"{self._vocab_size} tokens"
             )
-        return self._check_sampling(message.task.sampling)
+        return self._check_sampling(message.task.sampling) or self._check_resumed(message)
+
+    def _check_resumed(self, message: AddRequest) -> Failure | None:
+        assert isinstance(message.task, Generate)
+        most = message.task.sampling.max_tokens
+        if message.num_resumed_tokens and message.task.sampling.seed is None:
+            return self.refusal("a request that goes on here must bring the seed that it had")
+        if message.num_resumed_tokens >= most:
+            return self.refusal(f"{message.num_resumed_tokens} tokens are there already, of max_tokens {most}")
+        return None
 
     def _check_sampling(self, sampling: Sampling) -> Failure | None:
         if sampling.min_tokens > sampling.max_tokens:
@@ -111,7 +125,8 @@ class Admission:
     def request(self, client: int, message: AddRequest) -> Request:
         """A checked message as a request. Its seed is its own, or the next one drawn from the engine's."""
         assert isinstance(message.task, Generate), "only a checked message becomes a request"
-        sampling = self._fitted(message.task.sampling, len(message.prompt_token_ids))
+        num_prompt_tokens = len(message.prompt_token_ids) - message.num_resumed_tokens
+        sampling = self._fitted(message.task.sampling, num_prompt_tokens)
         seed = sampling.seed
         if seed is None:
             self._seeds_drawn += 1
@@ -124,6 +139,8 @@ class Admission:
             sampling=sampling,
             seed=seed & _MASK,
         )
+        if message.num_resumed_tokens:  # as after a preemption
+            request.num_sent, request.num_prompt_tokens = request.num_prompt_tokens, num_prompt_tokens
         request.cache_salt = message.cache_salt
         request.output_interval = message.output_interval if sampling.logprobs is None else 1
         request.arrived_s = time.monotonic()
@@ -153,6 +170,9 @@ class Admission:
             f"this client has {self.max_of_client} unfinished requests, as many as one may have (max_client_requests)",
             retry_after_s=min(max(1.0, wait_s), 600.0),
         )
+
+    def shutting_down(self) -> Failure:
+        return self.refusal("the engine is shutting down and takes no new requests", kind=SHUT_DOWN)
 
     def asleep(self) -> Failure:
         """Waiting for somebody to wake it up would look like a hang to whoever asks, who may be that somebody."""

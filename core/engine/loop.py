@@ -16,7 +16,7 @@ import time
 from collections import deque
 from typing import Any, Protocol
 
-from headrace.core.engine.admission import Admission
+from headrace.core.engine.admission import Admission, signed
 from headrace.core.engine.control import Controller
 from headrace.core.engine.gates import GateFailed, GateOpened, Gates
 from headrace.core.engine.outputs import (
@@ -42,7 +42,7 @@ from headrace.core.schedule.scheduler import Advance, Scheduler, SchedulerConfig
 from headrace.core.structured_output.backend import Backend
 from headrace.core.structured_output.compiler import GrammarCompiler
 from headrace.ipc.control import PauseGeneration, Sleep, WorkerAnswer, WorkerCommand
-from headrace.ipc.failure import EngineDeadError, Failure
+from headrace.ipc.failure import SHUT_DOWN, EngineDeadError, Failure
 from headrace.ipc.gc_pauses import gc_watched
 from headrace.ipc.messages import (
     Abort,
@@ -278,7 +278,7 @@ class Loop:
     def _add(self, client: int, message: AddRequest) -> None:
         live = self._requests.setdefault(client, {})
         if self._stop_at_s is not None:
-            failure: Failure | None = self._admission.refusal("the engine is shutting down and takes no new requests")
+            failure: Failure | None = self._admission.shutting_down()
         elif message.slot in live:
             failure = self._admission.refusal(f"slot {message.slot} is in use by a request that has not finished")
             self._port.send(client, self._admission.protocol_error(failure))  # its Finish is still to come
@@ -363,7 +363,7 @@ class Loop:
     def _end_what_is_left(self) -> None:
         """An answer cut short must not look like a whole one: it fails, and says why."""
         said = "the engine was shut down before this request was finished"
-        failure = Failure(message=said, type="ShutDown", process="engine-core", pid=os.getpid(), phase="serve")
+        failure = Failure(message=said, type=SHUT_DOWN, process="engine-core", pid=os.getpid(), phase="serve")
         for client, live in self._requests.items():
             for request in live.values():
                 self._drop(request)
@@ -398,7 +398,8 @@ class Loop:
             assert request is not None, f"row {new.row} was admitted without a request"
             if not request.first_scheduled_s:
                 request.first_scheduled_s = now_s
-                admitted = Admitted(slot=request.slot, num_cached_tokens=new.num_computed_tokens)
+                seed = signed(request.seed) if request.sampling.seed is None else None
+                admitted = Admitted(slot=request.slot, num_cached_tokens=new.num_computed_tokens, seed=seed)
                 events.admitted.setdefault(request.client, []).append(admitted)
 
     def _collect(self) -> None:

@@ -66,7 +66,8 @@ class Request:
     ) -> None:
         """`token_ids` is the prompt, [num_prompt_tokens] int32."""
         self.client, self.slot, self.request_id = client, slot, request_id
-        self.token_ids = token_ids  # the prompt; after a preemption the generated tokens too. Stale while RUNNING
+        self.token_ids = token_ids  # the prompt; generated tokens too after a preemption, or another engine's death.
+        # Stale while RUNNING.
         self.num_prompt_tokens = len(token_ids)
         self.sampling, self.seed = sampling, seed
         self.stop_token_ids = frozenset(sampling.stop_token_ids)

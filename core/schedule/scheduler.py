@@ -290,7 +290,7 @@ class Scheduler:
             table.num_computed_tokens[row] = num_cached
             builder.admit(row, num_cached)
             if request.num_preemptions == 0:
-                self.num_prompt_tokens += request.num_prompt_tokens
+                self.num_prompt_tokens += len(request.token_ids)  # of one that goes on here, all that is computed
                 self.num_cached_prompt_tokens += num_cached
             self._extend(builder, row, count)
 

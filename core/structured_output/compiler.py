@@ -55,7 +55,7 @@ class GrammarCompiler:
                 if isinstance(compiled, Failure):
                     self._report(GateFailed(gate, compiled))
                     return (gate,)
-                request.matcher = compiled.copy()
+                request.matcher = _matcher_for(request, compiled)
                 return ()
             if gate not in self._waiting:
                 self._waiting[gate] = []
@@ -82,7 +82,15 @@ class GrammarCompiler:
         """And gives it to the requests that wait for it."""
         with self._lock:
             for request in self._waiting.pop(gate):
-                request.matcher = None if isinstance(compiled, Failure) else compiled.copy()
+                request.matcher = None if isinstance(compiled, Failure) else _matcher_for(request, compiled)
             self._compiled[gate] = compiled
             while len(self._compiled) > MOST_CACHED:
                 self._compiled.popitem(last=False)
+
+
+def _matcher_for(request: Request, compiled: Matcher) -> Matcher:
+    """One of its own, which has accepted what a request that goes on here has brought elsewhere."""
+    matcher = compiled.copy()
+    for token_id in request.token_ids[request.num_prompt_tokens :].tolist():
+        matcher.accept(token_id)
+    return matcher

@@ -31,9 +31,11 @@ from headrace.frontend.batch_file.file import (
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.own_engine import STOP_DEADLINE_S
 from headrace.frontend.client.request import RequestStream
+from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.fleet.sources import Attached, Owned, Source
 from headrace.frontend.http.chat import ChatParts, prepare_chat
 from headrace.frontend.http.completions import prepare_completion
-from headrace.frontend.http.engines import Attached, EnginePool, Owned, Source
+from headrace.frontend.http.engines import engine_for
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.generation import PreparedRequest
 from headrace.frontend.http.options import ServeOptions
@@ -146,7 +148,7 @@ class BatchRun:
         prepared = self._prepare(request, request_id, pool)
         while True:
             try:
-                return await self._complete(prepared)
+                return await self._complete(prepared, pool)
             except QueueFullError as error:  # others use the engine too
                 retry_after_s = error.failure.retry_after_s if error.failure is not None else 0.0
                 await asyncio.sleep(max(retry_after_s, _RETRY_AFTER_S))
@@ -165,26 +167,25 @@ class BatchRun:
         if only.client is None:
             raise EngineDeadError.from_failure(only.failure or Failure(message="the engine is gone"))
         only.client.check_alive()  # its death ends the run, where a server would answer 503
-        engine = pool.choose(decoded.model)
+        engine = engine_for(pool, decoded.model)
         if request.url == CHAT:
             return prepare_chat(chat, engine, self._chat, name, "")
         return prepare_completion(completion, engine, self._options, name, "")
 
-    async def _complete(self, prepared: PreparedRequest) -> bytes:
+    async def _complete(self, prepared: PreparedRequest, pool: EnginePool) -> bytes:
         """Submits the prompts and waits for the last. Whatever ends it early aborts them all."""
-        client = prepared.engine.client
-        assert client is not None
+        model = prepared.engine.names[0]
         streams: list[RequestStream] = []
         try:
             for job in prepared.jobs:
-                streams.append(client.submit(job.name, job.prompt, job.params, job.priority))
+                streams.append(pool.submit(job.name, job.prompt, job.params, job.priority, model=model))
             prepared.answer.attach(streams)
             for stream in streams:
                 output = await stream.final()
                 self._num_tokens += sum(len(each.token_ids) for each in output.outputs)
         finally:
             for stream in streams:
-                client.abort_stream(stream)
+                pool.abort_stream(stream)
         return prepared.answer.whole()
 
     def _record(self, place: int, result: BatchResult | None) -> None:

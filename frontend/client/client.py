@@ -65,14 +65,14 @@ class CoreClient(AsyncControls):
         self._cause_grace_s = cause_grace_s
         self.send = transport.send
         self.requests = RequestTable(self.send)
-        """May be replaced, before the first request, by that of a client whose core died; see RequestTable.replay."""
         self._next_call = 0
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._welcome: asyncio.Future[Welcome] | None = None
         self.failure: Failure | None = None
         """Why the session has ended; None while it goes on."""
         self._closed = False
-        self._draining = False
+        self.draining = False
+        """The core has said that it takes no new requests."""
         self._process: EngineProcess | None = None
         self.last_heard_s = 0.0
         """When a message last came (monotonic seconds). While requests run, one comes about every second."""
@@ -81,9 +81,11 @@ class CoreClient(AsyncControls):
         self.load: Load | None = None
         """The core's last Load, which it sends while requests of this client run there."""
         self.tokenizer: Tokenizer | None = None
-        self.is_replaced: Callable[[], bool] = lambda: False
-        """Called when the core has died: whether another client takes over the requests without any output yet."""
+        self.rescue: Callable[[list[RequestStream], Failure], None] | None = None
+        """Called when the core has died, with the requests that it had: others may go on with them."""
         self.on_dead: Callable[[Failure], None] | None = None
+        self.on_load: Callable[[Load], None] | None = None
+        """Called with each Load."""
 
     @classmethod
     async def connect(cls, address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> CoreClient:
@@ -163,13 +165,14 @@ class CoreClient(AsyncControls):
 
     def abort_stream(self, stream: RequestStream) -> None:
         """The same for one stream; does nothing once it has ended."""
-        self.requests.abort_stream(stream)
+        if stream.table is not None:
+            stream.table.abort_stream(stream)
 
     def check_alive(self) -> None:
         """Raises EngineDeadError when the session has ended or is about to."""
         if self.failure is not None:
             raise EngineDeadError.from_failure(self.failure)
-        if self._draining:
+        if self.draining:
             raise EngineDeadError("the engine is shutting down and takes no new requests")
 
     def fail(self, failure: Failure) -> None:
@@ -177,8 +180,10 @@ class CoreClient(AsyncControls):
         if self.failure is not None:
             return
         self.failure = failure
-        replaced = not self._closed and self.is_replaced()
-        self.requests.fail_all(failure, EngineDeadError, keep_untouched=replaced)
+        if self.rescue is not None and not self._closed:
+            self.rescue(self.requests.release_all(), failure)
+        else:
+            self.requests.fail_all(failure, EngineDeadError)
         for waiting in (*self._calls.values(), self._welcome):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(EngineDeadError.from_failure(failure))
@@ -237,6 +242,8 @@ class CoreClient(AsyncControls):
             self.requests.on_step(message)
         elif isinstance(message, Load):
             self.load = message
+            if self.on_load is not None:
+                self.on_load(message)
         elif isinstance(message, Reply):
             self._on_reply(message)
         elif isinstance(message, Welcome):
@@ -245,7 +252,7 @@ class CoreClient(AsyncControls):
         elif isinstance(message, Refused):
             self._on_refused(message)
         elif isinstance(message, Draining):
-            self._draining = True
+            self.draining = True
         elif isinstance(message, EngineFailed):
             self.fail(message.failure)
         elif isinstance(message, Dismissed):
@@ -255,7 +262,7 @@ class CoreClient(AsyncControls):
     def _on_closed(self, failure: Failure) -> None:
         if self._cause_grace_s:
             self._loop.call_later(self._cause_grace_s, self.fail, failure)
-        elif self._process is not None and failure.type == CONNECTION_LOST and not self._draining:
+        elif self._process is not None and failure.type == CONNECTION_LOST and not self.draining:
             self._process.explain_soon(failure, self.fail)
         else:
             self.fail(failure)

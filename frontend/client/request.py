@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.frontend.api.outputs import (
     CompletionOutput,
@@ -28,6 +28,9 @@ from headrace.frontend.text.detokenizer import Detokenizer, StopChecker
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.messages import Finish, LogprobRows
+
+if TYPE_CHECKING:
+    from headrace.frontend.client.request_table import RequestTable
 
 LogprobRow = tuple[list[int], list[float], int]
 """Token ids (the position's own first), their log-probabilities, the own token's rank."""
@@ -50,6 +53,7 @@ class SequenceState:
         "looks_for_stop",
         "min_tokens",
         "num_text_tokens",
+        "seed",
         "slot",
         "stop_reason",
         "stops",
@@ -68,6 +72,8 @@ class SequenceState:
         self.token_ids: list[int] = []
         self.num_text_tokens = 0
         """How many of them went through the detokeniser."""
+        self.seed: int | None = None
+        """That the core drew, where the request brought none."""
         self.logprob_rows: list[LogprobRow] = []
         """One per token, where they were asked for."""
         self.cumulative_logprob = 0.0
@@ -166,7 +172,6 @@ class RequestStream:
             self.prompt_logprobs = FlatLogprobs() if params.flat_logprobs else []
             for _ in range(max(1, min(params.prompt_logprob_start, len(prompt.token_ids or ())))):
                 self.prompt_logprobs.append(None)
-        self._num_unpredicted = len(self.prompt_logprobs or ())
         self.metrics = RequestMetrics(arrival_time=time.time())
         self.on_done: Callable[[RequestStream], None] | None = None
         """Called once when it has ended, well or not."""
@@ -179,8 +184,12 @@ class RequestStream:
         self.tokenized: Mapping[str, Any] = NOTHING  # the same
         self.interval = 1
         """How many new tokens of an output its reader gets together."""
-        self.num_replays = 0
-        """How often it was sent again, to an engine that took the place of one that died."""
+        self.table: RequestTable | None = None
+        """Of the engine that has it now; None between two."""
+        self.route: Any = None
+        """What the router knows of it (frontend/fleet/decisions.py:RoutedRequest), where there is one."""
+        self.on_gone: Callable[[RequestStream], None] | None = None
+        """Called once when it has ended, for the router."""
         self._submitted_s = time.monotonic()
         self._error: HeadraceError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -197,10 +206,14 @@ class RequestStream:
         return SequenceState(self, slot, index, detokenizer)
 
     @property
-    def is_untouched(self) -> bool:
-        """It has brought nothing yet, so that another engine may begin it anew."""
-        told = any(each.token_ids or each.finish_reason is not None for each in self.sequences)
-        return not self._ended and not told and len(self.prompt_logprobs or ()) <= self._num_unpredicted
+    def num_tokens(self) -> int:
+        """Of all its outputs, so far."""
+        return sum(len(each.token_ids) for each in self.sequences)
+
+    @property
+    def first_token_s(self) -> float | None:
+        """From its submission to its first token."""
+        return self.metrics.first_token_latency
 
     @property
     def done(self) -> bool:
@@ -290,6 +303,8 @@ class RequestStream:
             self._waiter.set_result(None)
 
     def _report_done(self) -> None:
+        if self.on_gone is not None:
+            self.on_gone(self)
         if self.on_done is not None:
             self.on_done(self)
 

@@ -6,23 +6,38 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from headrace.frontend.api.prompts import Prompt
 from headrace.frontend.api.sampling_params import NOTHING, RequestOutputKind, SamplingParams
 from headrace.frontend.client.request import LogprobRow, RequestStream, SequenceState, split_rows
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import (
+    SHUT_DOWN,
     EngineAsleepError,
+    EngineDeadError,
     Failure,
     HeadraceError,
     InvalidRequestError,
     QueueFullError,
     RequestFailedError,
 )
-from headrace.ipc.messages import Abort, AddRequest, ClientMessage, Finish, FinishReason, Generate, StepOutputs
+from headrace.ipc.messages import (
+    Abort,
+    AddRequest,
+    ClientMessage,
+    Finish,
+    FinishReason,
+    Generate,
+    Sampling,
+    StepOutputs,
+)
 
 UNREAD_TOKENS = 32
 """Tokens of an output that is read at its end, told at once: so many at most are missing when it is aborted."""
+_OTHERS_MAY_TAKE = (SHUT_DOWN, QueueFullError.__name__, EngineAsleepError.__name__)
+"""Types of failures that are the core's alone: another may take the request."""
 _REASON_NAMES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 
 
@@ -39,6 +54,9 @@ class RequestTable:
         """The engine's, once it has said so."""
         self.num_tokens_after_abort = 0
         """Tokens that came for requests nobody wanted any more."""
+        self.on_refused: Callable[[RequestStream, Failure], bool] | None = None
+        """Called with a request that the core does not take, or lets go of as it ends, and that is forgotten here: True
+        where somebody else takes it over."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._streams
@@ -62,13 +80,39 @@ class RequestTable:
         stream.max_tokens, stream.priority = max_tokens, priority
         stream.interval = params.stream_interval or self.stream_interval
         stream.tokenized = tokenized
-        self._next_slot += params.n
-        self._streams[request_id] = stream
+        self._take(stream)
+        return stream
+
+    def adopt(self, stream: RequestStream) -> None:
+        """Takes over a request that another table has released; the core goes on where the other's stopped."""
         for sequence in stream.sequences:
-            self._sequences[sequence.slot] = sequence
+            sequence.slot = self._next_slot + sequence.index
+        self._take(stream)
+
+    def release(self, stream: RequestStream) -> None:
+        """Forgets a request, which does not end; the core is told to."""
+        self._drop(stream)
+        stream.table = None
+
+    def release_all(self) -> list[RequestStream]:
+        """All of them; the core is gone, and is not told."""
+        streams = list(self._streams.values())
+        self._streams.clear()
+        self._sequences.clear()
+        self._aborted.clear()
+        for stream in streams:
+            stream.table = None
+        return streams
+
+    def _take(self, stream: RequestStream) -> None:
+        self._next_slot += stream.params.n
+        self._streams[stream.request_id] = stream
+        stream.table = self
+        for sequence in stream.sequences:
+            if sequence.finish_reason is None:
+                self._sequences[sequence.slot] = sequence
         for message in _messages_of(stream):
             self._send(message)
-        return stream
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends these requests; ids that are not running are ignored."""
@@ -90,30 +134,10 @@ class RequestTable:
         stream.num_unfinished = 0
         stream.notify(time.monotonic())
 
-    def fail_all(self, failure: Failure, error: type[HeadraceError], *, keep_untouched: bool = False) -> None:
-        """Ends every request with this error; the core is not told.
-
-        With `keep_untouched`, those stay that have brought nothing, until `replay` sends them to another core. Once
-        only: a request that two cores died with may be what kills them.
-        """
-        streams = list(self._streams.values())
-        kept = [s for s in streams if s.is_untouched and s.num_replays == 0] if keep_untouched else []
-        self._streams = {stream.request_id: stream for stream in kept}
-        self._sequences = {sequence.slot: sequence for stream in kept for sequence in stream.sequences}
-        self._aborted.clear()
-        for stream in streams:
-            if stream.request_id not in self._streams:
-                stream.fail(error.from_failure(failure))
-
-    def replay(self, send: Callable[[ClientMessage], None]) -> int:
-        """From now on messages go by `send` to a new core, which is sent what was kept; how many that are."""
-        self._send = send
-        self.num_tokens_after_abort = 0
-        for stream in self._streams.values():
-            stream.num_replays += 1
-            for message in _messages_of(stream):
-                self._send(message)
-        return len(self._streams)
+    def fail_all(self, failure: Failure, error: type[HeadraceError]) -> None:
+        """Ends every request with this error; the core is not told."""
+        for stream in self.release_all():
+            stream.fail(error.from_failure(failure))
 
     def on_step(self, step: StepOutputs) -> None:
         """One step's news for all requests. The loop over tokens is the hot path of a frontend."""
@@ -152,7 +176,11 @@ class RequestTable:
     def _take_details(self, step: StepOutputs, slots: list[int]) -> None:
         for admitted in step.admitted:
             sequence = self._sequences.get(admitted.slot)
-            if sequence is not None and sequence.index == 0:
+            if sequence is None:
+                continue
+            if sequence.seed is None:
+                sequence.seed = admitted.seed
+            if sequence.index == 0 and not sequence.token_ids:
                 sequence.stream.num_cached_tokens = admitted.num_cached_tokens
         for run in step.prompt_logprobs:
             sequence = self._sequences.get(run.slot)
@@ -182,6 +210,9 @@ class RequestTable:
             del self._sequences[sequence.slot]  # the core has let go of this one; the others are aborted
             self._drop(stream)
             stream.touched = False
+            refused = finish.failure is not None and finish.failure.type in _OTHERS_MAY_TAKE
+            if refused and self.on_refused is not None and self.on_refused(stream, finish.failure):  # type: ignore[arg-type]
+                return
             stream.fail(_error_of(finish))
             return
         silent = _has_mark(finish) and not stream.params.include_stop_str_in_output
@@ -215,19 +246,41 @@ def _has_mark(finish: Finish) -> bool:
 def _messages_of(stream: RequestStream) -> list[AddRequest]:
     """One for each output of the request."""
     prompt, params, request_id = stream.prompt, stream.params, stream.request_id
-    token_ids = Tensor.of("int32", prompt.token_ids or ())
-    return [
-        AddRequest(
-            slot=sequence.slot,
-            request_id=request_id if params.n == 1 else f"{request_id}#{sequence.index}",
-            prompt_token_ids=token_ids,
-            task=Generate(sampling=params.to_wire(stream.max_tokens, sequence.index, stream.tokenized)),
-            priority=stream.priority,
-            cache_salt=prompt.cache_salt,
-            output_interval=_output_interval(params, stream.interval),
+    prompt_token_ids = Tensor.of("int32", prompt.token_ids or ())
+    messages = []
+    for sequence in stream.sequences:
+        if sequence.finish_reason is not None:
+            continue
+        sampling, token_ids = params.to_wire(stream.max_tokens, sequence.index, stream.tokenized), prompt_token_ids
+        if sequence.seed is not None or sequence.token_ids or stream.prompt_logprobs:
+            sampling = _resumed(sampling, sequence)
+        if sequence.token_ids:
+            token_ids = Tensor.of("int32", [*(prompt.token_ids or ()), *sequence.token_ids])
+        messages.append(
+            AddRequest(
+                slot=sequence.slot,
+                request_id=request_id if params.n == 1 else f"{request_id}#{sequence.index}",
+                prompt_token_ids=token_ids,
+                task=Generate(sampling=sampling),
+                priority=stream.priority,
+                cache_salt=prompt.cache_salt,
+                output_interval=_output_interval(params, stream.interval),
+                num_resumed_tokens=len(sequence.token_ids),
+            )
         )
-        for sequence in stream.sequences
-    ]
+    return messages
+
+
+def _resumed(sampling: Sampling, sequence: SequenceState) -> Sampling:
+    """With the seed that the core drew, and without the prompt's log-probabilities that have come."""
+    seed = sequence.seed if sampling.seed is None else sampling.seed
+    sampling = msgspec.structs.replace(sampling, seed=seed)
+    if sampling.prompt_logprobs is None:
+        return sampling
+    num_come = len(sequence.stream.prompt_logprobs or ())
+    if num_come < len(sequence.stream.prompt.token_ids or ()):
+        return msgspec.structs.replace(sampling, prompt_logprob_start=num_come)
+    return msgspec.structs.replace(sampling, prompt_logprobs=None, prompt_logprob_start=0)
 
 
 def _output_interval(params: SamplingParams, interval: int) -> int:
@@ -239,6 +292,12 @@ def _output_interval(params: SamplingParams, interval: int) -> int:
 
 def _error_of(finish: Finish) -> HeadraceError:
     failure = finish.failure or Failure(message="the engine gave no reason", process="engine-core")
+    if failure.type == SHUT_DOWN:
+        return (
+            EngineDeadError.from_failure(failure)
+            if finish.reason is FinishReason.REJECTED
+            else (RequestFailedError.from_failure(failure))
+        )
     if finish.reason is FinishReason.FAILED and failure.type != InvalidRequestError.__name__:
         return RequestFailedError.from_failure(failure)
     if failure.retry_after_s > 0:

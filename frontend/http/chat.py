@@ -12,7 +12,7 @@ from headrace.frontend.api.outputs import CompletionOutput
 from headrace.frontend.api.prompts import Prompt, truncate
 from headrace.frontend.api.structured_outputs import StructuredOutputsParams
 from headrace.frontend.client.request import RequestStream, SequenceState
-from headrace.frontend.http.engines import Engine
+from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import bad_field
 from headrace.frontend.http.generation import Job, PreparedRequest, ResponseText
 from headrace.frontend.http.options import ServeOptions

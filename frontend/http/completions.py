@@ -10,7 +10,7 @@ from msgspec import UNSET
 from headrace.frontend.api.outputs import CompletionOutput
 from headrace.frontend.api.prompts import Prompt, truncate
 from headrace.frontend.client.request import RequestStream, SequenceState
-from headrace.frontend.http.engines import Engine
+from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import bad_field
 from headrace.frontend.http.generation import Job, PreparedRequest
 from headrace.frontend.http.options import ServeOptions

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.control import QUICK_S, pause_command, sleep_command, wake_command
+from headrace.frontend.http.engines import why_unavailable
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.exchange import Exchange
 from headrace.frontend.http.options import ServeOptions
@@ -206,7 +207,7 @@ async def _stats(state: ServerState) -> list[EngineStats]:
 def _clients(state: ServerState) -> list[CoreClient]:
     clients = [engine.client for engine in state.pool.engines if engine.client is not None and engine.usable]
     if not clients:
-        raise state.pool.why_unavailable()
+        raise why_unavailable(state.pool)
     return clients
 
 

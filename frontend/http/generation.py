@@ -24,8 +24,8 @@ import msgspec
 from headrace.frontend.api.prompts import Prompt, check_request
 from headrace.frontend.api.sampling_params import SamplingParams
 from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.fleet.pool import Engine, EnginePool
 from headrace.frontend.http.connection import Connection
-from headrace.frontend.http.engines import Engine
 from headrace.frontend.http.errors import ApiError, unavailable
 from headrace.frontend.http.metrics import Pages, RequestMeter
 from headrace.frontend.http.prompts import as_api_error
@@ -225,11 +225,12 @@ class PreparedRequest(msgspec.Struct):
 class Running:
     """The submitted jobs of one request, which end together."""
 
-    def __init__(self, prepared: PreparedRequest, meter: RequestMeter) -> None:
+    def __init__(self, prepared: PreparedRequest, pool: EnginePool, pages: Pages) -> None:
         if prepared.engine.client is None:  # it was there when the request was prepared
             raise unavailable("the engine is not running", code="engine_dead")
-        self._prepared, self._client = prepared, prepared.engine.client
-        self._meter = meter
+        self._prepared, self._welcome = prepared, prepared.engine.client.welcome
+        self._pool, self._pages = pool, pages
+        self._meters: dict[RequestStream, RequestMeter] = {}
         self.error: HeadraceError | None = None
         self.events: EventStream | None = None
         self.news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -244,15 +245,19 @@ class Running:
         pace = _Pace()
         for index, job in enumerate(jobs):
             try:
-                check_request(job.prompt, job.params, self._client.welcome)
+                check_request(job.prompt, job.params, self._welcome)
             except InvalidRequestError as error:
                 raise as_api_error(error, index, len(jobs)) from error
             await pace.step()
-        self._prepared.engine.note_work()
+        model, meters = self._prepared.engine.names[0], dict[int, RequestMeter]()
         for job in jobs:
             # Two clients may choose one name; both get their answer under it.
-            name = f"{job.name}-{uuid.uuid4().hex}" if job.name in self._client.requests else job.name
-            stream = self._client.submit(name, job.prompt, job.params, job.priority)
+            name = f"{job.name}-{uuid.uuid4().hex}" if job.name in self._pool else job.name
+            stream = self._pool.submit(name, job.prompt, job.params, job.priority, model=model)
+            engine = self._pool.engine_of(stream) or self._prepared.engine
+            if engine.index not in meters:
+                meters[engine.index] = RequestMeter(self._pages.engines[engine.index])
+            self._meters[stream] = meters[engine.index]
             stream.on_step, stream.on_done = self._on_step, self._on_done
             self.streams.append(stream)
             await pace.step()
@@ -262,12 +267,12 @@ class Running:
         if self.events is not None:
             self.events.close()
         for stream in self.streams:
-            self._client.abort_stream(stream)
+            self._pool.abort_stream(stream)
             # What refers to itself would wait for the garbage collector, which is told to come seldom.
             stream.on_step = stream.on_done = None
 
     def _on_step(self, stream: RequestStream, now_s: float) -> None:
-        self._meter.on_step(stream, now_s)
+        self._meters[stream].on_step(stream, now_s)
         if not self.news.done():
             self.news.set_result(None)
         if self.events is not None:
@@ -275,7 +280,7 @@ class Running:
 
     def _on_done(self, stream: RequestStream) -> None:
         """Comes before the last `on_step`, and alone when the request failed."""
-        self._meter.on_done(stream)
+        self._meters[stream].on_done(stream)
         self._num_running -= 1
         if stream.error is not None and self.error is None:
             self.error = stream.error
@@ -302,8 +307,8 @@ class _Pace:
 class Generator:
     """Answers prepared requests."""
 
-    def __init__(self, keep_alive: KeepAlive, request_timeout_s: float, pages: Pages) -> None:
-        self._keep_alive, self._timeout_s, self._pages = keep_alive, request_timeout_s, pages
+    def __init__(self, keep_alive: KeepAlive, request_timeout_s: float, pages: Pages, pool: EnginePool) -> None:
+        self._keep_alive, self._timeout_s, self._pages, self._pool = keep_alive, request_timeout_s, pages, pool
         self._running: set[Running] = set()
 
     @property
@@ -323,7 +328,7 @@ class Generator:
     async def answer(self, prepared: PreparedRequest, connection: Connection, receive: Receive, send: Send) -> None:
         """Runs it and sends the response. Raises ApiError and HeadraceError while nothing has been sent."""
         self._pages.count("http_requests")
-        running = Running(prepared, RequestMeter(self._pages.engines[prepared.engine.index]))
+        running = Running(prepared, self._pool, self._pages)
         self._running.add(running)
         gone = asyncio.ensure_future(_until_gone(receive))
         try:

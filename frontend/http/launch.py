@@ -109,7 +109,7 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
 def _serve_here(engine_options: Options, options: ServeOptions, child: Child | None, phases: PhaseLog) -> int:
     """In this process, which is all that is needed for most."""
     # Imported while the engine loads.
-    from headrace.frontend.http.engines import Attached, Owned, Source
+    from headrace.frontend.fleet.sources import Attached, Owned, Source
     from headrace.frontend.http.metrics import Pages
     from headrace.frontend.http.server import HttpServer, listen, url_of
 

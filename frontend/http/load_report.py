@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 from headrace.frontend.client.engine_metrics import kv_use
-from headrace.frontend.http.engines import Engine
+from headrace.frontend.fleet.pool import Engine
 
 LOAD_FORMAT_HEADER = b"endpoint-load-metrics-format"
 _HEADER = b"endpoint-load-metrics"

@@ -19,7 +19,7 @@ from typing import Any
 
 from headrace.frontend.client.engine_metrics import ENGINE_METRICS
 from headrace.frontend.client.request import RequestStream
-from headrace.frontend.http.engines import Engine, EnginePool
+from headrace.frontend.fleet.pool import Engine, EnginePool
 from headrace.ipc.messages import STEP_TOKEN_BOUNDS, EngineStats
 
 _ITEM_BYTES = 8

@@ -16,9 +16,10 @@ import msgspec
 
 import headrace
 from headrace.frontend.client.client import CoreClient
+from headrace.frontend.fleet.pool import Engine, EnginePool
 from headrace.frontend.http.chat import ChatParts, prepare_chat, render
 from headrace.frontend.http.completions import prepare_completion
-from headrace.frontend.http.engines import Engine, EnginePool
+from headrace.frontend.http.engines import engine_for, why_unavailable
 from headrace.frontend.http.errors import ApiError, bad_field, unavailable
 from headrace.frontend.http.exchange import Exchange, LargeBodies
 from headrace.frontend.http.generation import Generator, KeepAlive, PreparedRequest
@@ -78,11 +79,7 @@ class ServerState:
         prompts = ChatPrompts(template, trusts_requests=options.trust_request_chat_template)
         self.chat = ChatParts(options, prompts, OutputFormats(options))
         self.exposition = Exposition(pages, pool, options.metrics_prefix)
-        self.generator = Generator(
-            KeepAlive(options.sse_keep_alive),
-            options.request_timeout,
-            pages,
-        )
+        self.generator = Generator(KeepAlive(options.sse_keep_alive), options.request_timeout, pages, pool)
         self.routes: Sequence[RouteSpec] = ()
         """What is served; the application sets it."""
         self.draining = False
@@ -92,7 +89,7 @@ class ServerState:
     def check_accepting(self) -> None:
         """Raises ApiError when no new requests are taken."""
         if self.draining and self.pool.dead.is_set():
-            raise self.pool.why_unavailable()
+            raise why_unavailable(self.pool)
         if self.draining:
             raise unavailable("the server is shutting down and takes no new requests", code="shutting_down")
 
@@ -126,7 +123,7 @@ async def messages(state: ServerState, exchange: Exchange) -> None:
         request = as_chat(state.decoder.decode(body, MessagesRequest))
         name = exchange.request_id(None)
         state.check_accepting()
-        engine = state.pool.choose(request.model)
+        engine = engine_for(state.pool, request.model)
         return prepare_chat(request, engine, state.chat, name, exchange.tenant, MessagesAnswer, "msg_")
 
     prepared = await exchange.prepare(prepare)
@@ -137,7 +134,7 @@ async def count_tokens(state: ServerState, exchange: Exchange) -> None:
     def count(body: bytes) -> int:
         request = as_chat(state.decoder.decode(body, CountTokensRequest))
         state.check_accepting()
-        return len(render(request, state.pool.choose(request.model), state.chat)[1])
+        return len(render(request, engine_for(state.pool, request.model), state.chat)[1])
 
     await exchange.answer(CountTokensResponse(await exchange.prepare(count)))
 
@@ -156,7 +153,7 @@ async def _generate(
         apply_server_defaults(request, state.options)
         name = exchange.request_id(request.request_id)
         state.check_accepting()
-        engine = state.pool.choose(request.model)
+        engine = engine_for(state.pool, request.model)
         if isinstance(request, ChatCompletionRequest):
             return prepare_chat(request, engine, state.chat, name, exchange.tenant)
         return prepare_completion(request, engine, state.options, name, exchange.tenant)
@@ -223,7 +220,7 @@ def _text_of(state: ServerState, request: DetokenizeRequest) -> bytes:
 
 
 def _client_of(state: ServerState, model: str | None) -> CoreClient:
-    client = state.pool.choose(model).client
+    client = engine_for(state.pool, model).client
     assert client is not None, "an engine is chosen among those that are connected"
     return client
 
@@ -231,7 +228,7 @@ def _client_of(state: ServerState, model: str | None) -> CoreClient:
 async def tokenizer_info(state: ServerState, exchange: Exchange) -> None:
     if not state.options.enable_tokenizer_info_endpoint:
         raise ApiError(404, "this server was started without --enable-tokenizer-info-endpoint")
-    client = state.pool.choose(None).client
+    client = engine_for(state.pool, None).client
     assert client is not None
     if client.tokenizer is None:
         raise ApiError(404, "this engine runs without a tokenizer")
@@ -262,14 +259,14 @@ async def metrics(state: ServerState, exchange: Exchange) -> None:
 async def health(state: ServerState, exchange: Exchange) -> None:
     """200 while an engine serves, and is heard."""
     if not state.pool.answers:
-        raise state.pool.why_unavailable()
+        raise why_unavailable(state.pool)
     await exchange.answer(HealthResponse("ok"))
 
 
 async def live(state: ServerState, exchange: Exchange) -> None:
     """200 unless a restart is the only way on: this process answers, and its engines' hearts beat or are awaited."""
     if state.pool.dead.is_set():
-        raise state.pool.why_unavailable()
+        raise why_unavailable(state.pool)
     await exchange.answer(HealthResponse("ok"))
 
 
@@ -277,7 +274,7 @@ async def ready(state: ServerState, exchange: Exchange) -> None:
     """200 while new requests are taken."""
     state.check_accepting()
     if not state.pool.answers:
-        raise state.pool.why_unavailable()
+        raise why_unavailable(state.pool)
     await exchange.answer(HealthResponse("ok"))
 
 
@@ -297,7 +294,7 @@ async def progress(state: ServerState, exchange: Exchange) -> None:
         elif await engine.stats(min(limit_s, 5.0)) is None and engine.client is not None:
             raise unavailable(f"engine {engine.index} does not answer", code="no_progress")
     if not state.pool.usable:
-        raise state.pool.why_unavailable()
+        raise why_unavailable(state.pool)
     await exchange.answer(HealthResponse("ok"))
 
 
@@ -326,7 +323,7 @@ def _names(state: ServerState) -> list[str]:
 def _card(state: ServerState, name: str) -> ModelCard:
     serving = [engine for engine in state.pool.engines if name in engine.names and engine.client is not None]
     if not serving:
-        raise state.pool.why_unavailable()
+        raise why_unavailable(state.pool)
     assert serving[0].client is not None
     welcome = serving[0].client.welcome
     return ModelCard(

@@ -19,9 +19,11 @@ from typing import Any
 
 import uvicorn
 
+from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.fleet.sources import Source
 from headrace.frontend.http.app import make_app
 from headrace.frontend.http.connection import with_limits
-from headrace.frontend.http.engines import EnginePool, Source, log_load
+from headrace.frontend.http.engines import log_load
 from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.options import LOG_STATS_EVERY_S, LOOPBACK, ServeOptions
 from headrace.frontend.http.prompts import load_template

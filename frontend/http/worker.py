@@ -24,8 +24,9 @@ import msgspec
 
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.event_loop import run_async
+from headrace.frontend.client.own_engine import CAUSE_GRACE_S
 from headrace.frontend.client.transport import ZmqTransport
-from headrace.frontend.http.engines import CAUSE_GRACE_S, Attached, Source
+from headrace.frontend.fleet.sources import Attached, Source
 from headrace.frontend.http.launch import say_engine_ended, say_engine_returned, set_up_server_logging
 from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.options import ServeOptions

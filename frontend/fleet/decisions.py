@@ -1,0 +1,142 @@
+"""What the router is given and what it answers: requests, and what is to be done with them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from headrace.frontend.fleet.members import Member
+from headrace.ipc.failure import Failure
+
+
+class Affinity(msgspec.Struct, frozen=True):
+    """Which engine a request wants."""
+
+    session: str = ""
+    """Requests of one name prefer one engine."""
+    rank: int | None = None
+    """data_parallel_rank of the engine that alone may begin it."""
+
+
+ANYWHERE = Affinity()
+
+
+class Work(Protocol):
+    """What the router reads of a request that runs."""
+
+    @property
+    def num_tokens(self) -> int:
+        """That it has brought so far."""
+        ...
+
+    @property
+    def first_token_s(self) -> float | None:
+        """From its submission to its first token."""
+        ...
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Of its prompt, once the engine has said so."""
+        ...
+
+
+class RoutedRequest:
+    """A request as the router sees it."""
+
+    __slots__ = (
+        "_arrival",
+        "cache_salt",
+        "deaths",
+        "expected_cached_tokens",
+        "member",
+        "model",
+        "num_migrations",
+        "num_outputs",
+        "num_prompt_tokens",
+        "pending_tokens",
+        "priority",
+        "rank",
+        "refusals",
+        "session",
+        "tokens",
+        "tokens_at_death",
+        "tokens_seen",
+        "version",
+        "work",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        model: str,
+        work: Work,
+        *,
+        num_prompt_tokens: int,
+        tokens: bytes | memoryview = b"",
+        cache_salt: str = "",
+        num_outputs: int = 1,
+        priority: int = 0,
+        affinity: Affinity = ANYWHERE,
+    ) -> None:
+        """tokens: the prompt, little-endian int32; without it no prefix is looked for."""
+        self.model, self.work, self.tokens, self.cache_salt = model, work, tokens, cache_salt
+        self.num_prompt_tokens, self.num_outputs = num_prompt_tokens, num_outputs
+        self.priority, self.session, self.rank = priority, affinity.session, affinity.rank
+        self.member: Member | None = None
+        self.version: str | None = None  # of the engine that began it; what goes on elsewhere does so at this version
+        self.num_migrations = 0
+        self.deaths = 0  # of engines in a row, between which it brought no token
+        self.tokens_at_death = 0
+        self.tokens_seen = 0  # by the last tick
+        self.pending_tokens = 0  # that its engine has to compute before its first token
+        self.expected_cached_tokens = 0
+        self.refusals: set[str] = set()  # engines that would not have it
+        self._arrival = 0
+
+    @property
+    def has_begun(self) -> bool:
+        return self.work.num_tokens > 0
+
+
+class Move(msgspec.Struct, frozen=True):
+    """The request goes on at `target`; `source` is to forget it, where that is still there."""
+
+    request: RoutedRequest
+    source: Member | None
+    target: Member
+    reason: str
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """The request waits for an engine; a Move or a Fail will follow."""
+
+    request: RoutedRequest
+    source: Member | None
+    reason: str
+
+
+class Fail(msgspec.Struct, frozen=True):
+    """The request ends with this."""
+
+    request: RoutedRequest
+    source: Member | None
+    failure: Failure
+
+
+Decision = Move | Wait | Fail
+
+
+class NoEngineError(Exception):
+    """No engine of this model takes requests now; `failure` is why the last of them does not, where that is known."""
+
+    def __init__(self, why: str, failure: Failure | None = None) -> None:
+        super().__init__(why)
+        self.failure = failure
+
+
+class AllFullError(Exception):
+    """Each engine has as much as it takes."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__(f"the queues of all engines are full; try again in about {retry_after_s:.0f} s")
+        self.retry_after_s = retry_after_s

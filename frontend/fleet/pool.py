@@ -1,0 +1,405 @@
+"""All engines of one frontend: connected, watched, connected again when they come back; and their requests, which go
+on elsewhere when their engine is lost.
+
+The router (router.py) decides; what it decides is carried out here, in the frontend's one asyncio loop. Tokens do not
+pass by: they go from an engine's client straight into the request's lists.
+
+    submit --> Router.place --> CoreClient.submit                     Router.tick <-- a few times a second
+                                    | dies, refuses, is silent
+    RequestTable.release <----------+
+           |  Move: RequestTable.adopt at another engine       Wait: adopt by a table that sends nothing
+           +  Fail: RequestStream.fail
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+
+from headrace.frontend.api.prompts import Prompt
+from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.frontend.client.client import CoreClient
+from headrace.frontend.client.request import RequestStream
+from headrace.frontend.client.request_table import RequestTable
+from headrace.frontend.fleet.decisions import (
+    ANYWHERE,
+    Affinity,
+    AllFullError,
+    Decision,
+    Fail,
+    Move,
+    NoEngineError,
+    RoutedRequest,
+)
+from headrace.frontend.fleet.members import EngineFacts
+from headrace.frontend.fleet.router import Router, RouterOptions
+from headrace.frontend.fleet.sources import STABLE_AFTER_S, Source
+from headrace.ipc.failure import (
+    EngineAsleepError,
+    EngineDeadError,
+    Failure,
+    HeadraceError,
+    InvalidRequestError,
+    QueueFullError,
+)
+from headrace.ipc.messages import EngineStats, Load, Welcome
+
+logger = logging.getLogger(__name__)
+
+_RETRY_LONGEST_S = 30.0
+SILENT_AFTER_S = 5.0
+"""Health tells of an engine that says nothing for so long."""
+STATS_TIMEOUT_S = 2.0
+TICK_S = 0.25
+_ERRORS: dict[str, type[HeadraceError]] = {
+    QueueFullError.__name__: QueueFullError,
+    EngineAsleepError.__name__: EngineAsleepError,
+}
+
+
+class Engine:
+    """One engine as the frontend sees it over time."""
+
+    def __init__(self, index: int, source: Source) -> None:
+        self.index, self.source = index, source
+        self.name = f"engine {index}"
+        self.client: CoreClient | None = None
+        self.names: tuple[str, ...] = ()
+        self.failure: Failure | None = None
+        """Why it is not there; None before its first start."""
+        self.busy_since_s = 0.0
+        """When this process last gave it work while it had none of ours (monotonic seconds)."""
+        self._late_tokens_before = 0
+
+    @property
+    def usable(self) -> bool:
+        if self.client is None:
+            return False
+        try:
+            self.client.check_alive()
+        except EngineDeadError:
+            return False
+        return True
+
+    @property
+    def is_silent(self) -> bool:
+        """It has requests of ours and says nothing: it may be dead, or stopped and go on later."""
+        if self.client is None or not len(self.client.requests):
+            return False
+        return time.monotonic() - max(self.client.last_heard_s, self.busy_since_s) > SILENT_AFTER_S
+
+    def note_work(self) -> None:
+        """Comes before each submission."""
+        if self.client is not None and not len(self.client.requests):
+            self.busy_since_s = time.monotonic()
+
+    def num_late_tokens(self) -> int:
+        """Tokens that came for requests which had been aborted, over all of its lives."""
+        now = self.client.requests.num_tokens_after_abort if self.client is not None else 0
+        return self._late_tokens_before + now
+
+    def disconnected(self, failure: Failure) -> None:
+        self._late_tokens_before = self.num_late_tokens()
+        self.client, self.failure = None, failure
+
+    async def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> EngineStats | None:
+        """The core's own figures; None when it does not answer in time."""
+        if self.client is None:
+            return None
+        with contextlib.suppress(HeadraceError, TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                return await self.client.get_stats()
+        return None
+
+
+class EnginePool:
+    """All engines of this frontend, and the requests that they run for it."""
+
+    def __init__(self, sources: Sequence[Source], options: RouterOptions | None = None) -> None:
+        self.engines = [Engine(index, source) for index, source in enumerate(sources)]
+        self.router = Router(options or RouterOptions(), random.Random())
+        self.started = asyncio.Event()
+        """Set when every engine is ready for the first time."""
+        self.dead = asyncio.Event()
+        """Set when no engine is left and none will come back; `failure` says why."""
+        self.failure: Failure | None = None
+        self.on_death: Callable[[Failure], None] | None = None
+        """Told of each engine that ends after the start."""
+        self.on_return: Callable[[str], None] | None = None
+        """Told the address of each that is there again."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._by_name = {engine.name: engine for engine in self.engines}
+        self._streams: dict[str, RequestStream] = {}
+        self._waiting = RequestTable(lambda message: None)
+        """Has the requests that wait for an engine."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._keep(engine)) for engine in self.engines]
+
+    async def close(self, deadline_s: float) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._timer is not None:
+            self._timer.cancel()
+        for engine in self.engines:
+            if engine.client is not None:
+                engine.client.on_dead = engine.client.rescue = None
+                await engine.client.close()
+        self._waiting.fail_all(Failure(message="this client is closed", type="Closed"), EngineDeadError)
+        await asyncio.gather(*(engine.source.close(deadline_s) for engine in self.engines))
+
+    # --- what there is ------------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """Every model that is served: those of engines that run first, none of engines that are gone for good."""
+        there = [engine for engine in self.engines if engine.usable]
+        back_soon = [engine for engine in self.engines if not engine.usable and engine.source.is_awaited]
+        known = [*there, *back_soon] or self.engines
+        return list(dict.fromkeys(name for engine in known for name in engine.names))
+
+    @property
+    def usable(self) -> bool:
+        return any(engine.usable for engine in self.engines)
+
+    @property
+    def answers(self) -> bool:
+        """Whether an engine is usable that is not silent."""
+        return any(engine.usable and not engine.is_silent for engine in self.engines)
+
+    def num_in_flight(self) -> int:
+        return len(self._streams)
+
+    def serving(self, model: str) -> list[Engine]:
+        """Usable engines of this model, those first that speak."""
+        usable = [engine for engine in self.engines if model in engine.names and engine.usable]
+        return sorted(usable, key=lambda engine: engine.is_silent)
+
+    def engine_of(self, stream: RequestStream) -> Engine | None:
+        """That has the request now."""
+        member = stream.route.member if stream.route is not None else None
+        return self._by_name.get(member.facts.name) if member is not None else None
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._streams
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        *,
+        model: str,
+        max_tokens: int | None = None,
+        affinity: Affinity = ANYWHERE,
+    ) -> RequestStream:
+        """`CoreClient.submit` at the engine that the router chooses, which may be another before the request ends.
+
+        Raises what that raises; QueueFullError when all engines are full; EngineDeadError when none takes requests.
+        """
+        if request_id in self._streams:
+            raise InvalidRequestError(f"a request with the id {request_id!r} is running; ids must be unique")
+        token_ids, is_one = prompt.token_ids or (), len(self.router.members) < 2
+        routed = RoutedRequest(
+            model,
+            _UNSENT,
+            num_prompt_tokens=len(token_ids),
+            tokens=b"" if is_one else array.array("i", token_ids).tobytes(),
+            cache_salt=prompt.cache_salt,
+            num_outputs=params.n,
+            priority=priority if isinstance(priority, int) else 0,
+            affinity=affinity,
+        )
+        engine = self._place(routed)
+        engine.note_work()
+        assert engine.client is not None, "a member of the router is connected"
+        try:
+            stream = engine.client.submit(request_id, prompt, params, priority, max_tokens=max_tokens)
+        except BaseException:
+            self.router.end(routed, time.monotonic())
+            raise
+        stream.route, routed.work = routed, stream
+        stream.on_gone = self._on_gone
+        self._streams[request_id] = stream
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        return stream
+
+    def abort_stream(self, stream: RequestStream) -> None:
+        """Ends it with finish_reason `abort`; does nothing once it has ended."""
+        if stream.table is not None:
+            stream.table.abort_stream(stream)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Ends these requests; ids that are not running are ignored."""
+        for stream in [self._streams[each] for each in request_ids if each in self._streams]:
+            self.abort_stream(stream)
+
+    def _place(self, routed: RoutedRequest) -> Engine:
+        try:
+            member = self.router.place(routed, time.monotonic())
+        except AllFullError as error:
+            raise QueueFullError.from_failure(
+                Failure(
+                    message=str(error),
+                    type="QueueFullError",
+                    process="client",
+                    phase="submit",
+                    retry_after_s=error.retry_after_s,
+                )
+            ) from None
+        except NoEngineError as error:
+            if error.failure is not None:
+                raise EngineDeadError.from_failure(error.failure) from None
+            raise EngineDeadError(str(error)) from None
+        return self._by_name[member.facts.name]
+
+    def _on_gone(self, stream: RequestStream) -> None:
+        del self._streams[stream.request_id]
+        self.router.end(stream.route, time.monotonic())
+
+    def _on_refused(self, stream: RequestStream, failure: Failure) -> bool:
+        """Whether another engine takes it."""
+        decision = self.router.refused(stream.route, failure, time.monotonic())
+        if isinstance(decision, Fail):
+            return False
+        stream.table = None
+        self._carry_out([decision])
+        return True
+
+    def _rescue(self, engine: Engine, streams: Sequence[RequestStream], failure: Failure) -> None:
+        """The engine has died with these requests."""
+        decisions = self.router.leave(engine.name, failure, time.monotonic(), is_awaited=engine.source.is_awaited)
+        self._carry_out(decisions)
+        for stream in streams:
+            if stream.route is None:  # of somebody who uses the client alone
+                stream.fail(EngineDeadError.from_failure(failure))
+
+    def _carry_out(self, decisions: Sequence[Decision]) -> None:
+        for decision in decisions:
+            stream = decision.request.work
+            assert isinstance(stream, RequestStream)
+            if stream.table is not None:
+                stream.table.release(stream)
+            if isinstance(decision, Fail):
+                stream.fail(_ERRORS.get(decision.failure.type, EngineDeadError).from_failure(decision.failure))
+                continue
+            if isinstance(decision, Move):
+                target = self._by_name[decision.target.facts.name]
+                assert target.client is not None, "a member of the router is connected"
+                target.note_work()
+                target.client.requests.adopt(stream)
+            else:
+                self._waiting.adopt(stream)
+        if decisions:
+            logger.info("%s", _summary(decisions))
+
+    def _tick(self) -> None:
+        """While there are requests."""
+        self._timer = None
+        now_s = time.monotonic()
+        for engine in self.engines:
+            if engine.client is not None and engine.name in self.router.members:
+                self.router.heard(engine.name, engine.client.last_heard_s)
+                if engine.client.draining and not self.router.members[engine.name].is_draining:
+                    self._carry_out(self.router.drain(engine.name, now_s))
+        self._carry_out(self.router.tick(now_s))
+        if self._streams:
+            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    # --- engines ------------------------------------------------------------------------------------------------
+
+    async def _keep(self, engine: Engine) -> None:
+        """Keeps one engine connected for as long as its source gives one."""
+        delay_s = 0.0
+        while True:
+            began_s = time.monotonic()
+            try:
+                failure = await self._serve(engine)
+            except HeadraceError as error:
+                failure = Failure.of(error, process="server", phase="connect")
+            was_there = engine.client is not None
+            engine.disconnected(failure)
+            if was_there and self.on_death is not None and self.started.is_set():
+                self.on_death(failure)
+            if not engine.source.comes_back or not self.started.is_set():
+                break
+            stable = time.monotonic() - began_s > STABLE_AFTER_S
+            delay_s = 0.0 if stable else min(max(1.0, 2 * delay_s), _RETRY_LONGEST_S) if delay_s else 0.1
+            await asyncio.sleep(delay_s)
+        self._carry_out(self.router.give_up(engine.name, failure))
+        # One engine that does not come up fails the start; later, the last one that dies ends the server.
+        if not self.started.is_set() or not any(each.client is not None for each in self.engines):
+            self.failure = failure
+            self.dead.set()
+
+    async def _serve(self, engine: Engine) -> Failure:
+        """From one connection to its death, which is returned."""
+        client = await engine.source.open()
+        death: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
+        client.on_dead = lambda failure: None if death.done() else death.set_result(failure)
+        client.rescue = lambda streams, failure: self._rescue(engine, streams, failure)
+        client.requests.on_refused = self._on_refused
+        client.on_load = lambda load: self._on_load(engine, load)
+        if engine.failure is not None and self.on_return is not None:
+            self.on_return(engine.source.address)
+        engine.client, engine.failure = client, None
+        engine.names = client.welcome.served_model_names or (client.welcome.model,)
+        self._carry_out(self.router.join(_facts(engine, client.welcome), time.monotonic()))
+        if all(each.client is not None for each in self.engines):
+            self.started.set()
+        failure = await death
+        await client.close()  # an engine that told of its failure leaves the connection open
+        return failure
+
+    def _on_load(self, engine: Engine, load: Load) -> None:
+        self.router.load(engine.name, load.num_running, load.num_waiting, time.monotonic())
+
+
+class _Unsent:
+    """A request before its engine has it."""
+
+    num_tokens = 0
+    first_token_s = num_cached_tokens = None
+
+
+_UNSENT = _Unsent()
+
+
+def _facts(engine: Engine, welcome: Welcome) -> EngineFacts:
+    return EngineFacts(
+        name=engine.name,
+        models=engine.names,
+        version=f"{welcome.model} {welcome.dtype} {welcome.max_model_len} {welcome.vocab_size}",
+        block_size=welcome.block_size,
+        capacity=welcome.max_num_seqs,
+        rank=engine.index,
+    )
+
+
+def _summary(decisions: Sequence[Decision]) -> str:
+    """`5 requests move from engine 0 (died), 1 waits`"""
+    counts: dict[str, int] = {}
+    for decision in decisions:
+        source = f" from {decision.source.facts.name}" if decision.source is not None else ""
+        if isinstance(decision, Move):
+            text = f"moved{source} to {decision.target.facts.name} ({decision.reason})"
+        elif isinstance(decision, Fail):
+            text = f"failed{source}"
+        else:
+            text = f"waiting for an engine{source} ({decision.reason})"
+        counts[text] = counts.get(text, 0) + 1
+    return "requests: " + ", ".join(f"{count} {text}" for text, count in counts.items())

@@ -1,0 +1,518 @@
+"""Which engine gets a request, and where it goes on when that engine is lost: a state machine without I/O.
+
+It owns no socket, clock or thread: time comes with each call (seconds of any one clock), randomness with the
+constructor, and what is to be done is returned. `EnginePool` (pool.py) carries it out; a simulation may as well.
+
+           place                      first token              end
+    new ----------> on board of a member ------------ ... ------------> forgotten
+     |                ^        | lost, suspected, slow, refused, drained
+     |     placed     |        v
+     +------------> held     Move to another member, Wait (held), or Fail
+       no member now
+
+The cost of a member for a request is the time that the request would take there: what is to be computed before it,
+its own prompt without what the member's prefix cache holds of it, and its tokens at the speed that the member has with
+one request more. All times are of measured rates, so members of different speed are weighed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from headrace.frontend.fleet.decisions import AllFullError, Decision, Fail, Move, NoEngineError, RoutedRequest, Wait
+from headrace.frontend.fleet.members import EngineFacts, Group, Member
+from headrace.frontend.fleet.prefixes import PrefixIndex, chunk_tokens, prefix_keys
+from headrace.ipc.failure import Failure
+
+MOST_SESSIONS = 1 << 14
+_HOLDERS_LOOKED_AT = 6
+"""Of each length of a prefix, how many of its holders are weighed; they are chosen at random among many."""
+
+
+class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How patient it is. Times are in seconds."""
+
+    max_migrations: int = 3
+    """How often a request may lose its engine and go on; 0: never."""
+    suspect_after_s: float = 2.0
+    """An engine with requests that says nothing for so long (it speaks each second) is suspected, and they move."""
+    stalled_after_s: float = 20.0
+    """The same for one that speaks and brings no token of requests that have begun."""
+    slow_factor: float = 10.0
+    """An engine whose tokens take so many times longer than those of its kind is given no requests for a while."""
+    slow_for_s: float = 30.0
+    own_pause_s: float = 1.0
+    """Ticks further apart than this show that this process stood still itself: nobody is suspected for that."""
+    migrations_per_capacity_s: float = 0.5
+    """How many of the requests that all engines can run at once may move per second, over a burst of four seconds."""
+    mean_output_tokens: float = 128.0
+    """What an answer is thought to have before any has ended."""
+
+
+class Router:
+    """All engines and all requests of one frontend."""
+
+    def __init__(self, options: RouterOptions, chance: random.Random) -> None:
+        self.options = options
+        self._chance = chance
+        self.members: dict[str, Member] = {}
+        self._groups: dict[str, Group] = {}  # by version: engines between which a request may move
+        self.held: dict[RoutedRequest, None] = {}
+        self._numbers = itertools.count()
+        self._arrivals = itertools.count()
+        self._sessions: OrderedDict[str, tuple[str, int]] = OrderedDict()  # the engine, and tokens of the last prompt
+        self.prefixes = PrefixIndex()
+        self._mean_output_tokens = options.mean_output_tokens
+        self._allowance: float | None = None  # of migrations, now
+        self._last_tick_s: float | None = None
+        self.choices: Counter[str] = Counter()
+        """By reason: only, rank, session, prefix, load."""
+        self.migrations: Counter[str] = Counter()
+        """By reason: died, silent, stalled, slow, drained, refused."""
+        self.num_quarantined = 0
+        self.num_expected_cached_tokens = self.num_cached_tokens = self.num_prompt_tokens = 0
+
+    # --- membership ---------------------------------------------------------------------------------------------
+
+    def join(self, facts: EngineFacts, now_s: float) -> list[Decision]:
+        """An engine is there, or is there again; what waited for one may go to it."""
+        if facts.name in self.members:
+            self.leave(facts.name, Failure(message="it came back"), now_s, is_awaited=True)
+        member = Member(facts, next(self._numbers), now_s)
+        group = self._groups.setdefault(facts.version, Group(facts.version))
+        self.members[facts.name] = member
+        group.add(member)
+        for each in self._groups.values():
+            each.awaited.discard(facts.name)
+        self._update(member, now_s)
+        return self._place_held(now_s)
+
+    def leave(self, name: str, failure: Failure, now_s: float, *, is_awaited: bool = False) -> list[Decision]:
+        """The engine is lost: what is to become of the requests on board. is_awaited: it is being started anew."""
+        member = self.members.pop(name)
+        member.is_gone = True
+        group = self._groups[member.facts.version]
+        group.remove(member)
+        group.failure = failure
+        if is_awaited:
+            group.awaited.add(name)
+        self.prefixes.forget(member.bit)
+        decisions: list[Decision] = []
+        for request in list(member.requests):
+            self._note_death(request)
+            decisions.append(self._part(request, member, "died", now_s, failure))
+        return decisions + self._fail_hopeless(group)
+
+    def give_up(self, name: str, failure: Failure) -> list[Decision]:
+        """An engine that was awaited will not come back: what waits for it alone fails."""
+        decisions: list[Decision] = []
+        for group in self._groups.values():
+            if name in group.awaited:
+                group.awaited.discard(name)
+                group.failure = failure
+                decisions += self._fail_hopeless(group)
+        return decisions
+
+    def _fail_hopeless(self, group: Group) -> list[Decision]:
+        if group.members or group.awaited or group.failure is None:
+            return []
+        waiting = [each for each in self.held if each.version == group.version]
+        return [self._fail(each, None, group.failure) for each in waiting]
+
+    def drain(self, name: str, now_s: float, *, at_once: bool = False) -> list[Decision]:
+        """The engine takes no new requests. Those on board finish there, or with `at_once` go on elsewhere now, where
+        another engine can have them."""
+        member = self.members[name]
+        member.is_draining = True
+        self._update(member, now_s)
+        return self._move_off(member, "drained", now_s) if at_once else []
+
+    def heard(self, name: str, now_s: float) -> None:
+        """Something came from the engine at this time."""
+        member = self.members.get(name)
+        if member is not None:
+            member.heard_s = max(member.heard_s, now_s)
+
+    def load(self, name: str, num_running: int, num_waiting: int, now_s: float, *, is_paused: bool = False) -> None:
+        """What the engine says that it has, of all its clients."""
+        member = self.members.get(name)
+        if member is not None:
+            member.told_requests, member.is_paused = num_running + num_waiting, is_paused
+            member.heard_s = max(member.heard_s, now_s)
+            self._update(member, now_s)
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def place(self, request: RoutedRequest, now_s: float) -> Member:
+        """The engine for a new request, which is on board from now on.
+
+        Raises NoEngineError and AllFullError.
+        """
+        request._arrival = next(self._arrivals)
+        member, reason = self._choose(request, now_s)
+        self.choices[reason] += 1
+        self._board(request, member, now_s)
+        return member
+
+    def end(self, request: RoutedRequest, now_s: float) -> None:
+        """It has ended, in whatever way."""
+        self.held.pop(request, None)
+        member, work = request.member, request.work
+        if member is not None:
+            self._disembark(request, now_s)
+        num_tokens = work.num_tokens
+        self._mean_output_tokens += 0.02 * (num_tokens / request.num_outputs - self._mean_output_tokens)
+        self.num_prompt_tokens += request.num_prompt_tokens
+        self.num_expected_cached_tokens += request.expected_cached_tokens
+        self.num_cached_tokens += work.num_cached_tokens or 0
+
+    def refused(self, request: RoutedRequest, failure: Failure, now_s: float) -> Decision:
+        """Its engine does not take it, or is about to end: another may."""
+        member = request.member
+        assert member is not None, "a request is refused by the engine that it was sent to"
+        request.refusals.add(member.facts.name)
+        if failure.retry_after_s > 0:
+            member.full_until_s = now_s + min(failure.retry_after_s, 1.0)
+            self._update(member, now_s)
+        self._disembark(request, now_s)
+        try:
+            target, _ = self._choose(request, now_s)
+        except (NoEngineError, AllFullError):
+            return self._fail(request, member, failure)
+        self._board(request, target, now_s)
+        self.migrations["refused"] += 1
+        return Move(request, member, target, "refused")
+
+    def stored(self, name: str, keys: Iterable[int]) -> None:
+        """The engine says that it holds the prefixes of these names (prefixes.py)."""
+        if (member := self.members.get(name)) is not None:
+            self.prefixes.add(keys, member.bit)
+
+    def evicted(self, name: str, keys: Iterable[int]) -> None:
+        if (member := self.members.get(name)) is not None:
+            self.prefixes.discard(keys, member.bit)
+
+    # --- time ---------------------------------------------------------------------------------------------------
+
+    def tick(self, now_s: float) -> list[Decision]:
+        """Comes a few times a second while there are requests: measures, finds silent engines, places what waits."""
+        since_s = now_s - (self._last_tick_s if self._last_tick_s is not None else now_s)
+        self._last_tick_s = now_s
+        if since_s > self.options.own_pause_s:
+            for member in self.members.values():
+                member.busy_since_s = now_s
+                member.progress_s = now_s
+            return []
+        self._refill(since_s)
+        decisions: list[Decision] = []
+        for member in list(self.members.values()):
+            self._measure(member, since_s, now_s)
+            reason = self._what_ails(member, now_s)
+            if reason != member.ailment:
+                member.ailment = reason
+                self._update(member, now_s)
+            if reason:
+                decisions += self._move_off(member, reason, now_s)
+            elif member.full_until_s and member.full_until_s <= now_s:
+                member.full_until_s = 0.0
+                self._update(member, now_s)
+        return decisions + self._place_held(now_s)
+
+    def _measure(self, member: Member, since_s: float, now_s: float) -> None:
+        brought = decoding = 0
+        for request in member.requests:
+            num_tokens = request.work.num_tokens
+            new = num_tokens - request.tokens_seen
+            request.tokens_seen = num_tokens
+            if not num_tokens:
+                continue
+            if request.pending_tokens:
+                self._note_first_token(request, member)
+            brought += new
+            decoding += request.num_outputs
+        if brought or not decoding:
+            member.progress_s = now_s
+        if brought and since_s > 0:
+            member.note_token_time(since_s * decoding / brought)
+        if member.requests:
+            self._update(member, now_s)
+
+    def _note_first_token(self, request: RoutedRequest, member: Member) -> None:
+        first_s = request.work.first_token_s
+        if first_s and request.num_migrations == 0 and member.pending_tokens == request.pending_tokens:
+            member.note_prompt_rate(request.pending_tokens / first_s)
+        member.pending_tokens -= request.pending_tokens
+        request.pending_tokens = 0
+
+    def _what_ails(self, member: Member, now_s: float) -> str:
+        """Why the engine should have no requests now, "" where it may."""
+        options = self.options
+        if member.requests:
+            if now_s - max(member.heard_s, member.busy_since_s) > options.suspect_after_s:
+                return "silent"
+            if not member.is_paused and now_s - max(member.progress_s, member.busy_since_s) > options.stalled_after_s:
+                return "stalled"
+        elif member.ailment in ("silent", "stalled"):
+            return member.ailment if member.heard_s <= member.ailing_since_s else ""
+        group = self._groups[member.facts.version]
+        if member.ailment == "slow":
+            if now_s - member.ailing_since_s < options.slow_for_s:
+                return "slow"
+            member.forget_times()
+            return ""
+        if not member.requests:
+            return ""
+        usual_s = group.usual_token_s(now_s)
+        if usual_s is not None and member.base_token_s > options.slow_factor * usual_s:
+            member.ailing_since_s = now_s
+            return "slow"
+        return ""
+
+    # --- choice -------------------------------------------------------------------------------------------------
+
+    def _choose(self, request: RoutedRequest, now_s: float) -> tuple[Member, str]:
+        """Raises NoEngineError and AllFullError."""
+        group = self._group_of(request)
+        if request.rank is not None and not request.has_begun:
+            return self._of_rank(group, request.rank, request), "rank"
+        if len(group.members) == 1:
+            (only,) = group.members
+            if only.is_usable(now_s) and only.facts.name not in request.refusals:
+                return only, "only"
+        best = group.least_loaded(now_s, request.refusals)
+        if best is None:
+            raise self._why_none(group, now_s)
+        chunk = chunk_tokens(best.facts.block_size)
+        keys = prefix_keys(request.tokens, request.cache_salt, chunk)
+        masks = self.prefixes.holders(keys, group.usable) if keys else []
+        best_cached = _cached_chunks(masks, best.bit) * chunk
+        best_s = best.cost_s + (request.num_prompt_tokens - best_cached) / best.prompt_rate
+        reason = "prefix" if best_cached else "load"
+        for member, num_tokens in self._candidates(request, group, masks, chunk):
+            if member is best or not member.is_usable(now_s) or member.facts.name in request.refusals:
+                continue
+            cost_s = member.cost_s + (request.num_prompt_tokens - num_tokens) / member.prompt_rate
+            if cost_s < best_s:
+                best, best_s, best_cached, reason = member, cost_s, num_tokens, "prefix"
+        if request.session and self._sessions.get(request.session, ("",))[0] == best.facts.name:
+            reason = "session"
+        request.expected_cached_tokens = best_cached
+        return best, reason
+
+    def _group_of(self, request: RoutedRequest) -> Group:
+        """Raises NoEngineError."""
+        if request.version is not None and request.has_begun:
+            return self._groups[request.version]
+        serving = [group for group in self._groups.values() if group.serves(request.model)]
+        if not serving:
+            raise NoEngineError(f"no engine serves {request.model!r:.200}")
+        if len(serving) == 1:
+            return serving[0]
+        # Of several versions one that takes requests, the less loaded first.
+        return min(serving, key=lambda group: (not group.usable, group.load()))
+
+    def _candidates(
+        self, request: RoutedRequest, group: Group, masks: list[int], chunk: int
+    ) -> Iterator[tuple[Member, int]]:
+        """Members that may hold some of the prompt, with how many tokens of it."""
+        known = self._sessions.get(request.session) if request.session else None
+        if known is not None and (member := self.members.get(known[0])) is not None and member in group.members:
+            # A conversation goes on: what it had said last time is thought to be there.
+            held = max(_cached_chunks(masks, member.bit) * chunk, min(known[1], request.num_prompt_tokens))
+            yield member, held
+        lengths = {len(masks), (len(masks) + 1) // 2, 1} if masks else ()
+        for length in sorted(lengths, reverse=True):
+            mask = masks[length - 1]
+            shift = self._chance.randrange(mask.bit_length())
+            rotated = mask >> shift
+            for _ in range(_HOLDERS_LOOKED_AT):
+                if not rotated:
+                    if not shift:
+                        break
+                    rotated, shift = mask & ((1 << shift) - 1), 0
+                    if not rotated:
+                        break
+                lowest = rotated & -rotated
+                rotated ^= lowest
+                yield group.by_bit[lowest << shift], length * chunk
+
+    @staticmethod
+    def _of_rank(group: Group, rank: int, request: RoutedRequest) -> Member:
+        for member in group.members:
+            if member.facts.rank == rank and member.facts.name not in request.refusals:
+                return member
+        ranks = ", ".join(str(each) for each in sorted(member.facts.rank for member in group.members))
+        raise NoEngineError(f"there is no engine of data_parallel_rank {rank}; there are {ranks}")
+
+    @staticmethod
+    def _why_none(group: Group, now_s: float) -> Exception:
+        full = [each for each in group.members if each.is_full(now_s) and not each.ailment and not each.is_draining]
+        if full:
+            return AllFullError(max(1.0, min(each.wait_s for each in full)))
+        return NoEngineError("no engine takes requests now", group.failure)
+
+    # --- moves --------------------------------------------------------------------------------------------------
+
+    def _part(self, request: RoutedRequest, member: Member, reason: str, now_s: float, failure: Failure) -> Decision:
+        """What becomes of a request that has lost its engine."""
+        limit = self.options.max_migrations
+        if request.deaths >= 2:
+            self.num_quarantined += 1
+            return self._fail(request, member, _quarantine(request, failure))
+        if request.num_migrations >= limit:
+            return self._fail(request, member, _used_up(request, limit, failure))
+        self._disembark(request, now_s)
+        request.num_migrations += 1
+        return self._resume(request, member, reason, now_s, failure)
+
+    def _resume(
+        self, request: RoutedRequest, source: Member | None, reason: str, now_s: float, failure: Failure
+    ) -> Decision:
+        request.rank = None
+        if self._take_allowance():
+            try:
+                target, _ = self._choose(request, now_s)
+            except (NoEngineError, AllFullError):
+                group = self._groups[request.version] if request.version is not None else None
+                if group is not None and not group.members and not group.awaited:
+                    return self._fail(request, source, failure)
+            else:
+                self._board(request, target, now_s)
+                self.migrations[reason] += 1
+                return Move(request, source, target, reason)
+        self.held[request] = None
+        return Wait(request, source, reason)
+
+    def _place_held(self, now_s: float) -> list[Decision]:
+        """The most urgent first, then the oldest."""
+        decisions: list[Decision] = []
+        for request in sorted(self.held, key=lambda each: (each.priority, each._arrival)):
+            if not self._take_allowance():
+                break
+            try:
+                target, _ = self._choose(request, now_s)
+            except (NoEngineError, AllFullError):
+                continue
+            del self.held[request]
+            self._board(request, target, now_s)
+            self.migrations["held"] += 1
+            decisions.append(Move(request, None, target, "held"))
+        return decisions
+
+    def _move_off(self, member: Member, reason: str, now_s: float) -> list[Decision]:
+        """Requests of an engine that is still there: those stay for which there is no other, or no migration left."""
+        decisions: list[Decision] = []
+        planned = reason == "drained"
+        for request in list(member.requests):
+            if not self.options.max_migrations or (
+                not planned and request.num_migrations >= self.options.max_migrations
+            ):
+                continue
+            group = self._groups[member.facts.version]
+            if not group.usable & ~member.bit or not self._take_allowance():
+                break
+            self._disembark(request, now_s)
+            request.rank = None
+            try:
+                target, _ = self._choose(request, now_s)
+            except (NoEngineError, AllFullError):
+                self._board(request, member, now_s)
+                break
+            request.num_migrations += not planned
+            self._board(request, target, now_s)
+            self.migrations[reason] += 1
+            decisions.append(Move(request, member, target, reason))
+        return decisions
+
+    def _note_death(self, request: RoutedRequest) -> None:
+        """A request that brings tokens between two deaths caused neither: what kills an engine does so at one place."""
+        num_tokens = request.work.num_tokens
+        request.deaths = 1 if num_tokens > request.tokens_at_death else request.deaths + 1
+        request.tokens_at_death = num_tokens
+
+    def _fail(self, request: RoutedRequest, source: Member | None, failure: Failure) -> Fail:
+        if request.member is not None:
+            self._leave_board(request)
+        self.held.pop(request, None)
+        return Fail(request, source, failure)
+
+    def _refill(self, since_s: float) -> None:
+        capacity = max(64, sum(member.facts.capacity for member in self.members.values()))
+        most = 4.0 * self.options.migrations_per_capacity_s * capacity
+        had = most if self._allowance is None else self._allowance
+        self._allowance = min(most, had + since_s * self.options.migrations_per_capacity_s * capacity)
+
+    def _take_allowance(self) -> bool:
+        if self._allowance is None:
+            self._refill(0.0)
+        assert self._allowance is not None
+        if self._allowance < 1.0:
+            return False
+        self._allowance -= 1.0
+        return True
+
+    # --- what is on board ---------------------------------------------------------------------------------------
+
+    def _board(self, request: RoutedRequest, member: Member, now_s: float) -> None:
+        if not member.requests:
+            member.busy_since_s = now_s
+        member.requests[request] = None
+        member.num_outputs += request.num_outputs
+        request.member, request.version = member, member.facts.version
+        computed = request.num_prompt_tokens + request.work.num_tokens - request.expected_cached_tokens
+        request.pending_tokens = max(1, computed)
+        request.tokens_seen = request.work.num_tokens
+        member.pending_tokens += request.pending_tokens
+        if request.session:
+            self._sessions[request.session] = (member.facts.name, request.num_prompt_tokens)
+            self._sessions.move_to_end(request.session)
+            if len(self._sessions) > MOST_SESSIONS:
+                self._sessions.popitem(last=False)
+        self._update(member, now_s)
+
+    def _leave_board(self, request: RoutedRequest) -> Member:
+        member = request.member
+        assert member is not None, "it is on board of an engine"
+        del member.requests[request]
+        member.num_outputs -= request.num_outputs
+        member.pending_tokens -= request.pending_tokens
+        request.pending_tokens, request.member = 0, None
+        return member
+
+    def _disembark(self, request: RoutedRequest, now_s: float) -> None:
+        self._update(self._leave_board(request), now_s)
+
+    def _update(self, member: Member, now_s: float) -> None:
+        """Its cost has changed, or whether it takes requests."""
+        if not member.is_gone:
+            member.weigh(self._mean_output_tokens)
+            self._groups[member.facts.version].update(member, now_s)
+
+
+def _cached_chunks(masks: list[int], bit: int) -> int:
+    """Of how many chunks the engine with this bit is among the holders."""
+    length = len(masks)
+    while length and not masks[length - 1] & bit:
+        length -= 1
+    return length
+
+
+def _quarantine(request: RoutedRequest, failure: Failure) -> Failure:
+    return msgspec.structs.replace(
+        failure,
+        message=f"two engines died with this request, one after the other, and it is not sent to a third: "
+        f"{failure.message}",
+        type="Quarantined",
+    )
+
+
+def _used_up(request: RoutedRequest, limit: int, failure: Failure) -> Failure:
+    if not limit:
+        return failure
+    text = f"this request was moved {request.num_migrations} times (max_migrations), and lost its engine again"
+    return msgspec.structs.replace(failure, message=f"{text}: {failure.message}")

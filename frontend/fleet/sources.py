@@ -1,0 +1,118 @@
+"""Where engines come from: children of this process, or addresses at which somebody else runs one."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from headrace.frontend.client.client import CoreClient
+from headrace.frontend.client.own_engine import CAUSE_GRACE_S
+from headrace.frontend.client.transport import ZmqTransport
+from headrace.ipc.failure import EngineStartError
+from headrace.ipc.messages import Ready
+
+if TYPE_CHECKING:
+    from headrace.core.process.supervisor import Child
+
+STABLE_AFTER_S = 60.0
+"""An engine that served for so long and then died is started again without delay."""
+
+
+class Source(Protocol):
+    """Where an engine comes from."""
+
+    address: str
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether `open` may be called again after a death."""
+        ...
+
+    @property
+    def is_awaited(self) -> bool:
+        """Its model's name stays meanwhile, and requests that no other engine can have wait for it."""
+        ...
+
+    async def open(self) -> CoreClient:
+        """Waits until the engine is ready. Raises HeadraceError when it will not be."""
+        ...
+
+    async def close(self, deadline_s: float) -> None: ...
+
+
+class Attached:
+    """An engine that somebody else runs, who may start another at its address, or let one go on that was stopped."""
+
+    is_awaited = False  # nobody knows whether
+
+    def __init__(self, address: str, peer_timeout_s: float | None = None, *, comes_back: bool = True) -> None:
+        self.address, self.comes_back = address, comes_back
+        self._peer_timeout_s = peer_timeout_s
+
+    async def open(self) -> CoreClient:
+        client = CoreClient(ZmqTransport(self.address, self._peer_timeout_s))
+        await client.start()
+        return client
+
+    async def close(self, deadline_s: float) -> None:
+        """It goes on without us."""
+
+
+class Owned:
+    """An engine-core child of this process."""
+
+    def __init__(self, start: Callable[[], Child], first: Child, *, restarts: int) -> None:
+        """`first` runs already; `start` starts another at the same address, up to `restarts` times in a row."""
+        self._start, self._child = start, first
+        self._used = False
+        self._restarts = self._restarts_left = restarts
+        self._ready_s = math.inf
+        self.address = ""
+        self.on_progress: Callable[[str], None] | None = None
+        self.on_ready: Callable[[Ready], None] = lambda ready: None
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def comes_back(self) -> bool:
+        return self._restarts_left > 0 or (self._restarts > 0 and self._was_stable)
+
+    is_awaited = comes_back
+
+    @property
+    def _was_stable(self) -> bool:
+        return time.monotonic() - self._ready_s > STABLE_AFTER_S
+
+    async def open(self) -> CoreClient:
+        if self._used:
+            self._restarts_left = (self._restarts if self._was_stable else self._restarts_left) - 1
+            self._ready_s = math.inf
+            # A lost connection is no death: what still lives would keep its weights and its cache.
+            await asyncio.to_thread(self._child.kill)
+            if self._child.alive:
+                raise EngineStartError(f"engine-core (pid {self._child.pid}) does not end, so no other is started")
+            self._child = await asyncio.to_thread(self._start)
+        self._used = True
+        report = self.on_progress
+        ready = await asyncio.to_thread(
+            self._child.wait_ready,
+            on_progress=None if report is None else lambda progress: report(progress.phase),
+        )
+        self.on_ready(ready)
+        self.address = ready.address
+        client = CoreClient(ZmqTransport(ready.address, ready.peer_timeout_s), cause_grace_s=CAUSE_GRACE_S)
+        await client.start()
+        self._ready_s = time.monotonic()
+        self._child.on_exit(client.fail_threadsafe)
+        return client
+
+    async def close(self, deadline_s: float) -> None:
+        # While it loads a model it cannot be asked, and has nothing to lose.
+        stop = self._child.kill if self._child.ready is None else functools.partial(self._child.stop, deadline_s)
+        await asyncio.to_thread(stop)

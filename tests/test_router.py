@@ -1,0 +1,288 @@
+"""The router alone, on times that the tests give it: which engine it chooses, and what becomes of requests."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from headrace.frontend.fleet.decisions import (
+    ANYWHERE,
+    Affinity,
+    AllFullError,
+    Fail,
+    Move,
+    NoEngineError,
+    RoutedRequest,
+    Wait,
+)
+from headrace.frontend.fleet.members import EngineFacts
+from headrace.frontend.fleet.prefixes import PrefixIndex, prefix_keys
+from headrace.frontend.fleet.router import Router, RouterOptions
+from headrace.ipc.codec import Tensor
+from headrace.ipc.failure import Failure
+
+KILLED = Failure(message="killed", type="SIGKILL")
+
+
+@dataclass
+class Progress:
+    """What a request has brought."""
+
+    num_tokens: int = 0
+    first_token_s: float | None = None
+    num_cached_tokens: int | None = None
+
+
+def make(count: int, *, capacity: int = 4, **options: object) -> Router:
+    router = Router(RouterOptions(**options), random.Random(1))  # type: ignore[arg-type]
+    for index in range(count):
+        router.join(facts(index, capacity=capacity), 0.0)
+    return router
+
+
+def facts(index: int, *, capacity: int = 4, version: str = "v1", max_waiting: int = 4) -> EngineFacts:
+    return EngineFacts(
+        name=f"engine {index}",
+        models=("m",),
+        version=version,
+        capacity=capacity,
+        max_waiting=max_waiting,
+        rank=index,
+    )
+
+
+def request(
+    num_tokens: int = 640, *, first: int = 0, affinity: Affinity = ANYWHERE, priority: int = 0
+) -> RoutedRequest:
+    tokens = Tensor.of("int32", range(first, first + num_tokens)).data
+    return RoutedRequest(
+        "m", Progress(), num_prompt_tokens=num_tokens, tokens=bytes(tokens), affinity=affinity, priority=priority
+    )
+
+
+def place(router: Router, *requests: RoutedRequest, now_s: float = 0.0) -> list[str]:
+    return [router.place(each, now_s).facts.name for each in requests]
+
+
+def test_equal_requests_are_spread_evenly() -> None:
+    router = make(8, capacity=64)
+    names = place(router, *(request() for _ in range(80)))
+    assert {names.count(f"engine {index}") for index in range(8)} == {10}
+
+
+def test_a_prompt_goes_where_its_prefix_is_unless_that_engine_is_busy() -> None:
+    router = make(4, capacity=64)
+    held = prefix_keys(request(640).tokens, "", 64)
+    assert len(held) == 10
+    router.stored("engine 2", held)
+    assert place(router, request(700)) == ["engine 2"]
+    assert router.choices == {"prefix": 1}
+    router.load("engine 2", 64, 30, 0.0)
+    assert place(router, request(700)) != ["engine 2"]
+    router.load("engine 2", 0, 0, 0.0)
+    router.evicted("engine 2", held)
+    assert router.prefixes.holders(held, -1) == []
+
+
+def test_prompts_of_different_salts_have_different_names() -> None:
+    tokens = request(640).tokens
+    assert not set(prefix_keys(tokens, "", 64)) & set(prefix_keys(tokens, "x", 64))
+
+
+def test_the_index_forgets_what_nobody_asks_for() -> None:
+    index = PrefixIndex(100)
+    index.add([1, 2, 3], 1)
+    for key in range(1000, 1200):
+        index.holders([1], 1)
+        index.add([key], 2)
+    assert index.holders([1], 1) == [1]
+    assert index.holders([2], 1) == []
+    assert len(index) <= 102
+    index.forget(1)
+    assert index.holders([1], 3) == []
+
+
+def test_a_slower_engine_gets_less() -> None:
+    router = make(2, capacity=64)
+    slow, fast = (router.members[f"engine {index}"] for index in range(2))
+    for _ in range(50):
+        slow.note_token_time(0.2)
+        fast.note_token_time(0.02)
+    names = place(router, *(request(64) for _ in range(22)))
+    assert names.count("engine 0") <= 4
+
+
+def test_requests_of_a_session_stay_together() -> None:
+    router = make(8, capacity=64)
+    turn = request(affinity=Affinity(session="s"))
+    (first,) = place(router, turn)
+    router.end(turn, 0.0)
+    for _ in range(3):
+        place(router, request(first=5000))
+    assert place(router, request(704, affinity=Affinity(session="s"))) == [first]
+    assert router.choices["session"] == 1
+
+
+def test_a_rank_is_kept_to_and_one_that_is_not_there_is_named() -> None:
+    router = make(3)
+    assert place(router, request(affinity=Affinity(rank=2))) == ["engine 2"]
+    with pytest.raises(NoEngineError, match="there are 0, 1, 2"):
+        place(router, request(affinity=Affinity(rank=7)))
+
+
+def test_the_queue_of_the_whole_is_bounded() -> None:
+    router = make(2, capacity=4)
+    place(router, *(request() for _ in range(16)))
+    with pytest.raises(AllFullError) as raised:
+        place(router, request())
+    assert raised.value.retry_after_s >= 1.0
+
+
+def test_a_refused_request_goes_to_one_that_has_not_refused_it() -> None:
+    router = make(2)
+    asked = request()
+    (first,) = place(router, asked)
+    full = Failure(message="full", type="QueueFullError", retry_after_s=9.0)
+    decision = router.refused(asked, full, 0.0)
+    assert isinstance(decision, Move)
+    assert decision.target.facts.name != first
+    assert isinstance(router.refused(asked, full, 0.0), Fail)
+
+
+def test_requests_of_a_dead_engine_move_and_two_deaths_without_a_token_quarantine() -> None:
+    router = make(3)
+    poison, good = request(affinity=Affinity(rank=0)), request(affinity=Affinity(rank=0))
+    place(router, poison, good)
+    moves = router.leave("engine 0", KILLED, 1.0)
+    assert {type(each) for each in moves} == {Move}
+    good.work.num_tokens = 5  # type: ignore[misc]
+    assert poison.member is not None
+    if good.member is not poison.member:
+        router._disembark(good, 1.0)
+        router._board(good, poison.member, 1.0)
+    decisions = {each.request: each for each in router.leave(poison.member.facts.name, KILLED, 2.0)}
+    failed = decisions[poison]
+    assert isinstance(failed, Fail)
+    assert "two engines died" in failed.failure.message
+    assert isinstance(decisions[good], Move)
+    assert router.num_quarantined == 1
+
+
+def test_a_request_has_only_so_many_migrations() -> None:
+    router = make(3, max_migrations=1)
+    asked = request()
+    place(router, asked)
+    for number in (1, 2):
+        asked.work.num_tokens = number  # type: ignore[misc]
+        assert asked.member is not None
+        (decision,) = router.leave(asked.member.facts.name, KILLED, float(number))
+        assert isinstance(decision, Move if number == 1 else Fail)
+
+
+def test_requests_wait_for_an_awaited_engine_the_most_urgent_first() -> None:
+    router = make(1)
+    late, urgent = request(), request(priority=-1)
+    place(router, late, urgent)
+    decisions = router.leave("engine 0", KILLED, 1.0, is_awaited=True)
+    assert [type(each) for each in decisions] == [Wait, Wait]
+    moves = router.join(facts(0), 2.0)
+    assert [each.request for each in moves] == [urgent, late]
+
+
+def test_what_waits_fails_when_the_awaited_engine_does_not_come() -> None:
+    router = make(1)
+    asked = request()
+    place(router, asked)
+    router.leave("engine 0", KILLED, 1.0, is_awaited=True)
+    (decision,) = router.give_up("engine 0", Failure(message="does not start"))
+    assert isinstance(decision, Fail)
+    assert decision.failure.message == "does not start"
+    assert not router.held
+
+
+def test_moves_are_rationed_and_the_rest_follows() -> None:
+    router = make(2, capacity=200, migrations_per_capacity_s=0.1)
+    requests = [request(affinity=Affinity(rank=0)) for _ in range(190)]
+    place(router, *requests)
+    decisions = router.leave("engine 0", KILLED, 1.0)
+    moved = sum(isinstance(each, Move) for each in decisions)
+    assert 0 < moved < 190
+    assert len(router.held) == 190 - moved
+    for tick in range(40):
+        router.heard("engine 1", 1.25 + 0.25 * tick)
+        router.tick(1.25 + 0.25 * tick)
+    assert not router.held
+    assert all(each.member is router.members["engine 1"] for each in requests)
+
+
+def test_a_silent_engine_is_suspected_and_used_again_once_it_speaks() -> None:
+    router = make(2)
+    asked = request(affinity=Affinity(rank=0))
+    place(router, asked)
+    decisions = []
+    for tick in range(12):
+        router.heard("engine 1", 0.25 * tick)
+        decisions += router.tick(0.25 * tick)
+    (move,) = decisions
+    assert isinstance(move, Move)
+    assert move.reason == "silent"
+    assert place(router, request(), request()) == ["engine 1", "engine 1"]
+    router.heard("engine 0", 3.0)
+    router.tick(3.0)
+    assert "engine 0" in place(router, request(), request(), now_s=3.0)
+
+
+def test_nobody_is_suspected_for_a_pause_of_this_process() -> None:
+    router = make(2)
+    place(router, request(), request())
+    router.tick(0.25)
+    assert router.tick(60.0) == []
+    assert router.tick(60.25) == []
+
+
+def test_an_engine_ten_times_slower_than_its_kind_loses_its_requests() -> None:
+    router = make(4, capacity=64)
+    requests = [request(affinity=Affinity(rank=index)) for index in range(4)]
+    place(router, *requests)
+    moves = []
+    for tick in range(60):
+        for index, each in enumerate(requests):
+            if each.member is not None and each.member.facts.rank == 0 and index == 0:
+                each.work.num_tokens = 1 + tick // 8  # type: ignore[misc]
+            else:
+                each.work.num_tokens += 12  # type: ignore[misc]
+        for index in range(4):
+            router.heard(f"engine {index}", 0.25 * tick)
+        moves += router.tick(0.25 * tick)
+    assert [each.reason for each in moves if isinstance(each, Move)] == ["slow"]
+
+
+def test_requests_move_between_engines_of_one_version_alone() -> None:
+    router = Router(RouterOptions(), random.Random(1))
+    for index, version in enumerate(("v1", "v2", "v1")):
+        router.join(facts(index, version=version), 0.0)
+    asked = RoutedRequest("m", Progress(), num_prompt_tokens=5, affinity=Affinity())
+    member = router.place(asked, 0.0)
+    asked.work.num_tokens = 3  # type: ignore[misc]
+    version = member.facts.version
+    while True:
+        assert asked.member is not None
+        (decision,) = router.leave(asked.member.facts.name, KILLED, 1.0)
+        if isinstance(decision, Fail):
+            break
+        assert isinstance(decision, Move)
+        assert decision.target.facts.version == version
+        asked.work.num_tokens += 1  # type: ignore[misc]
+
+
+def test_a_draining_engine_gets_nothing_new_and_can_be_emptied() -> None:
+    router = make(2)
+    asked = request(affinity=Affinity(rank=0))
+    place(router, asked)
+    assert router.drain("engine 0", 1.0) == []
+    assert place(router, request(), request()) == ["engine 1", "engine 1"]
+    (move,) = router.drain("engine 0", 2.0, at_once=True)
+    assert isinstance(move, Move)
+    assert asked.num_migrations == 0
