@@ -80,14 +80,16 @@ class RequestTable:
         stream.max_tokens, stream.priority = max_tokens, priority
         stream.interval = params.stream_interval or self.stream_interval
         stream.tokenized = tokenized
-        self._take(stream)
+        for message in self._register(stream):
+            self._send(message)
         return stream
 
     def adopt(self, stream: RequestStream) -> None:
         """Takes over a request that another table has released; the core goes on where the other's stopped."""
         for sequence in stream.sequences:
             sequence.slot = self._next_slot + sequence.index
-        self._take(stream)
+        for message in self._register(stream):
+            self._send(message)
 
     def release(self, stream: RequestStream) -> None:
         """Forgets a request, which does not end; the core is told to."""
@@ -104,15 +106,15 @@ class RequestTable:
             stream.table = None
         return streams
 
-    def _take(self, stream: RequestStream) -> None:
+    def _register(self, stream: RequestStream) -> list[AddRequest]:
+        """What is to be sent for it."""
         self._next_slot += stream.params.n
         self._streams[stream.request_id] = stream
         stream.table = self
         for sequence in stream.sequences:
             if sequence.finish_reason is None:
                 self._sequences[sequence.slot] = sequence
-        for message in _messages_of(stream):
-            self._send(message)
+        return _messages_of(stream)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends these requests; ids that are not running are ignored."""
