@@ -140,7 +140,8 @@ def test_an_engine_is_started_again_when_that_was_asked_for(processes):
     ):
         with streaming(client) as lines:
             engine_of(server).kill()
-            assert "was killed by signal 9" in [line for line in lines if line][-2]
+            more = [next(lines) for _ in range(100)]
+            assert all('"finish_reason":null' in line for line in more if line), "it goes on with the new engine"
         answers = []
 
         def served() -> bool:
@@ -164,11 +165,12 @@ def test_requests_that_brought_nothing_are_sent_to_the_engine_that_takes_over(pr
     ):
         asked = {"prompt": [7, 8], "max_tokens": 5, "ignore_eos": True, "logprobs": 0}
         expected = other.post(COMPLETIONS, json=asked).json()["choices"][0]["logprobs"]["tokens"]
-        with ThreadPoolExecutor(1) as pool, streaming(client) as lines:
-            waiting = pool.submit(other.post, COMPLETIONS, json=asked, timeout=30)
-            wait_until(lambda: metric(watcher, "headrace:num_requests_waiting") == 1, 10, "a request that waits")
-            engine_of(server).kill()
-            assert '"code":"engine_dead"' in [line for line in lines if line][-2]
+        with ThreadPoolExecutor(1) as pool:
+            with streaming(client):  # has the only seat, and the next engine's too until its client leaves
+                waiting = pool.submit(other.post, COMPLETIONS, json=asked, timeout=30)
+                wait_until(lambda: metric(watcher, "headrace:num_requests_waiting") == 1, 10, "a request that waits")
+                engine_of(server).kill()
+                server.wait_log("waiting for an engine")
             answer = waiting.result(30)
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["logprobs"]["tokens"] == expected
@@ -179,7 +181,7 @@ def test_a_request_that_kills_engines_is_sent_again_once():
         answer = client.post(COMPLETIONS, json={"prompt": [9], "max_tokens": 5}, timeout=30)
         assert answer.status_code in (500, 503)
         assert "told to crash" in answer.json()["error"]["message"]
-        server.wait_log("are sent to the new engine(.|\n)*starting the engine again")
+        server.wait_log("1 waiting for an engine(.|\n)*starting the engine again")
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
