@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headrace.frontend.api.llm import LLM, connect
     from headrace.frontend.api.llm_engine import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine
     from headrace.frontend.api.outputs import CompletionOutput, Logprob, RequestOutput
-    from headrace.frontend.api.prompts import TextPrompt, TokensPrompt
+    from headrace.frontend.api.prompts import PromptType, TextPrompt, TokensPrompt
     from headrace.frontend.api.sampling_params import RequestOutputKind, SamplingParams
     from headrace.frontend.api.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
     from headrace.ipc.failure import (
@@ -60,6 +60,7 @@ _HOMES = {
     "ModelError": "ipc.failure",
     "ModelRegistry": "executor.models.registry",
     "OptionError": "ipc.failure",
+    "PromptType": "frontend.api.prompts",
     "QueueFullError": "ipc.failure",
     "RequestFailedError": "ipc.failure",
     "RequestOutput": "frontend.api.outputs",
@@ -100,6 +101,7 @@ __all__ = [  # noqa: RUF022 - the first few are what people come for
     "RequestOutput",
     "RequestOutputKind",
     "StructuredOutputsParams",
+    "PromptType",
     "TextPrompt",
     "TokensPrompt",
     "__version__",

@@ -41,6 +41,12 @@ def openai_server() -> int:
     return headrace()
 
 
+def run_batch() -> int:
+    """`python -m headrace.entrypoints.openai.run_batch -i FILE -o FILE --model MODEL`: `headrace run-batch`."""
+    sys.argv.insert(1, "run-batch")
+    return headrace()
+
+
 def engine_core() -> None:
     """The `engine-core` command, which sets a handler of its own once there is something to stop."""
     from headrace.core.process.daemon import main

@@ -17,6 +17,7 @@ PROMPTS = ("PromptType", "TextPrompt", "TokensPrompt", "EmbedsPrompt")
 OUTPUTS = ("CompletionOutput", "RequestOutput", "ClassificationRequestOutput", "EmbeddingRequestOutput")
 SAMPLING = ("RequestOutputKind", "SamplingParams", "BeamSearchParams", "StructuredOutputsParams")
 ERRORS = ("EngineDeadError", "EngineGenerateError")
+EXCEPTIONS = ("GenerationError", "QueueOverflowError", "VLLMClientError", "VLLMError", "VLLMValidationError")
 CONFIGS = ("CacheConfig", "CompilationConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig", "VllmConfig")
 
 MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
@@ -27,15 +28,17 @@ MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
         "engine.arg_utils": ("AsyncEngineArgs", "EngineArgs"),
         "engine.async_llm_engine": ("AsyncLLMEngine",),
         "engine.llm_engine": ("LLMEngine",),
-        "engine.protocol": ("EngineClient",),
+        "engine.protocol": ("EngineClient", "StreamingInput"),
         "entrypoints": (),
         "entrypoints.llm": ("LLM",),
         "entrypoints.openai": (),
         "entrypoints.openai.api_server": ("build_app", "init_app_state", "run_server"),
+        "entrypoints.openai.run_batch": (),
+        "exceptions": EXCEPTIONS,
         "inputs": PROMPTS,
         "inputs.data": PROMPTS,
         "logger": ("init_logger",),
-        "logprobs": ("Logprob",),
+        "logprobs": ("FlatLogprobs", "Logprob"),
         "lora": (),
         "lora.request": ("LoRARequest",),
         "outputs": (*OUTPUTS, "Logprob", "RequestMetrics", "PoolingRequestOutput", "ScoringRequestOutput"),
@@ -55,28 +58,51 @@ MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
         "v1.engine.exceptions": ERRORS,
         "v1.engine.llm_engine": ("LLMEngine",),
         "v1.metrics": (),
+        "v1.metrics.loggers": (
+            "AggregateStatLoggerBase",
+            "LoggingStatLogger",
+            "PrometheusStatLogger",
+            "StatLoggerBase",
+        ),
         "v1.metrics.reader": ("Counter", "Gauge", "Histogram", "Metric", "Vector"),
+        "v1.metrics.stats": ("FinishedRequestStats", "IterationStats", "PrefixCacheStats", "SchedulerStats"),
         "version": ("__version__",),
     }
 )
 """The names of each module. One that has no home is told with its reason."""
+
+PROGRAMS: Mapping[str, str] = types.MappingProxyType(
+    {"entrypoints.openai.api_server": "openai_server", "entrypoints.openai.run_batch": "run_batch"}
+)
+"""Of headrace/programs.py, for `python -m` and one of the modules."""
 
 HOMES: Mapping[str, str] = types.MappingProxyType(
     {
         "CacheConfig": "frontend.api.engine_config:CacheConfig",
         "EngineClient": "frontend.api.async_llm:AsyncLLM",
         "EngineGenerateError": "ipc.failure:RequestFailedError",
+        "FlatLogprobs": "frontend.api.outputs:FlatLogprobs",
         "FlexibleArgumentParser": "core.options.parsing:OptionParser",
+        "GenerationError": "ipc.failure:RequestFailedError",
         "ModelConfig": "frontend.api.engine_config:ModelConfig",
         "PromptType": "frontend.api.prompts:PromptType",
+        "QueueOverflowError": "ipc.failure:QueueFullError",
         "RequestMetrics": "frontend.api.outputs:RequestMetrics",
         "SchedulerConfig": "frontend.api.engine_config:SchedulerConfig",
+        "StreamingInput": "frontend.api.streaming_input:StreamingInput",
         "UsageContext": "frontend.api.helpers:UsageContext",
+        "VLLMClientError": "ipc.failure:InvalidRequestError",
+        "VLLMError": "ipc.failure:HeadraceError",
+        "VLLMValidationError": "ipc.failure:InvalidRequestError",
         "VllmConfig": "frontend.api.engine_config:EngineConfig",
         "get_tokenizer": "frontend.api.helpers:get_tokenizer",
         "init_logger": "frontend.api.helpers:init_logger",
         "random_uuid": "frontend.api.helpers:random_uuid",
         "utils.Counter": "frontend.api.helpers:Counter",
+        **{name: f"frontend.api.stat_loggers:{name}" for name in (
+            "AggregateStatLoggerBase", "FinishedRequestStats", "IterationStats", "PrefixCacheStats", "SchedulerStats",
+            "StatLoggerBase",
+        )},
         **{f"v1.metrics.reader.{name}": f"frontend.client.engine_metrics:{name}" for name in (
             "Counter", "Gauge", "Histogram", "Metric", "Vector"
         )},
@@ -139,9 +165,10 @@ class VllmModules:
         ]
 
     def get_code(self, fullname: str) -> types.CodeType:
-        """For `python -m headrace.entrypoints.openai.api_server`."""
-        run = "import sys\nfrom headrace.programs import openai_server\nsys.exit(openai_server())"
-        return compile(run if fullname.endswith(".api_server") else "", f"<{fullname}>", "exec")
+        """For `python -m headrace.entrypoints.openai.api_server`, and the like."""
+        program = PROGRAMS.get(fullname.removeprefix("headrace."))
+        run = f"import sys\nfrom headrace.programs import {program}\nsys.exit({program}())" if program else ""
+        return compile(run, f"<{fullname}>", "exec")
 
 
 def _exists(module: str, name: str) -> bool:

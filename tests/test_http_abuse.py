@@ -32,6 +32,7 @@ from headrace.ipc.failure import OptionError
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
 READ_TIMEOUT_S = 2.0
+MOST_LEFT_BYTES = 150 << 20
 LONG_NAME = " - at `$" * 40_000
 
 
@@ -144,6 +145,40 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(client, server
             assert refused.status_code == 400
             assert refused.json()["error"]["code"] == "context_length_exceeded"
     wait_until(lambda: memory_bytes(server) - before < 60 << 20, 10, "giving memory back")
+
+
+@pytest.mark.system
+@pytest.mark.timeout(600)
+def test_a_thousand_bodies_of_every_size_leave_the_server_as_it_was(client, server):
+    """Sizes from one byte to the limit, each as often in every power of two; texts, tokens, conversations, nonsense."""
+    limit = ServeOptions().max_body_bytes
+    before, peak = memory_bytes(server), 0
+    for number in range(1000):
+        size = max(1, round(limit ** ((number // 5 + 1) / 200)))
+        path, body = _body_of(number % 5, size)
+        assert len(body) <= limit
+        assert client.post(path, content=body, headers=JSON).status_code < 500
+        peak = max(peak, memory_bytes(server))
+    print(f"peak {(peak - before) >> 20} MiB, left {(memory_bytes(server) - before) >> 20} MiB above the start")
+    wait_until(lambda: memory_bytes(server) - before < MOST_LEFT_BYTES, 10, "giving memory back")
+
+
+def _body_of(kind: int, size: int) -> tuple[str, bytes]:
+    """A body of so many bytes, or a little more where its frame alone is longer."""
+    frames = {
+        0: (COMPLETIONS, b'{"max_tokens":1,"prompt":"', b"a ", b'"}'),
+        1: (COMPLETIONS, b'{"max_tokens":1,"prompt":[5', b",5", b"]}"),
+        2: (CHAT, b'{"max_tokens":1,"messages":[{"role":"user","content":"', b"ab", b'"}]}'),
+        3: (
+            CHAT,
+            b'{"max_tokens":1,"messages":[',
+            b'{"role":"user","content":"x"},',
+            b'{"role":"user","content":"y"}]}',
+        ),
+        4: ("/tokenize", b"", b"\x7b\x22", b""),
+    }
+    path, head, piece, tail = frames[kind]
+    return path, head + piece * max(0, (size - len(head) - len(tail)) // len(piece)) + tail
 
 
 def test_the_length_of_a_text_is_bounded_by_its_vocabulary_and_probed_by_its_beginning():

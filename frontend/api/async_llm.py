@@ -8,7 +8,7 @@ import functools
 import itertools
 import os
 import weakref
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from headrace.frontend.api.batch import params_for
@@ -17,8 +17,17 @@ from headrace.frontend.api.chat_prompts import chat_options, chat_prompt
 from headrace.frontend.api.engine_config import EngineConfig, ModelConfig, engine_config
 from headrace.frontend.api.helpers import EngineSignature, get_tokenizer
 from headrace.frontend.api.outputs import RequestOutput
-from headrace.frontend.api.prompts import Prompt, parse_single_prompt, tokenize
+from headrace.frontend.api.prompts import (
+    AS_THE_MODEL_HAS_IT,
+    Prompt,
+    Tokenization,
+    parse_single_prompt,
+    tokenization_of,
+    tokenize,
+)
 from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.frontend.api.stat_loggers import Factory, StatLoggers
+from headrace.frontend.api.streaming_input import StreamingInput, StreamingSession
 from headrace.frontend.api.unsupported import NamesWhatIsMissing, check_arguments
 from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
@@ -59,13 +68,19 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         self._prepare(start_own_engine(model, dict(options)))
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, **others: Any) -> Self:
+    def from_engine_args(
+        cls, engine_args: EngineArgs, *, stat_loggers: Sequence[Factory] | None = None, **others: Any
+    ) -> Self:
         """Starts an engine-core, and does not wait for it: the first call does.
 
+        stat_loggers: classes of one's own that are told the engine's load (see stat_loggers.py).
         `others` are vLLM's further arguments, of which each must be None or ask for nothing.
         """
         check_arguments("from_engine_args", others)
-        return cls(**vars(engine_args))
+        loggers = StatLoggers(stat_loggers)
+        self = cls(**vars(engine_args))
+        self._stat_loggers = loggers
+        return self
 
     @classmethod
     async def connect(cls, address: str, timeout_s: float = CONNECT_TIMEOUT_S, *, keys: str | None = None) -> AsyncLLM:
@@ -94,6 +109,8 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         self._closed = False
         self._process_id = os.getpid()
         self._request_ids = itertools.count()
+        self._sessions: dict[str, StreamingSession] = {}
+        self._stat_loggers = StatLoggers(None)
         self._stop_child = weakref.finalize(self, _stop_child, self._process_id, child)
 
     async def start(self) -> None:
@@ -107,17 +124,27 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         request_id: str | None = None,
         *,
         lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         **others: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Completes one prompt: its outputs as they come, cumulative unless `sampling_params.output_kind` says else.
+
+        An asynchronous generator of StreamingInput is a prompt that comes in pieces (see streaming_input.py).
 
         Ending the iteration early, or cancelling its task, aborts the request. A slow reader gets fewer, larger
         steps. Raises InvalidRequestError (a `request_id` that is running counts too), QueueFullError,
         RequestFailedError.
         """
         check_arguments("generate", {"lora_request": lora_request, **others})
-        client, stream = await self._submit(prompt, sampling_params, request_id, priority)
+        how = tokenization_of(tokenization_kwargs)
+        if isinstance(prompt, AsyncGenerator):
+            pieces = self._generate_from_pieces(prompt, sampling_params, request_id, priority, how)
+            async with contextlib.aclosing(pieces):
+                async for output in pieces:
+                    yield output
+            return
+        client, stream = await self._submit(prompt, sampling_params, request_id, priority, how)
         try:
             async for output in stream:
                 yield output
@@ -130,20 +157,53 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         prompt: Any,
         params: SamplingParams | None = None,
         *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         **others: Any,
     ) -> RequestStream:
         """Submits one prompt; `await get()` of what it gives waits for the next output. Raises as `generate` does."""
         check_arguments("add_request", others)
-        _, stream = await self._submit(prompt, params, request_id, priority)
+        _, stream = await self._submit(prompt, params, request_id, priority, tokenization_of(tokenization_kwargs))
         return stream
 
+    async def _generate_from_pieces(
+        self,
+        pieces: AsyncGenerator[StreamingInput, None],
+        params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        how: Tokenization,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        client = await self._ready()
+        name = str(next(self._request_ids)) if request_id is None else request_id
+        if name in self._sessions:
+            raise InvalidRequestError(f"a request with the id {name!r} is running; ids must be unique")
+
+        async def prompt_of(piece: Any) -> Prompt:
+            parsed = parse_single_prompt(piece)
+            await _tokenize(parsed, client, how)
+            return parsed
+
+        session = self._sessions[name] = StreamingSession(client, name, priority, prompt_of)
+        outputs = session.outputs(pieces, params or await self.get_default_sampling_params())
+        try:
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield output
+        finally:
+            del self._sessions[name]
+
     async def _submit(
-        self, prompt: Any, sampling_params: SamplingParams | None, request_id: str | None, priority: int
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        how: Tokenization = AS_THE_MODEL_HAS_IT,
     ) -> tuple[CoreClient, RequestStream]:
         client = await self._ready()
         parsed = parse_single_prompt(prompt)
-        await _tokenize(parsed, client)
+        await _tokenize(parsed, client, how)
         defaults = SamplingParams(**client.welcome.generation_defaults)
         chosen = sampling_params or defaults
         kind = chosen.output_kind if isinstance(chosen, SamplingParams) else defaults.output_kind
@@ -163,10 +223,12 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answers one conversation. `template_options` are those of `LLM.chat`; all else is as in `generate`."""
         check_arguments("chat", {"lora_request": lora_request})
+        how = tokenization_of(template_options.pop("tokenization_kwargs", None))
         options = chat_options(template_options)
         render = functools.partial(chat_prompt, await self.get_tokenizer(), messages, options)
         is_long = sum(len(str(message)) for message in messages) > _TOKENIZE_INLINE_CHARACTERS
         prompt = await asyncio.to_thread(render) if is_long else render()
+        how.apply(prompt, await self.engine())
         given = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
         outputs = self.generate(given, sampling_params, request_id, priority=priority)
         async with contextlib.aclosing(outputs):
@@ -190,7 +252,15 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
 
         A request has one id, so that of the user and the `internal` one are the same.
         """
-        (await self._ready()).abort(request_id)
+        client, names = await self._ready(), (request_id,) if isinstance(request_id, str) else tuple(request_id)
+        client.abort(names)
+        for name in names:
+            if name in self._sessions:
+                self._sessions[name].abort()
+
+    async def do_log_stats(self) -> None:
+        await super().do_log_stats()
+        await self._stat_loggers.log()
 
     async def get_tokenizer(self, *, hf: bool = False) -> Any:
         """The engine's (frontend/text/tokenizer.py:Tokenizer), or with `hf` transformers' own, where it is installed.
@@ -273,6 +343,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         self._closed = True
         if self._starting is not None and not self._starting.done():
             self._starting.cancel()
+        await self._stat_loggers.stop()
         if self._client is not None:
             await self._client.close()
         await asyncio.to_thread(self._stop_child)
@@ -331,15 +402,21 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         client = CoreClient(ZmqTransport(ready.address, ready.peer_timeout_s), cause_grace_s=CAUSE_GRACE_S)
         await client.start()
         self._child.on_exit(client.fail_threadsafe)
+        try:
+            await self._stat_loggers.start(client, engine_config(client.welcome))
+        except BaseException:
+            await client.close()
+            raise
         self._client = client
         return client
 
 
-async def _tokenize(prompt: Prompt, client: CoreClient) -> None:
+async def _tokenize(prompt: Prompt, client: CoreClient, how: Tokenization = AS_THE_MODEL_HAS_IT) -> None:
     if prompt.token_ids is None and len(prompt.text or "") > _TOKENIZE_INLINE_CHARACTERS:
-        await asyncio.to_thread(tokenize, [prompt], client.tokenizer)
+        await asyncio.to_thread(tokenize, [prompt], client.tokenizer, how)
     else:
-        tokenize([prompt], client.tokenizer)
+        tokenize([prompt], client.tokenizer, how)
+    how.apply(prompt, client.welcome)
 
 
 def _stop_child(process_id: int, child: Child | None) -> None:

@@ -16,8 +16,17 @@ from headrace.frontend.api.chat_prompts import chat_options, chat_prompt
 from headrace.frontend.api.engine_config import ModelConfig, engine_config
 from headrace.frontend.api.helpers import EngineSignature, get_tokenizer
 from headrace.frontend.api.outputs import RequestOutput
-from headrace.frontend.api.prompts import Prompt, parse_prompts, parse_single_prompt, tokenize
+from headrace.frontend.api.prompts import (
+    AS_THE_MODEL_HAS_IT,
+    Prompt,
+    Tokenization,
+    parse_prompts,
+    parse_single_prompt,
+    tokenization_of,
+    tokenize,
+)
 from headrace.frontend.api.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.api.stat_loggers import StatLoggers
 from headrace.frontend.api.sync_stream import Pump, Put, SyncStream
 from headrace.frontend.api.unsupported import NamesWhatIsMissing, check_arguments
 from headrace.frontend.client.background import BackgroundLoop
@@ -98,6 +107,7 @@ class LLM(Controls, NamesWhatIsMissing):
         self._request_ids = itertools.count()
         self._enqueued: list[RequestStream] = []
         self._engine: LLMEngine | None = None
+        self._stat_loggers = StatLoggers(None)
         # Runs once: at close, when this object is collected, or when the interpreter exits.
         self._close = weakref.finalize(self, _shut_down, self._process_id, self._background, self._client, child)
         try:
@@ -116,13 +126,15 @@ class LLM(Controls, NamesWhatIsMissing):
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
         priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Completes prompts, and gives their final outputs in order.
 
         A prompt is a text, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": [...]}`, either with a
         `cache_salt`; `prompts` is one or a list of them. Without `sampling_params` the model's own defaults count.
-        `use_tqdm` may be what makes the progress bar. `others` are vLLM's further arguments, of which each must be None
+        `use_tqdm` may be what makes the progress bar, and `tokenization_kwargs` has the fields of
+        prompts.py:Tokenization. `others` are vLLM's further arguments, of which each must be None
         or ask for nothing.
 
         Raises InvalidRequestError, before anything runs unless its options turn out to leave no token to choose;
@@ -130,8 +142,7 @@ class LLM(Controls, NamesWhatIsMissing):
         """
         self._check_usable()
         check_arguments("generate", {"lora_request": lora_request, **others})
-        parsed = parse_prompts(prompts)
-        tokenize(parsed, self._client.tokenizer)
+        parsed = self._tokenized(parse_prompts(prompts), tokenization_of(tokenization_kwargs))
         ids = self._request_ids
         return self._background.run(run_batch(self._client, parsed, sampling_params, priority, ids, use_tqdm))
 
@@ -157,8 +168,10 @@ class LLM(Controls, NamesWhatIsMissing):
             raise InvalidRequestError(f"messages must be a list of dicts, not {type(messages).__name__}")
         one = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else messages
+        how = tokenization_of(template_options.pop("tokenization_kwargs", None))
         options = chat_options(template_options)
         prompts = [chat_prompt(self.get_tokenizer(), conversation, options) for conversation in conversations]
+        prompts = self._tokenized(prompts, how)
         ids = self._request_ids
         return self._background.run(run_batch(self._client, prompts, sampling_params, priority, ids, use_tqdm))
 
@@ -168,6 +181,7 @@ class LLM(Controls, NamesWhatIsMissing):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora_request: None = None,
         priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> list[str]:
         """Submits prompts and gives their ids without waiting; `wait_for_completion` gives the outputs.
@@ -176,8 +190,7 @@ class LLM(Controls, NamesWhatIsMissing):
         """
         self._check_usable()
         check_arguments("enqueue", {"lora_request": lora_request, **others})
-        parsed = parse_prompts(prompts)
-        tokenize(parsed, self._client.tokenizer)
+        parsed = self._tokenized(parse_prompts(prompts), tokenization_of(tokenization_kwargs))
         ids = self._request_ids
         streams = self._background.run(enqueue_batch(self._client, parsed, sampling_params, priority, ids))
         self._enqueued += streams
@@ -207,8 +220,7 @@ class LLM(Controls, NamesWhatIsMissing):
         """
         self._check_usable()
         check_arguments("beam_search", {"lora_request": lora_request})
-        parsed = parse_prompts(prompts)
-        tokenize(parsed, self._client.tokenizer)
+        parsed = self._tokenized(parse_prompts(prompts))
         at_once = len(parsed) if concurrency_limit is None else concurrency_limit
         if at_once < 1 and parsed:
             raise InvalidRequestError(f"concurrency_limit = {concurrency_limit}: must be at least 1")
@@ -229,14 +241,20 @@ class LLM(Controls, NamesWhatIsMissing):
         return SyncStream(self._background, self._client, (str(next(self._request_ids)), parsed, params, priority))
 
     def start_request(
-        self, request_id: str, prompt: Any, sampling_params: SamplingParams | None, priority: int, put: Put
+        self,
+        request_id: str,
+        prompt: Any,
+        sampling_params: SamplingParams | None,
+        priority: int,
+        put: Put,
+        how: Tokenization = AS_THE_MODEL_HAS_IT,
     ) -> Pump:
         """Submits one prompt; `put` is called with its outputs from the client's thread (see sync_stream.py).
 
         Outputs are cumulative unless `sampling_params.output_kind` says else. Raises as `generate` does.
         """
         kind = sampling_params.output_kind if sampling_params is not None else RequestOutputKind.CUMULATIVE
-        parsed, params = self._prepare(prompt, sampling_params, kind)
+        parsed, params = self._prepare(prompt, sampling_params, kind, how)
         pump = Pump(self._background, self._client, put)
         pump.start((request_id, parsed, params, priority))
         return pump
@@ -270,6 +288,16 @@ class LLM(Controls, NamesWhatIsMissing):
     def model_config(self) -> ModelConfig:
         return engine_config(self.engine).model_config
 
+    def start_stat_loggers(self, loggers: StatLoggers) -> None:
+        """Tells them the engine's load from now on, in the client's thread. Once."""
+        self._stat_loggers = loggers
+        self._background.run(loggers.start(self._client, engine_config(self.engine)))
+
+    def do_log_stats(self) -> None:
+        """Logs throughput, requests, cache use and hit rate since the last time, as a server does every 10 s."""
+        super().do_log_stats()
+        self._background.run(self._stat_loggers.log())
+
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses when none are given: ours, with what the model's generation config sets."""
         return SamplingParams(**self._client.welcome.generation_defaults)
@@ -286,6 +314,8 @@ class LLM(Controls, NamesWhatIsMissing):
     def close(self) -> None:
         """Aborts what runs, and stops the engine if it is this object's own. May be called again."""
         if os.getpid() == self._process_id:
+            if self._close.alive and self._stat_loggers.loggers:
+                self._background.run(self._stat_loggers.stop())
             self._close()
 
     def __enter__(self) -> LLM:
@@ -295,14 +325,23 @@ class LLM(Controls, NamesWhatIsMissing):
         self.close()
 
     def _prepare(
-        self, prompt: Any, sampling_params: SamplingParams | None, kind: RequestOutputKind
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None,
+        kind: RequestOutputKind,
+        how: Tokenization = AS_THE_MODEL_HAS_IT,
     ) -> tuple[Prompt, SamplingParams]:
         """One prompt, tokenised, and its own parameters."""
         self._check_usable()
-        parsed = parse_single_prompt(prompt)
-        tokenize([parsed], self._client.tokenizer)
+        (parsed,) = self._tokenized([parse_single_prompt(prompt)], how)
         (params,) = params_for(sampling_params, self.get_default_sampling_params(), 1, kind)
         return parsed, params
+
+    def _tokenized(self, prompts: list[Prompt], how: Tokenization = AS_THE_MODEL_HAS_IT) -> list[Prompt]:
+        tokenize(prompts, self._client.tokenizer, how)
+        for prompt in prompts:
+            how.apply(prompt, self._client.welcome)
+        return prompts
 
     def _check_usable(self) -> None:
         if os.getpid() != self._process_id:

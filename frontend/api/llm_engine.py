@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import queue
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import Field, dataclass, field, fields, make_dataclass
 from functools import partial
@@ -23,7 +23,9 @@ from headrace.frontend.api.async_llm import AsyncLLM
 from headrace.frontend.api.engine_config import EngineConfig, ModelConfig, engine_config
 from headrace.frontend.api.llm import LLM
 from headrace.frontend.api.outputs import RequestOutput
+from headrace.frontend.api.prompts import tokenization_of
 from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.frontend.api.stat_loggers import Factory, StatLoggers
 from headrace.frontend.api.sync_stream import Pump
 from headrace.frontend.api.unsupported import DECISIONS, METHODS, check_arguments, no_attribute
 from headrace.frontend.client.control import Controls
@@ -97,13 +99,19 @@ class LLMEngine:
         self._failed: tuple[_Running, BaseException] | None = None
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, **others: Any) -> LLMEngine:
+    def from_engine_args(
+        cls, engine_args: EngineArgs, *, stat_loggers: Sequence[Factory] | None = None, **others: Any
+    ) -> LLMEngine:
         """Starts an engine-core. Raises as `LLM(...)` does.
 
+        stat_loggers: classes of one's own that are told the engine's load, in the client's thread.
         `others` are vLLM's further arguments, of which each must be None or ask for nothing.
         """
         check_arguments("from_engine_args", others)
-        return cls(LLM(**vars(engine_args)))
+        loggers = StatLoggers(stat_loggers)
+        llm = LLM(**vars(engine_args))
+        llm.start_stat_loggers(loggers)
+        return cls(llm)
 
     def add_request(
         self,
@@ -111,6 +119,7 @@ class LLMEngine:
         prompt: Any,
         params: SamplingParams | None = None,
         *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         **others: Any,
     ) -> None:
@@ -126,7 +135,8 @@ class LLMEngine:
         def put(item: RequestOutput | BaseException | None) -> None:
             self._news.put((running, item))
 
-        running.pump = self._llm.start_request(request_id, prompt, params, priority, put)
+        how = tokenization_of(tokenization_kwargs)
+        running.pump = self._llm.start_request(request_id, prompt, params, priority, put, how)
         self._running[request_id] = running
 
     def step(self) -> list[RequestOutput]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import array
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 
@@ -81,7 +81,47 @@ def parse_prompt(prompt: Any) -> Prompt:
     return Prompt(text=text, token_ids=None if token_ids is None else _plain_ids(token_ids), cache_salt=salt or "")
 
 
-def tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer | None) -> None:
+class Tokenization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's `tokenization_kwargs`, of those that mean something for a prompt that is continued."""
+
+    add_special_tokens: bool = True
+    do_lower_case: bool = False
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    """The most tokens to keep; -1: as many as the model takes."""
+    truncation: bool = False
+    max_length: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """With `truncation`, the same by transformers' names."""
+    truncation_side: Literal["left", "right"] = "left"
+    """Where tokens are left out."""
+    padding: Literal[False] = False
+
+    def apply(self, prompt: Prompt, welcome: Welcome) -> None:
+        """Leaves out tokens beyond the most that are to be kept."""
+        most = self.max_length if self.truncation else self.truncate_prompt_tokens
+        if (self.truncation and most is None) or most == -1:
+            most = welcome.max_model_len - 1
+        token_ids = prompt.token_ids
+        if most is not None and token_ids is not None and len(token_ids) > most:
+            prompt.token_ids = (
+                token_ids[-most or len(token_ids) :] if self.truncation_side == "left" else token_ids[:most]
+            )
+
+
+AS_THE_MODEL_HAS_IT = Tokenization()
+
+
+def tokenization_of(given: Mapping[str, Any] | None) -> Tokenization:
+    """Raises InvalidRequestError for what is none."""
+    if not given:
+        return AS_THE_MODEL_HAS_IT
+    try:
+        return msgspec.convert({name: value for name, value in given.items() if value is not None}, Tokenization)
+    except (msgspec.ValidationError, AttributeError) as error:
+        names = ", ".join(Tokenization.__struct_fields__)
+        raise InvalidRequestError(f"tokenization_kwargs: {error}; they may have {names}") from None
+
+
+def tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, how: Tokenization = AS_THE_MODEL_HAS_IT) -> None:
     """Fills in the token ids of those that are text. Raises InvalidRequestError without a tokenizer."""
     texts = [prompt for prompt in prompts if prompt.token_ids is None]
     if not texts:
@@ -93,8 +133,9 @@ def tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer | None) -> None:
             (prompt.text or "").encode()
         except UnicodeEncodeError as error:
             raise InvalidRequestError(f"the prompt is not valid Unicode text: {error}") from error
-    strings = [prompt.text or "" for prompt in texts]
-    encoded = [tokenizer.encode(strings[0])] if len(strings) == 1 else tokenizer.encode_batch(strings)
+    strings = [(prompt.text or "").lower() if how.do_lower_case else prompt.text or "" for prompt in texts]
+    special = how.add_special_tokens
+    encoded = [tokenizer.encode(strings[0], special)] if len(strings) == 1 else tokenizer.encode_batch(strings, special)
     for prompt, token_ids in zip(texts, encoded, strict=True):
         prompt.token_ids = token_ids
 
@@ -133,13 +174,6 @@ def check_request(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> i
             f"its output together (the model's maximum context length is {welcome.max_model_len} tokens): shorten the "
             f"prompt to {welcome.max_model_len - 1} tokens or fewer"
         )
-    limit = welcome.vocab_size if welcome.max_logprobs == -1 else welcome.max_logprobs
-    for name in ("logprobs", "prompt_logprobs"):
-        value = getattr(params, name)
-        if value is not None and (welcome.vocab_size if value == -1 else value) > limit:
-            raise InvalidRequestError(
-                f"SamplingParams.{name} = {value}: the engine gives at most {limit} per token (its option max_logprobs)"
-            )
     check_token_rules(params, welcome)
     if params.stop_strings and welcome.tokenizer is None:
         raise InvalidRequestError(

@@ -9,15 +9,25 @@ import functools
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from headrace.frontend.api.repetition import RepetitionDetectionParams
 from headrace.frontend.api.sampling_fields import Field, bad, check_of, declared_fields, sent_fields, verify_extra_args
 from headrace.frontend.api.structured_outputs import StructuredOutputsParams, structured_outputs_from
-from headrace.frontend.api.token_rules import openai_bias, verify_texts, verify_token_ids, verify_token_rules
+from headrace.frontend.api.token_rules import (
+    check_model_limits,
+    openai_bias,
+    tokenize_bad_words,
+    verify_texts,
+    verify_token_ids,
+    verify_token_rules,
+)
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Sampling
 from headrace.ipc.ranges import INT32, Range
+
+if TYPE_CHECKING:
+    from headrace.frontend.api.engine_config import ModelConfig
 
 T = TypeVar("T")
 
@@ -168,6 +178,7 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
+        self._tokenized_bad_words: tuple[list[str], tuple[tuple[int, ...], ...]] | None = None
         if self.seed == -1:
             self.seed = None
         if self.top_k == -1:
@@ -179,8 +190,15 @@ class SamplingParams:
         if isinstance(self.structured_outputs, dict):
             self.structured_outputs = structured_outputs_from(self.structured_outputs)
         self.verify()
+        self._make_lists()
         if self.logprob_token_ids and self.logprobs is None:
             self.logprobs = 0
+
+    def _make_lists(self) -> None:
+        """What was checked as lists that scripts may extend, in which each value stands once."""
+        self.stop = list(dict.fromkeys(self.stop_strings))
+        self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or ()))
+        self.bad_words = list(dict.fromkeys(self.bad_words or ()))
 
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:
@@ -200,8 +218,38 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def verify(self) -> None:
-        """Raises InvalidRequestError for the first field whose value cannot be."""
+    def verify(
+        self,
+        model_config: ModelConfig | None = None,
+        speculative_config: object = None,
+        structured_outputs_config: object = None,
+        tokenizer: object = None,
+    ) -> None:
+        """Raises InvalidRequestError for the first field whose value cannot be, with this model where one is given.
+
+        The other arguments are vLLM's: what they tell here, the engine checks when the request comes.
+        """
+        self._verify_values()
+        if model_config is not None:
+            check_model_limits(self, model_config.get_vocab_size(), model_config.max_logprobs)
+
+    def update_from_tokenizer(self, tokenizer: Any) -> None:
+        """Makes tokens of `bad_words` by this tokenizer (any with vLLM's `encode`), so that none is needed later."""
+        if self.bad_words:
+            self._tokenized_bad_words = list(self.bad_words), tokenize_bad_words(self.bad_words, tokenizer)
+
+    @property
+    def bad_words_token_ids(self) -> list[list[int]] | None:
+        """The runs of tokens that `update_from_tokenizer` made of the words that are here now."""
+        words, runs = self._tokenized_bad_words or ([], ())
+        return [list(run) for run in runs] if words and words == self.bad_words else None
+
+    @property
+    def all_stop_token_ids(self) -> set[int]:
+        """`stop_token_ids`, each once. The engine knows the model's end-of-sequence tokens itself."""
+        return set(self.stop_token_ids or ())
+
+    def _verify_values(self) -> None:
         for name, default, check in _CHECKS:
             value = getattr(self, name)
             if value is not default:

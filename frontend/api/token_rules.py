@@ -77,22 +77,35 @@ def _verify_bias(logit_bias: Any) -> None:
             )
 
 
-def check_token_rules(params: SamplingParams, welcome: Welcome) -> None:
-    """Raises InvalidRequestError for tokens that the model does not have."""
+def check_model_limits(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
+    """Raises InvalidRequestError for tokens that the model does not have, and more log-probabilities than it gives."""
+    limit = vocab_size if max_logprobs == -1 else max_logprobs
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        if value is not None and (vocab_size if value == -1 else value) > limit:
+            raise InvalidRequestError(
+                f"SamplingParams.{name} = {value}: the engine gives at most {limit} per token (its option max_logprobs)"
+            )
     for name in ("allowed_token_ids", "logit_bias", "stop_token_ids", "logprob_token_ids"):
         highest = max(getattr(params, name) or (), default=0)
-        if highest >= welcome.vocab_size:
+        if highest >= vocab_size:
             raise InvalidRequestError(
-                f"SamplingParams.{name} contains {highest}: the model's token ids are 0 to {welcome.vocab_size - 1}"
+                f"SamplingParams.{name} contains {highest}: the model's token ids are 0 to {vocab_size - 1}"
             )
-    if params.bad_words and welcome.tokenizer is None:
+
+
+def check_token_rules(params: SamplingParams, welcome: Welcome) -> None:
+    """Raises InvalidRequestError for what the model cannot do."""
+    check_model_limits(params, welcome.vocab_size, welcome.max_logprobs)
+    if params.bad_words and welcome.tokenizer is None and params.bad_words_token_ids is None:
         raise InvalidRequestError(
-            "SamplingParams.bad_words needs a tokenizer, and this engine runs without one: use logit_bias"
+            "SamplingParams.bad_words needs a tokenizer, and this engine runs without one: call update_from_tokenizer "
+            "on the parameters, or use logit_bias"
         )
 
 
 def tokenize_bad_words(
-    words: Iterable[str], tokenizer: Tokenizer | None, vocab_size: int
+    words: Iterable[str], tokenizer: Any, vocab_size: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """The runs of tokens that are never to be completed: each word alone, and after a space.
 
@@ -101,14 +114,15 @@ def tokenize_bad_words(
     """
     runs: dict[tuple[int, ...], None] = {}
     for word in dict.fromkeys(words):
-        assert tokenizer is not None, "check_token_rules has asked for one"
         alone, spaced = (tuple(_encode(tokenizer, space + word.lstrip())) for space in ("", " "))
         if not alone:
-            raise InvalidRequestError(f"SamplingParams.bad_words contains {word!r:.100}, which comes to no token")
+            raise InvalidRequestError(
+                f"SamplingParams.bad_words contains {word!r:.100}: words must tokenize to at least one token"
+            )
         runs[alone] = None
         if spaced and spaced[-len(alone) :] != alone:
             runs[spaced] = None
-    if outside := [token_id for run in runs for token_id in run if token_id >= vocab_size]:
+    if vocab_size is not None and (outside := [each for run in runs for each in run if each >= vocab_size]):
         raise InvalidRequestError(
             f"SamplingParams.bad_words contains a word with token {outside[0]}: the model's token ids are 0 to "
             f"{vocab_size - 1}"
@@ -136,10 +150,16 @@ def tokenized_fields(params: SamplingParams, tokenizer: Tokenizer | None, vocab_
     """The message's fields that come from texts. Raises InvalidRequestError."""
     fields: dict[str, Any] = {}
     if params.bad_words:
-        fields["bad_words"] = tokenize_bad_words(params.bad_words, tokenizer, vocab_size)
+        fields["bad_words"] = _bad_words(params, tokenizer, vocab_size)
     if params.dry_multiplier > 0:
         fields["dry_breaker_token_ids"] = _breakers(params.dry_sequence_breakers, tokenizer)
     return fields
+
+
+def _bad_words(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> Any:
+    if tokenizer is None:  # check_token_rules has seen that these are there
+        return tuple(tuple(run) for run in params.bad_words_token_ids or ())
+    return tokenize_bad_words(params.bad_words or (), tokenizer, vocab_size)
 
 
 def _breakers(texts: Sequence[str] | None, tokenizer: Tokenizer | None) -> tuple[int, ...]:

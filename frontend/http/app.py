@@ -14,6 +14,7 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
@@ -109,7 +110,12 @@ class App:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        state.routes = (*ROUTES, *DEVELOPMENT_ROUTES) if is_development(state.options) else ROUTES
+        served = (*ROUTES, *DEVELOPMENT_ROUTES) if is_development(state.options) else ROUTES
+        is_guarded = state.options.guard_metrics
+        state.routes = tuple(
+            msgspec.structs.replace(spec, public=spec.public and not (spec.tells_of_use and is_guarded))
+            for spec in served
+        )
         routes = [Route(spec.path, _Endpoint(spec, state), methods=_methods(spec)) for spec in state.routes]
         self._router = Router(routes, redirect_slashes=False, default=self._not_found)
         self._error_bodies = {spec.path: spec.error_body for spec in state.routes}

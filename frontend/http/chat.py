@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from headrace.frontend.api.outputs import CompletionOutput
 from headrace.frontend.api.prompts import Prompt, truncate
@@ -267,8 +267,10 @@ class ChatAnswer(OpenAIEvents):
         chunk = self._chunk([role], usage_so_far(stream, 0) if self._answer.continuous_usage else None)
         if not self._is_prompt_told:
             self._is_prompt_told = True
-            chunk.prompt_token_ids = self._prompt_token_ids(stream)
-            chunk.prompt_logprobs = self._prompt_logprobs(stream)
+            if (token_ids := self._prompt_token_ids(stream)) is not None:
+                chunk.prompt_token_ids = token_ids
+            if (logprobs := self._prompt_logprobs(stream)) is not None:
+                chunk.prompt_logprobs = logprobs
         if not self._echoed:
             return event(chunk)
         echoed = ChatChunkChoice(index=sequence.index, delta=Delta(content=self._echoed))
@@ -291,7 +293,7 @@ class ChatAnswer(OpenAIEvents):
             logprobs=self._logprobs(output),
             finish_reason=finish_reason,
             stop_reason=output.stop_reason,
-            token_ids=output.token_ids if self._answer.return_token_ids else UNSET,
+            token_ids=output.token_ids if self._answer.return_token_ids else None,
         )
 
     def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
@@ -299,12 +301,12 @@ class ChatAnswer(OpenAIEvents):
             return None
         return chat_logprobs(output.token_ids, output.logprobs, self._answer.spell, self._request.top_logprobs or 0)
 
-    def _prompt_token_ids(self, stream: RequestStream) -> list[int] | UnsetType:
-        return (stream.prompt.token_ids or []) if self._answer.return_token_ids else UNSET
+    def _prompt_token_ids(self, stream: RequestStream) -> list[int] | None:
+        return (stream.prompt.token_ids or []) if self._answer.return_token_ids else None
 
-    def _prompt_logprobs(self, stream: RequestStream) -> PromptLogprobs | UnsetType:
+    def _prompt_logprobs(self, stream: RequestStream) -> PromptLogprobs | None:
         asked: Any = self._request.prompt_logprobs
-        return UNSET if asked is None or stream.prompt_logprobs is None else prompt_logprobs(stream.prompt_logprobs)
+        return None if asked is None or stream.prompt_logprobs is None else prompt_logprobs(stream.prompt_logprobs)
 
 
 def _echoed(request: ChatCompletionRequest, role: str) -> str:

@@ -150,6 +150,8 @@ class CompletionAnswer(OpenAIEvents):
                 output = sequence.read(delta=False, tokenizer=stream.tokenizer)
                 choices.append(self._choice_of(stream, self._choices[sequence], output))
         choices.sort(key=lambda choice: choice.index)
+        for choice in choices:
+            choice.name_all()
         answer = self._answer
         return msgspec.json.encode(
             CompletionResponse(answer.id, _OBJECT, answer.created, answer.model, choices, self._usage())

@@ -80,10 +80,13 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tuple[str, ...],
         Option(
             SECURITY,
-            "Keys that guard every route but health; repeatable",
+            "Keys that guard every route but those of health, /metrics and /version; repeatable",
             default_text="the environment's HEADRACE_API_KEY, else its VLLM_API_KEY",
         ),
     ] = ()
+    guard_metrics: Annotated[
+        bool, Option(SECURITY, "Ask for a key at /metrics and /version too: they tell how the model is used")
+    ] = False
     api_key_file: Annotated[str | None, Option(SECURITY, "A file of keys, one on each line")] = None
     ssl_keyfile: Annotated[str | None, Option(SECURITY, "The private key of ssl_certfile, in PEM")] = None
     ssl_certfile: Annotated[str | None, Option(SECURITY, "The server's certificate, in PEM: serves HTTPS")] = None

@@ -50,16 +50,22 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """A choice, whole or (in a stream) what is new of it."""
+    """A choice, whole or (in a stream) what is new of it. A whole one names, as vLLM's, what was not asked for."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
+
+    def name_all(self) -> None:
+        """Before it is sent whole."""
+        for name in ("prompt_logprobs", "prompt_token_ids", "token_ids"):
+            if getattr(self, name) is UNSET:
+                setattr(self, name, None)
 
 
 class CompletionResponse(msgspec.Struct):
@@ -133,7 +139,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatResponse(msgspec.Struct):
@@ -143,8 +149,8 @@ class ChatResponse(msgspec.Struct):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Delta(msgspec.Struct):

@@ -352,6 +352,8 @@ class RouteSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A struct; None for what is no JSON."""
     public: bool = False
     """Answers without a key."""
+    tells_of_use: bool = False
+    """A public one that wants the key too with the option guard_metrics."""
     error_body: Callable[[ApiError], bytes] = ApiError.json
     """How its errors are written."""
     refusals: tuple[int, ...] = ()
@@ -428,9 +430,9 @@ ROUTES: tuple[RouteSpec, ...] = (
         TokenizerInfoResponse,
         refusals=(404, *_UNAVAILABLE),
     ),
-    _get("/version", version, "This server's version", VersionResponse),
+    _get("/version", version, "This server's version", VersionResponse, public=True, tells_of_use=True),
     _get("/load", load, "Requests in progress", LoadResponse),
-    _get("/metrics", metrics, "Metrics in Prometheus' text format"),
+    _get("/metrics", metrics, "Metrics in Prometheus' text format", public=True, tells_of_use=True),
     _get("/health", health, "Whether an engine serves", HealthResponse, public=True, refusals=_UNAVAILABLE),
     _get("/health/live", live, "Whether this server lives", HealthResponse, public=True, refusals=_UNAVAILABLE),
     _get("/health/ready", ready, "Whether it takes requests", HealthResponse, public=True, refusals=_UNAVAILABLE),

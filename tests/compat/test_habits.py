@@ -86,8 +86,8 @@ def test_a_worker_extensions_methods_are_called_by_name_or_as_they_are(llm: LLM)
 
 
 def test_arguments_that_ask_for_something_are_refused_by_name(llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match="generate: tokenization_kwargs is refused: give the prompt as token"):
-        llm.generate("x", GREEDY, tokenization_kwargs={"truncation": True})
+    with pytest.raises(InvalidRequestError, match="generate: mm_processor_kwargs is refused"):
+        llm.generate("x", GREEDY, mm_processor_kwargs={"size": 1})
     with pytest.raises(InvalidRequestError, match="generate has no argument 'use_tqmd'"):
         llm.generate("x", GREEDY, use_tqmd=False)
     with pytest.raises(InvalidRequestError, match="chat: mm_processor_kwargs is refused"):
@@ -120,8 +120,8 @@ def test_async_llm_has_what_servers_ask_of_it(address: str) -> None:
         await running
         with pytest.raises(InvalidRequestError, match="data_parallel_rank is refused"):
             await anext(llm.generate("hi", GREEDY, data_parallel_rank=3))
-        with pytest.raises(InvalidRequestError, match="stat_loggers is refused"):
-            AsyncLLM.from_engine_args(EngineArgs(model="x"), stat_loggers=[len])
+        with pytest.raises(InvalidRequestError, match="client_count is refused"):
+            AsyncLLM.from_engine_args(EngineArgs(model="x"), client_count=2)
         await llm.close()
         assert (llm.is_running, llm.errored) == (False, False)
 

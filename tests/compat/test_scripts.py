@@ -63,6 +63,66 @@ async def main():
     engine.shutdown()
 asyncio.run(main())
 """,
+    "conversations": """
+from vllm import LLM, SamplingParams
+llm = LLM(model=MODEL, **SETTINGS)
+sampling_params = llm.get_default_sampling_params()
+sampling_params.max_tokens, sampling_params.temperature, sampling_params.top_p = 4, 0.5, 0.9
+conversation = [
+    {"role": "system", "content": "You are a helpful assistant"},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hello! How can I assist you today?"},
+    {"role": "user", "content": "Write an essay about water."},
+]
+(output,) = llm.chat(conversation, sampling_params, use_tqdm=False)
+assert output.prompt and output.outputs[0].token_ids
+outputs = llm.chat([conversation] * 3, sampling_params, use_tqdm=True)
+assert [each.prompt for each in outputs] == [output.prompt] * 3
+plain = "{% for message in messages %}{{ message.content }};{% endfor %}"
+(other,) = llm.chat(conversation[:1], sampling_params, use_tqdm=False, chat_template=plain)
+assert other.prompt == "You are a helpful assistant;"
+""",
+    "profiling": """
+import glob, tempfile
+from vllm import LLM, SamplingParams
+folder = tempfile.mkdtemp()
+llm = LLM(model=MODEL, profiler_config={"profiler": "torch", "torch_profiler_dir": folder}, **SETTINGS)
+llm.start_profile()
+llm.generate("The future of AI is", SamplingParams(max_tokens=4))
+llm.stop_profile()
+assert glob.glob(folder + "/*")
+""",
+    "what is not there yet is told by name": """
+from vllm import LLM
+llm = LLM(model=MODEL, runner="generate", **SETTINGS)
+for name in ("classify", "embed", "encode", "reward", "score"):
+    try:
+        getattr(llm, name)(["Hello, my name is"])
+    except AttributeError as error:
+        assert str(error) == f"LLM has no {name!r}: only generation is supported so far", error
+    else:
+        raise AssertionError(name)
+try:
+    LLM(model=MODEL, runner="pooling", **SETTINGS)
+except ValueError as error:
+    assert "runner" in str(error) and "only generation" in str(error), error
+""",
+    "a batch file": """
+import json, subprocess, sys, tempfile
+folder = tempfile.mkdtemp()
+bodies = [("a", "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]})]
+bodies += [("b", "/v1/completions", {"prompt": "The capital"})]
+with open(folder + "/input.jsonl", "w") as file:
+    for custom_id, url, body in bodies:
+        line = {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": MODEL, "max_tokens": 4, **body}}
+        print(json.dumps(line), file=file)
+options = ["-i", folder + "/input.jsonl", "-o", folder + "/output.jsonl", "--model", MODEL, "--dtype", "float32"]
+options += ["--max-model-len", "128", "--num-gpu-blocks-override", "64"]
+subprocess.run([sys.executable, "-m", "headrace.entrypoints.openai.run_batch", *options], check=True)
+lines = [json.loads(line) for line in open(folder + "/output.jsonl")]
+assert [line["custom_id"] for line in lines] == ["a", "b"]
+assert all(line["response"]["status_code"] == 200 and line["error"] is None for line in lines)
+""",
     "step by step": """
 from vllm import EngineArgs, LLMEngine, SamplingParams
 engine = LLMEngine.from_engine_args(EngineArgs(model=MODEL, **SETTINGS))

@@ -51,6 +51,16 @@ def test_token_ids_in_and_out_are_those_of_the_text(client: httpx.Client, text: 
     assert joined(event["choices"][0]["token_ids"] for event in events) == by_text["token_ids"]
 
 
+# tests/entrypoints/openai/test_return_token_ids.py: whole answers name the fields that were not asked for
+def test_whole_answers_have_a_null_for_what_was_not_asked_for(client: httpx.Client) -> None:
+    choice = ask(client, COMPLETIONS, prompt="a", **GREEDY)["choices"][0]
+    assert [choice[name] for name in ("prompt_token_ids", "token_ids", "prompt_logprobs")] == [None] * 3
+    chat = ask(client, CHAT, messages=USER, **GREEDY)
+    assert (chat["prompt_token_ids"], chat["prompt_logprobs"], chat["choices"][0]["token_ids"]) == (None, None, None)
+    for event in stream(client, COMPLETIONS, {"prompt": "a", **GREEDY}):
+        assert "token_ids" not in event["choices"][0]
+
+
 # tests/entrypoints/openai/test_completion.py::test_echo_logprob_completion, test_prompt_logprobs_completion
 def test_log_probabilities_of_prompt_and_answer_have_as_many_entries_as_vllms(client: httpx.Client) -> None:
     ids = ask(client, "/tokenize", prompt="hello there")["tokens"]

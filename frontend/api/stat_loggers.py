@@ -1,0 +1,238 @@
+"""Loggers of one's own for an engine's load: `from_engine_args(args, stat_loggers=[MyLogger])`, with vLLM's interface.
+
+A logger is made once the engine has started, and told by `record` about every second in which the engine worked; by
+`log` when `do_log_stats` is called. Numbers of the scheduler are of all clients of the engine, requests are this one's.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from headrace.frontend.api.unsupported import no_attribute
+from headrace.frontend.client.control import QUICK_S
+from headrace.frontend.client.engine_metrics import kv_use
+from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError
+from headrace.ipc.messages import GetStats
+
+if TYPE_CHECKING:
+    from headrace.frontend.api.engine_config import EngineConfig
+    from headrace.frontend.client.client import CoreClient
+    from headrace.frontend.client.request import RequestStream
+    from headrace.ipc.messages import EngineStats
+
+logger = logging.getLogger(__name__)
+RECORD_EVERY_S = 1.0
+_LAST_S = 1.0
+"""How long a client that closes waits for the engine's last numbers."""
+
+
+@dataclass
+class PrefixCacheStats:
+    """Since the record before, in tokens."""
+
+    queries: int = 0
+    hits: int = 0
+
+
+@dataclass
+class SchedulerStats:
+    """The engine now."""
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    num_skipped_waiting_reqs: int = 0
+    """Those of the waiting ones that wait for something besides room, such as a grammar."""
+    step_counter: int = 0
+    kv_cache_usage: float = 0.0
+    """0 to 1."""
+    prefix_cache_stats: PrefixCacheStats = field(default_factory=PrefixCacheStats)
+
+
+@dataclass
+class FinishedRequestStats:
+    """One request of this client that has ended. Times are seconds."""
+
+    finish_reason: str
+    request_id: str | None = None
+    e2e_latency: float = 0.0
+    num_prompt_tokens: int = 0
+    num_preemptions: int = 0
+    num_generation_tokens: int = 0
+    max_tokens_param: int | None = None
+    queued_time: float = 0.0
+    prefill_time: float = 0.0
+    inference_time: float = 0.0
+    decode_time: float = 0.0
+    mean_time_per_output_token: float = 0.0
+    num_cached_tokens: int = 0
+
+
+@dataclass
+class IterationStats:
+    """What happened since the record before."""
+
+    num_generation_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_preempted_reqs: int = 0
+    finished_requests: list[FinishedRequestStats] = field(default_factory=list)
+    time_to_first_tokens_iter: list[float] = field(default_factory=list)
+    """Of the requests that have ended."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            mean = "times between single tokens are not kept; mean_time_per_output_token of finished_requests tells"
+            raise no_attribute("IterationStats", name, {"inter_token_latencies_iter": mean})
+
+
+class StatLoggerBase(abc.ABC):
+    """To derive from. `engine_idx` is always 0: a client has one engine."""
+
+    @abc.abstractmethod
+    def __init__(self, vllm_config: EngineConfig, engine_index: int = 0) -> None: ...
+
+    @abc.abstractmethod
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: None = None,
+        engine_idx: int = 0,
+    ) -> None: ...
+
+    @abc.abstractmethod
+    def log_engine_initialized(self) -> None: ...
+
+    def log(self) -> None:  # noqa: B027 - may be left out
+        pass
+
+
+class AggregateStatLoggerBase(StatLoggerBase):
+    """The same for a logger of all engines: it is made with the list [0]."""
+
+    @abc.abstractmethod
+    def __init__(self, vllm_config: EngineConfig, engine_indexes: list[int]) -> None: ...
+
+
+Factory = Callable[[Any, Any], StatLoggerBase]
+
+
+class StatLoggers:
+    """The loggers of one client, in its loop."""
+
+    def __init__(self, factories: Sequence[Factory] | None) -> None:
+        """Raises InvalidRequestError for what cannot make a logger."""
+        self._factories = list(factories or ())
+        for each in self._factories:
+            if not callable(each):
+                raise InvalidRequestError(f"stat_loggers has {each!r:.100}: give classes, or what makes a logger")
+        self.loggers: list[StatLoggerBase] = []
+        self._task: asyncio.Task[None] | None = None
+        self._ended: list[RequestStream] = []
+        self._last: EngineStats | None = None
+
+    async def start(self, client: CoreClient, config: EngineConfig) -> None:
+        """Makes the loggers, and tells them from now on."""
+        if not self._factories:
+            return
+        self._client = client
+        for make in self._factories:
+            is_aggregate = isinstance(make, type) and issubclass(make, AggregateStatLoggerBase)
+            self.loggers.append(make(config, [0] if is_aggregate else 0))
+        self._tell("log_engine_initialized")
+        self._last = await client.get_stats()
+        client.requests.on_counted = self._ended.append
+        self._task = asyncio.create_task(self._watch())
+
+    async def log(self) -> None:
+        """Tells what is new, and has each logger log it."""
+        if self.loggers:
+            await self._record()
+            self._tell("log")
+
+    async def stop(self) -> None:
+        """Tells what is new for the last time. May be called again."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+            with contextlib.suppress(HeadraceError):
+                await self._record(_LAST_S)
+
+    async def _watch(self) -> None:
+        with contextlib.suppress(EngineDeadError):
+            while True:
+                await asyncio.sleep(RECORD_EVERY_S)
+                await self._record()
+
+    async def _record(self, timeout_s: float = QUICK_S) -> None:
+        stats: EngineStats = await self._client.call(GetStats, timeout_s)
+        before = self._last
+        assert before is not None, "start has asked for the first"
+        ended, self._ended[:] = list(self._ended), []
+        if stats.steps == before.steps and not ended:
+            return
+        self._last = stats
+        self._tell("record", _scheduler_stats(stats, before), _iteration_stats(stats, before, ended), None, 0)
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        """One that raises is told nothing any more: the others, and the requests, go on."""
+        for each in tuple(self.loggers):
+            try:
+                getattr(each, method)(*arguments)
+            except Exception:
+                logger.exception("%s.%s failed; it is told nothing any more", type(each).__name__, method)
+                self.loggers.remove(each)
+
+
+def _scheduler_stats(stats: EngineStats, before: EngineStats) -> SchedulerStats:
+    prefix = PrefixCacheStats(
+        queries=stats.num_prompt_tokens - before.num_prompt_tokens,
+        hits=stats.num_cached_prompt_tokens - before.num_cached_prompt_tokens,
+    )
+    skipped = sum(count for reason, count in stats.num_waiting_by_reason.items() if reason != "capacity")
+    return SchedulerStats(
+        num_running_reqs=stats.num_running,
+        num_waiting_reqs=stats.num_waiting - skipped,
+        num_skipped_waiting_reqs=skipped,
+        step_counter=stats.steps,
+        kv_cache_usage=kv_use(stats),
+        prefix_cache_stats=prefix,
+    )
+
+
+def _iteration_stats(stats: EngineStats, before: EngineStats, ended: Sequence[RequestStream]) -> IterationStats:
+    latencies = [each.metrics.first_token_latency for each in ended]
+    return IterationStats(
+        num_generation_tokens=stats.num_generated_tokens - before.num_generated_tokens,
+        num_prompt_tokens=stats.num_prompt_tokens - before.num_prompt_tokens,
+        num_preempted_reqs=stats.num_preemptions - before.num_preemptions,
+        finished_requests=[_finished(each) for each in ended],
+        time_to_first_tokens_iter=[each for each in latencies if each is not None],
+    )
+
+
+def _finished(stream: RequestStream) -> FinishedRequestStats:
+    metrics = stream.metrics
+    prefill_s, decode_s = metrics.prefill_s or 0.0, metrics.decode_s or 0.0
+    reason = "error" if stream.error is not None else stream.sequences[0].finish_reason or "abort"
+    return FinishedRequestStats(
+        finish_reason=reason,
+        request_id=stream.request_id,
+        e2e_latency=metrics.total_s or 0.0,
+        num_prompt_tokens=len(stream.prompt.token_ids or ()),
+        num_preemptions=metrics.num_preemptions,
+        num_generation_tokens=metrics.num_generation_tokens,
+        max_tokens_param=stream.params.max_tokens,
+        queued_time=metrics.queued_s or 0.0,
+        prefill_time=prefill_s,
+        inference_time=prefill_s + decode_s,
+        decode_time=decode_s,
+        mean_time_per_output_token=decode_s / max(1, metrics.num_generation_tokens - 1),
+        num_cached_tokens=stream.num_cached_tokens or 0,
+    )

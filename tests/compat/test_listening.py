@@ -1,0 +1,154 @@
+"""How a server listens and whom it answers: servers attached to the folder's one engine, asked by OpenAI's client."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+from http_server import Server, serving, wait_until
+
+KEY = "key-of-the-tests"
+USER = [{"role": "user", "content": "hi"}]
+GREEDY = {"temperature": 0, "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tls")
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
+    files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "certificate.pem")]
+    command = [*make.split(), "-addext", "subjectAltName=IP:127.0.0.1", *files]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder / "certificate.pem"
+
+
+@pytest.fixture(scope="module")
+def guarded(address: str, certificate: Path) -> Iterator[Server]:
+    """TLS, keys, a path that a proxy adds, and usage at the end of every stream."""
+    arguments = ["--engine", address, "--api-key", KEY, "--root-path", "/llm", "--enable-force-include-usage"]
+    arguments += ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(certificate.with_name("key.pem"))]
+    with serving(*arguments, attached=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def trusting(certificate: Path) -> Iterator[httpx.Client]:
+    with httpx.Client(verify=ssl.create_default_context(cafile=str(certificate)), timeout=30) as client:
+        yield client
+
+
+def sdk(url: str, http_client: httpx.Client, key: str = KEY) -> openai.OpenAI:
+    return openai.OpenAI(base_url=url, api_key=key, http_client=http_client, max_retries=0)
+
+
+# tests/entrypoints/openai/chat_completion/test_root_path.py
+def test_behind_a_root_path_the_key_counts_with_it_and_without(guarded: Server, trusting: httpx.Client) -> None:
+    bare = guarded.url.removesuffix("/llm")
+    assert guarded.url.startswith("https://")
+    assert guarded.url != bare
+    for url in (f"{bare}/v1", f"{guarded.url}/v1"):
+        with pytest.raises(openai.AuthenticationError):
+            sdk(url, trusting, "wrong").chat.completions.create(model="tiny", messages=USER)  # type: ignore[arg-type]
+        answer = sdk(url, trusting).chat.completions.create(model="tiny", messages=USER, **GREEDY)  # type: ignore
+        assert answer.choices[0].message.role == "assistant"
+
+
+# tests/entrypoints/serve/middleware/test_optional_middleware.py: only what generates is guarded
+def test_metrics_and_version_are_open_beside_keys_and_closed_by_option(
+    guarded: Server, trusting: httpx.Client, address: str
+) -> None:
+    open_paths, closed_paths = ("/health", "/ping", "/metrics", "/version"), ("/v1/models", "/load", "/docs")
+    for path in open_paths:
+        assert trusting.get(guarded.url + path).status_code == 200, path
+    for path in closed_paths:
+        assert trusting.get(guarded.url + path).status_code == 401, path
+    assert KEY not in trusting.get(guarded.url + "/metrics").text
+    document = trusting.get(guarded.url + "/openapi.json", headers={"authorization": f"Bearer {KEY}"}).json()
+    assert "security" not in document["paths"]["/metrics"]["get"]
+    closing = ("--engine", address, "--api-key", KEY, "--guard-metrics")
+    with serving(*closing, attached=True) as server, server.client() as client:
+        assert [client.get(path).status_code for path in open_paths] == [200, 200, 401, 401]
+        allowed = {"authorization": f"Bearer {KEY}"}
+        assert [client.get(path, headers=allowed).status_code for path in open_paths] == [200] * 4
+
+
+# tests/entrypoints/openai/chat_completion/test_enable_force_include_usage.py
+def test_usage_ends_every_stream_whatever_it_asks_for(guarded: Server, trusting: httpx.Client) -> None:
+    client = sdk(f"{guarded.url}/v1", trusting)
+    for options in (None, {"include_usage": False}):
+        more = {} if options is None else {"stream_options": options}
+        *events, last = client.chat.completions.create(
+            model="tiny",
+            messages=USER,
+            stream=True,
+            **GREEDY,
+            **more,  # type: ignore[arg-type]
+        )
+        assert last.choices == []
+        assert last.usage is not None
+        assert last.usage.total_tokens == last.usage.prompt_tokens + last.usage.completion_tokens
+        assert all(event.choices for event in events)
+
+
+# tests/entrypoints/serve/instrumentator/test_uds.py
+def test_a_unix_socket_answers_as_a_port_does(address: str, tmp_path: Path) -> None:
+    path = tmp_path / "http.sock"
+    server = Server("--engine", address, "--uds", str(path), attached=True)
+    try:
+        server.wait_log("ready: ")
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://socket", timeout=30) as client:
+            assert client.get("/health").status_code == 200
+            answer = sdk("http://socket/v1", client).completions.create(model="tiny", prompt="a", **GREEDY)  # type: ignore
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 4
+    finally:
+        server.close()
+    assert not path.exists()
+
+
+# tests/entrypoints/launchers/api_server/test_multi_api_servers.py, test_shutdown.py::test_multi_api_server_shutdown
+def test_several_processes_answer_alike_and_leave_none_behind(address: str) -> None:
+    with serving("--engine", address, "--api-server-count", "2", attached=True) as server:
+        with server.client() as client:
+
+            def stream(number: int) -> str:
+                body = {"prompt": "the water", "stream": True, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+                lines = client.post("/v1/completions", json=body).text.split("\n\n")
+                events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+                return "".join(event["choices"][0]["text"] for event in events)
+
+            with concurrent.futures.ThreadPoolExecutor(8) as pool:
+                assert len(set(pool.map(stream, range(16)))) == 1
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(children) >= 2
+        server.signal()
+        assert server.wait_exit() == 0
+    wait_until(lambda: not any(child.is_running() for child in children), 5, "the end of all processes")
+
+
+# tests/entrypoints/launchers/test_shutdown.py: wait_timeout, abort_timeout, request_rejection
+@pytest.mark.parametrize("timeout_s", ["0", "30"])
+def test_a_shutdown_waits_for_its_time_out_and_no_longer(timeout_s: str) -> None:
+    with (
+        serving("--shutdown-timeout", timeout_s, null_model={"step_delay_s": 0.01}) as server,
+        server.client() as client,
+    ):
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        body = {"prompt": [5], "max_tokens": 80, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.signal()
+            rest = [line for line in lines if line]
+        assert ('"finish_reason":"length"' in rest[-2]) == (timeout_s == "30")
+        assert rest[-1] == "data: [DONE]"
+        assert server.wait_exit() == 0
+    wait_until(lambda: not any(child.is_running() for child in children), 5, "the end of all processes")

@@ -1,0 +1,180 @@
+"""A prompt that comes in pieces, and loggers of one's own: what vLLM's tests of AsyncLLM demand of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any
+
+import pytest
+
+from headrace import AsyncLLM, InvalidRequestError, RequestOutput, RequestOutputKind, SamplingParams
+from headrace.engine.protocol import StreamingInput
+
+DELTA = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+PIECES = ("Hello, my name is", " Bob and I work", " at the mill")
+
+
+def attached(address: str, work: Any) -> Any:
+    async def run() -> Any:
+        llm = await AsyncLLM.connect(address)
+        try:
+            return await work(llm)
+        finally:
+            await llm.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+async def bunched(*pieces: Any) -> AsyncGenerator[StreamingInput, None]:
+    for piece in pieces:
+        yield piece if isinstance(piece, StreamingInput) else StreamingInput(prompt=piece)
+
+
+async def taken(outputs: AsyncGenerator[RequestOutput, None]) -> list[RequestOutput]:
+    return [output async for output in outputs]
+
+
+def token_ids(outputs: list[RequestOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.outputs[0].token_ids]
+
+
+# tests/v1/e2e/general/test_streaming_input.py: bunched, spaced, equivalence, close_signals_completion
+def test_pieces_are_answered_in_turn_whether_they_come_together_or_apart(address: str) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        answered = asyncio.Event()
+
+        async def spaced() -> AsyncGenerator[StreamingInput, None]:
+            for piece in PIECES:
+                answered.clear()
+                yield StreamingInput(prompt=piece)
+                await answered.wait()
+
+        together = await taken(llm.generate(bunched(*PIECES), DELTA, "same"))
+        apart: list[RequestOutput] = []
+        async for output in llm.generate(spaced(), DELTA, "same"):
+            apart.append(output)
+            if len(token_ids(apart)) in (5, 10, 15):
+                answered.set()
+        for outputs in (together, apart):
+            assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+            assert len(token_ids(outputs)) == 15
+        assert token_ids(together) == token_ids(apart)
+        assert (await llm.get_stats()).num_running == 0
+
+    attached(address, work)
+
+
+# tests/v1/streaming_input/test_scheduler_streaming.py: the last sampled token is not kept, all others are
+def test_an_answer_is_part_of_the_next_prompt_but_for_its_last_token(address: str) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        tokenizer = await llm.get_tokenizer()
+        outputs = await taken(llm.generate(bunched(*PIECES[:2]), DELTA, "session"))
+        first, second = token_ids(outputs)[:5], token_ids(outputs)[5:]
+        prompt = [*tokenizer.encode(PIECES[0]), *first[:-1], *tokenizer.encode(PIECES[1])]
+        (whole,) = await taken(llm.generate({"prompt_token_ids": prompt}, _final(DELTA)))
+        assert whole.outputs[0].token_ids == second
+        assert outputs[-1].prompt_token_ids == prompt
+        assert outputs[-1].num_cached_tokens is not None
+        cumulative = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+        told = await taken(llm.generate(bunched(*PIECES[:2]), cumulative))
+        assert told[-1].outputs[0].token_ids == [*first, *second]
+        assert [len(output.outputs[0].token_ids) for output in told] == sorted(
+            len(output.outputs[0].token_ids) for output in told
+        )
+
+    attached(address, work)
+
+
+def _final(params: SamplingParams) -> SamplingParams:
+    twin = params.clone()
+    twin.output_kind = RequestOutputKind.FINAL_ONLY
+    return twin
+
+
+# test_streaming_input.py: empty_generator, single_chunk, per_chunk_sampling_params, delayed_generator_exit, reuse
+def test_sessions_of_no_and_of_one_piece_and_parameters_of_a_piece(address: str) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        assert await taken(llm.generate(bunched(), DELTA, "again")) == []
+        assert len(token_ids(await taken(llm.generate(bunched("one"), DELTA, "again")))) == 5
+        short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        outputs = await taken(llm.generate(bunched("one", StreamingInput("two", short), "three"), DELTA, "again"))
+        assert len(token_ids(outputs)) == 5 + 2 + 5
+
+        answered = asyncio.Event()
+
+        async def ends_late() -> AsyncGenerator[StreamingInput, None]:
+            yield StreamingInput("one")
+            await answered.wait()
+
+        told: list[RequestOutput] = []
+        async for output in llm.generate(ends_late(), DELTA, "late"):
+            told.append(output)
+            if len(token_ids(told)) == 5:
+                answered.set()
+        assert (told[-1].finished, told[-1].outputs[0].token_ids, told[-2].finished) == (True, [], False)
+
+    attached(address, work)
+
+
+# test_streaming_input.py: error_propagation, cancel_output_stream, abort_queued_inputs
+def test_an_error_of_the_generator_and_an_end_of_the_reader_end_the_session(address: str) -> None:
+    closed: list[str] = []
+
+    async def failing() -> AsyncGenerator[StreamingInput, None]:
+        yield StreamingInput("one")
+        raise KeyError("the microphone is gone")
+
+    async def endless() -> AsyncGenerator[StreamingInput, None]:
+        try:
+            while True:
+                yield StreamingInput("more")
+                await asyncio.sleep(0)
+        finally:
+            closed.append("endless")
+
+    async def work(llm: AsyncLLM) -> None:
+        with pytest.raises(KeyError, match="microphone"):
+            await taken(llm.generate(failing(), DELTA, "failing"))
+        outputs = llm.generate(endless(), DELTA, "endless")
+        await anext(outputs)
+        await outputs.aclose()
+        assert closed == ["endless"]
+        aborted: list[RequestOutput] = []
+        async for output in llm.generate(endless(), DELTA, "endless"):
+            aborted.append(output)
+            await llm.abort("endless")
+        assert aborted[-1].finished
+        assert aborted[-1].outputs[0].finish_reason == "abort"
+        await llm.wait_for_requests_to_drain(30)
+
+    attached(address, work)
+
+
+# test_streaming_input.py::test_streaming_input_validation_errors
+def test_what_fits_no_session_is_refused(address: str) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        for params in (
+            SamplingParams(n=2),
+            SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY),
+            SamplingParams(stop="x"),
+        ):
+            with pytest.raises(InvalidRequestError, match="Input streaming not currently supported"):
+                await taken(llm.generate(bunched("one"), params))
+            with pytest.raises(InvalidRequestError, match="Input streaming not currently supported"):
+                await taken(llm.generate(bunched(StreamingInput("one", params)), DELTA))
+        with pytest.raises(InvalidRequestError, match="a prompt is a string"):
+            await taken(llm.generate(bunched(7), DELTA))
+
+    attached(address, work)
+
+
+# test_streaming_input.py::test_streaming_input_multiple_concurrent_sessions
+def test_sessions_run_beside_each_other(address: str) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        sessions: list[Coroutine[Any, Any, list[RequestOutput]]] = [
+            taken(llm.generate(bunched(f"session {number}", " goes on"), DELTA, f"s{number}")) for number in range(3)
+        ]
+        assert [len(token_ids(outputs)) for outputs in await asyncio.gather(*sessions)] == [10, 10, 10]
+
+    attached(address, work)
