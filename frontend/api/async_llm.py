@@ -185,7 +185,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
             return parsed
 
         session = self._sessions[name] = StreamingSession(client, name, priority, prompt_of)
-        outputs = session.outputs(pieces, params or await self.get_default_sampling_params())
+        outputs = session.outputs(pieces, params or SamplingParams(**client.welcome.generation_defaults))
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:

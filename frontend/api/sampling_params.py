@@ -40,6 +40,8 @@ NOT_SUPPORTED = frozenset(
     {
         *("beam_width", "best_of", "early_stopping", "thinking_token_budget"),
         *("length_penalty", "logits_processors", "use_beam_search"),
+        *("prompt_logprob_token_ids", "routed_experts_prompt_start", "skip_clone", "trace_decode_token_ids"),
+        "watermarking",
     }
 )
 """vLLM's fields that this version refuses by name. What asks for nothing, None and NEUTRAL, is accepted."""
@@ -48,6 +50,9 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = types.MappingProxyType(
         "best_of": (1,),
         "early_stopping": (False,),
         "length_penalty": (1,),
+        "routed_experts_prompt_start": (0,),
+        "skip_clone": (False, True),
+        "watermarking": (False,),
         "use_beam_search": (False,),
     }
 )

@@ -77,6 +77,20 @@ def test_lists_hold_each_value_once_and_may_be_extended() -> None:
     assert (SamplingParams().stop, SamplingParams().stop_token_ids) == ([], [])
 
 
+# tests/v1/sample/test_trace_replay_params.py: fields that are not there, which ask for nothing by default
+def test_fields_that_are_not_there_are_named() -> None:
+    nothing = {
+        "trace_decode_token_ids": None,
+        "routed_experts_prompt_start": 0,
+        "skip_clone": True,
+        "watermarking": None,
+    }
+    assert SamplingParams(**nothing) == SamplingParams()
+    for name, value in (("trace_decode_token_ids", [5]), ("prompt_logprob_token_ids", [[5]]), ("watermarking", True)):
+        with pytest.raises(InvalidRequestError, match=f"SamplingParams.{name} is not supported by this version"):
+            SamplingParams(**{name: value})
+
+
 # tests/v1/sample/test_logprobs.py::test_logprob_token_ids_validate_vocab_bounds, test_max_logprobs
 def test_verify_takes_a_models_configuration(llm: LLM) -> None:
     small: Any = SimpleNamespace(get_vocab_size=lambda: 10, max_logprobs=2)
