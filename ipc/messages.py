@@ -52,6 +52,18 @@ class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=Tru
     """A regular expression of the white space between the parts of JSON; empty: what the backend has."""
 
 
+class Thinking(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_defaults=True):
+    """How an answer's reasoning is set off, for what depends on its end: a budget, or a form that begins there."""
+
+    end: Annotated[tuple[TokenId, ...], Longest(64)]
+    begin: Annotated[tuple[TokenId, ...], Longest(64)] = ()
+    """Empty where only a prompt can open it."""
+    is_open: bool = False
+    """The prompt leaves it open."""
+    budget: Annotated[int, Range(0, INT32)] | None = None
+    """After so many tokens the end is forced."""
+
+
 class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_defaults=True):
     """How to choose tokens, fully resolved by the frontend: no text, no None that means a default.
 
@@ -89,6 +101,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_
     ones; `logprobs` is 0 then."""
     structured_output: StructuredOutput | None = None
     """The form of the answer; None: any."""
+    thinking: Thinking | None = None
+    """Where reasoning is no part of the form, or has a budget."""
 
     typical_p: Annotated[float, Range(0, 1, open_low=True), ModelDefault(None)] = 1.0
     top_n_sigma: Annotated[float, Range(-1, FLOAT32), ModelDefault(None)] = 0.0
@@ -381,6 +395,10 @@ class Welcome(Message):
     """Seconds of each start-up phase, in order."""
     stream_interval: int = 1
     """Tokens of an output that its reader gets together; the first comes at once, and the end with all that is left."""
+    reasoning_parser: str = ""
+    """The format of reasoning where neither a request nor a server names one."""
+    grammars_hold_in_reasoning: bool = False
+    """Grammars of answers hold from the first token on."""
 
 
 class Reply(Message):

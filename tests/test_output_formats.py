@@ -268,6 +268,13 @@ def test_requests_say_what_they_want_of_it(client: httpx.Client):
     assert message(tools=None)["tool_calls"] == []
 
 
+def test_a_budget_ends_the_reasoning_and_the_form_begins_after_it(client: httpx.Client):
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["yes"]}}}
+    wanted = body_of("<think>a long thought", tools=None, thinking_token_budget=3, response_format=form)
+    (choice,) = ask(client, CHAT, **wanted)["choices"]
+    assert (len(choice["message"]["reasoning"]), choice["message"]["content"]) == (3, '"yes"')
+
+
 @pytest.mark.parametrize(
     ("tools", "param"),
     [

@@ -118,6 +118,12 @@ class Admission:
             outside = next((each for each in _token_ids(getattr(sampling, name)) if each >= self._vocab_size), None)
             if outside is not None:
                 return self.refusal(f"{name} has token {outside}, outside the vocabulary of {self._vocab_size} tokens")
+        if (thinking := sampling.thinking) is not None:
+            if not thinking.end:
+                return self.refusal("thinking has an end of no tokens")
+            outside = next((each for each in (*thinking.begin, *thinking.end) if each >= self._vocab_size), None)
+            if outside is not None:
+                return self.refusal(f"thinking has token {outside}; the vocabulary has {self._vocab_size} tokens")
         if not all(sampling.bad_words):
             return self.refusal("bad_words has a word of no tokens")
         return None

@@ -160,6 +160,8 @@ class EngineCore:
             generation_defaults=plan.model.generation_defaults,
             startup_s=self.startup_s,
             stream_interval=plan.options.stream_interval,
+            reasoning_parser=plan.structured_outputs.reasoning_parser,
+            grammars_hold_in_reasoning=plan.structured_outputs.enable_in_reasoning,
         )
 
 

@@ -350,7 +350,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Option(
             SCHEDULER,
             "How the grammars of structured outputs are followed: backend (llguidance, whatever vLLM's name for one), "
-            "disable_fallback, disable_any_whitespace, disable_additional_properties",
+            "disable_fallback, disable_any_whitespace, disable_additional_properties, enable_in_reasoning, and "
+            "reasoning_parser, the format of reasoning after which grammars begin and which a thinking_token_budget "
+            "ends (a server's own reasoning_parser comes first)",
         ),
     ] = {}
     stream_interval: Annotated[

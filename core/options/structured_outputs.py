@@ -28,6 +28,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     disable_fallback: bool = False
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
+    enable_in_reasoning: bool = False
+    """A grammar holds from the first token on, for reasoning too; else it begins after the reasoning's end."""
+    reasoning_parser: str = ""
+    """The format of reasoning of requests that bring none, as frontends know it; "" for none."""
 
 
 def structured_outputs_of(config: Mapping[str, Any]) -> StructuredOutputs:
@@ -43,16 +47,10 @@ def structured_outputs_of(config: Mapping[str, Any]) -> StructuredOutputs:
     if backend not in BACKENDS:
         raise OptionError(f"structured_outputs_config has backend={backend!r}; there are {', '.join(BACKENDS)}")
     known = [name for name in StructuredOutputs.__struct_fields__ if name != "backends"]
-    if values.pop("enable_in_reasoning", True) is not True:
-        raise OptionError(
-            "structured_outputs_config has enable_in_reasoning=false, which cannot apply: a grammar holds from the "
-            "first token on, for reasoning too; leave it out"
-        )
     for name, value in values.items():
         if name not in known:
-            raise OptionError(
-                f"structured_outputs_config has no {name!r}; it has backend, {', '.join(known)} and enable_in_reasoning"
-            )
-        if not isinstance(value, bool):
-            raise OptionError(f"structured_outputs_config has {name}={value!r}; it must be true or false")
+            raise OptionError(f"structured_outputs_config has no {name!r}; it has backend, {', '.join(known)}")
+        right = ("the name of a format", str) if name == "reasoning_parser" else ("true or false", bool)
+        if not isinstance(value, right[1]):
+            raise OptionError(f"structured_outputs_config has {name}={value!r}; it must be {right[0]}")
     return StructuredOutputs(backends=BACKENDS[backend], **values)

@@ -11,6 +11,7 @@ import numpy as np
 
 from headrace.core.options.structured_outputs import StructuredOutputs
 from headrace.core.structured_output.backend import Backend, Matcher, Vocabulary
+from headrace.core.structured_output.thinking import allow, split
 from headrace.core.structured_output.trial import Trial
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
@@ -72,11 +73,14 @@ class Backends:
             raise
 
     def fill(self, places: Sequence[tuple[Matcher, int, list[int]]], masks: np.ndarray) -> None:
+        places, openers = split(places, masks)
         made = list(self._made.values())
         for backend in made:
             own = places if len(made) == 1 else [each for each in places if each[0].backend is backend]
             if own:
                 backend.fill(own, masks)
+        for at, token_id in openers:
+            allow(masks[at], token_id)
 
     def stop(self) -> None:
         self._trial.stop()

@@ -20,6 +20,7 @@ import msgspec
 from headrace.core.engine.gates import Gate, GateFailed, GateOpened
 from headrace.core.schedule.requests import Request
 from headrace.core.structured_output.backend import Backend, Matcher
+from headrace.core.structured_output.thinking import ThinkingMatcher
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import AddRequest, Generate, StructuredOutput
 
@@ -47,6 +48,7 @@ class GrammarCompiler:
     def closed_gates(self, request: Request, message: AddRequest) -> Iterable[Gate]:
         wanted = message.task.sampling.structured_output if isinstance(message.task, Generate) else None
         if wanted is None:
+            request.matcher = _matcher_for(request, None)
             return ()
         gate = Gate(REASON, hashlib.sha256(msgspec.msgpack.encode(wanted)).hexdigest()[:32])
         with self._lock:
@@ -88,9 +90,14 @@ class GrammarCompiler:
                 self._compiled.popitem(last=False)
 
 
-def _matcher_for(request: Request, compiled: Matcher) -> Matcher:
-    """One of its own, which has accepted what a request that goes on here has brought elsewhere."""
-    matcher = compiled.copy()
-    for token_id in request.token_ids[request.num_prompt_tokens :].tolist():
-        matcher.accept(token_id)
+def _matcher_for(request: Request, compiled: Matcher | None) -> Matcher | None:
+    """One of its own, which has accepted what a request that goes on here has brought elsewhere.
+
+    compiled: of its form; None where it may have any."""
+    matcher, thinking = None if compiled is None else compiled.copy(), request.sampling.thinking
+    if thinking is not None:
+        matcher = ThinkingMatcher(thinking, matcher)
+    if matcher is not None:
+        for token_id in request.token_ids[request.num_prompt_tokens :].tolist():
+            matcher.accept(token_id)
     return matcher

@@ -10,6 +10,7 @@ import msgspec
 
 from headrace.frontend.api.sampling_params import SamplingParams
 from headrace.frontend.api.token_rules import check_token_rules
+from headrace.frontend.text.formats.declaration import ReasoningFormat
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome
@@ -36,6 +37,10 @@ class Prompt(msgspec.Struct):
     token_ids: list[int] | None = None
     """None until the text is tokenised."""
     cache_salt: str = ""
+    reasoning: ReasoningFormat | None = None
+    """In which the answer sets its reasoning off, where the prompt was made for one."""
+    reasoning_has_form: bool = False
+    """What the answer's form says holds for its reasoning too."""
 
 
 _FORMS = "a prompt is a string, a list of token ids, {'prompt': ...} or {'prompt_token_ids': [...]}"

@@ -38,7 +38,7 @@ NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 NOT_SUPPORTED = frozenset(
     {
-        *("beam_width", "best_of", "early_stopping", "thinking_token_budget"),
+        *("beam_width", "best_of", "early_stopping"),
         *("length_penalty", "logits_processors", "use_beam_search"),
         *("prompt_logprob_token_ids", "routed_experts_prompt_start", "skip_clone", "trace_decode_token_ids"),
         "watermarking",
@@ -172,6 +172,9 @@ class SamplingParams:
     ] = None
     repetition_detection: Annotated[
         RepetitionDetectionParams | None, Field("End an output that repeats a run of tokens")
+    ] = None
+    thinking_token_budget: Annotated[
+        int | None, Field("End the reasoning after so many tokens, where its format is known", Range(0, INT32))
     ] = None
     extra_args: Annotated[
         dict[str, Any] | None, Field("What logits processors of the engine read; vllm_xargs in bodies", in_body=False)

@@ -13,6 +13,7 @@ from typing import Any
 from headrace import __version__
 from headrace.frontend.api.prompts import Prompt, check_request
 from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.frontend.api.thinking import thinking_of
 from headrace.frontend.api.token_rules import tokenized_fields
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
 from headrace.frontend.client.engine_process import EngineProcess, listener_of
@@ -149,6 +150,8 @@ class CoreClient(AsyncControls):
         if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
             raise InvalidRequestError(f"priority must be an integer, and smaller is sooner, not {priority!r}")
         tokenized = tokenized_fields(params, self.tokenizer, self.welcome.vocab_size)
+        if (thinking := thinking_of(params, prompt, self.tokenizer, self.welcome)) is not None:
+            tokenized["thinking"] = thinking
         return self.requests.add(
             request_id,
             prompt,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -124,10 +125,13 @@ def prepare_chat(
     )
     check_outputs(1, params)
     prompt, token_ids, choice = render(request, engine, parts)
-    reader = None
+    reader = reasoning = grammar = None
     if client.tokenizer is not None:
         several = request.parallel_tool_calls is not False
-        reader, grammar = parts.formats.reader(client.tokenizer, prompt, choice, several=several)
+        formats = parts.formats.of(prompt, choice)
+        reader = formats.reader(client.tokenizer, prompt, choice)
+        grammar = formats.grammar(client.tokenizer, prompt, choice, several=several)
+        reasoning = formats.reasoning
         if grammar is not None:
             if params.structured_outputs is not None:
                 raise bad_field("tool_choice", "an answer that has to call a tool cannot have another form besides")
@@ -135,15 +139,22 @@ def prepare_chat(
         if reader is not None:
             # Markers may be special tokens; the others are left out by the reader.
             params.skip_special_tokens = False
-    tokens = Prompt(text=prompt.text, token_ids=token_ids, cache_salt=cache_salt(request, tenant))
+    tokens = Prompt(
+        text=prompt.text,
+        token_ids=token_ids,
+        cache_salt=cache_salt(request, tenant),
+        reasoning=reasoning,
+        reasoning_has_form=grammar is not None,
+    )
     truncate(tokens, params, client.welcome)
     check_length(tokens, asked, client.welcome, "messages")
     id = id_prefix + name
     answer = Answer(request, id, request.model or engine.names[0], client.tokenizer)
+    make_answer = make_answer or functools.partial(ChatAnswer, names_tool=choice.is_named)
     return PreparedRequest(
         engine=engine,
         jobs=[Job(id, tokens, params, request.priority or 0)],
-        answer=(make_answer or ChatAnswer)(request, answer, parts.options.response_role, reader),
+        answer=make_answer(request, answer, parts.options.response_role, reader),
         streams=bool(request.stream),
     )
 
@@ -168,8 +179,12 @@ class ChatAnswer(OpenAIEvents):
         answer: Answer,
         role: str,
         make_reader: Callable[[], OutputParser] | None = None,
+        names_tool: bool = False,
     ) -> None:
-        """make_reader: of one output, where it may hold reasoning or tool calls."""
+        """make_reader: of one output, where it may hold reasoning or tool calls.
+
+        names_tool: the request chose a tool by its name."""
+        self._names_tool = names_tool
         self._request, self._answer, self._role, self._make_reader = request, answer, role, make_reader
         self._echoed = _echoed(request, role)
         self._choices: dict[SequenceState, _Choice] = {}
@@ -249,8 +264,7 @@ class ChatAnswer(OpenAIEvents):
 
     def _finish_reason(self, reader: OutputParser, reason: str | None) -> str | None:
         """As OpenAI has it: a call of the tool that the request named is an ordinary stop."""
-        is_named = isinstance(self._request.tool_choice, dict) and self._request.tool_choice.get("type") == "function"
-        return "tool_calls" if reason == "stop" and reader.num_calls and not is_named else reason
+        return "tool_calls" if reason == "stop" and reader.num_calls and not self._names_tool else reason
 
     def _event_of(self, choice: _Choice, told: Event, index: int) -> bytes:
         if told.content:

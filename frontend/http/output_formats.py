@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.prompts import RenderedChat
@@ -12,6 +13,7 @@ from headrace.frontend.http.tool_choice import ToolChoice
 from headrace.frontend.text.formats.declaration import (
     FormatError,
     OutputFormat,
+    ReasoningFormat,
     format_of_template,
     load_format,
 )
@@ -43,39 +45,60 @@ class OutputFormats:
         self._reads_calls = options.enable_auto_tool_choice
         self._found = functools.lru_cache(maxsize=16)(_found)
 
-    def reader(
-        self, tokenizer: Tokenizer, prompt: RenderedChat, choice: ToolChoice, *, several: bool
-    ) -> tuple[Callable[[], OutputParser] | None, str | None]:
-        """What makes a reader of one output to this prompt, None where the answer is all content; and the grammar of an
-        answer that has to call a tool. several: it may call more than one."""
+    def of(self, prompt: RenderedChat, choice: ToolChoice) -> AnswerFormats:
+        """Those of the answers to this prompt."""
         found = self._found(prompt.template) if self._finds_calls or self._finds_reasoning else None
         calls = self._calls or (found if self._finds_calls else None)
-        reasoning = self._reasoning or (found if self._finds_reasoning else None)
-        thinking = (self._reasoning or found or OutputFormat()).reasoning
-        grammar = None
+        calls = calls if calls is not None and calls.calls is not None else None
         if choice.forced:
-            calls = calls if calls is not None and calls.calls is not None else OutputFormat(calls=PLAIN_CALLS)
-            assert calls.calls is not None
-            thinks_first = thinking if thinking is not None and thinking.is_open_after(prompt.text) else None
-            several = several and not choice.is_named
-            special = tokenizer.special_tokens
-            grammar = ForcedCalls(
-                calls.calls, choice.forced, special, several=several, thinks_first=thinks_first
-            ).text()
-        elif not (self._reads_calls and choice.shown and calls is not None and calls.calls is not None):
+            calls = calls or OutputFormat(calls=PLAIN_CALLS)
+        elif not (self._reads_calls and choice.shown):
             calls = None
-        reasoning = reasoning if reasoning is not None and reasoning.reasoning is not None else None
-        if calls is None and reasoning is None:
-            return None, None
-        make = functools.partial(
+        reasoning = self._reasoning or (found if self._finds_reasoning else None)
+        thinking = self._reasoning or found or OutputFormat()
+        reading = reasoning if reasoning is not None and reasoning.reasoning is not None else None
+        return AnswerFormats(calls, reading, thinking.reasoning)
+
+
+class AnswerFormats(NamedTuple):
+    """Of the answers to one prompt."""
+
+    calls: OutputFormat | None
+    """In which calls are read; None: they stay text."""
+    reading: OutputFormat | None
+    """In which reasoning is read; None: it stays text."""
+    thinking: ReasoningFormat | None
+    """In which the model sets its reasoning off, read or not."""
+
+    @property
+    def reasoning(self) -> ReasoningFormat | None:
+        return None if self.reading is None else self.reading.reasoning
+
+    def grammar(self, tokenizer: Tokenizer, prompt: RenderedChat, choice: ToolChoice, *, several: bool) -> str | None:
+        """Of an answer that has to call a tool; None where it need not. several: it may call more than one."""
+        if not choice.forced:
+            return None
+        assert self.calls is not None, "forced calls have a format"
+        assert self.calls.calls is not None, "a format of calls has them"
+        thinks_first = self.thinking if self.thinking is not None and self.thinking.is_open_after(prompt.text) else None
+        several = several and not choice.is_named
+        special = tokenizer.special_tokens
+        return ForcedCalls(self.calls.calls, choice.forced, special, several=several, thinks_first=thinks_first).text()
+
+    def reader(
+        self, tokenizer: Tokenizer, prompt: RenderedChat, choice: ToolChoice
+    ) -> Callable[[], OutputParser] | None:
+        """What makes a reader of one output; None where the answer is all content."""
+        if self.calls is None and self.reading is None:
+            return None
+        return functools.partial(
             OutputParser,
-            reasoning,
-            calls,
+            self.reading,
+            self.calls,
             prompt=prompt.text,
             tools=choice.shown or (),
             hidden=tuple(tokenizer.special_tokens),
         )
-        return make, grammar
 
 
 def _load(option: str, name: str) -> OutputFormat:

@@ -209,7 +209,6 @@ NEUTRAL: Mapping[str, Neutral] = types.MappingProxyType(
         "store": Neutral(_STORED, (False,), is_harmless=True),
         "service_tier": Neutral("there is one tier", ("auto", "default"), is_harmless=True),
         "guided_decoding_backend": Neutral("the engine's own is used (structured_outputs_config)", ("auto",)),
-        "thinking_token_budget": Neutral("not supported yet"),
         "use_beam_search": Neutral(_BEAMS, (False,)),
         "length_penalty": Neutral(_BEAMS, (1.0,)),
         "early_stopping": Neutral(_BEAMS, (False,)),
