@@ -94,25 +94,14 @@ struct GroupedIntegers : GroupedBase {
     }
   }
 
-  static inline __attribute__((always_inline)) Bytes quad(const int8_t* q, int g) {
-    int32_t bits;
-    std::memcpy(&bits, q + 4 * g, 4);
-    return reinterpret_cast<Bytes>(all_lanes(bits));
-  }
-
   template <bool kZeros>
   static inline __attribute__((always_inline)) Floats multiply(Floats total, const QuantBlock& x,
                                                                const Bytes (&codes)[kQuads], Floats scale,
                                                                Floats minimum) {
     // Without this the compiler keeps the broadcast quads of all rows for the next group, and spills them.
     asm volatile("" ::: "memory");
-    Ints sum = kZeros ? Ints{} : all_lanes(x.correct[0]), high = {};
-#pragma GCC unroll 8
-    for (int g = 0; g < kQuads; ++g) {
-      high = dot_quads<kBits>(high, codes[g], quad(x.high, g));
-      sum = dot_quads<kBits>(sum, codes[g], quad(x.low, g));
-    }
-    sum += high << 8;
+    const Ints high = dot_run<kBits, kQuads>(Ints{}, codes, x.high);
+    const Ints sum = dot_run<kBits, kQuads>(kZeros ? Ints{} : all_lanes(x.correct[0]), codes, x.low) + (high << 8);
     total = fused(__builtin_convertvector(sum, Floats) * all_lanes(x.step), scale, total);
     return kZeros ? fused(all_lanes(x.step_sum), minimum, total) : total;
   }

@@ -71,4 +71,38 @@ inline Ints dot_quads(Ints sums, Bytes codes, Bytes x) {
 #endif
 }
 
+// The quad of x that meets one of codes: the same for all lanes.
+inline __attribute__((always_inline)) Bytes quad_of(const int8_t* x) {
+  int32_t bits;
+  std::memcpy(&bits, x, sizeof(bits));
+  return reinterpret_cast<Bytes>(all_lanes(bits));
+}
+
+// The products of kCount quads that follow one another.
+template <int kCodeBits, int kCount>
+inline __attribute__((always_inline)) Ints dot_run(Ints sums, const Bytes* codes, const int8_t* x) {
+#if defined(__AVX2__) && !defined(HEADRACE_AVX512)
+  // Of small codes many products fit 16 bits, and only then are they widened: half the instructions.
+  constexpr int kFit = 32767 / (2 * 127 * ((1 << kCodeBits) - 1));
+  if constexpr (kFit > 1) {
+    constexpr int kEach = kFit < kCount ? kFit : kCount;
+    static_assert(kCount % kEach == 0, "no quad is left out");
+#pragma GCC unroll 8
+    for (int first = 0; first < kCount; first += kEach) {
+      __m256i narrow = _mm256_setzero_si256();
+#pragma GCC unroll 8
+      for (int g = first; g - first < kEach; ++g) {
+        const __m256i quad = reinterpret_cast<__m256i>(quad_of(x + 4 * g));
+        narrow = _mm256_add_epi16(narrow, _mm256_maddubs_epi16(reinterpret_cast<__m256i>(codes[g]), quad));
+      }
+      sums += reinterpret_cast<Ints>(_mm256_madd_epi16(narrow, _mm256_set1_epi16(1)));
+    }
+    return sums;
+  }
+#endif
+#pragma GCC unroll 8
+  for (int g = 0; g < kCount; ++g) sums = dot_quads<kCodeBits>(sums, codes[g], quad_of(x + 4 * g));
+  return sums;
+}
+
 }  // namespace headrace

@@ -143,34 +143,19 @@ struct QuantKernel {
     return result;
   }
 
-  static inline __attribute__((always_inline)) Bytes quad(const int8_t* q, int g) {
-    int32_t bits;
-    std::memcpy(&bits, q + 4 * g, 4);
-    return reinterpret_cast<Bytes>(all_lanes(bits));
-  }
-
   static inline __attribute__((always_inline)) Floats multiply(Floats total, const QuantBlock& x,
                                                                const Bytes (&codes)[kQuads], const Scales& s) {
     // Without this the compiler keeps the broadcast quads of all rows for the next group, and spills them.
     asm volatile("" ::: "memory");
     const Floats step = all_lanes(x.step);
-    Ints sum = kLayout.offset ? all_lanes(x.correct[0]) : Ints{}, high = {};
     constexpr int kFirst = kLayout.two_scales() ? kQuads / 2 : kQuads;
-#pragma GCC unroll 8
-    for (int g = 0; g < kFirst; ++g) {
-      high = dot_quads<kLayout.bits>(high, codes[g], quad(x.high, g));
-      sum = dot_quads<kLayout.bits>(sum, codes[g], quad(x.low, g));
-    }
+    Ints high = dot_run<kLayout.bits, kFirst>(Ints{}, codes, x.high);
+    Ints sum = dot_run<kLayout.bits, kFirst>(kLayout.offset ? all_lanes(x.correct[0]) : Ints{}, codes, x.low);
     sum += high << 8;
     total = fused(__builtin_convertvector(sum, Floats) * step, s.scale[0], total);
     if constexpr (kLayout.two_scales()) {
-      sum = all_lanes(x.correct[1]);
-      high = Ints{};
-#pragma GCC unroll 4
-      for (int g = kFirst; g < kQuads; ++g) {
-        high = dot_quads<kLayout.bits>(high, codes[g], quad(x.high, g));
-        sum = dot_quads<kLayout.bits>(sum, codes[g], quad(x.low, g));
-      }
+      high = dot_run<kLayout.bits, kQuads - kFirst>(Ints{}, codes + kFirst, x.high + 4 * kFirst);
+      sum = dot_run<kLayout.bits, kQuads - kFirst>(all_lanes(x.correct[1]), codes + kFirst, x.low + 4 * kFirst);
       sum += high << 8;
       total = fused(__builtin_convertvector(sum, Floats) * step, s.scale[1], total);
     }
