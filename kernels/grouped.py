@@ -4,12 +4,15 @@
     float4        w = scale * table[code]            NF4, FP4, MXFP4, NVFP4: they differ in the table alone
     e4m3          w = scale * code                   float8_e4m3fn
 
+A checkpoint may mean the inputs to be rounded before they are multiplied: `InputRounding`.
+
 A group is `group` neighbours along the input axis. Where the checkpoint orders its inputs otherwise (GPTQ's desc_act),
 column i of the codes meets input order[i].
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -21,6 +24,40 @@ Kind = Literal["int4", "int8", "float4", "e4m3"]
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP4_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of the codes of a float of 2 bits of exponent and 1 of mantissa (OCP Microscaling formats, section 5.3.3)."""
+
+
+@dataclass(frozen=True)
+class InputRounding:
+    """Inputs as int8: x ~ scale * (q - zero). Sums of such products with integers are exact."""
+
+    scale: float | None = None
+    """None: each token has its own, by the largest magnitude of what is rounded."""
+    zero: int = 0
+    """Of a scale that is given."""
+    shifted: bool = False
+    """Where it is not given: each token has a zero point too, by its least and largest value."""
+
+    def __post_init__(self) -> None:
+        if self.scale is not None and not (math.isfinite(self.scale) and self.scale > 0):
+            raise ValueError(f"the scale of its inputs is {self.scale}; a number above 0 is expected")
+        if not -128 <= self.zero <= 127:
+            raise ValueError(f"the zero point of its inputs is {self.zero}; one of 8 bits is expected")
+
+    def of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [..., k] -> q in x's dtype, and scale and zero [..., 1]."""
+        if self.scale is not None:
+            scale, zero = (x.new_tensor([each]) for each in (self.scale, float(self.zero)))
+        else:
+            most, least = x.amax(-1, keepdim=True).clamp(min=0), x.amin(-1, keepdim=True).clamp(max=0)
+            scale = (most - least) / 255 if self.shifted else torch.maximum(most, -least) / 127.5
+            scale = torch.where(scale > 0, scale, 1.0)
+            zero = (-128 - least / scale).round().clamp(-128, 127) if self.shifted else torch.zeros_like(scale)
+        return (x / scale + zero).clamp(-128, 127).round(), scale, zero
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """x [..., k] as it meets the weights."""
+        q, scale, zero = self.of(x)
+        return (q - zero) * scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +77,8 @@ class GroupedWeight:
     """[k] int32."""
     table: tuple[float, ...] = ()
     """Of float4: the values of the 16 codes."""
-    rounds_input: bool = False
-    """The checkpoint means its inputs to be rounded to the same type, each token with a scale of its own."""
+    inputs: InputRounding | None = None
+    """How the checkpoint means its inputs to be rounded; None: not at all."""
 
     def __post_init__(self) -> None:
         n, k = self.shape
@@ -140,7 +177,7 @@ class GroupedWeight:
     def _form(self) -> tuple[object, ...]:
         zeros = None if self.zeros is None else self.zeros.dtype
         ordered = self.order is not None
-        return (self.kind, self.shape[1], self.group, self.scales.dtype, zeros, self.table, self.rounds_input, ordered)
+        return (self.kind, self.shape[1], self.group, self.scales.dtype, zeros, self.table, self.inputs, ordered)
 
 
 def joined(weights: Sequence[GroupedWeight]) -> GroupedWeight:

@@ -6,14 +6,19 @@ A writer takes a matrix [n, k] float32 and gives its tensors under the format's 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tiny_models
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
+
+from headrace.kernels.grouped import InputRounding
 
 Written = tuple[dict[str, Tensor], Tensor]
 """Tensors by what follows the module's name, and the values [n, k] float32."""
@@ -58,6 +63,20 @@ def _put(state: dict[str, Tensor], name: str, values: Tensor) -> None:
     else:
         half = stack.shape[1] // 2
         stack[int(index), slice(0, half) if kind == "gate_proj" else slice(half, None)] = values
+
+
+@contextmanager
+def inputs_rounded(model: Any, inputs: InputRounding) -> Iterator[None]:
+    """Inside, what transformers multiplies by weights of layers is rounded first."""
+    product = F.linear
+    kept = {module.weight.data_ptr() for name, module in model.named_modules() if name.endswith(("lm_head", ".gate"))}
+
+    def rounded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return product(x if weight.data_ptr() in kept else inputs.rounded(x.float()).to(x.dtype), weight, bias)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "linear", rounded)
+        yield
 
 
 def affine(
@@ -229,14 +248,22 @@ def in_int8(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes.to(torch.int8), scales, codes * scales
 
 
-def compressed(scheme: str, **weights: Any) -> tuple[dict[str, Any], Writer]:
+def compressed(scheme: str, inputs: InputRounding | None = None, **weights: Any) -> tuple[dict[str, Any], Writer]:
+    """inputs: how they become int8."""
     layout, own = COMPRESSED[scheme]
 
     def writer(module: str, weight: Tensor) -> Written:
-        return own(weight)
+        tensors, values = own(weight)
+        if inputs is not None and inputs.scale is not None:
+            tensors[".input_scale"] = torch.tensor([inputs.scale])
+            tensors[".input_zero_point"] = torch.tensor([inputs.zero], dtype=torch.int8)
+        return tensors, values
 
-    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True} if scheme == "W8A8" else None
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    activations = None
+    if inputs is not None:
+        dynamic, symmetric = inputs.scale is None, not inputs.shifted and inputs.zero == 0
+        activations = {"num_bits": 8, "type": "int", "dynamic": dynamic, "symmetric": symmetric}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     config = {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
     return config | {"ignore": ["lm_head"]}, writer
 
@@ -335,6 +362,44 @@ def bitsandbytes(kind: str) -> tuple[dict[str, Any], Writer]:
         return tensors | nested, values
 
     return {"quant_method": "bitsandbytes", "load_in_4bit": kind != "int8", "load_in_8bit": kind == "int8"}, writer
+
+
+def torchao(kind: str) -> tuple[dict[str, Any], Writer]:
+    """Int8WeightOnly, Int8DynamicActivationInt8Weight, IntxWeightOnly of 4 bits with zero points, Float8WeightOnly."""
+
+    def writer(module: str, weight: Tensor) -> Written:
+        if kind.startswith("Float8"):
+            codes, scales, values = in_fp8(weight, 1, 1 << 20)
+            return {"._weight_qdata": codes, "._weight_scale": scales}, values
+        if kind.startswith("Intx"):
+            unsigned, half, zeros, values = affine(weight, 4, 32, symmetric=False)
+            tensors = {"._weight_qdata": unsigned - 8, "._weight_zero_point": zeros - 8}
+            return {name: each.to(torch.int8) for name, each in tensors.items()} | {"._weight_scale": half}, values
+        codes, scales, values = in_int8(weight)
+        zero_points = torch.zeros_like(scales).to(torch.int8)
+        return {"._weight_qdata": codes, "._weight_scale": scales, "._weight_zero_point": zero_points}, values
+
+    data = {"granularity": {"_type": "PerGroup", "_data": {"group_size": 32}}} if kind.startswith("Intx") else {}
+    chosen = {"_type": f"{kind}Config", "_version": 2, "_data": data}
+    return {"quant_method": "torchao", "quant_type": {"default": chosen}}, writer
+
+
+def hqq(bits: int) -> tuple[dict[str, Any], Writer]:
+    def writer(module: str, weight: Tensor) -> Written:
+        groups, in_byte = weight.reshape(-1, 32), 8 // bits
+        least, most = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+        scale = (most - least) / ((1 << bits) - 1)
+        zero = -least / scale
+        codes = (groups / scale + zero).round().clamp(0, (1 << bits) - 1)
+        slabs = codes.to(torch.uint8).chunk(in_byte)
+        stored = torch.zeros_like(slabs[0])
+        for slab in slabs:
+            stored = stored << bits | slab if bits < 8 else slab
+        tensors = {".W_q": stored, ".scale": scale, ".zero": zero, ".shape": torch.tensor(weight.shape)}
+        return tensors | {".nbits": torch.tensor(bits)}, ((codes - zero) * scale).view(weight.shape)
+
+    weights = {"nbits": bits, "group_size": 32, "axis": 1, "channel_wise": True}
+    return {"quant_method": "hqq", "quant_config": {"weight_quant_params": weights}}, writer
 
 
 NF4 = torch.tensor(

@@ -3,13 +3,15 @@ do not depend on the batch."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_cpu_linear import UNIT, as_two_bytes, random_x
 
 from headrace.kernels.cpu import build, linear
 from headrace.kernels.cpu.linear import Runtime
-from headrace.kernels.grouped import FP4_E2M1, GroupedWeight, Kind, joined
+from headrace.kernels.grouped import FP4_E2M1, GroupedWeight, InputRounding, Kind, joined
 
 LEVELS = ["native", *(pytest.param(level, marks=pytest.mark.system) for level in ("avx512", "avx2", "portable"))]
 SHAPES = [(1, 1, 32, 32), (3, 17, 96, 96), (17, 192, 512, 128), (9, 70, 256, 64)]
@@ -68,6 +70,31 @@ def test_products_are_within_the_stated_bounds(runtime: Runtime, kind: Kind, zer
             bound = step @ values.abs().T
             bound += (k / 8 + 8) * UNIT * ((in_order.double().abs() + step) @ (values.abs() + shift).T)
         assert ((got - exact).abs() <= bound + 1e-30).all(), (kind, rows, n, k, group)
+
+
+ROUNDINGS = [InputRounding(), InputRounding(shifted=True), InputRounding(0.02), InputRounding(0.03, -17)]
+
+
+@pytest.mark.parametrize("inputs", ROUNDINGS)
+def test_inputs_that_become_int8_are_multiplied_exactly(runtime: Runtime, inputs: InputRounding) -> None:
+    for index, (rows, n, k, group) in enumerate(SHAPES):
+        weight = random_weight("int8", n, k, group, dtype=torch.float32, ordered=index % 2 == 1)
+        x = random_x(rows, k) + 0.3
+        got = linear.pack(replace(weight, inputs=inputs), runtime_=runtime).apply(x).double()
+        q, scale, zero = (each.double() for each in inputs.of(x))
+        exact_weight, met = weight.floats().double(), (q - zero) * scale
+        bound = (k / group + 6) * UNIT * (met.abs() + zero.abs() * scale) @ exact_weight.abs().T
+        assert ((got - met @ exact_weight.T).abs() <= bound + 1e-30).all(), (rows, n, k, group)
+
+
+def test_a_row_of_rounded_inputs_gets_the_same_bits_whatever_the_batch(runtime: Runtime) -> None:
+    for inputs in ROUNDINGS[:2]:
+        weight = replace(random_weight("int8", 96, 256, 64), inputs=inputs)
+        packed, x = linear.pack(weight, runtime_=runtime), random_x(40, 256)
+        singly = torch.cat([packed.apply(x[row : row + 1]) for row in range(40)])
+        for rows in (2, 5, 13, 17, 40):
+            assert torch.equal(packed.apply(x[40 - rows :]), singly[40 - rows :]), rows
+        assert not packed.apply(torch.zeros(1, 256)).any(), "no step can be had of zeros"
 
 
 @pytest.mark.parametrize("group", [16, 32])

@@ -28,8 +28,9 @@ from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.families import spec_from_config
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.kernels.cpu import build
-from headrace.kernels.cpu.linear import runtime
+from headrace.kernels.cpu.linear import PackedLinear, runtime
 from headrace.kernels.cpu.moe import PackedExperts
+from headrace.kernels.grouped import InputRounding
 from headrace.kernels.reference.quantised import REFERENCES, QuantisedLinear
 from headrace.kernels.reference.rows import DenseLinear
 from headrace.kernels.registry import choose_reference
@@ -108,6 +109,12 @@ CASES: dict[str, Case] = {
     "compressed fp8": (lambda: made.compressed("fp8", **(made.W8 | {"type": "float"})), {"e4m3"}, EXACT_ERROR),
     "compressed nvfp4": (lambda: made.compressed("NVFP4", **made.F4), {"float4"}, EXACT_ERROR),
     "compressed mxfp4": (lambda: made.compressed("MXFP4", **made.F4), {"float4"}, EXACT_ERROR),
+    "torchao int8": (lambda: made.torchao("Int8WeightOnly"), {"int8"}, MOST_ERROR),
+    "torchao 4 bits, zeros": (lambda: made.torchao("IntxWeightOnly"), {"int4"}, MOST_ERROR),
+    "torchao fp8": (lambda: made.torchao("Float8WeightOnly"), {"e4m3"}, EXACT_ERROR),
+    "hqq 8 bits": (lambda: made.hqq(8), {"int8"}, MOST_ERROR),
+    "hqq 4 bits": (lambda: made.hqq(4), {"int4"}, MOST_ERROR),
+    "hqq 2 bits": (lambda: made.hqq(2), {"int4"}, MOST_ERROR),
     "bitsandbytes int8": (lambda: made.bitsandbytes("int8"), {"int8"}, MOST_ERROR),
     "bitsandbytes nf4": (lambda: made.bitsandbytes("nf4"), {"float4"}, EXACT_ERROR),
     "bitsandbytes nf4 double": (lambda: made.bitsandbytes("nf4 double"), {"float4"}, EXACT_ERROR),
@@ -122,6 +129,55 @@ def test_logits_are_those_of_the_dequantised_model_and_weights_stay_packed(case:
     decoder = opened(tmp_path)
     assert kinds_of(decoder) == kinds
     assert error_of(decoder, model) < bound
+
+
+ROUNDINGS = {
+    "token": InputRounding(),
+    "shifted token": InputRounding(shifted=True),
+    "static": InputRounding(0.03),
+    "static, zero": InputRounding(0.03, -5),
+}
+ROUNDED_ERROR = 5e-3
+"""RMS error of logits over their spread where inputs are int8. It is EXACT_ERROR but where an input lies at the border
+between two codes, and may become either. Inputs that are not rounded err by 0.02 and more."""
+
+
+@pytest.mark.parametrize(("family", "rounding"), [*(("llama", each) for each in ROUNDINGS), ("qwen3_moe", "token")])
+def test_inputs_become_int8_where_the_checkpoint_means_it(family: str, rounding: str, tmp_path: Path) -> None:
+    inputs = ROUNDINGS[rounding]
+    model = made.write(tmp_path, tiny_models.build(family), *made.compressed("W8A8", inputs, **made.W8))
+    decoder = opened(tmp_path)
+    assert "int8" in kinds_of(decoder)
+    with made.inputs_rounded(model, inputs):
+        assert error_of(decoder, model) < ROUNDED_ERROR
+        rounded = exact_greedy(model, 1)[1]
+    unrounded = exact_greedy(model, 1)[1]
+    assert float((rounded - unrounded).square().mean().sqrt() / unrounded.std()) > 3 * ROUNDED_ERROR
+
+
+def test_torchaos_inputs_become_int8_where_its_config_means_it(tmp_path: Path) -> None:
+    model = made.write(tmp_path, tiny_models.build("llama"), *made.torchao("Int8DynamicActivationInt8Weight"))
+    with made.inputs_rounded(model, InputRounding()):
+        assert error_of(opened(tmp_path), model) < ROUNDED_ERROR
+
+
+def test_experts_with_a_static_scale_each_keep_finer_inputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    config = made.compressed("W8A8", InputRounding(0.03), **made.W8)
+    made.write(tmp_path, tiny_models.build("qwen3_moe"), *config)
+    decoder = opened(tmp_path)
+    assert "inputs of experts keep 16 bits: their static scales are of one expert each" in caplog.text
+    assert not any(weight.descriptor.rounding for weight in _experts_of(decoder))
+
+
+def _experts_of(decoder: CpuDecoder) -> list[PackedLinear]:
+    found: list[PackedLinear] = []
+    for layer in decoder._model.layers:
+        for held in layer.ffn.values():
+            if isinstance(held, PackedExperts):
+                found += [*held.gate_up, *held.down]
+    assert found
+    return found
 
 
 @pytest.mark.parametrize("case", ["gptq 4 bits, zeros", "awq", "fp8 blocks", "compressed nvfp4", "compressed W8A8"])
@@ -260,6 +316,19 @@ def test_autoround_stores_in_the_layouts_of_gptq_and_awq(layout: str, writer: An
     assert error_of(opened(tmp_path, quantization="inc"), model) < MOST_ERROR
 
 
+def test_scales_of_a_quantised_cache_are_named_as_without_effect(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    made.write(tmp_path, tiny_models.build("llama"), *made.gptq())
+    tensors = load_file(tmp_path / "model.safetensors")
+    layer = "model.layers.0.self_attn"
+    scales = {f"{layer}.{name}": torch.ones(()) for name in ("k_proj.k_scale", "v_proj.v_scale")}
+    save_file(tensors | scales, tmp_path / "model.safetensors")
+    opened(tmp_path)
+    assert f"2 scales of a quantised cache ({layer}.k_proj.k_scale ...) have no effect" in caplog.text
+
+
 @pytest.fixture(scope="module")
 def gptq_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gptq")
@@ -367,6 +436,11 @@ def test_config_and_tensors_that_disagree_are_named_before_serving(
             torch.ones(64, 3).half(),
             r"scales are \[64, 3\], and \[64, 64\] in groups",
         ),
+        ("hqq 4 bits", "W_q", torch.zeros(3, 32).byte(), r"W_q is torch.uint8 \[3, 32\], and \[64, 64\] of 4 bits in"),
+        ("hqq 4 bits", "scale", torch.ones(5, 1), "scale has 5 numbers, and there are 128 groups"),
+        ("torchao int8", "_weight_scale", None, "lack .*_weight_scale"),
+        ("compressed W8A8 static", "input_scale", None, f"lack {Q_PROJ}.input_scale"),
+        ("compressed W8A8 static", "input_scale", torch.zeros(1), r"the scale of its inputs is 0\.0; a number above 0"),
         ("bitsandbytes nf4", "weight.absmax", None, f"lack {Q_PROJ}.weight.absmax"),
         ("bitsandbytes nf4", "weight", torch.zeros(9, 1).byte(), r"9 bytes cannot be \[64, 64\] codes of 4 bits"),
     ],
@@ -374,7 +448,8 @@ def test_config_and_tensors_that_disagree_are_named_before_serving(
 def test_each_format_names_tensors_that_do_not_fit(
     case: str, part: str, tensor: Tensor | None, message: str, tmp_path: Path
 ) -> None:
-    made.write(tmp_path, tiny_models.build("llama"), *CASES[case][0]())
+    static = made.compressed("W8A8", InputRounding(0.03), **made.W8)
+    made.write(tmp_path, tiny_models.build("llama"), *(CASES[case][0]() if case in CASES else static))
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors[f"{Q_PROJ}.{part}"]
     if tensor is not None:
@@ -399,6 +474,9 @@ def test_each_format_names_tensors_that_do_not_fit(
             {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:fp8"},
             "AutoRound's layout auto_round:fp8",
         ),
+        ({"quant_method": "torchao", "quant_type": "int4"}, "quant_type is 'int4'; one of torchao's own configs"),
+        ({"quant_method": "hqq", "nbits": 3, "group_size": 32}, "HQQ weights of 3 bits are not supported; 1, 2, 4 and"),
+        ({"quant_method": "hqq", "nbits": 4, "group_size": 32, "axis": 0}, "in groups along the outputs"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size is 128; two whole numbers are expected"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -137,6 +137,7 @@ class CpuWeights(CheckedWeights):
         self._unpacked_types: set[str] = set()
         self._undivided: set[str] = set()
         self._unquantised: set[str] = set()
+        self._has_finer_inputs = False
 
     def read(self, declared: Declared, prefix: str) -> Any:
         match declared:
@@ -246,6 +247,8 @@ class CpuWeights(CheckedWeights):
         if self._unquantised:
             group = self._blocks.group_size if self._blocks else 0
             logger.warning("kept as floats, as groups of %d do not divide rows: %s", group, _listed(self._unquantised))
+        if self._has_finer_inputs:
+            logger.info("the inputs of experts keep 16 bits: their static scales are of one expert each")
         dtype = dtype_name(self.dtype)
         if self._undivided:
             types = ", ".join(sorted(self._undivided))
@@ -271,7 +274,7 @@ class CpuWeights(CheckedWeights):
             floats = self._floats(name, part.rows, columns)
             return floats if self._packed is not None and floats.dtype in FLOAT_TYPES else floats.to(self.dtype)
         if isinstance(kept, GroupedWeight):
-            return self._grouped(name, kept, part, columns)
+            return self._grouped(name, kept, part, columns, role)
         type_name, data = kept
         kind, cut = WEIGHT_TYPES.get(type_name), None
         if kind is not None:
@@ -283,7 +286,10 @@ class CpuWeights(CheckedWeights):
         # torch wants writable memory, which a file's map is not.
         return type_name, torch.from_numpy(np.require(cut, requirements=["C", "W"]))
 
-    def _grouped(self, name: str, whole: GroupedWeight, part: Part, columns: slice | None) -> Stored:
+    def _grouped(self, name: str, whole: GroupedWeight, part: Part, columns: slice | None, role: Role) -> Stored:
+        if role == "expert" and whole.inputs is not None and whole.inputs.scale is not None:
+            self._has_finer_inputs = True
+            whole = replace(whole, inputs=None)
         cut = grouped_part(self._source, name, whole, part.rows, columns)
         kind = f"{whole.kind} in groups of {whole.group}"
         if cut is None:

@@ -15,7 +15,8 @@
 //           integers of 8 bits: [8, 32, 4] bytes, the code of k = 4 g + j
 //           floats of 8 bits: [32, 32] bytes, the code of (k, row)
 //
-// Integers meet activations in two int8 parts, as GGUF's types do; floats are expanded exactly and meet fp32.
+// Integers meet activations in two int8 parts, as GGUF's types do, or in one where the checkpoint means it so (see
+// groups_rounded.h); floats are expanded exactly and meet fp32.
 #pragma once
 
 #include "linear.h"
@@ -64,12 +65,34 @@ inline int64_t grouped_panel_bytes(const PackedWeight& w) {
   return kHeadBytes + blocks / head.group_blocks * head.meta_bytes + blocks * group_code_bytes(w.type);
 }
 
+// A row of activations that the checkpoint means to be rounded to int8, x ~ step * (q - zero): this, q [k] as Rounded,
+// and for each group of the weight 128 * the sum of its q, for codes are 128 too large.
+struct RoundedRow {
+  float step, zero;
+  int32_t unused[14];
+};
+static_assert(sizeof(RoundedRow) == 64, "q is aligned");
+
+// AVX2 multiplies 16 bits of both exactly, and 8 bits only where the sums of two products stay below 2^15.
+#if defined(__AVX2__) && !defined(HEADRACE_AVX512)
+typedef int16_t Rounded;
+#else
+typedef int8_t Rounded;
+#endif
+
+inline int64_t bytes_of_rounded(int64_t k) { return (k * static_cast<int64_t>(sizeof(Rounded)) + 63) / 64 * 64; }
+inline int64_t rounded_row_bytes(int64_t k) {
+  return static_cast<int64_t>(sizeof(RoundedRow)) + bytes_of_rounded(k) + (k / kBlock * 4 + 63) / 64 * 64;
+}
+
 inline int64_t grouped_prepared_bytes(const PackedWeight& w) {
+  if (w.rounding != InputRounding::kNone) return rounded_row_bytes(w.k);
   return has_integers(w.type) ? bytes_of_blocks(w.k) : (4 * w.k + 63) / 64 * 64;
 }
 
 const Tiles* tiles_of_int4_groups();
 const Tiles* tiles_of_int8_groups();
+const Tiles* tiles_of_rounded_int8();
 const Tiles* tiles_of_float4_groups();
 const Tiles* tiles_of_e4m3_groups();
 

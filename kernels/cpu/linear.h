@@ -48,6 +48,10 @@ struct Tiles {
   void (*experts)(struct StackRun& run, const Step& step, int thread, int num_threads);
 };
 
+// kNone: two int8 parts by blocks of 32. kToken and kShiftedToken: each row with a scale of its own, the latter with a
+// zero point too. The numbers are known to linear.py.
+enum class InputRounding : int32_t { kNone = 0, kToken = 1, kShiftedToken = 2, kStatic = 3 };
+
 // A weight [n, k] in packed form.
 struct PackedWeight {
   const void* data;  // 64-byte aligned
@@ -65,6 +69,9 @@ struct PackedWeight {
   int64_t group;         // weights along k that share a scale: 16, or a multiple of 32
   DType scale_type;
   int32_t zero_type;  // a DType, or kNoZeros
+  // Of kInt8Groups without zeros: how x is rounded to int8, x ~ scale * (q - zero), as the checkpoint means it.
+  InputRounding rounding;
+  float input_scale, input_zero;  // of kStatic
 };
 
 enum class Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2, kGelu = 3, kRelu = 4, kRelu2 = 5,
@@ -78,7 +85,8 @@ struct LaneHighest {
 };
 
 // y = act(x W^T + bias) [+ residual]; for fan 2: y = act(x Wgate^T + bias) * (x Wup^T + bias), of n/2 columns.
-// x is rounded to bf16 for bf16 weights, and to two int8 parts by blocks of 32 for quantised weights.
+// x is rounded to bf16 for bf16 weights, and to two int8 parts by blocks of 32 for quantised weights, unless their
+// InputRounding says otherwise.
 struct LinearArgs {
   PackedWeight weight;
   const void* x;            // [rows, k]

@@ -12,6 +12,8 @@ weight is stored in decides how it multiplies:
 
 - with group scales (`GroupedWeight`), integers: as quantised, with m = |scale * zero|; float4 and e4m3: codes are
   expanded exactly and meet x in fp32: |error| <= (K + 4) 2^-24 sum_k |x_k w_k|.
+- int8 without zeros whose checkpoint means its inputs to be int8 too (`InputRounding`): sums of a group are exact, and
+  |error| <= (K / group + 6) 2^-24 sum_k (|x_k| + |zero| d) |w_k|, over the rounded x, with its scale d.
 
 The rounding of the result to the output's type comes on top. A row's result is the same to the bit whatever the
 number of rows, its place among them and the number of threads. linear_reference.py has the same product in torch.
@@ -39,6 +41,9 @@ from .linear_args import (
     FLOAT_TYPES,
     GROUPED_TYPES,
     NO_ZEROS,
+    ROUNDS_SHIFTED_TOKEN,
+    ROUNDS_STATIC,
+    ROUNDS_TOKEN,
     ROWS_FIXED,
     ROWS_LOGITS,
     ROWS_SEQS,
@@ -300,14 +305,16 @@ def pack(
     if source.stride(1) != 1:
         source = source.contiguous()
     kind = _kind(type_name)
-    tiles = _tiles(used.library.level, type_name) if kind.quantised else None
-    descriptor = PackedWeightC(n=n, k=k, type=kind.number, fan=2 if gated else 1, tiles=tiles)
+    descriptor = PackedWeightC(n=n, k=k, type=kind.number, fan=2 if gated else 1)
     order: Tensor | None = None
     groups = GroupSourceC()
     kept: tuple[object, ...] = ()
     if isinstance(weight, GroupedWeight):
         order = None if weight.order is None else weight.order.to(torch.int32).contiguous()
         groups, kept = _describe_groups(weight, source, descriptor, order)
+        _describe_inputs(weight, descriptor)
+    if kind.quantised:
+        descriptor.tiles = _tiles(used.library.level, type_name, descriptor.rounding > 0)
     nbytes = used.library.dll.hr_linear_bytes(ctypes.byref(descriptor))
     memory, address = (arena or used.arena).take(nbytes)
     descriptor.data = address
@@ -354,6 +361,26 @@ def _describe_groups(
     return source, (scales, zeros, table)
 
 
+def rounds_inputs(weight: GroupedWeight) -> bool:
+    """Whether the kernels round its inputs to int8 as the checkpoint means it. Otherwise they keep 16 bits."""
+    return weight.inputs is not None and weight.kind == "int8" and weight.zeros is None and weight.group <= MOST_EXACT
+
+
+MOST_EXACT = 1 << 16
+"""Products of two int8 whose sum is sure to fit 32 bits."""
+
+
+def _describe_inputs(weight: GroupedWeight, descriptor: PackedWeightC) -> None:
+    inputs = weight.inputs
+    if inputs is None or not rounds_inputs(weight):
+        return
+    if inputs.scale is None:
+        descriptor.rounding = ROUNDS_SHIFTED_TOKEN if inputs.shifted else ROUNDS_TOKEN
+    else:
+        descriptor.rounding = ROUNDS_STATIC
+        descriptor.input_scale, descriptor.input_zero = inputs.scale, inputs.zero
+
+
 @dataclass(frozen=True)
 class PackedLayer:
     """A packed weight with its bias: what the `linear` op gives to a model."""
@@ -391,14 +418,15 @@ VERSIONS = (Version("linear", "cpu_packed", _pack_layer, _why_no_layer),)
 
 
 @functools.cache
-def _tiles(level: str, type_name: str) -> int:
+def _tiles(level: str, type_name: str, rounded: bool) -> int:
     """The address of what multiplies by weights of a quantised type; `why_not` has said that there is one."""
     part = library_part(type_name)
     library = build.load(level, part)
     assert library is not None
     find = getattr(library.dll, f"hr_{part}_tiles")
     find.restype = ctypes.c_void_p
-    return int(find(_kind(type_name).number))
+    arguments = (int(rounded),) if part == build.GROUPED else ()
+    return int(find(_kind(type_name).number, *arguments))
 
 
 def _kind(type_name: str) -> WeightType:

@@ -58,6 +58,8 @@ GROUPED_TYPES: Mapping[str, WeightType] = MappingProxyType(
 )
 """The kinds of `kernels.grouped.GroupedWeight`."""
 NO_ZEROS = -1
+ROUNDS_TOKEN, ROUNDS_SHIFTED_TOKEN, ROUNDS_STATIC = 1, 2, 3
+"""`InputRounding` in linear.h."""
 FLOAT_TYPES: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 )
@@ -77,6 +79,9 @@ class PackedWeightC(ctypes.Structure):
         ("group", ctypes.c_int64),
         ("scale_type", ctypes.c_int32),
         ("zero_type", ctypes.c_int32),
+        ("rounding", ctypes.c_int32),
+        ("input_scale", ctypes.c_float),
+        ("input_zero", ctypes.c_float),
     )
 
 

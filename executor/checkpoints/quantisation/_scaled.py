@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from headrace.executor.checkpoints.quantisation import expect
 from headrace.executor.checkpoints.quantisation.gptq import integers
-from headrace.kernels.grouped import FP4_E2M1, SCALE_DTYPES, GroupedWeight
+from headrace.ipc.failure import ModelError
+from headrace.kernels.grouped import FP4_E2M1, SCALE_DTYPES, GroupedWeight, InputRounding
 
 
 def floats_of_8_bits(
-    module: str, weight: Tensor, scales: Tensor, block: tuple[int, int] | None = None, *, rounds_input: bool = False
+    module: str, weight: Tensor, scales: Tensor, block: tuple[int, int] | None = None
 ) -> GroupedWeight:
     """weight [n, k] float8_e4m3fn; scales of the whole, of each row, of groups, or of blocks (rows, columns)."""
     expect(weight.dtype == torch.float8_e4m3fn, module, f"they are {weight.dtype}; float8_e4m3fn is expected")
     wide, group = scales_of_rows(module, tuple(weight.shape), scales, block)
-    return GroupedWeight("e4m3", weight.view(torch.uint8), wide, group, rounds_input=rounds_input)
+    return GroupedWeight("e4m3", weight.view(torch.uint8), wide, group)
 
 
 def integers_of_8_bits(
-    module: str, weight: Tensor, scales: Tensor, zeros: Tensor | None, *, rounds_input: bool = False
+    module: str, weight: Tensor, scales: Tensor, zeros: Tensor | None, inputs: InputRounding | None = None
 ) -> GroupedWeight:
     """weight [n, k] int8; scales and zero points of the whole, of each row, or of groups."""
     expect(weight.dtype == torch.int8, module, f"they are {weight.dtype}; int8 is expected")
@@ -32,7 +34,7 @@ def integers_of_8_bits(
     if zeros is not None:
         shifted = scales_of_rows(module, shape, zeros.float(), None)[0] + 128
     found = integers(weight.view(torch.uint8) ^ 0x80, 8, shifted, wide, group)
-    return GroupedWeight(found.kind, found.codes, wide, group, found.zeros, rounds_input=rounds_input)
+    return GroupedWeight(found.kind, found.codes, wide, group, found.zeros, inputs=inputs)
 
 
 def floats_of_4_bits(module: str, packed: Tensor, scales: Tensor) -> GroupedWeight:
@@ -45,6 +47,21 @@ def floats_of_4_bits(module: str, packed: Tensor, scales: Tensor) -> GroupedWeig
         f"scales are {list(scales.shape)}, and the codes are of [{packed.shape[0]}, {k}]",
     )
     return GroupedWeight("float4", packed, scales, k // scales.shape[1], table=FP4_E2M1)
+
+
+def input_rounding(module: str, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> InputRounding:
+    """How the inputs of a module become int8: `config` has `dynamic` and `symmetric`, of a static scale the tensors
+    `input_scale` and `input_zero`, of one number each."""
+    if config["dynamic"]:
+        return InputRounding(shifted=not config["symmetric"])
+    scale, zero = tensors.get("input_scale"), tensors.get("input_zero")
+    expect(scale is not None and scale.numel() == 1, module, "one input_scale is expected for its inputs")
+    assert scale is not None, "or it was refused"
+    expect(zero is None or zero.numel() == 1, module, "one input_zero_point is expected for its inputs")
+    try:
+        return InputRounding(float(scale), 0 if zero is None else int(zero))
+    except ValueError as error:
+        raise ModelError(f"the quantised weights of {module} do not fit together: {error}") from error
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:

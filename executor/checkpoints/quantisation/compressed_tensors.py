@@ -2,7 +2,8 @@
 
     pack-quantized          weight_packed int32 [n, k * bits / 32], weight_scale [n, groups], weight_zero_point packed
                             along the rows, weight_g_idx [k]
-    int-quantized           weight int8 [n, k], weight_scale of the whole, rows or groups, weight_zero_point
+    int-quantized           weight int8 [n, k], weight_scale of the whole, rows or groups, weight_zero_point; of
+                            static inputs input_scale and input_zero_point [1]
     float-quantized         weight float8_e4m3fn [n, k], weight_scale of the whole, rows, groups or blocks
     nvfp4-pack-quantized    weight_packed uint8 [n, k / 2], weight_scale float8_e4m3fn [n, k / 16], weight_global_scale,
                             by which scales are divided
@@ -24,6 +25,7 @@ from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Sh
 from headrace.executor.checkpoints.quantisation._scaled import (
     floats_of_4_bits,
     floats_of_8_bits,
+    input_rounding,
     integers_of_8_bits,
     powers_of_two,
 )
@@ -48,7 +50,8 @@ class Scheme:
     is_float: bool
     group_size: int | None
     block: tuple[int, int] | None
-    rounds_input: bool
+    inputs: Mapping[str, bool] | None
+    """Of inputs that become int8: whether `dynamic`, and `symmetric`."""
 
     @classmethod
     def of(cls, name: str, config: Config, layout: str) -> Scheme:
@@ -65,7 +68,6 @@ class Scheme:
         block = weights.get("block_structure")
         if isinstance(block, str):
             block = [int(each) for each in block.split("x")]
-        inputs = config.get("input_activations")
         return cls(
             layout=layout,
             targets=tuple(config.get("targets") or ("Linear",)),
@@ -73,7 +75,7 @@ class Scheme:
             is_float=is_float,
             group_size=weights.get("group_size"),
             block=None if not block else (int(block[0]), int(block[1])),
-            rounds_input=isinstance(inputs, Mapping) and inputs.get("num_bits") == 8 and inputs.get("type") == "int",
+            inputs=_int8_inputs(config.get("input_activations")),
         )
 
     @property
@@ -86,7 +88,7 @@ class CompressedTensors(Format):
     names = ("compressed-tensors", "compressed_tensors", "sparseml")
     stored = (
         "W4A16 and W8A16 (and 2 to 7 bits), in groups or rows, zero points or none, ordered by activation",
-        "W8A8 int8, static or dynamic: activations keep 16 bits, which is finer than asked",
+        "W8A8 int8: activations become int8 too, by a static scale or each token's own, symmetric or not",
         "W8A8 fp8, a scale for the matrix, rows, groups or blocks; activations stay in floats",
         "NVFP4 and MXFP4; activations stay in floats",
         "schemes by module, with `targets`, `ignore` and regular expressions",
@@ -127,6 +129,10 @@ class CompressedTensors(Format):
         optional = {"zeros": f"{module}.weight_zero_point", "g_idx": f"{module}.weight_g_idx"}
         if not scheme.is_float:
             found |= {part: name for part, name in optional.items() if name in held}
+        if scheme.inputs is not None and not scheme.inputs["dynamic"]:
+            found["input_scale"] = f"{module}.input_scale"
+            if not scheme.inputs["symmetric"]:
+                found["input_zero"] = f"{module}.input_zero_point"
         return found
 
     def beside(self, module: str) -> tuple[str, ...]:
@@ -155,7 +161,8 @@ class CompressedTensors(Format):
             return floats_of_4_bits(module, weight, powers_of_two(scales))
         if scheme.is_float:
             return floats_of_8_bits(module, weight, scales, scheme.block)
-        return integers_of_8_bits(module, weight, scales, tensors.get("zeros"), rounds_input=scheme.rounds_input)
+        inputs = None if scheme.inputs is None else input_rounding(module, scheme.inputs, tensors)
+        return integers_of_8_bits(module, weight, scales, tensors.get("zeros"), inputs)
 
     def _packed(self, module: str, scheme: Scheme, tensors: Mapping[str, Tensor]) -> GroupedWeight:
         weight, scales, bits = tensors["weight"], tensors["scales"], scheme.bits
@@ -179,6 +186,12 @@ class CompressedTensors(Format):
         if order is not None:
             codes = codes[:, order.long()]
         return integers(codes, bits, zeros, scales.contiguous(), size, order)
+
+
+def _int8_inputs(config: object) -> Mapping[str, bool] | None:
+    if not isinstance(config, Mapping) or config.get("num_bits") != 8 or config.get("type", "int") != "int":
+        return None
+    return {"dynamic": bool(config.get("dynamic", False)), "symmetric": bool(config.get("symmetric", True))}
 
 
 def _names(target: str, module: str) -> bool:

@@ -14,9 +14,15 @@ and nothing need be asked for: `headrace serve MODEL`. `--quantization NAME` ins
 `--dtype` sets the type of activations; weights stay as they are stored.
 
 On a CPU matrices are computed packed: integers meet activations of 16 bits in blocks of 32, float codes are expanded
-exactly and meet activations of 32 bits. Each of a model's matrices is read, packed and let go in its turn. On a GPU
-int4, int8 without zero points and fp8 with a scale for each row stay packed; all else, experts among it, and everything
-where a CPU runs a model op by op, is turned into floats of `--dtype` as it is read.
+exactly and meet activations of 32 bits. Where a checkpoint of W8A8 means its activations to be int8 they are rounded
+so, as its tool does it, and both are multiplied as int8; under tensor parallelism a rank's scale is of its own part of
+a token. Elsewhere (a GPU, op by op, experts with static scales) they stay finer than asked. Each of a model's matrices
+is read, packed and let go in its turn. On a GPU int4, int8 without zero points and fp8 with a scale for each row stay
+packed; all else, experts among it, and everything where a CPU runs a model op by op, is turned into floats of `--dtype`
+as it is read.
+
+Scales of a quantised cache that a checkpoint has (`k_scale`, `v_scale`) have no effect, which is logged: the caches of
+`--kv-cache-dtype fp8` and `int8` take a scale for each token and head from what is written.
 
 Ranks (tensor parallel) divide matrices between groups. Where a share begins within a group, or where GPTQ's
 `desc_act` orders the inputs that ranks divide, that matrix is kept in floats, which is logged. Experts are computed

@@ -1,0 +1,91 @@
+"""HQQ, half-quadratic quantisation: what its linear layers store of themselves.
+
+W_q      uint8: the codes [n * k / group, group], cut into as many slabs of rows as there are codes in a byte, the
+         first of them in the highest bits
+scale    [n * k / group, 1]
+zero     the same: w = scale * (code - zero)
+shape    [2], besides scalars that repeat the config (nbits, group_size, axis)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, expect, number
+from headrace.executor.checkpoints.quantisation.gptq import integers
+from headrace.executor.models.blocks import Role
+from headrace.ipc.failure import ModelError
+from headrace.kernels.grouped import GroupedWeight
+
+BITS = (1, 2, 4, 8)
+SCALARS = (
+    "nbits", "group_size", "axis", "packing", "unpack_view_dtype", "view_as_float", "quant_scale", "quant_zero",
+    "compute_dtype", "offload_meta", "encoded_state_dict", "stores_quant_config", "channel_wise", "optimize",
+    "round_zero", "shape",
+)  # fmt: skip
+"""What lies beside a layer's codes."""
+
+
+@dataclass(frozen=True)
+class Hqq(Format):
+    names = ("hqq",)
+    stored = (
+        "1, 2, 4 and 8 bits (1 and 2 kept in 4), in groups along the inputs (axis 1), zero points that are floats",
+    )
+    made_by = "hqq 0.2 (benchmarks/quantised_tools.py), a writer in tests"
+    bits: int
+    group_size: int
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        own = config.get("quant_config")
+        weights = own.get("weight_quant_params") if isinstance(own, Mapping) else config
+        if not isinstance(weights, Mapping):
+            raise ModelError("the HQQ config has no weight_quant_params")
+        bits, axis = number(weights, ("nbits",), "HQQ"), number(weights, ("axis",), "HQQ", 1)
+        if bits not in BITS:
+            raise ModelError(f"HQQ weights of {bits} bits are not supported; 1, 2, 4 and 8 bits are")
+        if axis != 1:
+            raise ModelError("HQQ weights in groups along the outputs (axis 0) are not supported; axis 1 is")
+        return cls(bits, number(weights, ("group_size",), "HQQ"))
+
+    def parts(self, module: str, role: Role, held: Container[str]) -> Parts | None:
+        if f"{module}.W_q" not in held:
+            return None
+        return {name: f"{module}.{name}" for name in ("W_q", "scale", "zero", "shape")}
+
+    def beside(self, module: str) -> tuple[str, ...]:
+        return SCALARS
+
+    def shape(self, module: str, shapes: Shapes) -> tuple[int, int] | None:
+        return None  # what is stored is flat
+
+    def group(self, module: str, columns: int) -> int:
+        return self.group_size
+
+    def read(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
+        (n, k), size, in_byte = tensors["shape"].tolist(), self.group_size, 8 // self.bits
+        expect(k % size == 0, module, f"groups of {size} do not divide {k} inputs")
+        packed, groups = tensors["W_q"], n * k // size
+        expect(
+            packed.dtype == torch.uint8 and tuple(packed.shape) == (groups // in_byte, size),
+            module,
+            f"W_q is {packed.dtype} {list(packed.shape)}, and [{n}, {k}] of {self.bits} bits in groups of {size} needs "
+            f"uint8 {[groups // in_byte, size]}",
+        )
+        for name in ("scale", "zero"):
+            count = tensors[name].numel()
+            expect(count == groups, module, f"{name} has {count} numbers, and there are {groups} groups")
+        shifts = [self.bits * (in_byte - 1 - index) for index in range(in_byte)]
+        codes = torch.cat([packed >> shift & ((1 << self.bits) - 1) for shift in shifts]).view(n, k)
+        scales, zeros = (tensors[name].view(n, k // size).contiguous() for name in ("scale", "zero"))
+        found = integers(codes, max(self.bits, 4), None, scales, size)
+        return GroupedWeight(found.kind, found.codes, scales, size, zeros.float())
+
+
+FORMAT = Hqq
