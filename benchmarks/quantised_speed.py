@@ -1,0 +1,146 @@
+"""Speed of quantised checkpoints of the demo model's shape, beside bf16, as shares of what this machine reads.
+
+    python benchmarks/quantised_speed.py [--only W4A16 ...] [--keep FOLDER] [--out FILE.json]
+
+Weights are random, written in the layouts of compressed-tensors: W4A16 in groups of 128 (of 64 where 128 does not
+divide the rows: the hidden size is 576), W8A8 with a scale for each row and token. The head is bf16 and tied to the
+embedding, so a decode step reads the whole checkpoint: bytes of a token are its size. `--keep` leaves the checkpoints
+in a folder, where another engine can be run on them. Nothing else may run on the machine meanwhile; some minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import write_report
+from safetensors.torch import save_file
+from torch import Tensor
+from workload import generator, run_cases
+
+from headrace import LLM
+from headrace.kernels.cpu.limits import limits
+from headrace.kernels.cpu.linear import runtime
+
+LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, VOCABULARY = 30, 576, 1536, 9, 3, 49152
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": LAYERS, "hidden_size": HIDDEN,
+    "intermediate_size": INNER, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+    "vocab_size": VOCABULARY, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+    "hidden_act": "silu", "rope_theta": 100000.0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SHAPES = {
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (HIDDEN * KV_HEADS // HEADS, HIDDEN),
+    "self_attn.v_proj": (HIDDEN * KV_HEADS // HEADS, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (INNER, HIDDEN),
+    "mlp.up_proj": (INNER, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INNER),
+}
+GROUPS = {HIDDEN: 64, INNER: 128}
+CASES = ["decode_1", "decode_8", "prefill_1024"]
+
+
+def floats(n: int, k: int, random: torch.Generator) -> dict[str, Tensor]:
+    return {"weight": (torch.randn(n, k, generator=random) * k**-0.5).bfloat16()}
+
+
+def codes_of_4_bits(n: int, k: int, random: torch.Generator) -> dict[str, Tensor]:
+    words = torch.randint(-(1 << 31), 1 << 31, (n, k // 8), generator=random).to(torch.int32)
+    scales = torch.full((n, k // GROUPS[k]), k**-0.5 / 4.6).half()  # 4.6: the spread of codes that are equally likely
+    return {"weight_packed": words, "weight_scale": scales, "weight_shape": torch.tensor([n, k])}
+
+
+def codes_of_8_bits(n: int, k: int, random: torch.Generator) -> dict[str, Tensor]:
+    codes = torch.randint(-127, 128, (n, k), generator=random).to(torch.int8)
+    return {"weight": codes, "weight_scale": torch.full((n, 1), k**-0.5 / 73)}
+
+
+def scheme(layout: str, *groups: dict[str, Any]) -> dict[str, Any]:
+    named = {f"group_{index}": group for index, group in enumerate(groups)}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": named, "ignore": ["lm_head"]}
+
+
+def in_groups(size: int, *targets: str) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": size, "symmetric": True}
+    return {"targets": list(targets), "weights": weights}
+
+
+W8A8 = {
+    "targets": ["Linear"],
+    "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+    "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True},
+}
+Writer = Callable[[int, int, torch.Generator], dict[str, Tensor]]
+KINDS: dict[str, tuple[dict[str, Any] | None, Writer]] = {
+    "bf16": (None, floats),
+    "W4A16": (
+        scheme("pack-quantized", in_groups(GROUPS[INNER], r"re:.*down_proj"), in_groups(GROUPS[HIDDEN], "Linear")),
+        codes_of_4_bits,
+    ),
+    "W8A8": (scheme("int-quantized", W8A8), codes_of_8_bits),
+}
+
+
+def write_checkpoint(folder: Path, kind: str) -> int:
+    """Returns the bytes of its tensors."""
+    quantisation, writer = KINDS[kind]
+    random = torch.Generator().manual_seed(0)
+    tensors = {
+        "model.embed_tokens.weight": (torch.randn(VOCABULARY, HIDDEN, generator=random) * 0.05).bfloat16(),
+        "model.norm.weight": torch.ones(HIDDEN).bfloat16(),
+    }
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}.{name}.weight"] = torch.ones(HIDDEN).bfloat16()
+        for name, (n, k) in SHAPES.items():
+            tensors |= {f"{prefix}.{name}.{part}": each for part, each in writer(n, k, random).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = CONFIG | {"dtype": "bfloat16"} | ({"quantization_config": quantisation} if quantisation else {})
+    (folder / "config.json").write_text(json.dumps(config))
+    return sum(each.nbytes for each in tensors.values())
+
+
+def measure(folder: Path, kind: str, read_bytes_per_s: float) -> dict[str, Any]:
+    token_bytes = write_checkpoint(folder, kind)
+    with LLM(
+        str(folder), dtype="bfloat16", max_model_len=2048, enable_prefix_caching=False, skip_tokenizer_init=True
+    ) as llm:
+        cases = run_cases(generator(llm), CASES)
+    share = cases["decode_1"]["out_tok_s"] * token_bytes / read_bytes_per_s
+    return {"bytes of a token": token_bytes, "share of read bandwidth": round(share, 3), "cases": cases}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=list(KINDS), help="repeatable")
+    parser.add_argument("--keep", type=Path, help="a folder for the checkpoints")
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {"limits": limits(runtime())}
+    read_bytes_per_s = results["limits"]["read_gigabytes_per_s"] * 1e9
+    with tempfile.TemporaryDirectory() as own:
+        for kind in arguments.only or KINDS:
+            found = results[kind] = measure((arguments.keep or Path(own)) / kind, kind, read_bytes_per_s)
+            rates = ", ".join(
+                f"{name} {row['out_tok_s']} out, {row['in_tok_s']} in" for name, row in found["cases"].items()
+            )
+            print(f"{kind}: {found['share of read bandwidth']:.0%} of the read bandwidth; tok/s: {rates}", flush=True)
+    if "bf16" in results and "W8A8" in results:
+        before, now = (results[kind]["cases"]["prefill_1024"]["seconds"] for kind in ("bf16", "W8A8"))
+        results["W8A8 prefill against bf16"] = round(before / now, 2)
+        print(f"W8A8 prefill of 1024: {before / now:.2f} times bf16's")
+    if arguments.out:
+        write_report(arguments.out, "quantised_speed", results)
+
+
+if __name__ == "__main__":
+    main()
