@@ -101,7 +101,12 @@ def check_error(response: httpx.Response, status: int, param: str | None, said: 
         ),
         ({"prompt": [5], "structured_outputs": {"jsn": {}}}, "structured_outputs", "no field 'jsn'"),
         ({"prompt": [5], "structured_outputs": {"regex": "(a"}}, "structured_outputs", "unclosed group"),
-        ({"prompt": [5], "guided_json": {"type": "foo"}}, "structured_outputs", "Invalid type: foo"),
+        ({"prompt": [5], "guided_json": {"type": "foo"}}, "guided_json", "guided_json: the JSON schema cannot be"),
+        (
+            {"prompt": [5], "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}},
+            "response_format",
+            "response_format: the JSON schema cannot be used: Invalid type: foo",
+        ),
         ({"prompt": [5], "guided_regex": "a", "guided_choice": ["a"]}, "structured_outputs", "given are regex, choice"),
         (
             {"prompt": [5], "guided_regex": "a", "structured_outputs": {"regex": "a"}},

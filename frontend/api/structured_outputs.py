@@ -122,6 +122,12 @@ class GuidedDecodingParams(StructuredOutputsParams):
     """Their name in older versions."""
 
 
+def field_of_body(body: Any) -> str:
+    """The field by which a request's body asks for a form; "structured_outputs" where none does."""
+    names = ("response_format", *RETIRED)
+    return next((name for name in names if getattr(body, name) is not None), "structured_outputs")
+
+
 def from_body(body: Any) -> StructuredOutputsParams | None:
     """From the fields of a request's body; None where it asks for no form. Raises InvalidRequestError."""
     retired = {name: value for name in RETIRED if (value := getattr(body, name)) is not None}

@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from headrace.frontend.api.outputs import CompletionOutput
 from headrace.frontend.api.prompts import Prompt, truncate
-from headrace.frontend.api.structured_outputs import StructuredOutputsParams
+from headrace.frontend.api.structured_outputs import StructuredOutputsParams, field_of_body
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import bad_field
@@ -156,6 +156,7 @@ def prepare_chat(
         jobs=[Job(id, tokens, params, request.priority or 0)],
         answer=make_answer(request, answer, parts.options.response_role, reader),
         streams=bool(request.stream),
+        form_field="tool_choice" if grammar is not None else field_of_body(request),
     )
 
 

@@ -9,6 +9,7 @@ from msgspec import UNSET
 
 from headrace.frontend.api.outputs import CompletionOutput
 from headrace.frontend.api.prompts import Prompt, truncate
+from headrace.frontend.api.structured_outputs import field_of_body
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import bad_field
@@ -83,7 +84,9 @@ def prepare_completion(
     ]
     answer = Answer(request, id, request.model or engine.names[0], client.tokenizer)
     texts = CompletionAnswer(request, answer, params.n, only_prompt=only_prompt)
-    return PreparedRequest(engine=engine, jobs=jobs, answer=texts, streams=bool(request.stream))
+    return PreparedRequest(
+        engine=engine, jobs=jobs, answer=texts, streams=bool(request.stream), form_field=field_of_body(request)
+    )
 
 
 def _prompts(

@@ -220,6 +220,15 @@ class PreparedRequest(msgspec.Struct):
     jobs: list[Job]
     answer: ResponseText
     streams: bool
+    form_field: str = "structured_outputs"
+    """The field by which the request asks for a form of its answer: errors name it."""
+
+    def named(self, error: HeadraceError) -> HeadraceError:
+        """The same error, in the words of the request."""
+        if not isinstance(error, InvalidRequestError) or error.failure is None:
+            return error
+        said = error.failure.message.replace("SamplingParams.structured_outputs", f"SamplingParams.{self.form_field}")
+        return InvalidRequestError.from_failure(msgspec.structs.replace(error.failure, message=said))
 
 
 class Running:
@@ -283,11 +292,11 @@ class Running:
         self._meters[stream].on_done(stream)
         self._num_running -= 1
         if stream.error is not None and self.error is None:
-            self.error = stream.error
+            self.error = self._prepared.named(stream.error)
             if not self.news.done():
                 self.news.set_result(None)
             if self.events is not None:
-                self.events.fail(stream.error)
+                self.events.fail(self.error)
         if (self._num_running == 0 or self.error is not None) and not self.ended.done():
             self.ended.set_result(None)
 
