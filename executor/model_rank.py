@@ -93,7 +93,7 @@ class ModelRank(Rank):
             raise ModelError(f"{spec.architecture} is computed by transformers' code, for which there is a CPU alone")
         check_shares(spec, self._place)
         check_experts(spec, self._options)
-        groups = kv_cache.cache_groups(spec, self._options.max_model_len)
+        groups = kv_cache.cache_groups(spec, self._options.max_model_len, self._place.tp_size)
         if self._options.disable_hybrid_kv_cache_manager:
             groups = ONE_GROUP
         kv_rows, kv_elements = own_kv(spec, self._place, groups)
@@ -318,8 +318,8 @@ def own_kv(spec: ArchSpec, place: RankPlace, groups: Sequence[CacheGroup]) -> tu
     The ranks' sum may be more than a single rank has: where there are fewer key/value heads than ranks, and where
     stages have a group's layers in unequal numbers.
     """
-    num_layers, own = kv_cache.layers_in_block(spec.num_layers, place, groups), spec.own_cache(place.tp_size)
-    return num_layers * own.rows, num_layers * own.elements
+    layout = kv_cache.Layout.of(spec, place, groups)
+    return layout.rows, layout.elements
 
 
 def cache_dtype(plan: Plan, *, is_program: bool) -> torch.dtype:

@@ -160,9 +160,9 @@ def test_gemma3_reads_the_sparse_text_config_of_a_multimodal_checkpoint() -> Non
     ]
     assert spec.layers[0].mixer.rope == RopeSpec(10_000.0, 256)
     assert spec.layers[5].mixer.rope == RopeSpec(1_000_000.0, 256, "linear", factor=8.0)
-    assert (spec.vocab_size, spec.num_heads, spec.cache) == (262_208, 8, TokenCache(4, 256, 256))
+    assert (spec.vocab_size, spec.num_heads, spec.mixers[0].cache) == (262_208, 8, TokenCache(4, 256, 256))
     assert (spec.max_positions, spec.tied_head, spec.num_layers) == (131_072, True, 34)
-    assert (spec.cache.rows, spec.cache.elements) == (2 * 4, 2 * 4 * 256)
+    assert (spec.mixers[0].cache.rows, spec.mixers[0].cache.elements) == (2 * 4, 2 * 4 * 256)
 
 
 def test_smollm3_leaves_every_fourth_layer_without_rotary_positions() -> None:

@@ -68,7 +68,7 @@ def test_a_published_models_cache_takes_576_values_of_a_token_and_layer_on_every
     ).to_dict()
     spec = spec_from_config(config | {"architectures": ["DeepseekV2ForCausalLM"]})
     assert block_bytes(spec, 16, torch.bfloat16) == 16 * 27 * 576 * 2
-    assert spec.own_cache(2) == spec.cache
+    assert spec.own_caches(2) == spec.own_caches(1)
 
 
 def test_an_engine_has_the_blocks_that_latent_attention_leaves_room_for(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def spec_of(num_heads: int, num_kv_heads: int, inner: int = 8) -> ArchSpec:
 
 
 def sizes(spec: ArchSpec) -> tuple[int, int, int]:
-    return spec.num_heads, spec.cache.num_heads, spec.intermediate_size
+    return spec.num_heads, spec.mixers[0].cache.num_heads, spec.intermediate_size
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_every_rank_has_the_same_whole_heads_and_blocks(
 
 
 def checkpoint(spec: ArchSpec) -> dict[str, Tensor]:
-    queries, keys, inner = spec.num_heads * HEAD_DIM, spec.cache.num_heads * HEAD_DIM, spec.intermediate_size
+    queries, keys, inner = spec.num_heads * HEAD_DIM, spec.mixers[0].cache.num_heads * HEAD_DIM, spec.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj.weight": (queries, HIDDEN),
         "self_attn.q_proj.bias": (queries,),
@@ -103,15 +103,15 @@ def padded_by_hand(name: str, tensor: Tensor, spec: ArchSpec, padded: ArchSpec) 
     """With whole tensors and no spans: as [groups, heads of a group, head_dim], filled up at each end."""
     if "q_proj" in name or "o_proj.weight" in name:
         rows = tensor if "q_proj" in name else tensor.T
-        group, padded_group = (each.num_heads // each.cache.num_heads for each in (spec, padded))
-        by_head = rows.reshape(spec.cache.num_heads, group, HEAD_DIM, *rows.shape[1:])
-        whole = by_head.new_zeros(padded.cache.num_heads, padded_group, HEAD_DIM, *rows.shape[1:])
-        whole[: spec.cache.num_heads, :group] = by_head
+        group, padded_group = (each.num_heads // each.mixers[0].cache.num_heads for each in (spec, padded))
+        by_head = rows.reshape(spec.mixers[0].cache.num_heads, group, HEAD_DIM, *rows.shape[1:])
+        whole = by_head.new_zeros(padded.mixers[0].cache.num_heads, padded_group, HEAD_DIM, *rows.shape[1:])
+        whole[: spec.mixers[0].cache.num_heads, :group] = by_head
         whole = whole.reshape(-1, *rows.shape[1:])
         return whole if "q_proj" in name else whole.T
     added = {
-        "k_proj": padded.cache.num_heads - spec.cache.num_heads,
-        "v_proj": padded.cache.num_heads - spec.cache.num_heads,
+        "k_proj": padded.mixers[0].cache.num_heads - spec.mixers[0].cache.num_heads,
+        "v_proj": padded.mixers[0].cache.num_heads - spec.mixers[0].cache.num_heads,
     }
     for part, heads in added.items():
         if part in name:
@@ -158,7 +158,7 @@ def test_blocks_are_cut_where_they_end_and_nowhere_else() -> None:
     plain = packed_part(DictSource(checkpoint(spec)), name, data, (4, 2), None, slice(4, 12))
     assert plain is not None
     assert np.shares_memory(plain, data)
-    assert padded.cache.num_heads == 4
+    assert padded.mixers[0].cache.num_heads == 4
 
 
 def test_a_tensor_of_another_shape_is_named_with_the_models_own_numbers() -> None:

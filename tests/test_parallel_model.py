@@ -264,7 +264,7 @@ def test_each_rank_reads_its_share_and_together_all(name: str, kind: str) -> Non
     whole_on_each = re.compile(r"norm|positions|project_|mlp\.gate\.|shared_expert_gate")
     repeated = sum(tensor.numel() for key, tensor in state.items() if whole_on_each.search(key))
     keys = sum(t.numel() for n, t in state.items() if "k_proj" in n or "v_proj" in n)
-    assert whole <= sum(read) <= whole + tied + repeated + (keys if spec.cache.num_heads == 1 else 0)
+    assert whole <= sum(read) <= whole + tied + repeated + (keys if spec.mixers[0].cache.num_heads == 1 else 0)
     assert max(read) - repeated < 0.5 * (whole - repeated)
 
 

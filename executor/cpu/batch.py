@@ -214,9 +214,11 @@ class BatchState:
         max_model_len: int,
         block_size: int,
         eos_token_ids: Sequence[int] = (),
-        num_groups: int = 1,
+        layers_in_place: Sequence[int] = (1,),
     ) -> None:
-        self.block_size, self.num_groups = block_size, num_groups
+        """layers_in_place: of each cache group; a block's number in the group's tensors is so many times its own."""
+        self.block_size, self.num_groups = block_size, (num_groups := len(layers_in_place))
+        self._factors = None if max(layers_in_place) == 1 else np.array(layers_in_place, np.int32)
         max_blocks = -(-max_model_len // block_size)
         self.tokens = np.zeros((num_rows, max_model_len), np.int32)
         self.num_tokens = np.zeros(num_rows, np.int32)
@@ -344,7 +346,10 @@ class BatchState:
         self.tokens[row, :num_tokens] = new.token_ids
         self.num_tokens[row] = num_tokens
         self.num_prompt_tokens[row] = new.num_prompt_tokens
-        self.block_tables[:, row, :num_blocks] = new.block_ids.reshape(self.num_groups, num_blocks)
+        block_ids = new.block_ids.reshape(self.num_groups, num_blocks)
+        self.block_tables[:, row, :num_blocks] = (
+            block_ids if self._factors is None else block_ids * self._factors[:, None]
+        )
         self.block_tables[:, row, num_blocks:] = 0
         self.num_blocks.reshape(self.num_groups, -1)[:, row] = num_blocks
         self.sampling.enter(row, new.sampling, new.seed)
@@ -361,10 +366,16 @@ class BatchState:
         params = self.sampling.params[row]
         return begin if params is None else max(begin, params.prompt_logprob_start - 1)
 
+    def numbers_in_group(self, tables: np.ndarray, block_ids: np.ndarray) -> np.ndarray:
+        """Of blocks, one for each of tables, the numbers in the tensors of the group that they belong to."""
+        if self._factors is None:
+            return block_ids
+        return block_ids * self._factors[tables // len(self.num_tokens)]
+
     def append_blocks(self, tables: np.ndarray, block_ids: np.ndarray) -> None:
         """A table may occur several times; its blocks keep their order."""
         order = np.argsort(tables, kind="stable")
-        tables, block_ids = tables[order], block_ids[order]
+        tables, block_ids = tables[order], self.numbers_in_group(tables, block_ids)[order]
         nth_of_table = np.arange(len(tables)) - np.searchsorted(tables, tables)
         every = self.block_tables.reshape(len(self.num_blocks), -1)
         every[tables, self.num_blocks[tables] + nth_of_table] = block_ids

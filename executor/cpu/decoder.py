@@ -41,9 +41,11 @@ def why_not(spec: ArchSpec, dtype: torch.dtype, place: RankPlace = SINGLE) -> st
             return reason
     if spec.hidden_size > MOST_ROW_VALUES:
         return f"the program norms rows of at most {MOST_ROW_VALUES} values, not {spec.hidden_size}."
-    kept = spec.cache
-    reason = why_no_attention(head_dim=kept.key_size) if kept.value_size else why_no_latent_attention(kept.key_size)
-    return reason or build.why_not() or ""
+    for kept in {mixer.cache for mixer in spec.mixers}:
+        reason = why_no_attention(head_dim=kept.key_size) if kept.value_size else why_no_latent_attention(kept.key_size)
+        if reason:
+            return reason
+    return build.why_not() or ""
 
 
 class CpuDecoder:

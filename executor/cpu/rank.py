@@ -102,7 +102,8 @@ class CpuRank(ModelRank):
         groups = plan.model.cache_groups
         cache = kv_cache.allocate(model.spec, num_blocks, plan.block_size, dtype, self._device, self._place, groups)
         self._cache = cache
-        batch_args = (plan.max_num_seqs, max_model_len, plan.block_size, plan.model.eos_token_ids, len(groups))
+        sharing = tuple(group.layers_in_place for group in groups)
+        batch_args = (plan.max_num_seqs, max_model_len, plan.block_size, plan.model.eos_token_ids, sharing)
         self._runner = make_runner(model, cache, batch_args, self._place, model.spec.vocab_size, self.set_up)
         if isinstance(model, CpuDecoder):
             model.bind(cache)  # before the first request waits for it

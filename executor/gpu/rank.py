@@ -288,6 +288,6 @@ def runner_limits(plan: Plan, max_model_len: int) -> RunnerLimits:
         block_size=plan.block_size,
         vocab_size=plan.model.vocab_size,
         eos_token_ids=plan.model.eos_token_ids,
-        num_cache_groups=len(plan.model.cache_groups),
+        layers_in_place=tuple(group.layers_in_place for group in plan.model.cache_groups),
         capture_sizes=sizes,
     )

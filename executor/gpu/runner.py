@@ -54,13 +54,14 @@ class RunnerLimits:
     block_size: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
-    num_cache_groups: int = 1
+    layers_in_place: tuple[int, ...] = (1,)
+    """Of each cache group; see `CacheGroup`."""
     capture_sizes: tuple[int, ...] = ()
     """Batch sizes of decode graphs, ascending."""
 
     @property
     def state_shape(self) -> StateShape:
-        return StateShape(self.max_num_seqs, -(-self.max_model_len // self.block_size), self.num_cache_groups)
+        return StateShape(self.max_num_seqs, -(-self.max_model_len // self.block_size), len(self.layers_in_place))
 
 
 class GpuRunner:
@@ -88,7 +89,7 @@ class GpuRunner:
             limits.max_model_len,
             limits.block_size,
             limits.eos_token_ids,
-            limits.num_cache_groups,
+            limits.layers_in_place,
         )
         self.times = StepTimes()
         self._staging = Staging(device, STAGING_BUFFERS)
@@ -175,7 +176,8 @@ class GpuRunner:
             tables = plan.block_tables[order]
             # Counted from the end of what the table holds by now: the last of its new blocks is its last block.
             from_last = np.searchsorted(tables, tables, "right") - np.arange(len(tables))
-            deltas.set_blocks(tables, batch.num_blocks[tables] - from_last, plan.block_ids[order])
+            numbers = batch.numbers_in_group(plan.block_tables, plan.block_ids)
+            deltas.set_blocks(tables, batch.num_blocks[tables] - from_last, numbers[order])
         moved = self._num_computed[plan.rows] != plan.num_computed_tokens
         if moved.any():
             deltas.set("num_computed", plan.rows[moved], plan.num_computed_tokens[moved])
@@ -187,10 +189,11 @@ class GpuRunner:
         deltas.enter(row, new.sampling, new.seed)
         deltas.set("last_token", at, new.token_ids[-1:])
         deltas.set("prompt_len", at, np.array([new.num_prompt_tokens]))
-        num_groups, num_rows = self._limits.num_cache_groups, self._limits.max_num_seqs
+        num_groups, num_rows = self.batch.num_groups, self._limits.max_num_seqs
         num_blocks = len(new.block_ids) // num_groups
         tables = np.repeat(np.arange(num_groups) * num_rows + row, num_blocks)
-        deltas.set_blocks(tables, np.tile(np.arange(num_blocks), num_groups), new.block_ids)
+        numbers = self.batch.numbers_in_group(tables, new.block_ids)
+        deltas.set_blocks(tables, np.tile(np.arange(num_blocks), num_groups), numbers)
         if self.chooses:
             self.tokens.enter(new, self.batch.sampling.rules.get(row), self._staging)
 

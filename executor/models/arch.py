@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 from headrace.ipc.failure import ModelError
@@ -233,15 +234,17 @@ class ArchSpec:
         heads = sorted({mixer.num_heads for mixer in self.mixers})
         self._require(len(heads) == 1, f"layers differ in the number of their heads: {heads}")
         caches = {mixer.cache for mixer in self.mixers}
-        self._require(len(caches) == 1, f"layers differ in what they keep of a token: {caches}")
+        parts = {Fraction(cache.num_heads * cache.key_size, cache.elements) for cache in caches}
+        self._require(len(parts) == 1, f"layers differ in which part of what they keep are keys: {caches}")
+        for rope, head in {(mixer.rope, mixer.cache.key_size) for mixer in self.mixers if mixer.rope is not None}:
+            self._require(
+                rope.rotary_dim % 2 == 0 and 2 <= rope.rotary_dim <= head,
+                f"{rope.rotary_dim} rotary dimensions must be even and fit a head of {head}",
+            )
         for rope in self.ropes:
             self._check_rope(rope)
 
     def _check_rope(self, rope: RopeSpec) -> None:
-        self._require(
-            rope.rotary_dim % 2 == 0 and 2 <= rope.rotary_dim <= self.cache.key_size,
-            f"{rope.rotary_dim} rotary dimensions must be even and fit a head of {self.cache.key_size}",
-        )
         self._require(rope.theta > 1, f"rope theta must be above 1, got {rope.theta}")
         self._require(rope.factor > 0, f"rope factor must be positive, got {rope.factor}")
         if rope.kind in ("dynamic", "llama3", "yarn", "longrope"):
@@ -276,11 +279,6 @@ class ArchSpec:
     def num_heads(self) -> int:
         """Query heads of every layer."""
         return self.layers[0].mixer.num_heads
-
-    @property
-    def cache(self) -> TokenCache:
-        """What every layer keeps of a token."""
-        return self.layers[0].mixer.cache
 
     @property
     def num_layers(self) -> int:
@@ -331,7 +329,7 @@ class ArchSpec:
         }
         return replace(self, layers=tuple(padded[layer] for layer in self.layers))
 
-    def own_cache(self, tp_size: int) -> TokenCache:
-        """What a layer keeps on one of `tp_size` ranks. Raises ModelError."""
-        whole = self.for_ranks(tp_size).cache
-        return replace(whole, num_heads=max(1, whole.num_heads // tp_size))
+    def own_caches(self, tp_size: int) -> tuple[TokenCache, ...]:
+        """What each layer keeps of a token on one of `tp_size` ranks. Raises ModelError."""
+        whole = (layer.mixer.cache for layer in self.for_ranks(tp_size).layers)
+        return tuple(replace(cache, num_heads=max(1, cache.num_heads // tp_size)) for cache in whole)

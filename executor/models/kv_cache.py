@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup, group_layers
-from headrace.executor.models.arch import ArchSpec
+from headrace.executor.models.arch import ArchSpec, TokenCache
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.ipc.failure import ModelError
 from headrace.kernels.reference.attention import CacheScales
@@ -26,17 +26,19 @@ SCALED = (torch.int8, torch.float8_e4m3fn)
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """A key and a value tensor for each of a rank's layers, [num_blocks, num_kv_heads, block_size, head_dim]. Where a
-    value is a part of its key, both are one tensor.
+    """A key and a value tensor for each of a rank's layers, [blocks, num_kv_heads, block_size, head_dim], over memory
+    that it shares with layers of other cache groups. Where a value is a part of its key, both are one tensor.
 
-    Layers of different cache groups share tensors, as a block belongs to one group at a time: the first layer of each
-    group has the first pair, and so on. In int8 and fp8 (float8_e4m3fn) each row of head_dim elements is stored divided
-    by its scale.
+    A block belongs to one group at a time, and is number n * layers_in_place of the group's tensors (see `Layout`). In
+    int8 and fp8 (float8_e4m3fn) each row of head_dim elements is stored divided by its scale.
     """
 
+    num_blocks: int
+    memory: tuple[Tensor, ...]
+    """All of it, of which the others are views."""
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
-    key_scales: tuple[Tensor, ...] = ()  # per layer, where scaled: [num_blocks, num_kv_heads, block_size] float32
+    key_scales: tuple[Tensor, ...] = ()  # per layer, where scaled: [blocks, num_kv_heads, block_size] float32
     value_scales: tuple[Tensor, ...] = ()
     groups: tuple[int, ...] = ()
     """Of each layer: the number of its cache group, whose block tables it reads."""
@@ -59,19 +61,15 @@ class KVCache:
         for page in self.pages:
             page.madvise(mmap.MADV_DONTNEED)
         if not self.pages:
-            for tensor in self._tensors:
+            for tensor in self.memory:
                 tensor.untyped_storage().resize_(0)
 
     def restore(self) -> None:
         """Zeroed memory again."""
         if not self.pages:
-            for tensor in self._tensors:
+            for tensor in self.memory:
                 tensor.untyped_storage().resize_(tensor.nbytes)
                 tensor.zero_()
-
-    @property
-    def num_blocks(self) -> int:
-        return self.keys[0].shape[0]
 
     @property
     def block_size(self) -> int:
@@ -79,20 +77,16 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors)
-
-    @property
-    def _tensors(self) -> tuple[Tensor, ...]:
-        every = (*self.keys, *self.values, *self.key_scales, *self.value_scales)
-        return tuple({id(tensor): tensor for tensor in every}.values())
+        return sum(tensor.nbytes for tensor in self.memory)
 
 
-def cache_groups(spec: ArchSpec, max_model_len: int | None = None) -> tuple[CacheGroup, ...]:
+def cache_groups(spec: ArchSpec, max_model_len: int | None = None, tp_size: int = 1) -> tuple[CacheGroup, ...]:
     """The groups of a model whose requests have at most max_model_len tokens: a window that hides none of them is
     none."""
     longest = min(spec.max_positions, max_model_len or spec.max_positions)
-    windows = (layer.sliding_window for layer in spec.layers)
-    return group_layers([window if window and window < longest else None for window in windows])
+    windows = [layer.sliding_window for layer in spec.layers]
+    elements = [cache.elements for cache in spec.own_caches(tp_size)]
+    return group_layers([window if window and window < longest else None for window in windows], elements)
 
 
 def group_of_layers(num_layers: int, place: RankPlace, groups: Sequence[CacheGroup]) -> tuple[int, ...]:
@@ -103,9 +97,59 @@ def group_of_layers(num_layers: int, place: RankPlace, groups: Sequence[CacheGro
     return tuple(numbers[layer] for layer in place.layers(num_layers))
 
 
-def layers_in_block(num_layers: int, place: RankPlace, groups: Sequence[CacheGroup]) -> int:
-    """How many layers of a rank have a place in each block: those of the group that has most of them here."""
-    return max(Counter(group_of_layers(num_layers, place, groups)).values())
+@dataclass(frozen=True)
+class LayerPlace:
+    """Where in a block a layer's part is."""
+
+    group: int
+    place: int
+    nth: int
+    """Of those that share the place."""
+    sharing: int
+    """Layers of the group that may share it."""
+    cache: TokenCache
+    """What the rank keeps of a token in this layer."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A block as a rank has it: places one after another, each in memory of its own over all blocks.
+
+    Where several layers share a place, their tensors begin one layer's part after another, and each has `sharing` times
+    as many blocks, of which it uses every `sharing`th:
+
+        block          0           1           2
+        place      [ f0 | f1 ] [ f0 | f1 ] [ f0 | f1 ]      f0's blocks: 0, 2, 4; f1's, which begins a part later: too
+        the same   [    w0   ] [    w0   ] [    w0   ]      w0's blocks: 0, 1, 2
+
+    So a layer's kernels see a tensor of its own, and its group's block tables name every `sharing`th block of it.
+    """
+
+    layers: tuple[LayerPlace, ...]
+
+    @classmethod
+    def of(cls, spec: ArchSpec, place: RankPlace, groups: Sequence[CacheGroup]) -> Layout:
+        caches, counts, found = spec.own_caches(place.tp_size), Counter[int](), []
+        own = zip(place.layers(spec.num_layers), group_of_layers(spec.num_layers, place, groups), strict=True)
+        for layer, group in own:
+            sharing = groups[group].layers_in_place
+            at, nth = divmod(counts[group], sharing)
+            counts[group] += 1
+            found.append(LayerPlace(group, at, nth, sharing, caches[layer]))
+        return cls(tuple(found))
+
+    @property
+    def elements(self) -> int:
+        """Values of one token in a block."""
+        places = {each.place: each.sharing * each.cache.elements for each in self.layers}
+        return sum(places.values())
+
+    @property
+    def rows(self) -> int:
+        """Vectors of one token in a block, each of which has a scale where the cache is quantised. Layers of one place
+        that differ in their heads share no scales."""
+        kinds = {(each.place, each.sharing, each.cache.num_heads): each for each in self.layers}
+        return sum(each.sharing * each.cache.rows for each in kinds.values())
 
 
 def block_bytes(
@@ -116,9 +160,37 @@ def block_bytes(
     groups: Sequence[CacheGroup] = ONE_GROUP,
 ) -> int:
     """Memory of one block of a rank, keys and values."""
-    own = spec.own_cache(place.tp_size)
-    token_bytes = own.elements * dtype.itemsize + (own.rows * torch.float32.itemsize if dtype in SCALED else 0)
-    return layers_in_block(spec.num_layers, place, groups) * block_size * token_bytes
+    layout = Layout.of(spec, place, groups)
+    scale_bytes = layout.rows * torch.float32.itemsize if dtype in SCALED else 0
+    return block_size * (layout.elements * dtype.itemsize + scale_bytes)
+
+
+class _Memory:
+    """Memory of layers' parts, which those of one key share."""
+
+    def __init__(self, num_blocks: int, block_size: int, device: torch.device | str) -> None:
+        self._num_blocks, self._block_size, self._device = num_blocks, block_size, device
+        self.pages: list[mmap.mmap] = []
+        self.of_key: dict[tuple[object, ...], Tensor] = {}
+
+    def view(self, key: tuple[object, ...], layer: LayerPlace, row_size: int, dtype: torch.dtype) -> Tensor:
+        """[blocks, num_heads, block_size, row_size], or without row_size where that is 0: the layer's part."""
+        shape = (layer.cache.num_heads, self._block_size, *((row_size,) if row_size else ()))
+        whole = (self._num_blocks * layer.sharing, *shape)
+        if key not in self.of_key:
+            self.of_key[key] = self._make(math.prod(whole), dtype)
+        return self.of_key[key].view(whole)[layer.nth :]
+
+    def _make(self, size: int, dtype: torch.dtype) -> Tensor:
+        if torch.device(self._device).type != "cpu":
+            return torch.zeros(size, dtype=dtype, device=self._device)
+        # torch.zeros would write every page; fresh anonymous memory reads as zeros and costs nothing until written.
+        self.pages.append(mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # Blocks lie in any order, and each short one would cost a walk of the page tables.
+            with suppress(OSError):  # of a kernel without them
+                self.pages[-1].madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(self.pages[-1], dtype=dtype)
 
 
 def allocate(
@@ -133,34 +205,27 @@ def allocate(
     """A rank's zeroed cache; on a CPU its pages take memory once they are written. Raises ModelError if it cannot."""
     if num_blocks < 1 or block_size < 1:
         raise ModelError(f"a cache needs at least one block of one token, got {num_blocks} blocks of {block_size}")
-    own = spec.own_cache(place.tp_size)
-    shape = (num_blocks, own.num_heads, block_size)
-    own_groups = group_of_layers(spec.num_layers, place, groups)
-    places = [own_groups[:index].count(group) for index, group in enumerate(own_groups)]  # each layer's in its group
-    pages: list[mmap.mmap] = []
+    layers, memory = Layout.of(spec, place, groups).layers, _Memory(num_blocks, block_size, device)
 
-    def make(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if torch.device(device).type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=device)
-        # torch.zeros would write every page; fresh anonymous memory reads as zeros and costs nothing until written.
-        pages.append(mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            # Blocks lie in any order, and each short one would cost a walk of the page tables.
-            with suppress(OSError):  # of a kernel without them
-                pages[-1].madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(pages[-1], dtype=dtype).view(shape)
+    def parts(name: str) -> tuple[Tensor, ...]:
+        sizes = (each.cache.key_size if name == "keys" else each.cache.value_size for each in layers)
+        return tuple(memory.view((name, at.place), at, size, dtype) for at, size in zip(layers, sizes, strict=True))
 
-    def for_layers(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        made = [make(shape, dtype) for _ in range(max(places) + 1)]
-        return tuple(made[place] for place in places)
+    def scales(name: str) -> tuple[Tensor, ...]:
+        if dtype not in SCALED:
+            return ()
+        keys = ((name, "scales", each.place, each.sharing, each.cache.num_heads) for each in layers)
+        return tuple(memory.view(key, at, 0, torch.float32) for key, at in zip(keys, layers, strict=True))
 
     try:
-        keys = values = for_layers((*shape, own.key_size), dtype)
-        key_scales = value_scales = for_layers(shape, torch.float32) if dtype in SCALED else ()
-        if own.value_size:
-            values = for_layers((*shape, own.value_size), dtype)
-            value_scales = for_layers(shape, torch.float32) if dtype in SCALED else ()
+        keys = values = parts("keys")
+        key_scales = value_scales = scales("keys")
+        if layers[0].cache.value_size:
+            values, value_scales = parts("values"), scales("values")
     except (OSError, OverflowError, RuntimeError) as error:
         total = num_blocks * block_bytes(spec, block_size, dtype, place, groups)
         raise ModelError(f"a cache of {num_blocks} blocks needs {total:,} bytes on {device}: {error}") from error
-    return KVCache(keys, values, key_scales, value_scales, own_groups, len(groups), tuple(pages))
+    own_groups, every = tuple(each.group for each in layers), tuple(memory.of_key.values())
+    return KVCache(
+        num_blocks, every, keys, values, key_scales, value_scales, own_groups, len(groups), tuple(memory.pages)
+    )

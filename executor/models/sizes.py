@@ -74,12 +74,19 @@ def activation_bytes(spec: ArchSpec, plan: Plan, itemsize: int, place: RankPlace
     and values that attention gathers, the logits of every row, and this rank's part of what the ranks share.
     """
     spec = spec.for_ranks(place.tp_size)
-    cache = spec.own_cache(place.tp_size)
     mixers = max(mixer.values_per_token(place.tp_size) for mixer in spec.mixers)
     ffns = max(ffn.values_per_token(place.tp_size) for ffn in {layer.ffn for layer in spec.layers})
     layer = plan.max_num_batched_tokens * (3 * spec.hidden_size + mixers + ffns) * itemsize
-    most_rows = plan.max_num_seqs * -(-plan.max_model_len // plan.block_size) * cache.num_heads
-    gathered = 2 * min(MAX_GATHER_ROWS, most_rows) * plan.block_size * cache.key_size * itemsize
+    most_blocks = plan.max_num_seqs * -(-plan.max_model_len // plan.block_size)
+    gathered = (
+        2
+        * plan.block_size
+        * itemsize
+        * max(
+            min(MAX_GATHER_ROWS, most_blocks * cache.num_heads) * cache.key_size
+            for cache in set(spec.own_caches(place.tp_size))
+        )
+    )
     logits = LOGITS_COPIES * plan.max_logits * spec.vocab_size * 4 if place.is_last_stage else 0
     shared = 0
     if place.world_size > 1:

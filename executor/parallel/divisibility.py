@@ -48,6 +48,6 @@ def check_experts(spec: ArchSpec, options: Options) -> None:
 
 def check_shares(spec: ArchSpec, place: RankPlace) -> None:
     """Raises ModelError or OptionError, with the numbers, where a rank of this place would have no part of its own."""
-    spec.own_cache(place.tp_size)
+    spec.own_caches(place.tp_size)
     place.vocabulary(spec.vocab_size)
     place.layers(spec.num_layers)

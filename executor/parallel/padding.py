@@ -151,7 +151,12 @@ def padded_for(
             f"{now} for {was} {what}"
             for was, now, what in (
                 (spec.num_heads, padded.num_heads, "query heads"),
-                (spec.cache.num_heads, padded.cache.num_heads, "key/value heads"),
+                *sorted(
+                    {
+                        (old.mixer.cache.num_heads, new.mixer.cache.num_heads, "key/value heads")
+                        for old, new in zip(spec.layers, padded.layers, strict=True)
+                    }
+                ),
                 (spec.intermediate_size, padded.intermediate_size, "inner columns of an MLP"),
             )
             if was != now
