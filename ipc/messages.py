@@ -375,7 +375,6 @@ class Welcome(Message):
     """Everything a frontend needs: attaching takes an address and nothing else."""
 
     version: str
-    engine_id: str
     pid: int
     model: str
     served_model_names: tuple[str, ...]

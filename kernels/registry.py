@@ -36,6 +36,8 @@ class Version:
     Facts that it does not know are to be ignored (`**_`); a fact it needs and does not get is a reason."""
     device_type: str = ""
     """What it is made for; "" is any. Set by `ops()`."""
+    refusal: str = ""
+    """What a warning says where it cannot serve, before the reason; "" where that is worth a line of the log only."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,17 @@ class Op:
             refused.append((version.name, reason))
             device = facts.get("device")
             if device is None or version.device_type in ("", device.type):
-                _log_refusal(self.name, version.name, reason)
+                _log_refusal(version, reason)
         return Choice("reference", self.reference, tuple(refused))
 
 
 @functools.cache
-def _log_refusal(op: str, version: str, reason: str) -> None:
+def _log_refusal(version: Version, reason: str) -> None:
     """Once for each reason: a model asks for the same op in every layer."""
-    logger.info("the %s version of %s is not used: %s", version, op, reason)
+    if version.refusal:
+        logger.warning("%s: %s", version.refusal, reason)
+    else:
+        logger.info("the %s version of %s is not used: %s", version.name, version.op, reason)
 
 
 @functools.cache

@@ -155,7 +155,6 @@ class SteppedClient:
 def welcome_of(plan: Plan, facts: Facts) -> Welcome:
     return Welcome(
         version="test",
-        engine_id="test",
         pid=1,
         model="null",
         served_model_names=("null",),

@@ -363,7 +363,6 @@ def _welcome(**fields: Any) -> Welcome:
     return Welcome(
         **{
             "version": "0.1.0",
-            "engine_id": "fake",
             "pid": 1,
             "model": "fake",
             "served_model_names": ("fake",),

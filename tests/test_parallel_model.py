@@ -26,6 +26,7 @@ from headrace.executor.models.families import spec_from_config
 from headrace.executor.parallel.rank_place import RankPlace, World
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.step import StepPlan
+from headrace.kernels import registry
 from headrace.kernels.cpu import build
 
 __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
@@ -95,6 +96,7 @@ def alone(folder: Path, name: str) -> list[list[int]]:
 
 @pytest.fixture(params=["program", "op by op"])
 def computed_as(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    registry._log_refusal.cache_clear()  # which tells each reason once
     if request.param == "op by op":
         monkeypatch.setattr(cpu_rank, "why_not", lambda spec, dtype, place: "the test says so.")
     return str(request.param)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.core.options.engine_options import Options
 from headrace.core.options.memory import CPU_CACHE_BYTES, block_bytes, fit_cache, ledger
 from headrace.core.options.parsing import parse_options
 from headrace.core.options.plan import Facts, MemoryReading, ModelDescription, Plan
-from headrace.core.options.resolve import resolve
+from headrace.core.options.resolve import check_stored_format, resolve
 from headrace.ipc.failure import OptionError
 
 GIB = 1 << 30
@@ -285,3 +288,30 @@ def test_prefix_caching_is_off_where_keys_depend_on_more_than_the_prefix() -> No
     decided = plan(description(why_no_prefix_caching="keys depend on the prompt's length"))
     assert not decided.enable_prefix_caching
     assert any(d.name == "enable_prefix_caching" and "prompt's length" in d.reason for d in decided.decisions)
+
+
+@pytest.mark.parametrize(
+    ("model", "files", "said"),
+    [
+        ("", {}, "the demo model is a GGUF file; leave it out"),
+        ("model.GGUF", {}, r"model\.GGUF is a GGUF file"),
+        ("", {"config.json": "{}"}, "has no quantization_config; leave it out, or quantise float weights"),
+        ("", {"config.json": '{"quantization_config": {}}'}, ""),
+        ("", {"config.json": "{}", "hf_quant_config.json": "{}"}, ""),
+        ("", {"config.json": "not json"}, ""),
+        ("someone/a-model", {}, ""),
+    ],
+)
+def test_a_format_that_a_checkpoint_is_not_stored_in_is_refused_before_anything_is_imported(
+    model: str, files: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    options = Options(model=str(tmp_path) if files else model, quantization="awq")
+    if not said:
+        check_stored_format(options)
+        return
+    with pytest.raises(OptionError, match=f"quantization=awq asks for a checkpoint that is stored so, and .*{said}"):
+        check_stored_format(options)
+    for other in (None, "gguf", "int4"):
+        check_stored_format(msgspec.structs.replace(options, quantization=other))

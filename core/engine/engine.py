@@ -8,7 +8,6 @@ import logging
 import os
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
@@ -24,7 +23,7 @@ from headrace.core.engine.zmq_port import ZmqPort
 from headrace.core.options.engine_options import Options
 from headrace.core.options.memory import fit_cache, ledger
 from headrace.core.options.plan import Facts, Plan
-from headrace.core.options.resolve import resolve, steps_in_flight
+from headrace.core.options.resolve import check_stored_format, resolve, steps_in_flight
 from headrace.core.process.child_output import LoadBar, startup_table
 from headrace.core.structured_output.backend import Vocabulary
 from headrace.core.structured_output.backends import Backends
@@ -91,7 +90,7 @@ class EngineCore:
         """Loads everything and begins to answer clients. Raises OptionError or ModelError with the cause."""
         phases = Phases(on_phase, on_read)
         phases("import")
-        for check in (scheduler_class, profile_folder):  # fail before a model is loaded
+        for check in (scheduler_class, profile_folder, check_stored_format):  # fail before a model is loaded
             check(self._options)
         executor = self._executor = self._executor or load_executor(self._options)
         steps_in_flight(self._options, executor)
@@ -144,7 +143,6 @@ class EngineCore:
             info = TokenizerInfo(content_hash=hashlib.sha256(encoded).hexdigest(), size_bytes=len(encoded))
         return Welcome(
             version=version("headrace"),
-            engine_id=uuid.uuid4().hex,
             pid=os.getpid(),
             model=plan.model.name,
             served_model_names=plan.served_model_names,

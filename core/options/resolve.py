@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -122,6 +123,29 @@ def _kv_cache_dtype(options: Options, dtype: str, packed: bool) -> tuple[str, st
     if packed:
         return "float16", f"finer than {dtype}, as packed weights are; {dtype} where the model runs op by op"
     return dtype, "dtype"
+
+
+def check_stored_format(options: Options) -> None:
+    """Raises OptionError where the options ask for a format that the checkpoint, as far as it lies here and can be seen
+    without a framework, is not stored in: before anything is imported, fetched or compiled."""
+    asked, folder = options.quantization, Path(options.model)
+    if asked in (None, "gguf", "fp8", "int8", "int4"):
+        return
+    is_gguf = not options.model or folder.suffix.lower() == ".gguf"
+    config, beside = folder / "config.json", folder / "hf_quant_config.json"
+    if not is_gguf and (options.hf_overrides or beside.is_file() or not config.is_file()):
+        return
+    try:
+        stored = {} if is_gguf else msgspec.json.decode(config.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        return  # who reads it to load it says what is wrong
+    if "quantization_config" not in stored and "compression_config" not in stored:
+        raise OptionError(
+            f"quantization={asked} asks for a checkpoint that is stored so, and {options.model or 'the demo model'} "
+            + ("is a GGUF file" if is_gguf else "has no quantization_config")
+            + "; leave it out"
+            + ("" if is_gguf else ", or quantise float weights as they are loaded with quantization=int8 or int4")
+        )
 
 
 def _weight_bits(options: Options, model: ModelDescription) -> tuple[int | None, str]:

@@ -35,6 +35,7 @@ from headrace.executor.rank import Report
 from headrace.ipc.failure import ModelError, OptionError
 from headrace.ipc.step import StepPlan, StepResult
 from headrace.kernels.cpu import build
+from headrace.kernels.registry import Op, Version
 
 logger = logging.getLogger(__name__)
 BLOCK_HEAD_BYTES = {8: 2, 4: 4}
@@ -80,7 +81,7 @@ class CpuRank(ModelRank):
         self._compiling.join()
         report("load weights")
         self._plan = plan
-        reason = self._why_no_program()
+        _, reason = self._choose()
         if reason:
             check_op_by_op(plan, reason)
         model = self._model = self._load_model(self.found.checkpoint)
@@ -160,9 +161,10 @@ class CpuRank(ModelRank):
         super().stop()
         self._runner = self._model = None
 
-    def _why_no_program(self) -> str:
-        """Why the model runs op by op; "" where it runs as a program."""
-        return why_not(self.found.spec, DTYPES[self.plan.dtype], self._place)
+    def _choose(self) -> tuple[Callable[..., Decoder | CpuDecoder], str]:
+        """What makes the model, and why it is no program; "" where it is one."""
+        choice = DECODER.choose(spec=self.found.spec, dtype=DTYPES[self.plan.dtype], place=self._place)
+        return choice.function, next((reason for _, reason in choice.refused), "")
 
     def _read_again(self, path: str) -> Decoder | CpuDecoder:
         model = self._load_model(self._open_again(path))
@@ -172,13 +174,14 @@ class CpuRank(ModelRank):
 
     def _load_model(self, checkpoint: Checkpoint) -> Decoder | CpuDecoder:
         """Raises ModelError, before any weight is read, when they cannot fit the memory."""
-        plan, spec, reason = self.plan, self.found.spec, self._why_no_program()
+        plan, spec = self.plan, self.found.spec
+        make, reason = self._choose()
         stored_bytes = checkpoint.stored_bytes if plan.weights_stay_packed and not reason else None
         check_weights_fit(spec, plan, host_memory(), stored_bytes)
         if self.found.config is not None:
             use_all_cores()
             return load_foreign(self.found, checkpoint, DTYPES[plan.dtype], self._options)
-        return load_model(spec, checkpoint.weights(place=self._place), plan, reason, self._place)
+        return make(spec, checkpoint.weights(place=self._place), plan, self._place)
 
 
 class StepThread:
@@ -225,25 +228,38 @@ class SleepingModel:
         raise RuntimeError("a step came while the weights sleep")
 
 
-def load_model(
-    spec: ArchSpec, weights: WeightSource, plan: Plan, why_no_program: str, place: RankPlace = SINGLE
-) -> Decoder | CpuDecoder:
-    """The model as a program of the CPU kernels, or op by op where there is a reason against that."""
-    dtype = DTYPES[plan.dtype]
-    if why_no_program:
-        if build.why_not() is None:  # else it has been said
-            logger.warning("the model runs op by op, and not as one program of the CPU kernels: %s", why_no_program)
-        use_all_cores()
-        return Decoder(spec, weights, dtype, "cpu", place)
+def op_by_op(spec: ArchSpec, weights: WeightSource, plan: Plan, place: RankPlace) -> Decoder:
+    use_all_cores()
+    return Decoder(spec, weights, DTYPES[plan.dtype], "cpu", place)
+
+
+def as_program(spec: ArchSpec, weights: WeightSource, plan: Plan, place: RankPlace) -> CpuDecoder:
     limits = StepLimits(
         plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len, plan.max_logits - plan.max_num_seqs
     )
     blocks = Blocks(plan.weight_bits, plan.options.quantization_group_size) if plan.weight_bits else None
     kind = CpuDecoder if place.world_size == 1 else CpuDecoderPart
-    model = kind(spec, weights, dtype, limits, keep_packed=plan.weights_stay_packed, blocks=blocks, place=place)
+    model = kind(
+        spec, weights, DTYPES[plan.dtype], limits, keep_packed=plan.weights_stay_packed, blocks=blocks, place=place
+    )
     torch.set_num_threads(1)  # the cores are the program's
     logger.info("computing on %d threads: %s", model.runtime.pool.num_threads, model.runtime.pool.plan.reason)
     return model
+
+
+def _why_no_program(*, spec: ArchSpec, dtype: torch.dtype, place: RankPlace, **_: Any) -> str:
+    return why_not(spec, dtype, place)
+
+
+PROGRAM = Version(
+    "decoder",
+    "cpu_program",
+    as_program,
+    _why_no_program,
+    refusal="the model runs op by op, and not as one program of the CPU kernels",
+)
+DECODER = Op("decoder", op_by_op, (PROGRAM,))
+"""A rank's part of the model."""
 
 
 def check_op_by_op(plan: Plan, reason: str) -> None:

@@ -7,7 +7,6 @@ the hosts, and go into the device's state with the step's other changes.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from headrace.executor.gpu.sampler import Choice
 from headrace.executor.gpu.steps import DeviceSteps, StepInFlight
 from headrace.executor.models.inputs import HiddenStateModel, StepInputs
 from headrace.executor.parallel.rank_place import Collectives, RankPlace
-from headrace.executor.parallel.stages import MOST_UNKNOWN
+from headrace.executor.parallel.stages import AwaitedTokens, by_row
 from headrace.executor.sampling.verification import SampledPositions, verify
 from headrace.ipc.step import StepPlan, StepResult
 
@@ -76,7 +75,7 @@ class GpuStageRunner(GpuRunner):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._unknown: deque[_Unknown] = deque()
+        self._awaited = AwaitedTokens[_Unknown](self._put_tokens)
 
     def _make_steps(self, model: HiddenStateModel, kv_cache: Any) -> DeviceSteps:
         return StageSteps(StageModel(model), kv_cache, self.state, self._limits.block_size)
@@ -98,11 +97,12 @@ class GpuStageRunner(GpuRunner):
         self._compute(plan, step, self.batch.needs(plan.rows))
         self.batch.append_sampled(step.rows, np.full(len(step.rows), PENDING, np.int32))
         if len(step.rows):
-            self._unknown.append(_Unknown(plan.step, step.rows, step.columns, step.generations))
+            self._awaited.steps.append(_Unknown(plan.step, step.rows, step.columns, step.generations))
 
     def _start_drafted(self, plan: StepPlan, places: SampledPositions, step: StepInFlight) -> None:
         self._mixed(plan, step, 0, places)
-        self._unknown.append(_Unknown(plan.step, step.rows, step.columns, step.generations, is_drafted=True))
+        unknown = _Unknown(plan.step, step.rows, step.columns, step.generations, is_drafted=True)
+        self._awaited.steps.append(unknown)
 
     def _report_prompts(self, hidden: Tensor, plan: StepPlan, query_start: np.ndarray, step: StepInFlight) -> None:
         """The last stage does."""
@@ -112,21 +112,19 @@ class GpuStageRunner(GpuRunner):
         batch, last = self.batch, plan.num_computed_tokens + plan.num_tokens - 1
         if plan.drafts is not None:
             last = last - plan.drafts.counts
-        while self._unknown:
-            is_known = (last < batch.num_tokens[plan.rows]) & (batch.tokens[plan.rows, last] != PENDING)
-            is_needed = not is_known.all()
-            taken = self.link.sampled(wait=is_needed or len(self._unknown) > MOST_UNKNOWN)
-            if taken is None:
-                return
-            self._put_tokens(self._unknown.popleft(), *taken)
 
-    def _put_tokens(self, unknown: _Unknown, step: int, rows: np.ndarray, token_ids: np.ndarray) -> None:
+        def is_needed() -> bool:
+            is_known = (last < batch.num_tokens[plan.rows]) & (batch.tokens[plan.rows, last] != PENDING)
+            return not is_known.all()
+
+        self._awaited.take(self.link, is_needed)
+
+    def _put_tokens(self, unknown: _Unknown, rows: np.ndarray, token_ids: np.ndarray) -> None:
         counts = np.ones(len(unknown.rows), np.int32)
         if unknown.is_drafted and len(rows):
-            starts = np.flatnonzero(np.diff(rows, prepend=-1))  # a row's tokens are adjacent
-            rows, counts = rows[starts], np.diff(starts, append=len(rows))
-        if step != unknown.step or rows.tolist() != unknown.rows.tolist():
-            raise RuntimeError(f"tokens of step {step} came where those of step {unknown.step} were due")
+            rows, counts = by_row(rows)
+        if rows.tolist() != unknown.rows.tolist():
+            raise RuntimeError(f"step {unknown.step} sampled rows {unknown.rows.tolist()}, and {rows.tolist()} came")
         kept = self._generation[rows] == unknown.generations
         if unknown.is_drafted:
             token_ids = token_ids[np.repeat(kept, counts)]

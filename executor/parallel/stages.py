@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,10 +22,44 @@ MOST_UNKNOWN = 16
 """Steps whose tokens a stage may not have taken yet; far more than are in flight."""
 
 
-@dataclass
-class _Unknown:
+class Awaited(Protocol):
     """A step that was computed here and whose tokens did not come yet."""
 
+    step: int
+
+
+S = TypeVar("S", bound=Awaited)
+
+
+class AwaitedTokens(Generic[S]):
+    """Such steps, oldest first."""
+
+    def __init__(self, put: Callable[[S, np.ndarray, np.ndarray], None]) -> None:
+        """put: takes a step, the row of each of its tokens (a row's own are adjacent), and the tokens."""
+        self.steps: deque[S] = deque()
+        self._put = put
+
+    def take(self, link: Collectives, is_needed: Callable[[], bool]) -> None:
+        """Those that have come; waits as long as the next step needs one of them."""
+        while self.steps:
+            taken = link.sampled(wait=is_needed() or len(self.steps) > MOST_UNKNOWN)
+            if taken is None:
+                return
+            step, rows, token_ids = taken
+            awaited = self.steps.popleft()
+            if step != awaited.step:
+                raise RuntimeError(f"tokens of step {step} came where those of step {awaited.step} were due")
+            self._put(awaited, rows, token_ids)
+
+
+def by_row(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """rows [num_tokens], a row's tokens adjacent: each row once, and how many tokens it has."""
+    starts = np.flatnonzero(np.diff(rows, prepend=-1))
+    return rows[starts], np.diff(starts, append=len(rows))
+
+
+@dataclass
+class _Unknown:
     step: int
     given_up: set[int] = field(default_factory=set)
     """Rows that were released since."""
@@ -36,7 +70,7 @@ class StageRunner:
 
     def __init__(self, model: Model, kv_cache: Any, batch: BatchState, link: Collectives) -> None:
         self._model, self._kv_cache, self._batch, self._link = model, kv_cache, batch, link
-        self._unknown: deque[_Unknown] = deque()
+        self._awaited = AwaitedTokens[_Unknown](self._put_tokens)
 
     def use(self, model: Model) -> None:
         """From the next step on."""
@@ -44,14 +78,14 @@ class StageRunner:
 
     def step(self, plan: StepPlan) -> StepResult:
         """Runs this stage's part of a step. Plans must come in the core's order."""
-        for unknown in self._unknown:
+        for unknown in self._awaited.steps:
             unknown.given_up.update(plan.released_rows.tolist())
         self._batch.apply(plan)
         self._take_tokens(plan)
         if len(plan.rows):
             self._model.step(self._batch.arrays(plan), self._kv_cache, None)
         if plan.sampled.any():
-            self._unknown.append(_Unknown(plan.step))
+            self._awaited.steps.append(_Unknown(plan.step))
         nothing = np.zeros(0, np.int32)
         return StepResult(step=plan.step, rows=nothing, token_ids=nothing)
 
@@ -59,21 +93,15 @@ class StageRunner:
         batch, end = self._batch, plan.num_computed_tokens + plan.num_tokens
         if plan.drafts is not None:
             end = end - plan.drafts.counts
-        while self._unknown:
-            is_needed = bool((end > batch.num_tokens[plan.rows]).any())
-            taken = self._link.sampled(wait=is_needed or len(self._unknown) > MOST_UNKNOWN)
-            if taken is None:
-                return
-            step, rows, token_ids = taken
-            unknown = self._unknown.popleft()
-            if step != unknown.step:
-                raise RuntimeError(f"tokens of step {step} came where those of step {unknown.step} were due")
-            if unknown.given_up:
-                kept = ~np.isin(rows, list(unknown.given_up))
-                rows, token_ids = rows[kept], token_ids[kept]
-            if len(rows):
-                starts = np.flatnonzero(np.diff(rows, prepend=-1))  # a row's tokens are adjacent
-                batch.append_sampled(rows[starts], token_ids, np.diff(starts, append=len(rows)))
+        self._awaited.take(self._link, lambda: bool((end > batch.num_tokens[plan.rows]).any()))
+
+    def _put_tokens(self, unknown: _Unknown, rows: np.ndarray, token_ids: np.ndarray) -> None:
+        if unknown.given_up:
+            kept = ~np.isin(rows, list(unknown.given_up))
+            rows, token_ids = rows[kept], token_ids[kept]
+        if len(rows):
+            rows, counts = by_row(rows)
+            self._batch.append_sampled(rows, token_ids, counts)
 
 
 class NotedBatch(BatchState):
