@@ -223,7 +223,8 @@ class ModelRank(Rank):
 class Extension:
     """A class of the user's own (option worker_extension_cls): made with the rank, once, and called between steps.
 
-    Its `handle` takes a dict of plain data and gives one; its other methods are called by name, with plain data.
+    Its methods are called by name, with plain data. `handle`, where it has one, takes a dict of it and gives one. As
+    vLLM's extensions, it need not take the rank.
     """
 
     def __init__(self, name: str, rank: Rank) -> None:
@@ -232,10 +233,8 @@ class Extension:
         self._instance: Any = None
         if name:
             cls = load_class("worker_extension_cls", name)
-            if not callable(getattr(cls, "handle", None)):
-                raise OptionError(f"worker_extension_cls={name} has no method handle(payload: dict) -> dict")
             try:
-                self._instance = cls(rank)
+                self._instance = cls() if cls.__init__ is object.__init__ else cls(rank)
             except Exception as error:
                 raise OptionError(
                     f"worker_extension_cls={name} cannot be made: {type(error).__name__}: {error}"
@@ -245,6 +244,11 @@ class Extension:
         """Raises HeadraceError when there is no extension or method, it fails, or its answer is no plain data."""
         if self._instance is None:
             raise HeadraceError("there is no worker extension: start the engine with worker_extension_cls=module:Class")
+        if not command.method and not callable(getattr(self._instance, "handle", None)):
+            raise HeadraceError(
+                f"the worker extension {self._name} has no method handle(payload: dict) -> dict: collective_rpc calls "
+                "its methods by name"
+            )
         try:
             answer = self._call_method(command) if command.method else self._instance.handle(command.payload)
             if not isinstance(answer, dict):

@@ -400,10 +400,24 @@ def test_weights_are_replaced_whole_or_not_at_all(checkpoints, monkeypatch, rank
         assert tokens_of(llm) == before
 
 
+class MethodsAlone:
+    """As vLLM's extensions are: it takes no rank, and has no `handle`."""
+
+    def add(self, left: int, right: int) -> int:
+        return left + right
+
+
+def test_a_worker_extension_may_have_methods_alone(checkpoints):
+    with LLM(checkpoints["one"], in_process=True, worker_extension_cls=f"{__name__}.MethodsAlone", **MODEL) as llm:
+        assert llm.collective_rpc("add", args=(2, 3)) == [5]
+        with pytest.raises(HeadraceError, match=r"has no method handle\(payload: dict\) -> dict: collective_rpc"):
+            llm.call_extension({"a": 1})
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("json:JSONDecoder", "worker_extension_cls=json:JSONDecoder has no method handle(payload: dict) -> dict"),
+        ("json:JSONDecoder", "worker_extension_cls=json:JSONDecoder cannot be made: TypeError"),
         ("nowhere:Thing", "worker_extension_cls=nowhere:Thing cannot be loaded: ModuleNotFoundError"),
     ],
 )

@@ -511,8 +511,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str,
         Option(
             PROCESS,
-            "module:Class whose instances live in each worker and answer LLM.call_extension: made with the worker's "
-            "executor, with a method handle(payload: dict) -> dict",
+            "module:Class whose instances live in each worker, made with its rank or with nothing; LLM.collective_rpc "
+            "calls their methods, and LLM.call_extension their handle(payload: dict) -> dict",
         ),
     ] = ""
     profiler_config: Annotated[

@@ -146,7 +146,7 @@ def tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, how: Tokeni
 
 
 def truncate(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> bool:
-    """Keeps the last tokens that truncate_prompt_tokens asks for; whether there were more."""
+    """Keeps as many tokens as truncate_prompt_tokens asks for; whether there were more."""
     kept, token_ids = params.truncate_prompt_tokens, prompt.token_ids
     if kept is None or token_ids is None:
         return False
@@ -154,7 +154,7 @@ def truncate(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> bool:
         kept = max(1, welcome.max_model_len - (params.max_tokens or 1))
     if len(token_ids) <= kept:
         return False
-    prompt.token_ids = token_ids[-kept:]
+    prompt.token_ids = token_ids[:kept] if params.truncation_side == "right" else token_ids[-kept:]
     return True
 
 

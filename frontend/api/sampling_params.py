@@ -155,7 +155,7 @@ class SamplingParams:
     ] = False
     logprob_token_ids: Annotated[
         list[int] | None,
-        Field("Tokens to report per token in the place of the likeliest ones; without a rank", in_body=False),
+        Field("Tokens to report per token in the place of the likeliest ones", longest=1024),
     ] = None
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the output has to have: a JSON schema, a regular expression, one of several texts, a grammar."""
@@ -164,6 +164,7 @@ class SamplingParams:
     truncate_prompt_tokens: Annotated[
         int | None, Field("Keep only so many of the prompt's last tokens; -1: as many as fit", Range(-1, INT32))
     ] = None
+    truncation_side: Annotated[str, Field("Where that leaves tokens out: left or right")] = "left"
     skip_reading_prefix_cache: Annotated[
         bool | None, Field("Compute the whole prompt, also where the prefix cache has some of it")
     ] = None
@@ -274,8 +275,7 @@ class SamplingParams:
         verify_token_rules(self)
         if self.dry_sequence_breakers is not None:
             verify_texts("dry_sequence_breakers", self.dry_sequence_breakers)
-        if self.truncate_prompt_tokens == 0:
-            raise bad("truncate_prompt_tokens", 0, "must be at least 1, or -1 for as many as fit")
+        self._verify_truncation()
         if self.prompt_logprob_start and self.prompt_logprobs is None:
             raise bad("prompt_logprob_start", self.prompt_logprob_start, "needs prompt_logprobs")
         if not isinstance(self.repetition_detection, RepetitionDetectionParams | None):
@@ -290,6 +290,12 @@ class SamplingParams:
             raise bad("min_tokens", self.min_tokens, f"must not exceed max_tokens, {self.max_tokens}")
         if self.n > 1 and self.temperature < GREEDY_BELOW:
             raise bad("n", self.n, "must be 1 with greedy sampling (temperature 0): all outputs would be the same")
+
+    def _verify_truncation(self) -> None:
+        if self.truncate_prompt_tokens == 0:
+            raise bad("truncate_prompt_tokens", 0, "must be at least 1, or -1 for as many as fit")
+        if self.truncation_side not in ("left", "right"):
+            raise bad("truncation_side", self.truncation_side, "must be left or right")
 
     def _verify_stops(self) -> None:
         if not isinstance(self.stop, str | list | tuple | None):

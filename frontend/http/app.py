@@ -53,7 +53,6 @@ REASONS: Mapping[str, str] = types.MappingProxyType(
         **dict.fromkeys(("/v1/assistants", "/v1/threads", "/v1/vector_stores", "/v1/conversations"), _NOTHING_STORED),
         **dict.fromkeys(("/v1/completions/render", "/v1/chat/completions/render"), _RENDER),
         **dict.fromkeys(("/inference/v1/generate", "/generate", "/generate_stream"), _TEXT),
-        "/collective_rpc": "an engine calls no method by name; /docs lists what it can be told",
         **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep"), _FIXED),
         "/api": "Ollama's API is not spoken here; /v1/chat/completions answers conversations",
     }

@@ -314,7 +314,8 @@ class ChatAnswer(OpenAIEvents):
     def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
         if output.logprobs is None:
             return None
-        return chat_logprobs(output.token_ids, output.logprobs, self._answer.spell, self._request.top_logprobs or 0)
+        num_top = None if getattr(self._request, "logprob_token_ids", None) else self._request.top_logprobs or 0
+        return chat_logprobs(output.token_ids, output.logprobs, self._answer.spell, num_top)
 
     def _prompt_token_ids(self, stream: RequestStream) -> list[int] | None:
         return (stream.prompt.token_ids or []) if self._answer.return_token_ids else None

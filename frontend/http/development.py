@@ -15,7 +15,13 @@ import msgspec
 from msgspec import Meta
 
 from headrace.frontend.client.client import CoreClient
-from headrace.frontend.client.control import QUICK_S, pause_command, sleep_command, wake_command
+from headrace.frontend.client.control import (
+    QUICK_S,
+    method_command,
+    pause_command,
+    sleep_command,
+    wake_command,
+)
 from headrace.frontend.http.engines import why_unavailable
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.exchange import Exchange
@@ -64,6 +70,20 @@ class WakeQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class NoQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Nothing can be asked for."""
+
+
+class RpcRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /collective_rpc"""
+
+    method: Annotated[str, Meta(description="A method of the class that worker_extension_cls names")]
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    timeout: Annotated[float, Meta(gt=0, description="Seconds; without it, as long as it takes")] | None = None
+
+
+class RpcResponse(msgspec.Struct):
+    results: list[Any]
+    """What the method gave on each worker, in the order of engines and ranks."""
 
 
 class StatusResponse(msgspec.Struct):
@@ -163,6 +183,14 @@ async def stop_profile(state: ServerState, exchange: Exchange) -> None:
     await exchange.answer(ProfileResponse([path for result in results for path in result.paths]))
 
 
+async def collective_rpc(state: ServerState, exchange: Exchange) -> None:
+    decode_query(exchange.query(), NoQuery)
+    request = await exchange.prepare(lambda body: state.decoder.decode(body, RpcRequest))
+    command = method_command(request.method, request.args, request.kwargs)
+    answers = await _command(state, exchange, command, request.timeout)
+    await exchange.answer(RpcResponse([each["result"] for answer in answers for each in answer.payloads]))
+
+
 async def world_size(state: ServerState, exchange: Exchange) -> None:
     """Workers, over all engines."""
     await exchange.answer(WorldSizeResponse(sum(len(report.workers) for report in await _reports(state, exchange))))
@@ -250,6 +278,15 @@ DEVELOPMENT_ROUTES: tuple[RouteSpec, ...] = (
     _post("/reset_mm_cache", reset_mm_cache, "Forget processed images and sounds", StatusResponse),
     _post("/start_profile", start_profile, "Record what engines do; needs profiler_config", StatusResponse),
     _post("/stop_profile", stop_profile, "Write what was recorded", ProfileResponse),
+    RouteSpec(
+        method="POST",
+        path="/collective_rpc",
+        handler=collective_rpc,
+        summary="Call a method of the workers' extension; needs worker_extension_cls",
+        request=RpcRequest,
+        response=RpcResponse,
+        refusals=(400, 403, 413, 415, 503),
+    ),
     _get("/server_info", server_info, "The engines' options, decisions and facts", ServerInfoResponse),
     _get("/get_world_size", world_size, "The number of workers", WorldSizeResponse),
 )

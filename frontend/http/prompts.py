@@ -72,6 +72,10 @@ def sampling_params(
     given |= {"prompt_logprobs": request.prompt_logprobs, "logit_bias": openai_bias(request.logit_bias)}
     given["structured_outputs"] = from_body(request)
     given["extra_args"] = request.vllm_xargs or None
+    if given["logprob_token_ids"] is not None:
+        if chosen.get("logprobs") is None:
+            raise bad_field("logprob_token_ids", "logprob_token_ids needs logprobs, which asks for log-probabilities")
+        chosen["logprobs"] = None  # these tokens instead of so many
     values = {name: value for name, value in (given | chosen).items() if value is not None}
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(**{"max_tokens": None, **welcome.generation_defaults, **values, "output_kind": kind})

@@ -273,12 +273,13 @@ def completion_logprobs(
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], positions: Sequence[LogprobsOfPosition], spell: TokenSpelling, num_top: int
+    token_ids: Sequence[int], positions: Sequence[LogprobsOfPosition], spell: TokenSpelling, num_top: int | None
 ) -> ChatLogprobs:
-    """With the `num_top` likeliest of each position."""
+    """With the `num_top` likeliest of each position; None: with all that are told of it."""
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
-        likeliest = sorted((e for e in position.items() if (e[1].rank or 0) <= num_top), key=lambda e: e[1].rank or 0)
+        told = (each for each in position.items() if num_top is None or (each[1].rank or 0) <= num_top)
+        likeliest = sorted(told, key=lambda each: each[1].rank or 0)
         token = spell(token_id)
         content.append(
             TokenLogprob(

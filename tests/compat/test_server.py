@@ -114,6 +114,33 @@ def test_numbers_may_be_text_and_other_text_is_refused_by_field(client: httpx.Cl
     assert refused(client, COMPLETIONS, prompt="a", logprobs="many")["param"] == "logprobs"
 
 
+# tests/entrypoints/openai/completion/test_completion.py::test_completion_truncation_side_controls_prompt_truncation
+def test_a_prompt_is_truncated_on_the_side_that_is_named(client: httpx.Client) -> None:
+    body: dict[str, Any] = {
+        "prompt": list(range(5, 13)),
+        "truncate_prompt_tokens": 4,
+        "return_token_ids": True,
+        **GREEDY,
+    }
+    for side, kept in (("right", [5, 6, 7, 8]), ("left", [9, 10, 11, 12]), (None, [9, 10, 11, 12])):
+        assert ask(client, COMPLETIONS, truncation_side=side, **body)["choices"][0]["prompt_token_ids"] == kept
+    assert "must be left or right" in refused(client, COMPLETIONS, truncation_side="top", **body)["message"]
+
+
+# tests/entrypoints/openai/completion/test_completion.py::test_logprob_token_ids, chat_completion/test_logprob_token_ids
+def test_named_tokens_take_the_place_of_the_likeliest(client: httpx.Client) -> None:
+    more: dict[str, Any] = {"logprob_token_ids": [50], "allowed_token_ids": [42], "return_tokens_as_token_ids": True}
+    body = {"prompt": "a", "logprobs": 5, "max_tokens": 1, **more}
+    told = ask(client, COMPLETIONS, **body)["choices"][0]["logprobs"]
+    assert told["tokens"] == ["token_id:42"]
+    assert set(told["top_logprobs"][0]) == {"token_id:42", "token_id:50"}
+    (event,) = [each for each in stream(client, COMPLETIONS, body) if each["choices"][0]["logprobs"]]
+    assert event["choices"][0]["logprobs"]["top_logprobs"] == told["top_logprobs"]
+    chat = {"messages": USER, "logprobs": True, "top_logprobs": 5, "max_tokens": 1, **more}
+    (content,) = ask(client, CHAT, **chat)["choices"][0]["logprobs"]["content"]
+    assert {each["token"] for each in content["top_logprobs"]} == {"token_id:42", "token_id:50"}
+
+
 # tests/entrypoints/openai/test_orca_metrics.py
 @pytest.mark.parametrize("form", ["JSON", "TEXT", "json"])
 def test_an_answer_tells_the_engines_load_in_the_format_that_was_asked_for(client: httpx.Client, form: str) -> None:
@@ -181,6 +208,15 @@ def test_pause_takes_its_mode_in_the_query_and_resume_ends_it(client: httpx.Clie
     assert client.post("/reset_prefix_cache").status_code == 200
     assert client.post("/start_profile").status_code == 200
     assert client.post("/stop_profile").json()["files"]
+
+
+# tests/entrypoints/serve/dev/rpc/test_collective_rpc.py
+def test_methods_of_the_worker_extension_are_called_over_http(client: httpx.Client) -> None:
+    assert ask(client, "/collective_rpc", method="add", args=[2], kwargs={"right": 3}) == {"results": [5]}
+    assert (
+        "has no method missing; it has handle, add" in refused(client, "/collective_rpc", method="missing")["message"]
+    )
+    assert refused(client, "/collective_rpc", args=[2])["param"] == "method"
 
 
 # tests/v1/sample/test_sampling_params_e2e.py
