@@ -19,6 +19,8 @@ from tiny_models import state_of
 from torch import Tensor
 
 from headrace import kernels
+from headrace.executor.cpu.decoder import CpuDecoder
+from headrace.executor.cpu.program import StepLimits
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.eager import ChooseKernel
 from headrace.executor.models.families import spec_from_config
@@ -243,9 +245,60 @@ def test_weights_that_do_not_fit_the_config_are_named(tensors: Callable[[Tensors
 def test_leftovers_that_do_no_harm_are_ignored() -> None:
     tensors = edited(lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
     Decoder(spec_from_config(config_of("llama")), DictSource(tensors), torch.float32)
-    tied = state_of(reference("llama3")) | {"lm_head.weight": torch.zeros(320, 64)}
-    decoder = Decoder(spec_from_config(config_of("llama3")), DictSource(tied), torch.float32)
-    assert decoder.weight_bytes == sum(t.nbytes for t in state_of(reference("llama3")).values())
+    state = state_of(reference("llama3"))
+    copied = state["model.embed_tokens.weight"].bfloat16()
+    decoder = Decoder(
+        spec_from_config(config_of("llama3")), DictSource(state | {"lm_head.weight": copied}), torch.float32
+    )
+    assert decoder.weight_bytes == sum(t.nbytes for t in state.values())
+
+
+@pytest.mark.parametrize("shape", [(320, 64), (320, 32)])
+def test_a_head_of_its_own_in_a_checkpoint_whose_config_ties_it_is_refused(shape: tuple[int, int]) -> None:
+    tensors = state_of(reference("llama3")) | {"lm_head.weight": torch.randn(shape)}
+    with pytest.raises(ModelError, match=r"lm_head\.weight is no copy of model\.embed_tokens\.weight; if the model"):
+        Decoder(spec_from_config(config_of("llama3")), DictSource(tensors), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "mixtral",
+            lambda t: t.pop("model.layers.1.block_sparse_moe.experts.2.w3.weight"),
+            r"no weight model\.layers\.1\.block_sparse_moe\.experts\.2\.w3\.weight; expected one of shape",
+        ),
+        (
+            "mixtral",
+            lambda t: t.update({"model.layers.0.block_sparse_moe.experts.5.w1.weight": torch.zeros(96, 64)}),
+            r"no place for: model\.layers\.0\.block_sparse_moe\.experts\.5\.w1\.weight",
+        ),
+        (
+            "mixtral",
+            lambda t: t.update({"model.layers.0.block_sparse_moe.gate.weight": torch.zeros(4, 64)}),
+            r"block_sparse_moe\.gate\.weight has shape \[4, 64\], but the config needs \[5, 64\]",
+        ),
+        (
+            "deepseek_v3_moe",
+            lambda t: t.pop("model.layers.1.mlp.gate.e_score_correction_bias"),
+            r"no weight model\.layers\.1\.mlp\.gate\.e_score_correction_bias",
+        ),
+        (
+            "deepseek_v3_moe",
+            lambda t: t.update({"model.layers.0.self_attn.kv_b_proj.weight": torch.zeros(8, 8)}),
+            r"self_attn\.kv_b_proj\.weight has shape \[8, 8\], but the config needs",
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", [Decoder, CpuDecoder])
+def test_experts_and_latent_weights_that_do_not_fit_the_config_are_named(
+    name: str, change: Callable[[Tensors], Any], message: str, kind: type[Decoder | CpuDecoder]
+) -> None:
+    tensors, spec = state_of(reference(name)), spec_from_config(config_of(name))
+    change(tensors)
+    limits = (StepLimits(max_tokens=8, max_seqs=1, max_positions=8),) if kind is CpuDecoder else ()
+    with pytest.raises(ModelError, match=message):
+        kind(spec, DictSource(tensors), torch.float32, *limits)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +307,7 @@ def test_leftovers_that_do_no_harm_are_ignored() -> None:
 )
 def test_a_multimodal_gemma3_serves_its_language_model(text_prefix: str, head: str) -> None:
     tensors = {name.replace("model.", text_prefix, 1): t for name, t in state_of(reference("gemma3")).items()}
-    tensors |= {head: torch.zeros(320, 64), "model.vision_tower.patch.weight": torch.zeros(3)}
+    tensors |= {head: tensors[f"{text_prefix}embed_tokens.weight"], "model.vision_tower.patch.weight": torch.zeros(3)}
     tensors["multi_modal_projector.mm_input_projection_weight"] = torch.zeros(3)
     config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": reference("gemma3").config.to_dict()}
     prompts = random_prompts((50, 4))

@@ -240,7 +240,7 @@ def test_a_gpus_kernels_take_the_packed_forms_that_they_know(case: str, layer: t
     assert error_of(decoder, model) < EXACT_ERROR
 
 
-def test_gpt_oss_is_read_from_its_stacks_of_4_bit_floats(tmp_path: Path) -> None:
+def test_gpt_oss_is_read_from_its_stacks_of_4_bit_floats_which_the_program_keeps(tmp_path: Path) -> None:
     model = tiny_models.build("gpt_oss", hidden_size=64, intermediate_size=64, vocab_size=320)
     state, stored = model.state_dict(), dict[str, Tensor]()
     for name, tensor in state.items():
@@ -260,8 +260,11 @@ def test_gpt_oss_is_read_from_its_stacks_of_4_bit_floats(tmp_path: Path) -> None
     model.load_state_dict(state)
     model.config._experts_implementation = "eager"
     checkpoint = open_checkpoint(Options(model=str(tmp_path)))
-    decoder = Decoder(spec_from_config(checkpoint.config), checkpoint.weights(), torch.float32, "cpu")
-    assert error_of(decoder, model.double()) < EXACT_ERROR
+    by_op = Decoder(spec_from_config(checkpoint.config), checkpoint.weights(), torch.float32, "cpu")
+    assert error_of(by_op, model.double()) < EXACT_ERROR
+    decoder = opened(tmp_path)
+    assert kinds_of(decoder) == {"float4", "F32"}
+    assert error_of(decoder, model) < MOST_ERROR
 
 
 def test_what_a_gptq_config_says_of_single_modules_counts(tmp_path: Path) -> None:

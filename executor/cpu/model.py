@@ -10,7 +10,7 @@ from torch import Tensor
 from headrace.executor.cpu.weights import CpuLinear, CpuNorm, CpuWeights
 from headrace.executor.models.arch import ArchSpec, RopeSpec
 from headrace.executor.models.blocks import LayerHeld, Linear, Norm
-from headrace.executor.models.reading import Part, not_read
+from headrace.executor.models.reading import Part
 from headrace.executor.models.rotary import inverse_frequencies
 from headrace.kernels.cpu.linear import PackedLinear
 from headrace.kernels.cpu.program_parts import Rotary
@@ -64,7 +64,7 @@ def read_model(spec: ArchSpec, weights: CpuWeights) -> CpuModel:
         else:
             head_name = next((n for n in names.lm_heads if f"{n}.weight" in weights), names.lm_heads[0])
             head = weights.head(Part(head_name, spec.vocab_size, own_tokens), width, bias=spec.head_bias)
-    weights.check_all_used(not_read(spec, place, prefix))
+    weights.check_rest(spec, prefix)
     weights.report_unpacked()
     return CpuModel(
         spec=spec,

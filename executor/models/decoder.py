@@ -26,7 +26,6 @@ from headrace.executor.models.eager import (
 )
 from headrace.executor.models.inputs import StepInputs, StepLogits, no_logits, step_in_two
 from headrace.executor.models.kv_cache import KVCache
-from headrace.executor.models.reading import not_read
 from headrace.executor.models.rotary import Rotary
 from headrace.executor.parallel.padding import padded_for
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
@@ -83,7 +82,7 @@ class Decoder:
         if place.is_last_stage:
             self._read_end(checked, prefix)
         self._rotaries = tuple(Rotary(rope, self.device) for rope in spec.ropes)
-        checked.check_all_used(not_read(spec, place, prefix))
+        checked.check_rest(spec, prefix)
         self.weight_bytes = checked.nbytes
         """Memory that the weights take."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,10 @@ from headrace.executor.models.blocks import (
 )
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.ipc.failure import ModelError
+
+TIED_ROWS_COMPARED, TIED_DIFFERENCE = 64, 0.3
+"""How many rows of a head are compared with the embedding's, and how much of their norm the difference may have: a copy
+may be quantised, and another matrix is all of it away."""
 
 
 @dataclass(frozen=True)
@@ -148,12 +151,35 @@ class CheckedWeights:
             last.append(found if adds_last else torch.zeros_like(found))
         return torch.stack(first), torch.stack(last)
 
-    def check_all_used(self, ignorable: Sequence[str]) -> None:
-        """Raises ModelError when the source holds a tensor that nothing read and no pattern excuses."""
+    def check_rest(self, spec: ArchSpec, prefix: str) -> None:
+        """Raises ModelError when the source holds a tensor that nothing read and nothing excuses, or a head of its own
+        where the config says that the embedding is the head."""
+        if spec.tied_head and self.place.is_last_stage:
+            self._check_tied(spec, prefix)
+        ignorable = _not_read(spec, self.place, prefix)
         rest = [n for n in sorted(self._names - self._used) if not any(re.search(p, n) for p in ignorable)]
         if rest:
             shown = ", ".join(rest[:5]) + (f" and {len(rest) - 5} more" if len(rest) > 5 else "")
             raise ModelError(f"the checkpoint holds weights that this architecture has no place for: {shown}")
+
+    def _check_tied(self, spec: ArchSpec, prefix: str) -> None:
+        table = f"{prefix}{spec.names.embedding}.weight"
+        head = next((name for each in spec.names.lm_heads if (name := f"{each}.weight") in self._names), None)
+        if head is None:
+            return
+        rows = range(0, spec.vocab_size, max(1, spec.vocab_size // TIED_ROWS_COMPARED))
+        is_copy = self._source.shape(head) == self._source.shape(table)
+        if is_copy:
+            own, tied = (
+                torch.cat([self._source.get(name, rows=slice(row, row + 1)).float() for row in rows])
+                for name in (head, table)
+            )
+            is_copy = bool((own - tied).norm() <= TIED_DIFFERENCE * tied.norm())
+        if not is_copy:
+            raise ModelError(
+                f"the config ties the head to the embedding, and the checkpoint's {head} is no copy of {table}; "
+                "if the model has a head of its own, set tie_word_embeddings to false by hf_overrides"
+            )
 
     def _check(self, name: str, expected: tuple[int, ...]) -> None:
         if name not in self._names:
@@ -164,10 +190,10 @@ class CheckedWeights:
         self._used.add(name)
 
 
-def not_read(spec: ArchSpec, place: RankPlace, prefix: str) -> list[str]:
+def _not_read(spec: ArchSpec, place: RankPlace, prefix: str) -> list[str]:
     """Patterns of tensors that a checkpoint may hold and this rank does not read."""
     names, own = spec.names, place.layers(spec.num_layers)
-    # A tied checkpoint may carry a copy of the embedding as its head.
+    # A tied checkpoint may carry a copy of the embedding as its head, which was compared.
     excused = names.lm_heads if spec.tied_head or not place.is_last_stage else ()
     if not place.is_first_stage:
         firsts = (names.embedding, names.positions, names.embedding_norm, names.project_in)

@@ -26,7 +26,7 @@ GROUP = 32
 @dataclass(frozen=True)
 class Mxfp4(Format):
     names = ("mxfp4", "gpt_oss_mxfp4")
-    stored = ("4-bit floats in groups of 32, gpt-oss's stacks of experts, turned into floats: gpt-oss runs op by op",)
+    stored = ("4-bit floats in groups of 32, gpt-oss's stacks of experts",)
     made_by = "a writer in tests"
 
     @classmethod
