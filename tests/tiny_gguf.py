@@ -14,7 +14,9 @@ import torch
 from gguf.constants import GGMLQuantizationType as Kind
 from torch import Tensor
 
-PERMUTED = ("llama", "smollm3", "arcee", "granite")
+LAYER_NORM_EPS = ("layer_norm_eps", "norm_epsilon", "norm_eps")
+PERMUTED = ("llama", "smollm3", "arcee", "granite", "granitemoe", "olmo")
+MIXTRAL_NAMES = {"gate_proj.weight": "w1.weight", "up_proj.weight": "w3.weight", "down_proj.weight": "w2.weight"}
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
@@ -30,7 +32,10 @@ ARCHITECTURES = {
     "CohereForCausalLM": "command-r",
     "GemmaForCausalLM": "gemma",
     "GraniteForCausalLM": "granite",
+    "GraniteMoeForCausalLM": "granitemoe",
     "NemotronForCausalLM": "nemotron",
+    "OlmoForCausalLM": "olmo",
+    "PhiForCausalLM": "phi2",
     "Olmo2ForCausalLM": "olmo2",
     "Phi3ForCausalLM": "phi3",
     "SeedOssForCausalLM": "seed_oss",
@@ -47,11 +52,12 @@ def save_gguf(model: Any, path: Path, kind: Kind = Kind.F32, tokenizer: Mapping[
     _write_config(writer, arch, config)
     for key, value in (tokenizer or {}).items():
         _write(writer, key, value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper().replace("-", "_")], config.num_hidden_layers)
+    kind_of_arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(kind_of_arch, config.num_hidden_layers)
     for name, tensor in _stacked(tiny_models.state_of(model)).items():
         stem, suffix = name.rsplit(".", 1)
         values = _as_converted(arch, name, tensor, config).float().numpy()
-        is_router = stem.endswith((".mlp.gate", ".shared_expert_gate", ".block_sparse_moe.gate"))
+        is_router = stem.endswith((".mlp.gate", ".shared_expert_gate", ".block_sparse_moe.gate", ".router.layer"))
         wanted = Kind.F32 if is_router or values.ndim == 1 else kind
         found = f"{names.get_name(stem)}.{suffix}"
         if stem.endswith(".shared_expert_gate"):
@@ -94,6 +100,8 @@ def _stacked(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         start, dot, rest = name.partition(".experts.")
         if dot:
             number, _, kind = rest.partition(".")
+            if start.endswith(".block_sparse_moe"):  # the tables know Mixtral's names there, and not Granite's
+                kind = MIXTRAL_NAMES.get(kind, kind)
             stack = stacks.setdefault(f"{start}.experts.{kind}", [])
             assert int(number) == len(stack), "experts come in order"
             stack.append(tensor)
@@ -126,7 +134,7 @@ def _write_config(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
         writer.add_layer_norm_eps(
-            next(getattr(config, key) for key in ("layer_norm_eps", "norm_epsilon", "norm_eps") if hasattr(config, key))
+            next((getattr(config, key) for key in LAYER_NORM_EPS if hasattr(config, key)), 1e-5)  # OLMo's
         )
     _write_multipliers(writer, arch, config)
     if (partial := full.get("partial_rotary_factor", 1.0)) != 1.0:
@@ -159,7 +167,7 @@ def _write_config(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
 
 
 def _write_multipliers(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
-    if arch == "granite":
+    if arch in ("granite", "granitemoe"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -171,12 +179,14 @@ def _write_multipliers(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
 
 
 def _write_experts(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
-    writer.add_expert_count(config.num_local_experts if arch == "llama" else config.num_experts)
+    writer.add_expert_count(config.num_local_experts if arch in ("llama", "granitemoe") else config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     if arch in ("qwen2moe", "qwen3moe"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     renormalised = getattr(config, "norm_topk_prob", True)
-    if renormalised != (arch in ("llama", "qwen3moe")):  # what the architecture is known for goes without saying
+    if renormalised != (
+        arch in ("llama", "granitemoe", "qwen3moe")
+    ):  # what the architecture is known for goes without saying
         writer.add_expert_weights_norm(renormalised)
     if arch == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)

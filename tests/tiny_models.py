@@ -199,6 +199,8 @@ def state_of(model: Any) -> dict[str, Tensor]:
         gates, ups = state.pop(name).chunk(2, dim=1)
         for kind, stack in zip(names, (gates, ups, state.pop(f"{start}.down_proj")), strict=True):
             state |= {f"{below}.{index}.{kind}.weight": each for index, each in enumerate(stack)}
+    if type(model).__name__.startswith("GraniteMoe"):
+        state = {name.replace("moe.router.weight", "moe.router.layer.weight"): each for name, each in state.items()}
     if is_mixtral:
         state = {name.replace(".mlp.gate.", ".block_sparse_moe.gate."): each for name, each in state.items()}
     return state

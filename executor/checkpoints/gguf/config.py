@@ -34,6 +34,8 @@ MIXTRAL_EXPERT = MappingProxyType(
     }
 )
 
+GRANITE_EXPERT = MappingProxyType({name: f"block_sparse_moe.{path[4:]}" for name, path in EXPERT.items()})
+
 
 @dataclass(frozen=True)
 class GGUFArchitecture:
@@ -142,6 +144,10 @@ def _squared_relu(fields: _Fields, config: dict[str, Any]) -> dict[str, Any]:
 
 def _windowed(fields: _Fields, config: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_window": fields.integer("attention.sliding_window", 0) or None}
+
+
+def _clipped(fields: _Fields, config: dict[str, Any]) -> dict[str, Any]:
+    return {"clip_qkv": fields.number("attention.clamp_kqv", 0.0) or None}
 
 
 GEMMA_27B_LAYERS = MappingProxyType({"gemma2": 46, "gemma3_text": 62})
@@ -356,8 +362,18 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
         "command-r": GGUFArchitecture("CohereForCausalLM", "cohere", extra=_command_r),
         "gemma": GGUFArchitecture("GemmaForCausalLM", "gemma", offset_norms=True),
         "granite": GGUFArchitecture("GraniteForCausalLM", "granite", permuted=True, extra=_granite),
+        "granitemoe": GGUFArchitecture(
+            "GraniteMoeForCausalLM",
+            "granitemoe",
+            permuted=True,
+            extra=_granite,
+            expert=GRANITE_EXPERT,
+            renormalised=True,
+        ),
         "nemotron": GGUFArchitecture("NemotronForCausalLM", "nemotron", offset_norms=True, extra=_squared_relu),
+        "olmo": GGUFArchitecture("OlmoForCausalLM", "olmo", permuted=True, extra=_clipped),
         "olmo2": GGUFArchitecture("Olmo2ForCausalLM", "olmo2"),
+        "phi2": GGUFArchitecture("PhiForCausalLM", "phi"),
         "phi3": GGUFArchitecture("Phi3ForCausalLM", "phi3", extra=_windowed),
         "seed_oss": GGUFArchitecture("SeedOssForCausalLM", "seed_oss", extra=_seed_oss),
         "stablelm": GGUFArchitecture("StableLmForCausalLM", "stablelm", extra=_stablelm),
