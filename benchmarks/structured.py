@@ -161,6 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="within five minutes")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--only-streams", action="store_true", help="none of the other cases; nothing is written")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--rounds", type=int, help="of each case; default: 7, or 3 with --quick")
     parser.add_argument("--schemas", type=int, help="new ones; default: 500, or 150 with --quick")
@@ -185,6 +186,10 @@ def main() -> None:
         results["streams"] = [
             compare_streams(llm, streams, arguments.tokens, arguments.rounds) for streams in arguments.streams
         ]
+        if arguments.only_streams:
+            for case in results["streams"]:
+                print(f"{case['streams']} streams: {case['ratio']:.3f}x of the speed without a schema")
+            return
         results["first token"] = first_tokens(llm, arguments.schemas)
         results["steps"] = steps_of(llm)
     results["arrivals"] = asyncio.run(measure_arrivals(engine, arguments))

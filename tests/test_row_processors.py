@@ -13,13 +13,14 @@ import torch
 from scalar_noise import scalar_noise
 from test_sampler import Case, random_logits, run
 
-from headrace.executor.cpu.batch import BatchState
+from headrace.executor.cpu.batch import BatchState, Draws
 from headrace.executor.sampling import rows as rows_module
 from headrace.executor.sampling.random_numbers import uniform
 from headrace.executor.sampling.row_processors import RowProcessor, mirostat
 from headrace.executor.sampling.sampler import Sampled, sample
 from headrace.ipc.messages import Sampling
 from headrace.ipc.step import NewRow
+from headrace.kernels.reference.sampling import likeliest, truncated
 
 VOCABULARY = 300
 
@@ -255,3 +256,27 @@ def test_a_processor_that_raises_ends_its_row_alone() -> None:
     found = sample(logits, batch, np.arange(3, dtype=np.int32))
     assert found.problems == {1: "its processor Broken failed: ValueError: no such luck"}
     assert [found.token_ids[0], found.token_ids[2]] == [plain[0], plain[2]]
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 50, 400])
+@pytest.mark.parametrize("top_p", [0.4, 1.0])
+@pytest.mark.parametrize("min_p", [0.0, 0.05])
+def test_only_what_top_k_keeps_is_ranked_and_the_rest_is_cut_alike(top_k: int, top_p: float, min_p: float) -> None:
+    logits = torch.randn(300, generator=torch.Generator().manual_seed(7)).round(decimals=1) * 3  # with equals
+    one = np.ones(1)
+    draws = Draws(
+        temperature=np.float32(0.8) * one.astype(np.float32),
+        top_k=top_k * one.astype(np.int32),
+        top_p=top_p * one,
+        min_p=min_p * one,
+        seed=one.astype(np.int64),
+        position=one.astype(np.int32),
+    )
+    found = rows_module.truncate_row(logits, draws, 0)
+    tempered = logits[None] / torch.from_numpy(draws.temperature)
+    ranked = likeliest(tempered, 300)
+    columns = (torch.from_numpy(column) for column in (draws.top_k, draws.top_p, draws.min_p))
+    values = truncated(tempered, ranked, *columns)[0]
+    kept = values.isfinite()
+    assert found.token_ids.tolist() == ranked[0][kept].tolist()
+    assert found.logits.tolist() == values[kept].tolist()

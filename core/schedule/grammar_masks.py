@@ -71,7 +71,7 @@ class GrammarMasks:
         if plan.drafts is not None:
             num_places += plan.drafts.counts[plan.sampled]
         places = np.flatnonzero(np.repeat(table.has_matcher[sampled], num_places)).astype(np.int32)
-        bits = np.empty((len(places), self._num_words), np.int32)
+        bits = np.zeros((len(places), self._num_words), np.int32)
         drafts, work, at = _drafts_by_row(plan), [], 0
         for index in masked.tolist():
             row, end = int(sampled[index]), at + int(num_places[index])
@@ -125,7 +125,7 @@ class RepeatedMasks:
         self._backend, self._places, self._matchers, self._may_force = backend, places, matchers, may_force
         self._work: list[tuple[Matcher, int, list[int]]] = [(each, nth, []) for nth, each in enumerate(matchers)]
         self._indices = places.tolist()
-        self._bits = np.empty((len(matchers), num_words), np.int32)
+        self._bits = np.zeros((len(matchers), num_words), np.int32)
 
     def masks(self) -> TokenMasks | None:
         """Of the next step. None where it is to have drafts: a grammar forces tokens."""

@@ -99,8 +99,8 @@ def truncate_row(logits: Tensor, draws: Draws, index: int) -> Candidates:
         torch.from_numpy(column[index : index + 1]).to(logits.device)
         for column in (draws.temperature, draws.top_k, draws.top_p, draws.min_p)
     )
-    tempered = logits[None] / temperature
-    ranked = likeliest(tempered, len(logits))
+    tempered, top_k = logits[None] / temperature, int(draws.top_k[index])
+    ranked = likeliest(tempered, min(top_k, len(logits)) if top_k > 0 else len(logits))
     token_ids = ranked[0].cpu().numpy()
     values = truncated(tempered, ranked, *truncation)[0].cpu().numpy()
     kept = np.isfinite(values)

@@ -154,18 +154,18 @@ def _draw(logits: Tensor, draws: DeviceDraws, tile: slice) -> Tensor:
 
 
 def truncated(tempered: Tensor, token_ids: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """[num_rows, vocab_size] float64: the logits in the order of token_ids, -inf for what min_p, top_k and top_p cut.
+    """[num_rows, num_ranked] float64: the logits in the order of token_ids, -inf for what min_p, top_k and top_p cut.
 
-    tempered: [num_rows, vocab_size] float32; token_ids: the same shape, each row in the total order of `likeliest`;
-    the rest [num_rows].
+    tempered: [num_rows, vocab_size] float32; token_ids: [num_rows, num_ranked], each row in the total order of
+    `likeliest`: the whole vocabulary, or as many as every row's top_k keeps; the rest [num_rows].
     """
-    vocab_size = tempered.shape[1]
+    num_ranked = token_ids.shape[1]
     values = tempered.gather(1, token_ids).double()
     first = values[:, :1]
     weights = (values - first).exp()
-    place = torch.arange(vocab_size, device=tempered.device)
+    place = torch.arange(num_ranked, device=tempered.device)
     by_min_p = (weights >= min_p[:, None]).sum(1)
-    by_top_k = torch.where(top_k > 0, top_k.long().clamp(max=vocab_size), vocab_size)
+    by_top_k = torch.where(top_k > 0, top_k.long().clamp(max=num_ranked), num_ranked)
     limit = torch.minimum(by_min_p, by_top_k)
     mass = weights.masked_fill_(place >= limit[:, None], 0).cumsum(1)
     # Without min_p and top_k, top_p takes its share of the whole vocabulary, summed in float64.
