@@ -66,7 +66,50 @@ def llmcompressor(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
     return model, values
 
 
-TOOLS = {"bitsandbytes": bitsandbytes, "llmcompressor": llmcompressor}
+def torchao(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
+    import torchao.quantization as tool
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    by_group = {"weight_dtype": torch.int4, "granularity": tool.PerGroup(32)}
+    chosen = getattr(tool, f"{scheme}Config")(**(by_group if scheme.startswith("Intx") else {}))
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path, quantization_config=TorchAoConfig(chosen), device_map={"": "cpu"}, dtype=torch.float32
+    )
+    weights = {name: each.weight for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
+    return model, {f"{name}.weight": each.dequantize() for name, each in weights.items() if hasattr(each, "qdata")}
+
+
+def hqq(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
+    """By the tool's own layers: transformers does not save such models any more."""
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    config = BaseQuantizeConfig(nbits=int(scheme.split(maxsplit=1)[0]), group_size=64, axis=1)
+    values, state = {}, {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            layer = HQQLinear(module, config, compute_dtype=torch.float32, device="cpu", del_orig=False)
+            values[f"{name}.weight"] = layer.dequantize()
+            state |= {f"{name}.{part}": each for part, each in layer.state_dict().items() if each is not None}
+    kept = {name: each for name, each in model.state_dict().items() if name not in values}
+    model.config.quantization_config = {"quant_method": "hqq", "quant_config": config}
+    return _Saved(model.config, kept | {name: torch.as_tensor(each) for name, each in state.items()}), values
+
+
+class _Saved:
+    """A model that is saved by its tensors alone."""
+
+    def __init__(self, config: Any, state: dict[str, Any]) -> None:
+        self.config, self.state = config, state
+
+    def save_pretrained(self, folder: Path) -> None:
+        folder.mkdir()
+        self.config.save_pretrained(folder)
+        save_file({name: each.contiguous() for name, each in self.state.items()}, folder / "model.safetensors")
+
+
+TOOLS = {"bitsandbytes": bitsandbytes, "llmcompressor": llmcompressor, "torchao": torchao, "hqq": hqq}
 
 
 def main(tool: str, scheme: str, model_path: str, into: str) -> None:

@@ -1,11 +1,13 @@
 """Checkpoints that the real tools make of a tiny model, against what the tools say that they stand for.
 
-    python benchmarks/quantised_tools.py bitsandbytes=/tmp/bnb/bin/python llmcompressor=/tmp/llmc/bin/python
+    python benchmarks/quantised_tools.py bitsandbytes=/tmp/bnb/bin/python llmcompressor=/tmp/llmc/bin/python \\
+        torchao=/tmp/ao/bin/python hqq=/tmp/hqq/bin/python
 
 Each tool runs in the Python given, of a virtual environment of its own that has the tool, torch of this project's
 version and transformers. For each scheme: the error of logits, root mean square over their spread, against
-transformers' model of the dequantised weights in float64, whether greedy tokens are equal in float32, and the memory
-of weights.
+transformers' model of the dequantised weights in float64 (whose inputs are rounded where the scheme means it), whether
+greedy tokens are equal in float32, by how much the perplexity of a fixed text differs, and the memory of weights.
+TOOL/SCHEME=... runs one scheme alone; what is not run keeps its result of before.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ import json
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from report import write_report
 from safetensors.torch import load_file
+
+from headrace.kernels.grouped import InputRounding
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
@@ -28,21 +33,29 @@ SCHEMES = {
     "llmcompressor": (
         "W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16", "MXFP4A16",
     ),
+    "torchao": ("Int8WeightOnly", "IntxWeightOnly", "Int8DynamicActivationInt8Weight", "Float8WeightOnly"),
+    "hqq": ("8 bits", "4 bits", "2 bits"),
 }  # fmt: skip
+ROUNDED = ("W8A8", "Int8DynamicActivationInt8Weight")
+"""Schemes whose inputs become int8."""
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
-NEW_TOKENS = 16
+NEW_TOKENS, TEXT_TOKENS = 16, 48
 RESULTS = ROOT / "benchmarks/results/quantised_tools.json"
 
 
 def main(tools: dict[str, str]) -> None:
     import tiny_models
 
-    results = []
+    results = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else []
+    chosen = {name: tuple(filter(None, name.partition("/")[2:])) or SCHEMES[name.partition("/")[0]] for name in tools}
+    anew = {(name.partition("/")[0], scheme) for name, schemes in chosen.items() for scheme in schemes}
+    results = [row for row in results if (row["tool"], row["scheme"]) not in anew]
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_models.save("llama", Path(folder) / "float", **SIZES)
-        for tool, python in tools.items():
+        for name, python in tools.items():
+            tool = name.partition("/")[0]
             version = _output(python, "-c", f"import importlib.metadata as m; print(m.version('{tool}'))").strip()
-            for scheme in SCHEMES[tool]:
+            for scheme in chosen[name]:
                 into = Path(folder) / f"{tool} {scheme}"
                 made = subprocess.run(
                     [python, str(ROOT / "benchmarks/quantised_maker.py"), tool, scheme, str(model), str(into)],
@@ -52,23 +65,29 @@ def main(tools: dict[str, str]) -> None:
                 if made.returncode:
                     row["not made"] = (made.stderr.strip().splitlines() or ["it said nothing"])[-1][:200]
                 else:
-                    row |= compare(model, into)
+                    row |= compare(model, into, scheme in ROUNDED)
                 print(json.dumps(row), flush=True)
                 results.append(row)
                 write_report(RESULTS, "quantised_tools", results)
 
 
-def compare(model: Path, into: Path) -> dict[str, Any]:
-    """Our logits and tokens beside those of the dequantised model."""
+def compare(model: Path, into: Path, rounds_inputs: bool) -> dict[str, Any]:
+    """Our logits, tokens and perplexity beside those of the dequantised model."""
     import transformers
     from model_driver import Driver
+    from quantised_checkpoints import inputs_rounded
     from test_quantisation import PROMPT, exact_greedy, kinds_of, opened
 
     exact = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     _, unknown = exact.load_state_dict(load_file(into / "dequantised.safetensors"), strict=False)
     assert not unknown, unknown
-    tokens, logits = exact_greedy(exact.double().eval(), NEW_TOKENS)
+    exact = exact.double().eval()
+    text = torch.randint(0, exact.config.vocab_size, (TEXT_TOKENS,), generator=torch.Generator().manual_seed(0))
+    with inputs_rounded(exact, InputRounding()) if rounds_inputs else nullcontext(), torch.no_grad():
+        tokens, logits = exact_greedy(exact, NEW_TOKENS)
+        expected = perplexity(exact(text[None]).logits[0, :-1], text)
     decoder = opened(into / "model")
+    of_text = [Driver(decoder).greedy([text[:end].tolist()], 1, chunk=64)[1][0][0] for end in range(1, TEXT_TOKENS)]
     (found,), (own,) = Driver(decoder).greedy([PROMPT], NEW_TOKENS, chunk=64)
     error = float((own.double() - logits).square().mean().sqrt() / logits.std())
     return {
@@ -76,8 +95,15 @@ def compare(model: Path, into: Path) -> dict[str, Any]:
         "kinds": sorted(kinds_of(decoder)),
         "error": error,
         "tokens are equal": found == tokens,
+        "perplexity": expected,
+        "perplexity differs by": perplexity(torch.stack(of_text).double(), text) / expected - 1,
         "weight bytes": decoder.weight_bytes,
     }
+
+
+def perplexity(logits: torch.Tensor, text: torch.Tensor) -> float:
+    """Of text [count] after its first token, by logits [count - 1, vocabulary]."""
+    return float(torch.nn.functional.cross_entropy(logits, text[1:]).exp())
 
 
 def _output(*command: str) -> str:
