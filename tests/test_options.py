@@ -160,8 +160,8 @@ def test_vllms_other_options_pass_silently_at_values_that_ask_for_nothing() -> N
         for name, option in unsupported_options().items():
             for value in (None, *option.passes):
                 assert parse_options(**{name: value}) == Options(), name
-    with pytest.raises(OptionError, match="data_parallel_size=2 is refused: not supported yet"):
-        parse_options(data_parallel_size=2)
+    with pytest.raises(OptionError, match="decode_context_parallel_size=2 is refused: not supported yet"):
+        parse_options(decode_context_parallel_size=2)
     with pytest.raises(OptionError, match=r"enable_lora=True is refused.*merge"):
         parse_options(enable_lora=True)
     with pytest.warns(FutureWarning, match=r"swap_space=16 has no effect: preempted requests are recomputed"):
@@ -183,16 +183,17 @@ def test_vllms_other_options_are_refused_with_a_reason_or_pass_with_one() -> Non
 
 def test_neutral_values_are_recognised_as_text() -> None:
     assert from_command_line("--data-parallel-size", "1", "--compilation-config", "{}", "--no-enforce-eager")
-    with pytest.raises(OptionError, match="--data-parallel-size=True"):
-        from_command_line("-dp", "True")
-    options = from_command_line("-tp", "2", "-pp", "3")
+    with pytest.raises(OptionError, match="--data-parallel-size-local=True"):
+        from_command_line("-dpl", "True")
+    options = from_command_line("-tp", "2", "-pp", "3", "-dp", "4", "-dpn", "1")
     assert (options.tensor_parallel_size, options.pipeline_parallel_size) == (2, 3)
+    assert (options.data_parallel_size, options.data_parallel_rank) == (4, 1)
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["-dpn", "1"], "--data-parallel-rank=1 is refused"),
+        (["-dpr", "1"], "--data-parallel-start-rank=1 is refused"),
         (["-dcp", "2"], "--decode-context-parallel-size=2 is refused"),
         (["--hf-token"], "--hf-token=True is refused: not supported: set HF_TOKEN"),
         (["--headless"], "--headless=True is refused: not supported: start engine-core on the other hosts"),
@@ -334,7 +335,7 @@ def test_help_tells_groups_units_and_defaults_but_not_what_is_unsupported(capsys
         assert f"--{spec.name.replace('_', '-')}" in text
     for part in ("KV cache:", "Scheduler:", "--block-size TOKENS Size of one block (1 to 256 tokens; default: 16)"):
         assert part in text
-    assert "data-parallel" not in text
+    assert "data-parallel-start-rank" not in text
 
 
 def test_options_can_be_added_to_any_parser() -> None:
@@ -359,7 +360,7 @@ def test_the_command_line_wins_over_the_config_file(tmp_path: Path) -> None:
     [
         ("max-modle-len: 1", ["engine.yaml", "max-modle-len", "did you mean max_model_len?"]),
         ("block_size: 0", ["engine.yaml", "block_size=0", "1 to 256 tokens"]),
-        ("data-parallel-size: 4", ["engine.yaml", "data_parallel_size=4 is refused"]),
+        ("data-parallel-size-local: 4", ["engine.yaml", "data_parallel_size_local=4 is refused"]),
         ("- a\n- b", ["engine.yaml", "must map option names"]),
         ("a: [", ["engine.yaml", "not YAML"]),
         ("seed: 1\nblock-size: 32\nseed: 2", ["engine.yaml", "seed is given twice, on lines 1 and 3"]),

@@ -385,6 +385,27 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     pipeline_parallel_size: Annotated[
         int, Option(PARALLEL, "Groups of workers, each with a run of the layers", "stages", minimum=1, short="-pp")
     ] = 1
+    data_parallel_size: Annotated[
+        int,
+        Option(
+            PARALLEL,
+            "Engines that serve as one on this machine, whose cores and memory they divide: each has all of the model, "
+            "and a request of one that dies goes on at another",
+            "engines",
+            minimum=1,
+            maximum=1024,
+            short="-dp",
+        ),
+    ] = 1
+    data_parallel_rank: Annotated[
+        int,
+        Option(
+            PARALLEL,
+            "Which of them an engine-core is that is started by itself: 0 to data_parallel_size - 1",
+            minimum=0,
+            short="-dpn",
+        ),
+    ] = 0
     pipeline_layer_partition: Annotated[
         tuple[int, ...],
         Option(

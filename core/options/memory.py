@@ -52,7 +52,9 @@ def fit_cache(plan: Plan, reading: MemoryReading) -> Facts:
     Raises OptionError with the numbers when even one block does not fit, or the named max_model_len does not.
     """
     options, size = plan.options, block_bytes(plan)
-    usable = max(0, reading.room_bytes(options.gpu_memory_utilization))
+    # Engines of one machine have a GPU each, or a part of the host's memory.
+    num_sharing = options.data_parallel_size if reading.device == "cpu" else 1
+    usable = max(0, reading.room_bytes(options.gpu_memory_utilization) // num_sharing)
     if options.num_gpu_blocks_override is not None:
         num_blocks, source = options.num_gpu_blocks_override, "num_gpu_blocks_override"
     elif options.kv_cache_memory_bytes is not None:

@@ -92,6 +92,7 @@ def run_alone(options: Options, address: str) -> int:
     if warning:
         logger.warning("%s", warning)
     show_stacks_when_asked()
+    take_part_of_machine(options)
     if options.node_rank:
         return run_as_node(options)
     try:
@@ -126,6 +127,13 @@ def run_alone(options: Options, address: str) -> int:
     finally:
         bar.close(is_done=False)
         core.close()
+
+
+def take_part_of_machine(options: Options) -> None:
+    """Of several engines on one machine, each computes on cores of its own. Before anything is imported that asks."""
+    if options.data_parallel_size > 1:
+        host = importlib.import_module("headrace.executor.cpu.host")  # by name: the core imports no executor
+        host.take_share(options.data_parallel_rank, options.data_parallel_size)
 
 
 def new_port(options: Options, address: str) -> ZmqPort:
@@ -174,6 +182,7 @@ def run_as_child(fd: int) -> int:
         if not isinstance(start, Start) or start.schema_hash != SCHEMA_HASH:
             raise HeadraceError("the program that started this engine-core is of another version of Headrace")
         options = parse_options(**start.options)
+        take_part_of_machine(options)
         port = new_port(options, start.bind)
         core = EngineCore(options, port)
         threading.Thread(

@@ -29,10 +29,12 @@ from headrace.frontend.api.sampling_params import SamplingParams
 from headrace.frontend.api.stat_loggers import Factory, StatLoggers
 from headrace.frontend.api.streaming_input import StreamingInput, StreamingSession
 from headrace.frontend.api.unsupported import NamesWhatIsMissing, check_arguments
-from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient
+from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient, RequestClient
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
-from headrace.frontend.client.own_engine import CAUSE_GRACE_S, STOP_DEADLINE_S, start_own_engine
+from headrace.frontend.client.own_engine import CAUSE_GRACE_S, STOP_DEADLINE_S, parse_own
 from headrace.frontend.client.transport import Transport, ZmqTransport
+from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, start_ranks
+from headrace.frontend.fleet.sources import Owned
 from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -65,7 +67,10 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
 
         Raises OptionError for a bad or unknown option. The first call raises EngineStartError with what went wrong.
         """
-        self._prepare(start_own_engine(model, dict(options)))
+        parsed = parse_own(model, dict(options))
+        children = start_ranks(parsed)
+        fleet = owned_ranks(parsed, children, RESTARTS) if len(children) > 1 else []
+        self._prepare(fleet or children, FleetClient(fleet) if fleet else None)
 
     @classmethod
     def from_engine_args(
@@ -78,6 +83,8 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         """
         check_arguments("from_engine_args", others)
         loggers = StatLoggers(stat_loggers)
+        if stat_loggers and (vars(engine_args).get("data_parallel_size") or 1) != 1:
+            raise InvalidRequestError("stat_loggers are told of one engine: leave them out with data_parallel_size")
         self = cls(**vars(engine_args))
         self._stat_loggers = loggers
         return self
@@ -94,24 +101,26 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
     async def attach(cls, transport: Transport, timeout_s: float = CONNECT_TIMEOUT_S) -> AsyncLLM:
         """The same over any transport, such as a MemoryTransport to a core in this process."""
         self = cls.__new__(cls)
-        self._prepare(None)
+        self._prepare([])
         self._loop = asyncio.get_running_loop()
         client = CoreClient(transport)
         await client.start(timeout_s)
         self._client = client
         return self
 
-    def _prepare(self, child: Child | None) -> None:
-        self._child = child
-        self._client: CoreClient | None = None
+    def _prepare(self, children: Sequence[Child | Owned], fleet: FleetClient | None = None) -> None:
+        """children: what is stopped at the end."""
+        self._children = children
+        self._fleet = fleet
+        self._client: CoreClient | FleetClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._starting: asyncio.Task[CoreClient] | None = None
+        self._starting: asyncio.Task[CoreClient | FleetClient] | None = None
         self._closed = False
         self._process_id = os.getpid()
         self._request_ids = itertools.count()
         self._sessions: dict[str, StreamingSession] = {}
         self._stat_loggers = StatLoggers(None)
-        self._stop_child = weakref.finalize(self, _stop_child, self._process_id, child)
+        self._stop_children = weakref.finalize(self, _stop_children, self._process_id, children)
 
     async def start(self) -> None:
         """Waits until the engine is ready. Every other call does so by itself."""
@@ -200,7 +209,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         request_id: str | None,
         priority: int,
         how: Tokenization = AS_THE_MODEL_HAS_IT,
-    ) -> tuple[CoreClient, RequestStream]:
+    ) -> tuple[CoreClient | FleetClient, RequestStream]:
         client = await self._ready()
         parsed = parse_single_prompt(prompt)
         await _tokenize(parsed, client, how)
@@ -346,14 +355,14 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         await self._stat_loggers.stop()
         if self._client is not None:
             await self._client.close()
-        await asyncio.to_thread(self._stop_child)
+        await asyncio.to_thread(self._stop_children)
 
     def shutdown(self) -> None:
         """The same without asyncio, as vLLM's: requests that run fail, and it waits until the engine has ended."""
         self._closed = True
         if self._starting is not None:
             self._starting.cancel()
-        self._stop_child()
+        self._stop_children()
         if self._client is not None and self._loop is not None and not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._client.close(), self._loop)
 
@@ -368,7 +377,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         """Sends a message of the control channel, and gives its Reply's result."""
         return await (await self._ready()).call(kind, timeout_s, **fields)
 
-    async def _ready(self) -> CoreClient:
+    async def _ready(self) -> CoreClient | FleetClient:
         """The client, in the loop it belongs to."""
         if self._closed:
             raise HeadraceError("this AsyncLLM is closed")
@@ -396,12 +405,17 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
                 raise HeadraceError("this AsyncLLM was closed while it started") from None
             raise
 
-    async def _start(self) -> CoreClient:
-        assert self._child is not None
-        ready = await asyncio.to_thread(self._child.wait_ready)
+    async def _start(self) -> CoreClient | FleetClient:
+        if self._fleet is not None:
+            await self._fleet.start()
+            self._client = self._fleet
+            return self._fleet
+        (child,) = self._children
+        assert not isinstance(child, Owned), "those belong to a fleet"
+        ready = await asyncio.to_thread(child.wait_ready)
         client = CoreClient(ZmqTransport(ready.address, ready.peer_timeout_s), cause_grace_s=CAUSE_GRACE_S)
         await client.start()
-        self._child.on_exit(client.fail_threadsafe)
+        child.on_exit(client.fail_threadsafe)
         try:
             await self._stat_loggers.start(client, engine_config(client.welcome))
         except BaseException:
@@ -411,7 +425,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         return client
 
 
-async def _tokenize(prompt: Prompt, client: CoreClient, how: Tokenization = AS_THE_MODEL_HAS_IT) -> None:
+async def _tokenize(prompt: Prompt, client: RequestClient, how: Tokenization = AS_THE_MODEL_HAS_IT) -> None:
     if prompt.token_ids is None and len(prompt.text or "") > _TOKENIZE_INLINE_CHARACTERS:
         await asyncio.to_thread(tokenize, [prompt], client.tokenizer, how)
     else:
@@ -419,6 +433,7 @@ async def _tokenize(prompt: Prompt, client: CoreClient, how: Tokenization = AS_T
     how.apply(prompt, client.welcome)
 
 
-def _stop_child(process_id: int, child: Child | None) -> None:
-    if child is not None and os.getpid() == process_id:  # not a fork's copy
-        child.stop(STOP_DEADLINE_S)
+def _stop_children(process_id: int, children: Sequence[Child | Owned]) -> None:
+    if os.getpid() == process_id:  # not a fork's copy
+        for child in children:
+            child.stop(STOP_DEADLINE_S)

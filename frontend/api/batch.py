@@ -9,7 +9,7 @@ from typing import Any
 from headrace.frontend.api.outputs import RequestOutput
 from headrace.frontend.api.prompts import Prompt, check_request
 from headrace.frontend.api.sampling_params import RequestOutputKind, SamplingParams
-from headrace.frontend.client.client import CoreClient
+from headrace.frontend.client.client import RequestClient
 from headrace.frontend.client.request import RequestStream
 from headrace.ipc.failure import HeadraceError, InvalidRequestError, RequestFailedError
 
@@ -18,7 +18,7 @@ MAX_IN_FLIGHT = 8192
 
 
 async def run_batch(
-    client: CoreClient,
+    client: RequestClient,
     prompts: Sequence[Prompt],
     sampling_params: Any,
     priority: Any,
@@ -30,7 +30,7 @@ async def run_batch(
     Raises InvalidRequestError before anything is submitted. The first error of a request is raised at once, and the
     others are aborted; so they are when this is cancelled.
     """
-    defaults = SamplingParams(**client.welcome.generation_defaults)
+    defaults = _defaults(client)
     params = params_for(sampling_params, defaults, len(prompts), RequestOutputKind.FINAL_ONLY)
     priorities = priorities_for(priority, len(prompts))
     limits = [_check(client, index, prompts, params) for index in range(len(prompts))]
@@ -71,10 +71,10 @@ async def run_batch(
 
 
 async def enqueue_batch(
-    client: CoreClient, prompts: Sequence[Prompt], sampling_params: Any, priority: Any, ids: Iterator[int]
+    client: RequestClient, prompts: Sequence[Prompt], sampling_params: Any, priority: Any, ids: Iterator[int]
 ) -> list[RequestStream]:
     """Submits tokenised prompts, as `run_batch` does, and does not wait."""
-    defaults = SamplingParams(**client.welcome.generation_defaults)
+    defaults = _defaults(client)
     params = params_for(sampling_params, defaults, len(prompts), RequestOutputKind.FINAL_ONLY)
     priorities = priorities_for(priority, len(prompts))
     limits = [_check(client, index, prompts, params) for index in range(len(prompts))]
@@ -85,7 +85,7 @@ async def enqueue_batch(
 
 
 async def finish_batch(
-    client: CoreClient, streams: Sequence[RequestStream], use_tqdm: bool | Callable[..., Any]
+    client: RequestClient, streams: Sequence[RequestStream], use_tqdm: bool | Callable[..., Any]
 ) -> list[RequestOutput]:
     """The final outputs of what was submitted, in order. Raises the first error of one, and aborts the others."""
     outputs = []
@@ -133,7 +133,13 @@ class ProgressBar:
         self._bar.update()
 
 
-def _check(client: CoreClient, index: int, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> int:
+def _defaults(client: RequestClient) -> SamplingParams:
+    """Ours, with what the model's generation config sets."""
+    fields: dict[str, Any] = {**client.welcome.generation_defaults}
+    return SamplingParams(**fields)
+
+
+def _check(client: RequestClient, index: int, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> int:
     """The most tokens that request `index` can generate. Raises InvalidRequestError, naming it among several."""
     try:
         return check_request(prompts[index], params[index], client.welcome)

@@ -17,7 +17,7 @@ from headrace.frontend.api.batch import run_batch
 from headrace.frontend.api.outputs import CompletionOutput, LogprobsOfPosition, RequestOutput
 from headrace.frontend.api.prompts import Prompt
 from headrace.frontend.api.sampling_params import SamplingParams
-from headrace.frontend.client.client import CoreClient
+from headrace.frontend.client.client import RequestClient
 from headrace.ipc.failure import InvalidRequestError
 
 
@@ -73,7 +73,7 @@ class BeamSearchOutput(msgspec.Struct):
 
 
 async def beam_search(
-    client: CoreClient, prompts: Sequence[Prompt], params: BeamSearchParams, ids: Iterator[int]
+    client: RequestClient, prompts: Sequence[Prompt], params: BeamSearchParams, ids: Iterator[int]
 ) -> list[BeamSearchOutput]:
     """Of tokenised prompts. Raises InvalidRequestError, and what a request's end raises."""
     if not isinstance(params, BeamSearchParams):
@@ -141,7 +141,7 @@ class _Search:
 
 
 def as_request_output(
-    request_id: str, prompt: Prompt, found: BeamSearchOutput, params: BeamSearchParams, client: CoreClient
+    request_id: str, prompt: Prompt, found: BeamSearchOutput, params: BeamSearchParams, client: RequestClient
 ) -> RequestOutput:
     """In the form of a request's answer: the outputs alone."""
     tokenizer, start = client.tokenizer, len(prompt.token_ids or ())

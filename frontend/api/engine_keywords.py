@@ -64,6 +64,8 @@ class EngineOptions(TypedDict, total=False):
     scheduler_cls: str | None
     tensor_parallel_size: int | None
     pipeline_parallel_size: int | None
+    data_parallel_size: int | None
+    data_parallel_rank: int | None
     pipeline_layer_partition: Sequence[int] | str | None
     enable_expert_parallel: bool | None
     disable_custom_all_reduce: bool | None

@@ -35,10 +35,11 @@ from headrace.frontend.client.control import Controls
 from headrace.frontend.client.own_engine import (
     CAUSE_GRACE_S,
     STOP_DEADLINE_S,
+    parse_own,
     run_in_process,
-    start_own_engine,
 )
 from headrace.frontend.client.transport import Transport, ZmqTransport
+from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, start_ranks
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -73,14 +74,19 @@ class LLM(Controls, NamesWhatIsMissing):
         """
         if in_process:
             thread, transport = run_in_process(model, dict(options))
-            self._open(transport, CONNECT_TIMEOUT_S, thread)
+            self._open(_own_client(transport), thread)
             return
-        child = start_own_engine(model, dict(options))
+        parsed = parse_own(model, dict(options))
+        children = start_ranks(parsed)
         try:
-            ready = child.wait_ready()
-            self._open(ZmqTransport(ready.address, ready.peer_timeout_s), CONNECT_TIMEOUT_S, child)
+            if len(children) > 1:
+                self._open(FleetClient(owned_ranks(parsed, children, RESTARTS)), None)
+                return
+            ready = children[0].wait_ready()
+            self._open(_own_client(ZmqTransport(ready.address, ready.peer_timeout_s)), children[0])
         except BaseException:
-            child.kill()
+            for child in children:
+                child.kill()
             raise
 
     @classmethod
@@ -97,12 +103,17 @@ class LLM(Controls, NamesWhatIsMissing):
     def attach(cls, transport: Transport, timeout_s: float = CONNECT_TIMEOUT_S) -> LLM:
         """The same over any transport, such as a MemoryTransport to a core in this process."""
         self = cls.__new__(cls)
-        self._open(transport, timeout_s, None)
+        self._open(CoreClient(transport), None, timeout_s)
         return self
 
-    def _open(self, transport: Transport, timeout_s: float, child: Child | EngineThread | None) -> None:
+    def _open(
+        self,
+        client: CoreClient | FleetClient,
+        child: Child | EngineThread | None,
+        timeout_s: float = CONNECT_TIMEOUT_S,
+    ) -> None:
         self._background = BackgroundLoop("headrace-llm")
-        self._client = CoreClient(transport, cause_grace_s=CAUSE_GRACE_S if child is not None else 0.0)
+        self._client: CoreClient | FleetClient = client
         self._process_id = os.getpid()
         self._request_ids = itertools.count()
         self._enqueued: list[RequestStream] = []
@@ -115,8 +126,8 @@ class LLM(Controls, NamesWhatIsMissing):
         except BaseException:
             self._close()
             raise
-        if child is not None:
-            child.on_exit(self._client.fail_threadsafe)
+        if child is not None and isinstance(client, CoreClient):
+            child.on_exit(client.fail_threadsafe)
 
     def generate(
         self,
@@ -358,8 +369,13 @@ def connect(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> LLM:
     return LLM.connect(address, timeout_s)
 
 
+def _own_client(transport: Transport) -> CoreClient:
+    """Of an engine of one's own, whose end is told by who started it."""
+    return CoreClient(transport, cause_grace_s=CAUSE_GRACE_S)
+
+
 def _shut_down(
-    process_id: int, background: BackgroundLoop, client: CoreClient, child: Child | EngineThread | None
+    process_id: int, background: BackgroundLoop, client: CoreClient | FleetClient, child: Child | EngineThread | None
 ) -> None:
     if os.getpid() != process_id:
         return  # a fork's copy: the threads are not here, and the engine is not ours

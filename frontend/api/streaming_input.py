@@ -19,7 +19,7 @@ from headrace.frontend.api.sampling_params import RequestOutputKind, SamplingPar
 from headrace.ipc.failure import InvalidRequestError
 
 if TYPE_CHECKING:
-    from headrace.frontend.client.client import CoreClient
+    from headrace.frontend.client.client import RequestClient
     from headrace.frontend.client.request import RequestStream
 
 MOST_WAITING = 64
@@ -52,7 +52,7 @@ class StreamingSession:
     """One request of several pieces. `prompt_of` gives a piece's prompt as tokens."""
 
     def __init__(
-        self, client: CoreClient, request_id: str, priority: int, prompt_of: Callable[[Any], Awaitable[Prompt]]
+        self, client: RequestClient, request_id: str, priority: int, prompt_of: Callable[[Any], Awaitable[Prompt]]
     ) -> None:
         self._client, self._request_id, self._priority, self._prompt_of = client, request_id, priority, prompt_of
         self._pieces: asyncio.Queue[StreamingInput | BaseException | None] = asyncio.Queue(MOST_WAITING)

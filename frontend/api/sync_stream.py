@@ -11,7 +11,7 @@ from headrace.frontend.api.outputs import RequestOutput
 from headrace.frontend.api.prompts import Prompt
 from headrace.frontend.api.sampling_params import SamplingParams
 from headrace.frontend.client.background import BackgroundLoop
-from headrace.frontend.client.client import CoreClient
+from headrace.frontend.client.client import RequestClient
 from headrace.frontend.client.request import RequestStream
 
 Put = Callable[[RequestOutput | BaseException | None], Any]
@@ -25,7 +25,7 @@ class SyncStream:
     """An iterator of outputs, for one thread. Closing it aborts the request."""
 
     def __init__(
-        self, background: BackgroundLoop, client: CoreClient, request: tuple[str, Prompt, SamplingParams, int]
+        self, background: BackgroundLoop, client: RequestClient, request: tuple[str, Prompt, SamplingParams, int]
     ) -> None:
         self._outputs: queue.SimpleQueue[RequestOutput | BaseException | None] = queue.SimpleQueue()
         self._ended = False
@@ -75,13 +75,13 @@ class Pump:
     What comes meanwhile waits in the stream, which gives it as one larger output.
     """
 
-    def __init__(self, background: BackgroundLoop, client: CoreClient, put: Put) -> None:
+    def __init__(self, background: BackgroundLoop, client: RequestClient, put: Put) -> None:
         self._background, self._client, self._put = background, client, put
         self._room = asyncio.Semaphore(MOST_UNREAD)
         self._task: asyncio.Task[None] | None = None
 
     def start(self, request: tuple[str, Prompt, SamplingParams, int]) -> None:
-        """Submits the request. Raises what `CoreClient.submit` does."""
+        """Submits the request. Raises what `RequestClient.submit` does."""
         self._background.run(self._start(request))
 
     def taken(self) -> None:

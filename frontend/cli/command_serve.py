@@ -27,6 +27,11 @@ def run(arguments: argparse.Namespace) -> int:
     serve_options = struct_from_arguments(arguments, ServeOptions)
     check_serve_options(serve_options)
     engine_options = options_from_arguments(arguments)
+    if engine_options.data_parallel_size > 1 and serve_options.api_server_count > 1:
+        raise OptionError(
+            "data_parallel_size starts engines for one HTTP process: for several processes start the engines with "
+            "engine-core --address, and name each with --engine"
+        )
     use_keys(serve_options.keys, serve_options.insecure)
     if serve_options.engine:
         given = [

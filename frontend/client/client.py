@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from headrace import __version__
 from headrace.frontend.api.prompts import Prompt, check_request
@@ -49,6 +49,27 @@ from headrace.ipc.messages import (
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
+
+
+class RequestClient(Protocol):
+    """What submits requests to an engine, or to several."""
+
+    @property
+    def welcome(self) -> Welcome: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        *,
+        max_tokens: int | None = None,
+    ) -> RequestStream: ...
+
+    def abort_stream(self, stream: RequestStream) -> None: ...
 
 
 class CoreClient(AsyncControls):

@@ -36,7 +36,6 @@ from headrace.ipc.messages import Control, EngineStats, FetchTokenizer, GetStats
 
 if TYPE_CHECKING:
     from headrace.frontend.client.background import BackgroundLoop
-    from headrace.frontend.client.client import CoreClient
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -238,7 +237,7 @@ class Controls:
     """Mixed into LLM: the methods of AsyncControls, which return when the engine has answered."""
 
     _background: BackgroundLoop
-    _client: CoreClient
+    _client: AsyncControls
 
     def _check_usable(self) -> None:
         raise NotImplementedError

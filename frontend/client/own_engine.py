@@ -11,25 +11,20 @@ from headrace.ipc.messages import ClientMessage, Hello
 if TYPE_CHECKING:
     from headrace.core.engine.engine import EngineThread
     from headrace.core.options.engine_options import Options
-    from headrace.core.process.supervisor import Child
 
 STOP_DEADLINE_S = 5.0
 CAUSE_GRACE_S = 1.0
 """How long the supervisor may take to say how the core ended, once its connection is lost."""
 
 
-def start_own_engine(model: str | None, options: dict[str, Any]) -> Child:
-    """Starts it; `wait_ready` says when and where it listens. Raises OptionError for options that cannot be."""
-    from headrace.core.process.supervisor import start_engine
-
-    return start_engine(_parse(model, options))
-
-
 def run_in_process(model: str | None, options: dict[str, Any]) -> tuple[EngineThread, MemoryTransport]:
     """The same engine on a thread of this process, and the way to it. Raises what its start raises."""
     from headrace.core.engine.engine import EngineThread
 
-    thread = EngineThread(_parse(model, options))
+    parsed = parse_own(model, options)
+    if parsed.data_parallel_size > 1:
+        raise OptionError(f"data_parallel_size={parsed.data_parallel_size} is of processes: leave in_process out")
+    thread = EngineThread(parsed)
 
     def open_session(hello: ClientMessage) -> None:
         assert isinstance(hello, Hello), "a session begins with Hello"
@@ -39,7 +34,8 @@ def run_in_process(model: str | None, options: dict[str, Any]) -> tuple[EngineTh
     return thread, transport
 
 
-def _parse(model: str | None, options: dict[str, Any]) -> Options:
+def parse_own(model: str | None, options: dict[str, Any]) -> Options:
+    """What a user gave. Raises OptionError."""
     from headrace.core.options.parsing import parse_options
 
     if model == "":

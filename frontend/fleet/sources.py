@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -74,6 +73,8 @@ class Owned:
         self.address = ""
         self.on_progress: Callable[[str], None] | None = None
         self.on_ready: Callable[[Ready], None] = lambda ready: None
+        self.on_restart: Callable[[], None] = lambda: None
+        """Comes before it is started again."""
 
     @property
     def pid(self) -> int:
@@ -97,6 +98,7 @@ class Owned:
             await asyncio.to_thread(self._child.kill)
             if self._child.alive:
                 raise EngineStartError(f"engine-core (pid {self._child.pid}) does not end, so no other is started")
+            self.on_restart()
             self._child = await asyncio.to_thread(self._start)
         self._used = True
         report = self.on_progress
@@ -113,6 +115,11 @@ class Owned:
         return client
 
     async def close(self, deadline_s: float) -> None:
-        # While it loads a model it cannot be asked, and has nothing to lose.
-        stop = self._child.kill if self._child.ready is None else functools.partial(self._child.stop, deadline_s)
-        await asyncio.to_thread(stop)
+        await asyncio.to_thread(self.stop, deadline_s)
+
+    def stop(self, deadline_s: float) -> None:
+        """`close`, for callers outside of a loop."""
+        if self._child.ready is None:  # while it loads a model it cannot be asked, and has nothing to lose
+            self._child.kill()
+        else:
+            self._child.stop(deadline_s)

@@ -21,8 +21,9 @@ from pathlib import Path
 from headrace.core.options.engine_options import Options
 from headrace.core.options.vllm_environment import take_vllm_variables
 from headrace.core.process.child_output import startup_table
-from headrace.core.process.supervisor import Child, start_engine
+from headrace.core.process.supervisor import Child
 from headrace.frontend.client.event_loop import run_async
+from headrace.frontend.fleet.client import owned_ranks, start_ranks
 from headrace.frontend.http.options import LOOPBACK, ServeOptions, with_environment
 from headrace.ipc.child import STOP_SIGNALS
 from headrace.ipc.failure import Failure
@@ -90,41 +91,42 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
     if warning:
         logging.getLogger(__name__).warning("%s", warning)
     phases = PhaseLog("read options", process_began_s())
-    child: Child | None = None
+    children: list[Child] = []
     if not options.engine:
-        phases.enter("start the engine's process")
-        child = start_engine(engine_options)
+        several = engine_options.data_parallel_size > 1
+        phases.enter("start the engines' processes" if several else "start the engine's process")
+        children = start_ranks(engine_options)
     try:
         if options.api_server_count > 1:
             from headrace.frontend.http.processes import serve_with_processes
 
-            return serve_with_processes(engine_options, options, child, phases)
-        return _serve_here(engine_options, options, child, phases)
+            return serve_with_processes(engine_options, options, children[0] if children else None, phases)
+        return _serve_here(engine_options, options, children, phases)
     except BaseException:
-        if child is not None:
+        for child in children:
             child.kill()
         raise
 
 
-def _serve_here(engine_options: Options, options: ServeOptions, child: Child | None, phases: PhaseLog) -> int:
+def _serve_here(engine_options: Options, options: ServeOptions, children: Sequence[Child], phases: PhaseLog) -> int:
     """In this process, which is all that is needed for most."""
     # Imported while the engine loads.
-    from headrace.frontend.fleet.sources import Attached, Owned, Source
+    from headrace.frontend.fleet.sources import Attached, Source
     from headrace.frontend.http.metrics import Pages
     from headrace.frontend.http.server import HttpServer, listen, url_of
 
     sock = listen(options)
-    server = HttpServer(options, sock, Pages(len(options.engine) or 1))
+    server = HttpServer(options, sock, Pages(len(options.engine) or len(children)))
     url = url_of(options, sock)
     sources: Sequence[Source]
-    if child is None:
+    if not children:
         phases.enter("attach to the engine")
         sources = [Attached(address, engine_options.peer_timeout) for address in options.engine]
     else:
-        owned = Owned(lambda: _start_again(engine_options), child, restarts=options.restart_engine)
-        owned.on_progress = lambda phase: phases.enter(f"engine: {phase}")
-        owned.on_ready = say_workers
-        sources = [owned]
+        sources = owned = owned_ranks(engine_options, children, options.num_restarts(len(children)))
+        owned[0].on_progress = lambda phase: phases.enter(f"engine: {phase}")
+        for each in owned:
+            each.on_ready, each.on_restart = say_workers, lambda: say("starting the engine again")
     server.logs_stats = not engine_options.disable_log_stats
     server.on_ready = lambda: phases.finish(ready_text(url, options))
     server.on_engine_end, server.on_engine_return = say_engine_ended, say_engine_returned
@@ -134,11 +136,6 @@ def _serve_here(engine_options: Options, options: ServeOptions, child: Child | N
         return await server.run(sources)
 
     return run_async(serve)
-
-
-def _start_again(options: Options) -> Child:
-    say("starting the engine again")
-    return start_engine(options)
 
 
 def _stop_on_signals(stop: Callable[[float], None], shutdown_timeout_s: float) -> None:

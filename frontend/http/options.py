@@ -57,15 +57,26 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool, Option(ENGINES, "Use engines of other hosts without keys: unencrypted, and whoever answers is believed")
     ] = False
     restart_engine: Annotated[
+        int | None,
+        Option(
+            ENGINES,
+            "How often to start an engine again when it has died; an engine that served for a minute counts anew. "
+            "Requests that no other engine can take wait for it",
+            "times",
+            minimum=0,
+            default_text="10 with data_parallel_size above 1; else 0, and the server exits with the cause",
+        ),
+    ] = None
+    max_migrations: Annotated[
         int,
         Option(
             ENGINES,
-            "How often to start the engine again when it has died, instead of exiting with its cause; an engine that "
-            "served for a minute counts anew. Requests that had brought nothing are sent to the new one",
+            "How often one request may lose its engine and go on at another, or at the same started again, with the "
+            "tokens that it would have had; 0: never",
             "times",
             minimum=0,
         ),
-    ] = 0
+    ] = 3
     progress_timeout: Annotated[
         float,
         Option(
@@ -208,6 +219,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             default_text="the environment's HEADRACE_LOG_STATS_INTERVAL, else 10",
         ),
     ] = None
+
+    def num_restarts(self, num_engines: int) -> int:
+        """How often each of these engines of the server's own is started again."""
+        return (10 if num_engines > 1 else 0) if self.restart_engine is None else self.restart_engine
 
 
 LOOPBACK = "127.0.0.1"

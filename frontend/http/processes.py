@@ -118,7 +118,7 @@ def serve_with_processes(engine_options: Options, options: ServeOptions, engine:
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: _on_signal(events, number, frame))
     with sock:
-        keeper = _EngineKeeper(engine_options, options.restart_engine, engine, events)
+        keeper = _EngineKeeper(engine_options, options.num_restarts(1), engine, events)
         processes = [_HttpProcess(index) for index in range(options.api_server_count)]
         service = _Service(options, keeper, events, engine_options, processes)
         try:

@@ -20,6 +20,7 @@ from typing import Any
 import uvicorn
 
 from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.fleet.router import RouterOptions
 from headrace.frontend.fleet.sources import Source
 from headrace.frontend.http.app import make_app
 from headrace.frontend.http.connection import with_limits
@@ -182,7 +183,7 @@ class HttpServer:
         # with the interpreter would be every stream's pause.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         sys.setswitchinterval(_SWITCH_S)
-        pool = EnginePool(sources)
+        pool = EnginePool(sources, RouterOptions(max_migrations=self._options.max_migrations))
         pool.on_death, pool.on_return = self.on_engine_end, self.on_engine_return
         state = ServerState(self._options, pool, self._pages, keys=self._keys, template=self._template)
         server = _UvicornServer(self._config(make_app(state)))

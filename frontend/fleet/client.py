@@ -1,0 +1,174 @@
+"""`FleetClient`: several engine-core children as one, with the interface of a `CoreClient`, for LLM and AsyncLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headrace.frontend.api.prompts import Prompt
+from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.frontend.client.client import CoreClient
+from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
+from headrace.frontend.client.own_engine import STOP_DEADLINE_S
+from headrace.frontend.client.request import RequestStream
+from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.fleet.router import RouterOptions
+from headrace.frontend.fleet.sources import Owned
+from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.control import ExtensionAnswers
+from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
+from headrace.ipc.messages import EngineStats, GetStats, Welcome
+
+if TYPE_CHECKING:
+    from headrace.core.options.engine_options import Options
+    from headrace.core.process.supervisor import Child
+
+RESTARTS = 10
+"""How often in a row a dead engine of several is started again."""
+
+
+def start_ranks(options: Options) -> list[Child]:
+    """The engines of data_parallel_size, which divide this machine among them."""
+    from headrace.core.process.supervisor import start_engine
+
+    children: list[Child] = []
+    try:
+        for rank in range(options.data_parallel_size):
+            children.append(start_engine(of_rank(options, rank)))
+    except BaseException:
+        for child in children:
+            child.kill()
+        raise
+    return children
+
+
+def of_rank(options: Options, rank: int) -> Options:
+    """One engine's own options."""
+    return msgspec.structs.replace(options, data_parallel_rank=rank)
+
+
+def owned_ranks(options: Options, children: Sequence[Child], restarts: int) -> list[Owned]:
+    """As sources, each of which starts its engine again under its rank."""
+    from headrace.core.process.supervisor import start_engine
+
+    def starter(rank: int) -> Callable[[], Child]:
+        return lambda: start_engine(of_rank(options, rank))
+
+    return [Owned(starter(rank), child, restarts=restarts) for rank, child in enumerate(children)]
+
+
+class FleetClient(AsyncControls):
+    """Everything here runs in one asyncio loop. Commands go to every engine."""
+
+    def __init__(self, sources: Sequence[Owned], options: RouterOptions | None = None) -> None:
+        self._sources, self._options = sources, options
+        self._pool: EnginePool | None = None
+
+    async def start(self, timeout_s: float | None = None) -> None:
+        """Until all engines are ready. Raises HeadraceError when one does not start; all are ended then."""
+        self._pool = pool = EnginePool(self._sources, self._options)
+        pool.start()
+        waits = [asyncio.create_task(event.wait()) for event in (pool.started, pool.dead)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if not pool.started.is_set():
+                assert pool.failure is not None, "it is dead for a reason"
+                raise HeadraceError.from_failure(pool.failure)
+        except BaseException:
+            await self.close()
+            raise
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    @property
+    def pool(self) -> EnginePool:
+        if self._pool is None:
+            raise EngineDeadError("the engines have not started")
+        return self._pool
+
+    @property
+    def _clients(self) -> list[CoreClient]:
+        clients = [engine.client for engine in self.pool.engines if engine.client is not None and engine.usable]
+        if not clients:
+            raise EngineDeadError.from_failure(self.failure or Failure(message="no engine is there now"))
+        return clients
+
+    @property
+    def welcome(self) -> Welcome:
+        """Of the first engine that is there; in what a request may be, all are alike."""
+        return self._clients[0].welcome
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._clients[0].tokenizer
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why no engine is left and none will come back; None while there is one, or will be."""
+        return self._pool.failure if self._pool is not None else None
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        *,
+        max_tokens: int | None = None,
+    ) -> RequestStream:
+        """As CoreClient.submit."""
+        model = self.pool.names[0]
+        return self.pool.submit(request_id, prompt, params, priority, model=model, max_tokens=max_tokens)
+
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        """Ends these requests with finish_reason `abort`; ids that are not running are ignored."""
+        self.pool.abort([request_ids] if isinstance(request_ids, str) else list(request_ids))
+
+    def abort_stream(self, stream: RequestStream) -> None:
+        self.pool.abort_stream(stream)
+
+    def check_alive(self) -> None:
+        """Raises EngineDeadError when no engine takes requests."""
+        self._clients[0].check_alive()
+
+    async def engine(self) -> Welcome:
+        return self.welcome
+
+    async def call(self, kind: type[Call], timeout_s: float | None = QUICK_S, **fields: Any) -> Any:
+        """Of every engine; what they answer, as one answer: counts are summed, lists are joined by rank."""
+        answers = await asyncio.gather(*(client.call(kind, timeout_s, **fields) for client in self._clients))
+        if kind is GetStats:
+            return _summed(answers)
+        if isinstance(answers[0], ExtensionAnswers):
+            payloads = [payload for answer in answers for payload in answer.payloads]
+            return msgspec.structs.replace(answers[0], payloads=tuple(payloads))
+        return answers[0]
+
+    async def close(self) -> None:
+        """Aborts what runs, and stops the engines. May be called again."""
+        if self._pool is not None:
+            await self._pool.close(STOP_DEADLINE_S)
+
+
+def _summed(answers: Sequence[EngineStats]) -> EngineStats:
+    total: EngineStats = _sum(answers)
+    return total
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, bool):
+        return any(values)
+    if isinstance(first, msgspec.Struct):
+        names = first.__struct_fields__
+        return type(first)(**{name: _sum([getattr(each, name) for each in values]) for name in names})
+    if isinstance(first, dict):
+        keys = dict.fromkeys(key for each in values for key in each)
+        return {key: sum(each.get(key, 0) for each in values) for key in keys}
+    if isinstance(first, tuple):
+        return tuple(map(sum, zip(*values, strict=True)))
+    return sum(values)

@@ -1,0 +1,95 @@
+"""The newcomer's two commands: `headrace serve -dp 2`, and `kill -9` of an engine while streams run."""
+
+from __future__ import annotations
+
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+from http_server import Server, events_of, metric, serving, wait_until
+
+from headrace import LLM, SamplingParams
+from headrace.ipc.failure import OptionError
+
+COMPLETIONS = "/v1/completions"
+SLOW = {"step_delay_s": 0.02}
+NUM_TOKENS = 300
+
+
+def engines_of(server: Server) -> list[psutil.Process]:
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return [each for each in children if "headrace.core.process.daemon" in each.cmdline()]
+
+
+def asked(number: int) -> dict[str, Any]:
+    return {
+        "prompt": [5, 6, 7 + number],
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+        "logprobs": 1,
+        "n": 1 + number % 2,
+        "seed": number,
+    }
+
+
+def tokens_of(events: list[Any]) -> dict[int, list[str]]:
+    tokens: dict[int, list[str]] = {}
+    for choice in (choice for event in events for choice in event["choices"]):
+        tokens.setdefault(choice["index"], []).extend((choice["logprobs"] or {"tokens": []})["tokens"])
+    return tokens
+
+
+def stream(server: Server, number: int) -> dict[int, list[str]]:
+    with server.client() as client, client.stream("POST", COMPLETIONS, json=asked(number)) as response:
+        assert response.status_code == 200
+        return tokens_of(events_of(response))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_of_an_engine_that_is_killed_or_stopped_go_on_unchanged(number: signal.Signals) -> None:
+    with serving("-dp", "2", null_model=SLOW) as server, server.client() as client, ThreadPoolExecutor(6) as pool:
+        expected = list(pool.map(lambda each: stream(server, each), range(6)))
+        assert {len(tokens) for each in expected for tokens in each.values()} == {NUM_TOKENS}
+        assert len(engines_of(server)) == 2
+        victim = engines_of(server)[0]
+        streams = [pool.submit(stream, server, each) for each in range(6)]
+        wait_until(lambda: client.get("/load").json()["server_load"] == 6, 10, "all to run")
+        victim.send_signal(number)
+        assert [each.result(60) for each in streams] == expected
+        server.wait_log(r"moved from engine [01] to engine [01] \((died|silent)\)")
+        if number == signal.SIGKILL:
+            wait_until(lambda: len(engines_of(server)) == 2, 20, "the engine that takes its place")
+            wait_until(lambda: metric(client, "headrace:engine_up") == 2, 20, "its return")
+        else:
+            victim.send_signal(signal.SIGCONT)
+
+
+def test_a_batch_of_llm_survives_the_death_of_an_engine() -> None:
+    null: dict[str, Any] = {"distributed_executor_backend": "headrace.executor.testing.null:NullExecutor"}
+    params = [SamplingParams(max_tokens=60, ignore_eos=True, seed=each) for each in range(12)]
+    prompts = [[5, each] for each in range(12)]
+    with LLM(
+        "null", data_parallel_size=2, skip_tokenizer_init=True, hf_overrides={"step_delay_s": 0.02}, **null
+    ) as llm:
+        expected = [each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)]
+        daemons = [
+            each
+            for each in psutil.Process().children(recursive=True)
+            if "headrace.core.process.daemon" in each.cmdline()
+        ]
+        assert len(daemons) == 2
+        cores = [set(each.cpu_affinity()) for each in daemons]  # type: ignore[attr-defined]
+        assert len(psutil.Process().cpu_affinity()) < 2 or not cores[0] & cores[1]  # type: ignore[attr-defined]
+        llm.enqueue(prompts, params)
+        wait_until(lambda: llm.get_stats().num_generated_tokens > 12 * 60 + 24, 20, "tokens of all")
+        daemons[0].kill()
+        outputs = llm.wait_for_completion(use_tqdm=False)
+        assert [each.outputs[0].token_ids for each in outputs] == expected
+
+
+def test_what_cannot_be_several_engines_is_refused() -> None:
+    with pytest.raises(OptionError, match="leave in_process out"):
+        LLM("null", in_process=True, data_parallel_size=2)
