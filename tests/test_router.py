@@ -83,7 +83,16 @@ def test_a_prompt_goes_where_its_prefix_is_unless_that_engine_is_busy() -> None:
     assert place(router, request(700)) != ["engine 2"]
     router.load("engine 2", 0, 0, 0.0)
     router.evicted("engine 2", held)
-    assert router.prefixes.holders(held, -1) == []
+    assert router.prefixes.holders(held, router.members["engine 2"].bit) == []
+
+
+def test_a_conversation_goes_back_to_the_engine_that_has_computed_its_beginning() -> None:
+    router = make(8, capacity=64)
+    turn = request(640)
+    (first,) = place(router, turn)
+    router.end(turn, 0.0)
+    assert place(router, request(700)) == [first]
+    assert router.choices == {"load": 1, "prefix": 1}
 
 
 def test_prompts_of_different_salts_have_different_names() -> None:

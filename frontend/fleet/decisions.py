@@ -49,6 +49,7 @@ class RoutedRequest:
         "cache_salt",
         "deaths",
         "expected_cached_tokens",
+        "keys",
         "member",
         "model",
         "num_migrations",
@@ -82,6 +83,7 @@ class RoutedRequest:
         self.model, self.work, self.tokens, self.cache_salt = model, work, tokens, cache_salt
         self.num_prompt_tokens, self.num_outputs = num_prompt_tokens, num_outputs
         self.priority, self.session, self.rank = priority, affinity.session, affinity.rank
+        self.keys: list[int] | None = None  # of the prompt's prefixes, once they were asked for
         self.member: Member | None = None
         self.version: str | None = None  # of the engine that began it; what goes on elsewhere does so at this version
         self.num_migrations = 0

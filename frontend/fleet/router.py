@@ -30,8 +30,8 @@ from headrace.frontend.fleet.prefixes import PrefixIndex, chunk_tokens, prefix_k
 from headrace.ipc.failure import Failure
 
 MOST_SESSIONS = 1 << 14
-_HOLDERS_LOOKED_AT = 6
-"""Of each length of a prefix, how many of its holders are weighed; they are chosen at random among many."""
+_HOLDERS_LOOKED_AT = 3
+"""Of each length of a prefix, how many of its holders are weighed on each side of a random one."""
 
 
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -288,8 +288,9 @@ class Router:
         if best is None:
             raise self._why_none(group, now_s)
         chunk = chunk_tokens(best.facts.block_size)
-        keys = prefix_keys(request.tokens, request.cache_salt, chunk)
-        masks = self.prefixes.holders(keys, group.usable) if keys else []
+        if request.keys is None:
+            request.keys = prefix_keys(request.tokens, request.cache_salt, chunk)
+        masks = self.prefixes.holders(request.keys, group.usable) if request.keys else []
         best_cached = _cached_chunks(masks, best.bit) * chunk
         best_s = best.cost_s + (request.num_prompt_tokens - best_cached) / best.prompt_rate
         reason = "prefix" if best_cached else "load"
@@ -325,21 +326,20 @@ class Router:
             # A conversation goes on: what it had said last time is thought to be there.
             held = max(_cached_chunks(masks, member.bit) * chunk, min(known[1], request.num_prompt_tokens))
             yield member, held
-        lengths = {len(masks), (len(masks) + 1) // 2, 1} if masks else ()
-        for length in sorted(lengths, reverse=True):
-            mask = masks[length - 1]
-            shift = self._chance.randrange(mask.bit_length())
-            rotated = mask >> shift
-            for _ in range(_HOLDERS_LOOKED_AT):
-                if not rotated:
-                    if not shift:
+        seen = 0
+        for length in (len(masks), (len(masks) + 1) // 2, 1) if masks else ():
+            mask = masks[length - 1] & ~seen
+            if not mask:
+                continue
+            seen |= mask
+            start = self._chance.randrange(mask.bit_length())  # any of many holders may be the first
+            for part, shift in ((mask >> start, start), (mask & ((1 << start) - 1), 0)):
+                for _ in range(_HOLDERS_LOOKED_AT):
+                    if not part:
                         break
-                    rotated, shift = mask & ((1 << shift) - 1), 0
-                    if not rotated:
-                        break
-                lowest = rotated & -rotated
-                rotated ^= lowest
-                yield group.by_bit[lowest << shift], length * chunk
+                    lowest = part & -part
+                    part ^= lowest
+                    yield group.by_bit[lowest << shift], length * chunk
 
     @staticmethod
     def _of_rank(group: Group, rank: int, request: RoutedRequest) -> Member:
@@ -468,6 +468,8 @@ class Router:
         request.pending_tokens = max(1, computed)
         request.tokens_seen = request.work.num_tokens
         member.pending_tokens += request.pending_tokens
+        if request.keys:  # it will hold what it computes
+            self.prefixes.add(request.keys, member.bit)
         if request.session:
             self._sessions[request.session] = (member.facts.name, request.num_prompt_tokens)
             self._sessions.move_to_end(request.session)
