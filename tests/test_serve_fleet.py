@@ -60,6 +60,9 @@ def test_streams_of_an_engine_that_is_killed_or_stopped_go_on_unchanged(number: 
         victim.send_signal(number)
         assert [each.result(60) for each in streams] == expected
         server.wait_log(r"moved from engine [01] to engine [01] \((died|silent)\)")
+        reason = "died" if number == signal.SIGKILL else "silent"
+        assert metric(client, "headrace:router_migrations_total", reason=reason) > 0
+        assert metric(client, "headrace:router_choices_total") == 12
         if number == signal.SIGKILL:
             wait_until(lambda: len(engines_of(server)) == 2, 20, "the engine that takes its place")
             wait_until(lambda: metric(client, "headrace:engine_up") == 2, 20, "its return")

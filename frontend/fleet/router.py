@@ -34,6 +34,13 @@ _HOLDERS_LOOKED_AT = 3
 """Of each length of a prefix, how many of its holders are weighed on each side of a random one."""
 
 
+CHOICES = ("only", "rank", "session", "prefix", "load")
+"""Why an engine was chosen: there is one; the request names it; a conversation, or a prompt's beginning, is there; it
+is the least loaded."""
+MIGRATIONS = ("died", "silent", "stalled", "slow", "drained", "refused", "held")
+PROMPT_TOKENS = ("all", "expected", "cached")
+
+
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How patient it is. Times are in seconds."""
 
@@ -71,11 +78,24 @@ class Router:
         self._allowance: float | None = None  # of migrations, now
         self._last_tick_s: float | None = None
         self.choices: Counter[str] = Counter()
-        """By reason: only, rank, session, prefix, load."""
+        """By reason, of CHOICES."""
         self.migrations: Counter[str] = Counter()
-        """By reason: died, silent, stalled, slow, drained, refused."""
+        """By reason, of MIGRATIONS."""
         self.num_quarantined = 0
         self.num_expected_cached_tokens = self.num_cached_tokens = self.num_prompt_tokens = 0
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """All that it has counted, by kind and reason."""
+        return {
+            "choices": {reason: self.choices[reason] for reason in CHOICES},
+            "migrations": {reason: self.migrations[reason] for reason in MIGRATIONS},
+            "quarantined": {"died": self.num_quarantined},
+            "prompt_tokens": {
+                "all": self.num_prompt_tokens,
+                "expected": self.num_expected_cached_tokens,
+                "cached": self.num_cached_tokens,
+            },
+        }
 
     # --- membership ---------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from typing import Any
 from headrace.frontend.client.engine_metrics import ENGINE_METRICS
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.fleet.pool import Engine, EnginePool
+from headrace.frontend.fleet.router import CHOICES, MIGRATIONS, PROMPT_TOKENS
 from headrace.ipc.messages import STEP_TOKEN_BOUNDS, EngineStats
 
 _ITEM_BYTES = 8
@@ -58,6 +59,13 @@ _PROCESS_COUNTERS = {
     "http_disconnects": "Requests whose client left before the end.",
     "tokens_after_disconnect": "Tokens that were generated for requests nobody wanted any more.",
 }
+ROUTER_COUNTERS = {
+    "router_choices": ("Requests by why the router chose their engine.", CHOICES),
+    "router_migrations": ("Moves of requests to another engine, by reason.", MIGRATIONS),
+    "router_quarantined": ("Requests that ended because two engines had died with them.", ("died",)),
+    "router_prompt_tokens": ("Prompt tokens: all, expected in a prefix cache, and found there.", PROMPT_TOKENS),
+}
+"""By name: text, and the values of the label `reason`."""
 _IN_FLIGHT = "requests_in_flight"
 HANDLERS = {
     "/v1/completions": "POST",
@@ -93,7 +101,12 @@ class _Layout:
 _ENGINE_LAYOUT = _Layout(ENGINE_HISTOGRAMS, FINISH_REASONS)
 _PROCESS_LAYOUT = _Layout(
     {**_PROCESS_HISTOGRAMS, **{f"{_HTTP_DURATION}{path}": (_DURATIONS, "") for path in HANDLERS}},
-    (*_PROCESS_COUNTERS, _IN_FLIGHT, *(f"{status}{path}" for path in HANDLERS for status in _STATUSES)),
+    (
+        *_PROCESS_COUNTERS,
+        _IN_FLIGHT,
+        *(f"{status}{path}" for path in HANDLERS for status in _STATUSES),
+        *(f"{name}/{reason}" for name, (_, reasons) in ROUTER_COUNTERS.items() for reason in reasons),
+    ),
 )
 
 
@@ -328,6 +341,11 @@ class Exposition:
         for name, text in _PROCESS_COUNTERS.items():
             (value,) = self._pages.total(_PROCESS_LAYOUT.at[name], 1)
             yield CounterMetricFamily(f"{self._prefix}:{name}", text, value=value)
+        for name, (text, reasons) in ROUTER_COUNTERS.items():
+            counters = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=("reason",))
+            for reason in reasons:
+                counters.add_metric((reason,), self._pages.total(_PROCESS_LAYOUT.at[f"{name}/{reason}"], 1)[0])
+            yield counters
         yield GaugeMetricFamily(
             f"{self._prefix}:{_IN_FLIGHT}", "HTTP requests in progress.", value=self._pages.total_in_flight()
         )

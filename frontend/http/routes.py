@@ -96,6 +96,9 @@ class ServerState:
     def publish_counts(self) -> None:
         """Brings this process's page up to date with what is counted elsewhere."""
         self.pages.set("tokens_after_disconnect", sum(engine.num_late_tokens() for engine in self.pool.engines))
+        for kind, counts in self.pool.router.counts().items():
+            for reason, count in counts.items():
+                self.pages.set(f"router_{kind}/{reason}", count)
 
     def tenant_of(self, key: bytes) -> str | None:
         """A name for the key's owner; None for a wrong key. Every key is compared, each in constant time."""
