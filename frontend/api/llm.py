@@ -301,6 +301,8 @@ class LLM(Controls, NamesWhatIsMissing):
 
     def start_stat_loggers(self, loggers: StatLoggers) -> None:
         """Tells them the engine's load from now on, in the client's thread. Once."""
+        if not isinstance(self._client, CoreClient):
+            raise InvalidRequestError("stat_loggers are told of one engine: leave them out with data_parallel_size")
         self._stat_loggers = loggers
         self._background.run(loggers.start(self._client, engine_config(self.engine)))
 
