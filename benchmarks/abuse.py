@@ -36,6 +36,8 @@ KEY = "secret"
 LIMIT = 8 << 20
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
+ECHO = {"prompt": [5] * 4000, "echo": True, "logprobs": 1, "max_tokens": 1}
+
 
 def cases() -> Iterator[tuple[str, str, Callable[[], bytes]]]:
     """Name, path and body; bodies of up to max_body_bytes, made when their turn comes."""
@@ -87,6 +89,14 @@ def cases() -> Iterator[tuple[str, str, Callable[[], bytes]]]:
     yield "tokens to text", "/detokenize", body(tokens=[300] * 1_000_000)
     yield "text to tokens", "/tokenize", body(prompt="word " * 1_600, return_token_strs=True)
     yield "a text of 8 MB to tokens", "/tokenize", body(prompt="word " * 1_600_000)
+    yield "128 answers with a long prompt's log-probabilities", COMPLETIONS, body(**ECHO, n=128)
+    yield "the same as events", COMPLETIONS, body(**ECHO, n=128, stream=True)
+    yield (
+        "log-probabilities of a longer prompt",
+        COMPLETIONS,
+        body(prompt=[5] * 30_000, prompt_logprobs=20, max_tokens=1),
+    )
+    yield "2,048 answers with log-probabilities", COMPLETIONS, body(prompt=[[5]] * 2048, logprobs=20, max_tokens=16)
     yield "no JSON", COMPLETIONS, lambda: b"\x00" * LIMIT
     yield "brackets", COMPLETIONS, lambda: b"[" * LIMIT
 

@@ -27,6 +27,7 @@ from headrace.core.options.parsing import (
 from headrace.core.options.values import option_specs, parse_size
 from headrace.core.options.vllm_environment import take_vllm_variables
 from headrace.core.options.vllm_options import renamed_options, successor, unsupported_options
+from headrace.frontend.http.options import ServeOptions
 from headrace.ipc.failure import OptionError
 
 ROOT = Path(__file__).parents[1]
@@ -304,6 +305,10 @@ def test_a_list_may_be_written_as_json() -> None:
     assert parse_options(served_model_name='["a"]').served_model_name == ("a",)
     with pytest.raises(OptionError, match="looks like a JSON list and is none"):
         from_command_line("--served-model-name", "[a")
+    parser = OptionParser()
+    add_options(parser, ServeOptions)
+    arguments = parser.parse_args(["--allowed-origins", '["*"]'])  # as vLLM's documents have it
+    assert struct_from_arguments(arguments, ServeOptions).allowed_origins == ("*",)
 
 
 def test_a_model_that_a_list_option_would_take_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, overload
 import msgspec
 
 
-class Logprob(msgspec.Struct):
+class Logprob(msgspec.Struct, gc=False):
     """One token's log-probability at one position."""
 
     logprob: float

@@ -167,11 +167,14 @@ class RequestStream:
         self.sequences = [self._new_sequence(first_slot + index, index) for index in range(params.n)]
         self.num_unfinished = params.n
         self.num_cached_tokens: int | None = None
-        self.prompt_logprobs: list[LogprobsOfPosition | None] | FlatLogprobs | None = None
+        self._prompt_logprobs: list[LogprobsOfPosition | None] | FlatLogprobs | None = None
+        self._prompt_rows: list[LogprobRows] = []  # which have come, and are not in the user's form yet
         if params.prompt_logprobs is not None:
-            self.prompt_logprobs = FlatLogprobs() if params.flat_logprobs else []
+            self._prompt_logprobs = FlatLogprobs() if params.flat_logprobs else []
             for _ in range(max(1, min(params.prompt_logprob_start, len(prompt.token_ids or ())))):
-                self.prompt_logprobs.append(None)
+                self._prompt_logprobs.append(None)
+        self.num_prompt_logprobs = len(self._prompt_logprobs or ())
+        """Of how many positions they have come."""
         self.metrics = RequestMetrics(arrival_time=time.time())
         self.on_done: Callable[[RequestStream], None] | None = None
         """Called once when it has ended, well or not."""
@@ -288,9 +291,19 @@ class RequestStream:
         metrics.num_preemptions += finish.num_preemptions
 
     def add_prompt_logprobs(self, rows: LogprobRows) -> None:
-        if self.prompt_logprobs is not None:
-            for row in split_rows(rows):
-                self.prompt_logprobs.append(logprobs_of_position(row, self.tokenizer))
+        """Keeps them as they came: to make the user's form of a step's takes long enough to hold up other requests."""
+        self._prompt_rows.append(rows)
+        self.num_prompt_logprobs += len(rows.ranks)
+
+    @property
+    def prompt_logprobs(self) -> list[LogprobsOfPosition | None] | FlatLogprobs | None:
+        """Of each prompt position so far, in the user's form; None unless they were asked for."""
+        if self._prompt_logprobs is not None and self._prompt_rows:
+            taken, self._prompt_rows = self._prompt_rows, []
+            for rows in taken:
+                for row in split_rows(rows):
+                    self._prompt_logprobs.append(logprobs_of_position(row, self.tokenizer))
+        return self._prompt_logprobs
 
     def _end(self, now_s: float) -> None:
         self._ended = True

@@ -282,7 +282,7 @@ def _resumed(sampling: Sampling, sequence: SequenceState) -> Sampling:
     sampling = msgspec.structs.replace(sampling, seed=seed)
     if sampling.prompt_logprobs is None:
         return sampling
-    num_come = len(sequence.stream.prompt_logprobs or ())
+    num_come = sequence.stream.num_prompt_logprobs
     if num_come < len(sequence.stream.prompt.token_ids or ()):
         return msgspec.structs.replace(sampling, prompt_logprob_start=num_come)
     return msgspec.structs.replace(sampling, prompt_logprobs=None, prompt_logprob_start=0)

@@ -33,6 +33,7 @@ from headrace.frontend.http.responses import (
     TextEvent,
     Usage,
     completion_logprobs,
+    encoded_alone,
     event,
     prompt_is_told,
     prompt_logprobs,
@@ -157,7 +158,7 @@ class CompletionAnswer(OpenAIEvents):
             choice.name_all()
         answer = self._answer
         return msgspec.json.encode(
-            CompletionResponse(answer.id, _OBJECT, answer.created, answer.model, choices, self._usage())
+            CompletionResponse(answer.id, _OBJECT, answer.created, answer.model, encoded_alone(choices), self._usage())
         )
 
     def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:

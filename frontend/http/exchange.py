@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import re
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -45,7 +45,7 @@ class LargeBodies:
     def __init__(self, max_body_bytes: int) -> None:
         self._most_bytes = _BODIES_IN_MEMORY * max_body_bytes
         self._num_bytes = 0
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="large-body")
+        self.threads: Executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="large-body")
         self._is_trim_due = False
 
     def reserve(self, num_bytes: int) -> None:
@@ -69,13 +69,13 @@ class LargeBodies:
             return make(body)
         only = [body]
         del body  # what is raised refers to this frame, and would keep the body until the next collection
-        return await asyncio.get_running_loop().run_in_executor(self._threads, _make, only, make)
+        return await asyncio.get_running_loop().run_in_executor(self.threads, _make, only, make)
 
     def give_back(self, num_bytes: int) -> None:
         """A request whose body had so many bytes has ended: its memory goes back to the system, if it was much."""
         if num_bytes > _TRIM_BYTES and not self._is_trim_due:
             self._is_trim_due = True
-            asyncio.get_running_loop().run_in_executor(self._threads, self._trim)
+            asyncio.get_running_loop().run_in_executor(self.threads, self._trim)
 
     def _trim(self) -> None:
         self._is_trim_due = False
@@ -83,7 +83,7 @@ class LargeBodies:
             ctypes.CDLL(None).malloc_trim(0)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _make(only: list[bytes], make: Callable[[bytes], T]) -> T:

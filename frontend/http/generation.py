@@ -17,6 +17,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from concurrent.futures import Executor
 from typing import Any, Protocol
 
 import msgspec
@@ -93,7 +94,11 @@ class EventStream:
             return
         if len(self._streams) == 1:
             self._flush()
-        elif not self._is_flush_due:  # other requests of this connection may have news of the same step
+        else:  # other requests of this connection may have news of the same step
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._is_flush_due:
             self._is_flush_due = True
             self._loop.call_soon(self._flush)
 
@@ -123,7 +128,12 @@ class EventStream:
     def _write_news(self) -> None:
         parts: list[bytes] = []
         ended = []
-        for choice in self._choices:
+        end_s = time.monotonic() + TURN_S
+        for index, choice in enumerate(self._choices):
+            if parts and time.monotonic() > end_s:  # others have their turn before the rest, which comes first then
+                self._choices = self._choices[index:] + self._choices[:index]
+                self._flush_soon()
+                break
             stream, sequence = choice
             if sequence.has_news() and (data := self._chunks.delta(stream, sequence)):
                 parts.append(data)
@@ -190,6 +200,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 TURN_S = 0.005
 """How long one request may keep others waiting while its prompts are submitted."""
+INLINE_TOKENS = 2000
+"""Answers of fewer tokens, or likeliest ones beside them, are written at once."""
 HOLD_S = 1.0
 """How long a stream's status line waits for the first news, so that what is refused at once gets its own status."""
 
@@ -316,8 +328,12 @@ class _Pace:
 class Generator:
     """Answers prepared requests."""
 
-    def __init__(self, keep_alive: KeepAlive, request_timeout_s: float, pages: Pages, pool: EnginePool) -> None:
+    def __init__(
+        self, keep_alive: KeepAlive, request_timeout_s: float, pages: Pages, pool: EnginePool, threads: Executor
+    ) -> None:
+        """threads: where large answers are written."""
         self._keep_alive, self._timeout_s, self._pages, self._pool = keep_alive, request_timeout_s, pages, pool
+        self._threads = threads
         self._running: set[Running] = set()
 
     @property
@@ -349,7 +365,7 @@ class Generator:
             elif await _first_of(running.ended, gone, deadline_s):
                 if running.error is not None:
                     raise running.error
-                await send_json(send, 200, prepared.answer.whole())
+                await send_json(send, 200, await self._whole(prepared, running.streams))
         finally:
             if gone.done():
                 self._pages.count("http_disconnects")
@@ -357,6 +373,12 @@ class Generator:
             running.events = None
             self._running.discard(running)
             gone.cancel()
+
+    async def _whole(self, prepared: PreparedRequest, streams: Sequence[RequestStream]) -> bytes:
+        """The answer, once all has ended; one of many tokens or log-probabilities is written in another thread."""
+        if sum(map(_num_told, streams)) <= INLINE_TOKENS:
+            return prepared.answer.whole()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, prepared.answer.whole)
 
     async def _stream(
         self,
@@ -394,6 +416,13 @@ class Generator:
         finally:
             events.close()
             self._keep_alive.remove(events)
+
+
+def _num_told(stream: RequestStream) -> int:
+    """How many tokens, and likeliest ones beside them, an answer tells."""
+    params = stream.params
+    num_outputs = sum(len(sequence.token_ids) for sequence in stream.sequences) * (1 + max(params.logprobs or 0, 0))
+    return num_outputs + stream.num_prompt_logprobs * params.n * (1 + max(params.prompt_logprobs or 0, 0))
 
 
 async def send_json(

@@ -29,7 +29,7 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
-class PromptLogprob(msgspec.Struct):
+class PromptLogprob(msgspec.Struct, gc=False):
     logprob: float
     rank: int | None
     decoded_token: str | None
@@ -80,13 +80,13 @@ class CompletionResponse(msgspec.Struct):
 # --- chat completions ----------------------------------------------------------------------------------------------
 
 
-class TopLogprob(msgspec.Struct):
+class TopLogprob(msgspec.Struct, gc=False):
     token: str
     logprob: float
     bytes: list[int] | None
 
 
-class TokenLogprob(msgspec.Struct):
+class TokenLogprob(msgspec.Struct, gc=False):
     token: str
     logprob: float
     bytes: list[int] | None
@@ -354,7 +354,7 @@ def prompt_is_told(stream: RequestStream) -> bool:
 
     With n > 1 the core computes them for the first output, and another may begin before it.
     """
-    return stream.prompt_logprobs is None or len(stream.prompt_logprobs) == len(stream.prompt.token_ids or ())
+    return stream.params.prompt_logprobs is None or stream.num_prompt_logprobs == len(stream.prompt.token_ids or ())
 
 
 class TextEvent:
@@ -371,6 +371,11 @@ class TextEvent:
 
     def of(self, text: str) -> bytes:
         return self._head + _encode(text) + self._tail
+
+
+def encoded_alone(parts: Sequence[Any]) -> list[Any]:
+    """Parts of a response that is encoded afterwards: between two of them, other threads have their turn."""
+    return [msgspec.Raw(_encode(part)) for part in parts]
 
 
 class OpenAIEvents:

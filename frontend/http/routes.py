@@ -79,7 +79,9 @@ class ServerState:
         prompts = ChatPrompts(template, trusts_requests=options.trust_request_chat_template)
         self.chat = ChatParts(options, prompts, OutputFormats(options))
         self.exposition = Exposition(pages, pool, options.metrics_prefix)
-        self.generator = Generator(KeepAlive(options.sse_keep_alive), options.request_timeout, pages, pool)
+        self.generator = Generator(
+            KeepAlive(options.sse_keep_alive), options.request_timeout, pages, pool, self.bodies.threads
+        )
         self.routes: Sequence[RouteSpec] = ()
         """What is served; the application sets it."""
         self.draining = False
