@@ -221,6 +221,26 @@ class StartupOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     num_iters_warm: Annotated[int, Option(RUN, "Starts with what others left compiled", "starts", minimum=0)] = 3
 
 
+class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A fleet on virtual time. Rates are per virtual second."""
+
+    seeds: Annotated[int, Option(RUN, "How many runs, each with a seed of its own", "runs", minimum=1)] = 100
+    seed: Annotated[int, Option(RUN, "Of the first run; the next has the next")] = 0
+    num_engines: Annotated[int, Option(RUN, "Engines", "engines", minimum=1)] = 5
+    num_frontends: Annotated[int, Option(RUN, "Frontends, each with a router and clients of its own", minimum=1)] = 3
+    num_requests: Annotated[int, Option(RUN, "Requests of a run", "requests", minimum=1)] = 100
+    arrivals_per_s: Annotated[float, Option(RUN, "Requests that come to the whole fleet", "1/s", minimum=0.001)] = 20.0
+    faults_per_s: Annotated[
+        float,
+        Option(RUN, "Deaths, freezes, slow engines, cut and late connections, drains, upgrades, crowds", minimum=0),
+    ] = 2.0
+    poison_share: Annotated[
+        float, Option(RUN, "Share of requests that kill the engine that computes them", minimum=0, maximum=1)
+    ] = 0.0
+    max_migrations: Annotated[int, Option(RUN, "How often a request may move", "moves", minimum=0)] = 3
+    max_output_tokens: Annotated[int, Option(RUN, "Longest answer", "tokens", minimum=1)] = 40
+
+
 class OverheadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is measured without a model."""
 

@@ -108,6 +108,8 @@ class CoreClient(AsyncControls):
         self.on_dead: Callable[[Failure], None] | None = None
         self.on_load: Callable[[Load], None] | None = None
         """Called with each Load."""
+        self.on_draining: Callable[[], None] | None = None
+        """Called when the core has said that it takes no new requests."""
 
     @classmethod
     async def connect(cls, address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> CoreClient:
@@ -277,6 +279,8 @@ class CoreClient(AsyncControls):
             self._on_refused(message)
         elif isinstance(message, Draining):
             self.draining = True
+            if self.on_draining is not None:
+                self.on_draining()
         elif isinstance(message, EngineFailed):
             self.fail(message.failure)
         elif isinstance(message, Dismissed):

@@ -120,9 +120,11 @@ class Engine:
 class EnginePool:
     """All engines of this frontend, and the requests that they run for it."""
 
-    def __init__(self, sources: Sequence[Source], options: RouterOptions | None = None) -> None:
+    def __init__(
+        self, sources: Sequence[Source], options: RouterOptions | None = None, chance: random.Random | None = None
+    ) -> None:
         self.engines = [Engine(index, source) for index, source in enumerate(sources)]
-        self.router = Router(options or RouterOptions(), random.Random())
+        self.router = Router(options or RouterOptions(), chance or random.Random())
         self.started = asyncio.Event()
         """Set when every engine is ready for the first time."""
         self.dead = asyncio.Event()
@@ -314,8 +316,6 @@ class EnginePool:
         for engine in self.engines:
             if engine.client is not None and engine.name in self.router.members:
                 self.router.heard(engine.name, engine.client.last_heard_s)
-                if engine.client.draining and not self.router.members[engine.name].is_draining:
-                    self._carry_out(self.router.drain(engine.name, now_s))
         self._carry_out(self.router.tick(now_s))
         if self._streams:
             self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
@@ -354,6 +354,7 @@ class EnginePool:
         client.rescue = lambda streams, failure: self._rescue(engine, streams, failure)
         client.requests.on_refused = self._on_refused
         client.on_load = lambda load: self._on_load(engine, load)
+        client.on_draining = lambda: self._on_draining(engine)
         if engine.failure is not None and self.on_return is not None:
             self.on_return(engine.source.address)
         engine.client, engine.failure = client, None
@@ -364,6 +365,10 @@ class EnginePool:
         failure = await death
         await client.close()  # an engine that told of its failure leaves the connection open
         return failure
+
+    def _on_draining(self, engine: Engine) -> None:
+        if engine.name in self.router.members:
+            self._carry_out(self.router.drain(engine.name, time.monotonic()))
 
     def _on_load(self, engine: Engine, load: Load) -> None:
         self.router.load(engine.name, load.num_running, load.num_waiting, time.monotonic())

@@ -1,0 +1,356 @@
+"""Engines of a simulation: queues, batches, prefix caches, times of steps; tokens by prompt, seed and position.
+
+An engine checks what it is told of a request that began elsewhere against what it would have said itself: a token that
+was lost, doubled or changed on the way is found there, or by the reader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import struct
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+import msgspec
+
+from headrace import __version__
+from headrace.frontend.bench.simulation.network import Link
+from headrace.frontend.fleet.prefixes import prefix_keys
+from headrace.ipc.codec import Tensor
+from headrace.ipc.failure import Failure, QueueFullError
+from headrace.ipc.messages import (
+    Abort,
+    AddRequest,
+    Admitted,
+    ClientMessage,
+    CoreMessage,
+    Draining,
+    Finish,
+    FinishReason,
+    Generate,
+    Goodbye,
+    Hello,
+    Load,
+    StepOutputs,
+    Welcome,
+)
+
+MODEL = "simulated"
+POISON = 2
+"""A prompt that begins with this token kills the engine that computes it."""
+_POSITION = struct.Struct("<qq")
+_VOCABULARY = 32_000
+_END_OF_256 = 3
+"""Of 256 possible draws, how many end an answer that may end."""
+_LOAD_EVERY_S = 1.0
+
+
+class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What engines of a simulation are like."""
+
+    max_num_seqs: int = 8
+    max_waiting: int = 1_000
+    step_s: float = 0.02
+    """Of one that decodes one row."""
+    row_s: float = 0.0005
+    """More for each row."""
+    prompt_tokens_per_s: float = 20_000.0
+    block_size: int = 16
+    cached_chunks: int = 4_096
+    """Room of the prefix cache, in chunks of 64 tokens."""
+
+
+def token_of(prompt_key: int, seed: int, position: int) -> int:
+    """3 or more."""
+    return 3 + zlib.crc32(_POSITION.pack(seed, position), prompt_key) % (_VOCABULARY - 3)
+
+
+def prompt_key_of(token_ids: bytes | memoryview, version: int) -> int:
+    """token_ids: little-endian int32; version: of the model, which changes every answer."""
+    return zlib.crc32(token_ids, version)
+
+
+def version_of(routed: str | None) -> int:
+    """Of what the router calls a version."""
+    return int(str(routed).partition(" v")[2].partition(" ")[0])
+
+
+def ends_with(token_id: int) -> bool:
+    """Whether this token ends an answer, unless it is to ignore such tokens."""
+    return token_id % 256 < _END_OF_256
+
+
+class _Row:
+    """An output that the engine has."""
+
+    def __init__(self, link: Link, request: AddRequest, seed: int, version: int) -> None:
+        assert isinstance(request.task, Generate)
+        data = memoryview(request.prompt_token_ids.data).cast("B")
+        num_resumed = request.num_resumed_tokens
+        self.link, self.slot, self.seed, self.sampling = link, request.slot, seed, request.task.sampling
+        self.prompt = data[: len(data) - 4 * num_resumed]
+        self.key = prompt_key_of(self.prompt, version)
+        self.num_tokens = num_resumed
+        self.resumed = request.prompt_token_ids.tolist()[-num_resumed:] if num_resumed else []
+        self.interval, self.untold = request.output_interval, list[int]()
+        self.told_any = False
+        self.num_cached = 0
+        self.cache_salt = request.cache_salt
+        self.is_poison = request.prompt_token_ids.tolist()[0] == POISON
+
+
+class SimulatedEngine:
+    """`name` is its address. It serves, stands still (as after SIGSTOP) or is down."""
+
+    def __init__(self, name: str, shape: EngineShape, chance: random.Random) -> None:
+        self.name, self.shape, self._chance = name, shape, chance
+        self._loop = asyncio.get_running_loop()
+        self.slowness = 1.0
+        self.version = self.next_version = 1
+        """Of the model; the next one counts from the next start on."""
+        self.violations: list[str] = []
+        self.on_death: Callable[[], None] = lambda: None
+        """Called when it has died: its supervisor."""
+        self.num_deaths = self.num_steps = self.num_generated = 0
+        self.num_prompt_tokens = self.num_cached_tokens = 0
+        self._is_up = self._is_frozen = self._is_draining = False
+        self._life = 0
+        self.start()
+
+    # --- what may happen to it ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._is_up, self._is_frozen, self._is_draining = True, False, False
+        self._life += 1
+        self.version = self.next_version
+        self.links: dict[Link, None] = {}
+        self._rows: dict[tuple[Link, int], _Row] = {}
+        self._waiting: deque[_Row] = deque()
+        self._running: dict[_Row, None] = {}
+        self._cache: OrderedDict[int, None] = OrderedDict()
+        self._backlog: list[tuple[Link, ClientMessage]] = []
+        self._step_due = self._step_is_late = False
+        self._loop.call_later(_LOAD_EVERY_S, self._tell_load, self._life)
+
+    def die(self, why: str = "it was killed") -> None:
+        if not self._is_up:
+            return
+        self._is_up = False
+        self.num_deaths += 1
+        self._life += 1
+        for link in list(self.links):
+            link.lose(why)
+        self.on_death()
+
+    def freeze(self) -> None:
+        self._is_frozen = True
+
+    def thaw(self) -> None:
+        if not self._is_frozen:
+            return
+        self._is_frozen = False
+        backlog, self._backlog = self._backlog, []
+        for link, message in backlog:
+            self.received(link, message)
+        if self._step_is_late:
+            self._step_is_late = False
+            self._step(self._life)
+
+    def drain(self) -> None:
+        """Takes no new requests from now on, and leaves when it has none."""
+        self._is_draining = True
+        self._tell_all(Draining(deadline_s=60.0))
+
+    @property
+    def listens(self) -> bool:
+        return self._is_up
+
+    @property
+    def is_healthy(self) -> bool:
+        return self._is_up and not self._is_frozen and not self._is_draining
+
+    # --- what comes ---------------------------------------------------------------------------------------------
+
+    def opened(self, link: Link) -> None:
+        self.links[link] = None
+
+    def closed(self, link: Link) -> None:
+        self.links.pop(link, None)
+        for key in [key for key in self._rows if key[0] is link]:
+            self._forget(self._rows[key])
+
+    def received(self, link: Link, message: ClientMessage) -> None:
+        if self._is_frozen:
+            self._backlog.append((link, message))
+        elif isinstance(message, Hello):
+            link.push(self._welcome())
+        elif isinstance(message, AddRequest):
+            self._add(link, message)
+        elif isinstance(message, Abort):
+            ended = [row for slot in message.slots if (row := self._rows.get((link, slot))) is not None]
+            for row in ended:
+                self._forget(row)
+            finished = tuple(Finish(slot=row.slot, reason=FinishReason.ABORT) for row in ended)
+            if finished:
+                link.push(_outputs(self.num_steps, [], [], finished=finished))
+        elif isinstance(message, Goodbye):
+            link.lose("the client said goodbye")
+
+    def _add(self, link: Link, request: AddRequest) -> None:
+        assert isinstance(request.task, Generate)
+        refusal = ""
+        if self._is_draining:
+            refusal = "the engine is shutting down"
+        elif len(self._waiting) >= self.shape.max_waiting:
+            refusal = "the queue is full"
+        if refusal:
+            failure = Failure(message=refusal, type=QueueFullError.__name__, process="engine-core", retry_after_s=1.0)
+            finish = Finish(slot=request.slot, reason=FinishReason.REJECTED, failure=failure)
+            link.push(_outputs(self.num_steps, [], [], finished=(finish,)))
+            return
+        seed = request.task.sampling.seed
+        row = _Row(link, request, self._chance.getrandbits(62) if seed is None else seed, self.version)
+        if (link, row.slot) in self._rows:
+            self.violations.append(f"{self.name}: slot {row.slot} was used twice")
+        expected = [token_of(row.key, row.seed, position) for position in range(row.num_tokens)]
+        if row.resumed and (seed is None or row.resumed != expected):
+            self.violations.append(f"{self.name}: a request is to go on after tokens that it never had")
+        self._rows[link, row.slot] = row
+        self._waiting.append(row)
+        self._go_on()
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        """Begins a step unless one runs."""
+        if self._step_due or not (self._running or self._waiting):
+            return
+        self._step_due = True
+        self._admitted: list[_Row] = []
+        num_computed = 0
+        while self._waiting and len(self._running) < self.shape.max_num_seqs:
+            row = self._waiting.popleft()
+            self._running[row] = None
+            self._admitted.append(row)
+            num_computed += self._compute_prompt(row)
+        seconds = self.shape.step_s + self.shape.row_s * len(self._running)
+        seconds += num_computed / self.shape.prompt_tokens_per_s
+        self._loop.call_later(seconds * self.slowness, self._step, self._life)
+
+    def _compute_prompt(self, row: _Row) -> int:
+        """How many tokens of it have to be computed."""
+        chunk = 64
+        keys = prefix_keys(row.prompt, row.cache_salt, chunk)
+        num_cached = 0
+        for key in keys:
+            if key not in self._cache:
+                break
+            self._cache.move_to_end(key)
+            num_cached += chunk
+        for key in keys[num_cached // chunk :]:
+            self._cache[key] = None
+        while len(self._cache) > self.shape.cached_chunks:
+            self._cache.popitem(last=False)
+        num_tokens = len(row.prompt) // 4
+        row.num_cached = min(num_cached, num_tokens - 1)
+        self.num_prompt_tokens += num_tokens
+        self.num_cached_tokens += row.num_cached
+        return num_tokens + row.num_tokens - row.num_cached
+
+    def _step(self, life: int) -> None:
+        if life != self._life:
+            return
+        if self._is_frozen:
+            self._step_is_late = True
+            return
+        if any(row.is_poison for row in self._running):
+            self.die("a request killed it")
+            return
+        self._step_due = False
+        self.num_steps += 1
+        if len(self._running) > self.shape.max_num_seqs:
+            self.violations.append(f"{self.name}: {len(self._running)} rows ran at once")
+        news: dict[Link, tuple[list[int], list[int], list[Finish], list[Admitted]]] = {}
+        for row in self._admitted:
+            admitted = Admitted(slot=row.slot, num_cached_tokens=row.num_cached, seed=row.seed)
+            news.setdefault(row.link, ([], [], [], []))[3].append(admitted)
+        for row in list(self._running):
+            slots, token_ids, finished, _ = news.setdefault(row.link, ([], [], [], []))
+            reason = self._next_token(row)
+            if reason is not None or not row.told_any or len(row.untold) >= row.interval:
+                slots += [row.slot] * len(row.untold)
+                token_ids += row.untold
+                row.untold.clear()
+                row.told_any = True
+            if reason is not None:
+                finished.append(Finish(slot=row.slot, reason=reason))
+                self._forget(row)
+        for link, (slots, token_ids, finished, told) in news.items():
+            if slots or finished or told:
+                link.push(_outputs(self.num_steps, slots, token_ids, finished=tuple(finished), admitted=tuple(told)))
+        self._admitted = []
+        self._go_on()
+
+    def _next_token(self, row: _Row) -> FinishReason | None:
+        token_id = token_of(row.key, row.seed, row.num_tokens)
+        row.num_tokens += 1
+        self.num_generated += 1
+        row.untold.append(token_id)
+        if not row.sampling.ignore_eos and row.num_tokens > row.sampling.min_tokens and ends_with(token_id):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if row.num_tokens >= row.sampling.max_tokens else None
+
+    def _forget(self, row: _Row) -> None:
+        self._rows.pop((row.link, row.slot), None)
+        self._running.pop(row, None)
+        if row in self._waiting:
+            self._waiting.remove(row)
+
+    # --- what it tells ------------------------------------------------------------------------------------------
+
+    def _tell_load(self, life: int) -> None:
+        if life != self._life:
+            return
+        if not self._is_frozen:
+            load = Load(num_running=len(self._running), num_waiting=len(self._waiting))
+            for link in {row.link: None for row in self._rows.values()}:
+                link.push(load)
+        self._loop.call_later(_LOAD_EVERY_S, self._tell_load, life)
+
+    def _tell_all(self, message: CoreMessage) -> None:
+        for link in list(self.links):
+            link.push(message)
+
+    def _welcome(self) -> Welcome:
+        return Welcome(
+            version=__version__,
+            engine_id=self.name,
+            pid=0,
+            model=MODEL,
+            served_model_names=(MODEL,),
+            max_model_len=1 << 16,
+            vocab_size=_VOCABULARY,
+            dtype=f"v{self.version}",
+            block_size=self.shape.block_size,
+            num_blocks=1 << 16,
+            max_num_seqs=self.shape.max_num_seqs,
+            max_logprobs=0,
+            eos_token_ids=(),
+            tokenizer=None,
+            generation_defaults={},
+            startup_s={},
+        )
+
+
+def _outputs(
+    step: int,
+    slots: list[int],
+    token_ids: list[int],
+    *,
+    finished: tuple[Finish, ...] = (),
+    admitted: tuple[Admitted, ...] = (),
+) -> StepOutputs:
+    ids = [Tensor.of("int32", each) for each in (slots, token_ids)]
+    return StepOutputs(step=step, slots=ids[0], token_ids=ids[1], finished=finished, admitted=admitted)

@@ -1,0 +1,139 @@
+"""Connections between frontends and engines of a simulation: in order, late, cut off in one direction or both.
+
+What a connection carries is never lost or doubled while it stands, as TCP has it: a cut direction holds messages back,
+and a connection whose peer has heard nothing for the peer time-out is closed. A connection's end may take with it what
+was under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from headrace.frontend.client.transport import CONNECTION_LOST, OnClosed, OnMessage
+from headrace.ipc.failure import Failure
+from headrace.ipc.messages import ClientMessage, CoreMessage
+
+MEAN_DELAY_S = 0.0005
+PEER_TIMEOUT_S = 60.0
+
+
+class Listener(Protocol):
+    """What a connection reaches: an engine."""
+
+    name: str
+
+    @property
+    def listens(self) -> bool: ...
+
+    def opened(self, link: Link) -> None: ...
+
+    def received(self, link: Link, message: ClientMessage) -> None: ...
+
+    def closed(self, link: Link) -> None: ...
+
+
+class _Way:
+    """One direction of a connection."""
+
+    def __init__(self, chance: random.Random, deliver: Callable[[Any], None]) -> None:
+        self._chance, self._deliver = chance, deliver
+        self._loop = asyncio.get_running_loop()
+        self._last_s = 0.0
+        self._held: list[Any] = []
+        self.is_cut = False
+        self.delay_s = MEAN_DELAY_S
+
+    def send(self, message: Any) -> None:
+        if self.is_cut:
+            self._held.append(message)
+            return
+        # In order: the loop may call what is due at one time in any.
+        self._last_s = max(self._last_s + 1e-9, self._loop.time() + self._chance.expovariate(1 / self.delay_s))
+        self._loop.call_at(self._last_s, self._deliver, message)
+
+    def cut(self) -> None:
+        self.is_cut = True
+
+    def heal(self) -> None:
+        self.is_cut = False
+        held, self._held = self._held, []
+        for message in held:
+            self.send(message)
+
+
+class Link:
+    """A frontend's connection to an engine; to its client it is a `Transport`."""
+
+    is_full = False
+
+    def __init__(self, listener: Listener, chance: random.Random) -> None:
+        self.address, self._listener, self._chance = listener.name, listener, chance
+        self._loop = asyncio.get_running_loop()
+        self.up = _Way(chance, self._arrive_up)
+        self.down = _Way(chance, self._arrive_down)
+        self._on_message: OnMessage | None = None
+        self._on_closed: OnClosed | None = None
+        self.is_open = False
+
+    def open(self, on_message: OnMessage, on_closed: OnClosed) -> None:
+        self._on_message, self._on_closed = on_message, on_closed
+        if self._listener.listens:
+            self.is_open = True
+            self._listener.opened(self)
+        else:
+            self._loop.call_later(MEAN_DELAY_S, self.lose, "nobody listens there")
+
+    def send(self, message: ClientMessage) -> None:
+        if self.is_open:
+            self.up.send(message)
+
+    def push(self, message: CoreMessage) -> None:
+        """The engine's side of `send`."""
+        if self.is_open:
+            self.down.send(message)
+
+    def close(self) -> None:
+        """The frontend leaves."""
+        self._on_message = self._on_closed = None
+        if self.is_open:
+            self.is_open = False
+            self._listener.closed(self)
+
+    def lose(self, why: str) -> None:
+        """The connection is lost, and both sides see that; of what is under way, what comes later is lost too."""
+        was_open, self.is_open = self.is_open, False
+        if was_open:
+            self._listener.closed(self)
+        if (on_closed := self._on_closed) is not None:
+            self._on_message = self._on_closed = None
+            on_closed(Failure(message=f"{self.address} is gone: {why}", type=CONNECTION_LOST, phase="connection"))
+
+    def cut(self, *, up: bool, down: bool) -> None:
+        """Holds messages back, in one direction or both."""
+        for way, is_cut in ((self.up, up), (self.down, down)):
+            if is_cut:
+                way.cut()
+        self._loop.call_later(PEER_TIMEOUT_S, self._give_up)
+
+    def heal(self) -> None:
+        self.up.heal()
+        self.down.heal()
+
+    @property
+    def is_cut(self) -> bool:
+        return self.up.is_cut or self.down.is_cut
+
+    def _give_up(self) -> None:
+        if self.is_cut:
+            self.lose("nothing was heard of it for the peer time-out")
+
+    def _arrive_up(self, message: ClientMessage) -> None:
+        if self.is_open:
+            self._listener.received(self, message)
+
+    def _arrive_down(self, message: CoreMessage) -> None:
+        if self._on_message is not None:
+            self._on_message(message)

@@ -1,0 +1,492 @@
+"""One simulated fleet: engines, frontends with their real pools and clients, a workload, faults; and what must hold.
+
+What must hold, of every request, whatever fails:
+
+- it gets exactly one terminal answer, and no answer after it;
+- its reader gets the tokens of its prompt and seed, in order, none twice, none missing, none after the end;
+- it brings a token, moves or ends within `Scenario.progress_deadline_s` while some engine has been well for so long;
+- it fails only for a reason that is true: two engines died with it in a row, it was moved as often as it may be, all
+  engines were full, or none was there;
+- no engine runs more rows than it has, and none is told to go on after tokens that never were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from headrace.frontend.api.prompts import Prompt
+from headrace.frontend.api.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.bench.simulation.engines import (
+    MODEL,
+    POISON,
+    EngineShape,
+    SimulatedEngine,
+    ends_with,
+    prompt_key_of,
+    token_of,
+    version_of,
+)
+from headrace.frontend.bench.simulation.network import PEER_TIMEOUT_S, Link
+from headrace.frontend.bench.simulation.virtual_time import run_virtually
+from headrace.frontend.client.client import CoreClient
+from headrace.frontend.client.request import RequestStream
+from headrace.frontend.fleet.decisions import Affinity
+from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.fleet.router import RouterOptions
+from headrace.ipc.codec import Tensor
+from headrace.ipc.failure import HeadraceError, QueueFullError
+
+_LOOK_EVERY_S = 1.0
+_CONNECT_TIMEOUT_S = 10.0
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """What is simulated. Rates are per virtual second."""
+
+    num_engines: int = 5
+    num_frontends: int = 3
+    num_requests: int = 60
+    arrivals_per_s: float = 40.0
+    mean_prompt_tokens: int = 96
+    max_output_tokens: int = 40
+    num_sessions: int = 12
+    poison_share: float = 0.0
+    """Of requests that kill the engine that computes them."""
+    faults_per_s: float = 0.5
+    kinds_of_faults: tuple[str, ...] = ("crash", "freeze", "slow", "cut", "late", "drain", "upgrade", "crowd")
+    engine: EngineShape = EngineShape()
+    router: RouterOptions = RouterOptions()
+    progress_deadline_s: float = 45.0
+    """`stalled_after_s` of the router, a time-out of a connection that is tried, and a wait for room."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of it."""
+
+    seed: int
+    violations: tuple[str, ...]
+    num_finished: int
+    failures: dict[str, int]
+    faults: dict[str, int]
+    migrations: dict[str, int]
+    num_tokens: int
+    virtual_s: float
+    gaps_s: dict[str, tuple[float, ...]]
+    """Of each stream that went on elsewhere: from its last token before to its first after, by whether its engine had
+    `died` or was `left` (silent, slow, drained)."""
+    digest: str
+    """Of all answers with their times: equal for equal seeds."""
+
+
+def simulate(seed: int, scenario: Scenario | None = None) -> Report:
+    """One run. Equal seeds and scenarios give equal reports."""
+    return run_virtually(_World(seed, scenario or Scenario()).run())
+
+
+class _Source:
+    """Where a frontend gets an engine from: its address, tried again for ever (frontend/fleet/sources.py:Source)."""
+
+    comes_back = True
+    is_awaited = True
+
+    def __init__(self, engine: SimulatedEngine, chance: random.Random) -> None:
+        self.address, self.engine, self._chance = engine.name, engine, chance
+        self.link: Link | None = None
+        self.cut: tuple[bool, bool] | None = None
+        self.delay_s: float | None = None
+
+    async def open(self) -> CoreClient:
+        self.link = link = Link(self.engine, self._chance)
+        if self.cut is not None:
+            link.cut(up=self.cut[0], down=self.cut[1])
+        if self.delay_s is not None:
+            link.up.delay_s = link.down.delay_s = self.delay_s
+        client = CoreClient(link)
+        await client.start(_CONNECT_TIMEOUT_S)
+        return client
+
+    async def close(self, deadline_s: float) -> None: ...
+
+    def set_cut(self, cut: tuple[bool, bool] | None) -> None:
+        self.cut = cut
+        if self.link is not None:
+            if cut is None:
+                self.link.heal()
+            else:
+                self.link.cut(up=cut[0], down=cut[1])
+
+    def set_delay(self, delay_s: float | None, usual_s: float) -> None:
+        self.delay_s = delay_s
+        if self.link is not None:
+            self.link.up.delay_s = self.link.down.delay_s = usual_s if delay_s is None else delay_s
+
+    @property
+    def is_well(self) -> bool:
+        return self.engine.is_healthy and self.cut is None and self.link is not None and self.link.is_open
+
+
+class _Watched:
+    """A request, and what is known of it outside the code under test."""
+
+    def __init__(self, frontend: _Frontend, stream: RequestStream, now_s: float) -> None:
+        self.frontend, self.stream = frontend, stream
+        self.num_tokens, self.progress_s = 0, now_s
+        self.engine = _engine_of(stream)
+        self.step_s = 0.0
+        """When tokens last came, and from where: the engine and how often it had died."""
+        self.step_engine: tuple[str | None, int] | None = None
+
+
+class _Frontend:
+    """A process with a pool."""
+
+    def __init__(self, index: int, engines: list[SimulatedEngine], scenario: Scenario, seed: int) -> None:
+        self.index = index
+        self.sources = [_Source(engine, random.Random(f"{seed} link {index} {engine.name}")) for engine in engines]
+        self.pool = EnginePool(self.sources, scenario.router, chance=random.Random(f"{seed} router {index}"))
+        self._well_since_s: dict[int, float] = {}
+        """Since when some engine of a version has been well for it."""
+
+    def look(self, now_s: float) -> None:
+        well = {source.engine.version for source in self.sources if source.is_well}
+        self._well_since_s = {version: self._well_since_s.get(version, now_s) for version in well}
+
+    def well_since_s(self, stream: RequestStream) -> float | None:
+        """The same of an engine that may have this request."""
+        if stream.route.version is not None and stream.route.has_begun:
+            return self._well_since_s.get(version_of(stream.route.version))
+        return min(self._well_since_s.values(), default=None)
+
+
+class _World:
+    def __init__(self, seed: int, scenario: Scenario) -> None:
+        self.seed, self.scenario = seed, scenario
+        self._chance = random.Random(f"{seed} world")
+        self._violations: list[str] = []
+        self._digest = hashlib.sha256()
+        self._answers: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+        self._faults: Counter[str] = Counter()
+        self._live: dict[str, _Watched] = {}
+        self._num_tokens = 0
+        self._crowding = 1.0
+        self._gaps_s: dict[str, list[float]] = {"died": [], "left": []}
+
+    async def run(self) -> Report:
+        scenario = self.scenario
+        self._loop = asyncio.get_running_loop()
+        self.engines = [
+            SimulatedEngine(f"engine-{index}", scenario.engine, random.Random(f"{self.seed} engine {index}"))
+            for index in range(scenario.num_engines)
+        ]
+        self.frontends = [
+            _Frontend(index, self.engines, scenario, self.seed) for index in range(scenario.num_frontends)
+        ]
+        for engine in self.engines:
+            restarts = random.Random(f"{self.seed} restarts {engine.name}")
+            engine.on_death = functools.partial(self._restart_later, engine, restarts)
+        for frontend in self.frontends:
+            frontend.pool.start()
+        await asyncio.gather(*(frontend.pool.started.wait() for frontend in self.frontends))
+        began_s = self._loop.time()
+        disturb = asyncio.ensure_future(self._disturb())
+        look = asyncio.ensure_future(self._look())
+        requests: set[asyncio.Task[None]] = set()
+        for number in range(scenario.num_requests):
+            await asyncio.sleep(self._chance.expovariate(scenario.arrivals_per_s * self._crowding))
+            task = asyncio.ensure_future(self._request(number))
+            requests.add(task)
+            task.add_done_callback(requests.discard)
+        disturb.cancel()
+        if requests:
+            # All that fails is mended by now or soon: what has not ended long after that never will.
+            _, stuck = await asyncio.wait(set(requests), timeout=10 * scenario.progress_deadline_s)
+            self._violations += [f"{len(stuck)} requests never ended"] if stuck else []
+        virtual_s = self._loop.time() - began_s
+        look.cancel()
+        await asyncio.gather(disturb, look, return_exceptions=True)
+        for frontend in self.frontends:
+            self._check_empty(frontend)
+            await frontend.pool.close(0.0)
+        return self._report(virtual_s)
+
+    def _report(self, virtual_s: float) -> Report:
+        migrations: Counter[str] = Counter()
+        for frontend in self.frontends:
+            migrations += frontend.pool.router.migrations
+        found = [*self._violations, *(each for engine in self.engines for each in engine.violations)]
+        num_ended = sum(self._answers.values())
+        if num_ended != self.scenario.num_requests or max(self._answers.values(), default=1) > 1:
+            found.append(f"{num_ended} terminal answers to {self.scenario.num_requests} requests")
+        return Report(
+            seed=self.seed,
+            violations=tuple(found),
+            num_finished=num_ended - sum(self._failures.values()),
+            failures=dict(sorted(self._failures.items())),
+            faults=dict(sorted(self._faults.items())),
+            migrations=dict(sorted(migrations.items())),
+            num_tokens=self._num_tokens,
+            virtual_s=virtual_s,
+            gaps_s={kind: tuple(gaps_s) for kind, gaps_s in self._gaps_s.items()},
+            digest=self._digest.hexdigest(),
+        )
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    async def _request(self, number: int) -> None:
+        scenario, chance = self.scenario, random.Random(f"{self.seed} request {number}")
+        frontend = self.frontends[chance.randrange(len(self.frontends))]
+        request_id = f"request-{number}"
+        session = chance.randrange(scenario.num_sessions)
+        is_poison = chance.random() < scenario.poison_share
+        prompt = self._prompt(session, chance, is_poison=is_poison)
+        params = SamplingParams(
+            max_tokens=chance.randint(1, scenario.max_output_tokens),
+            seed=chance.getrandbits(40) if chance.random() < 0.5 else None,
+            n=chance.choice((1, 1, 1, 2)),
+            ignore_eos=chance.random() < 0.5,
+            output_kind=chance.choice((RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY)),
+            detokenize=False,
+        )
+        affinity = Affinity(session=str(session) if chance.random() < 0.5 else "")
+        priority = chance.choice((0, 0, 5))
+        try:
+            stream = frontend.pool.submit(
+                request_id, Prompt(token_ids=prompt), params, priority, model=MODEL, affinity=affinity
+            )
+        except HeadraceError as error:
+            self._end(request_id, None, frontend, error)
+            return
+        watched = self._live[request_id] = _Watched(frontend, stream, self._loop.time())
+        if params.output_kind is RequestOutputKind.DELTA:
+            stream.on_step = lambda stream, now_s: self._on_step(watched, now_s)
+        aborts = chance.random() < 0.05
+        try:
+            failure = await self._read(stream, params, prompt, chance if aborts else None)
+        finally:
+            del self._live[request_id]
+        self._end(request_id, stream, frontend, failure)
+
+    def _prompt(self, session: int, chance: random.Random, *, is_poison: bool) -> list[int]:
+        """A conversation's beginning, which its requests share, and something of its own."""
+        shared = random.Random(f"{self.seed} session {session}")
+        mean = self.scenario.mean_prompt_tokens
+        head = [shared.randrange(10, 30_000) for _ in range(shared.randint(1, mean))]
+        tail = [chance.randrange(10, 30_000) for _ in range(chance.randint(1, mean))]
+        return [POISON] * is_poison + head + tail
+
+    async def _read(
+        self, stream: RequestStream, params: SamplingParams, prompt: list[int], leaves: random.Random | None
+    ) -> HeadraceError | None:
+        """Reads all of it, and checks each token when it is read."""
+        data = Tensor.of("int32", prompt).data
+        got: list[list[int]] = [[] for _ in range(params.n)]
+        ended = [False] * params.n
+        is_delta = params.output_kind is RequestOutputKind.DELTA
+        try:
+            async for output in stream:
+                for each in output.outputs:
+                    if ended[each.index]:
+                        self._violations.append(f"{stream.request_id}: output {each.index} went on after its end")
+                    got[each.index] = [*got[each.index], *each.token_ids] if is_delta else list(each.token_ids)
+                    self._check_tokens(stream, each.index, data, got[each.index], each.finish_reason)
+                    ended[each.index] = is_delta and each.finish_reason is not None
+                if leaves is not None and leaves.random() < 0.3 and not stream.done:
+                    stream.table.abort_stream(stream) if stream.table is not None else None
+                    leaves = None
+        except HeadraceError as error:
+            return error
+        self._num_tokens += sum(map(len, got))
+        self._digest.update(repr((stream.request_id, got, f"{self._loop.time():.9f}")).encode())
+        return None
+
+    def _check_tokens(
+        self, stream: RequestStream, index: int, prompt: bytes | memoryview, got: list[int], finish_reason: str | None
+    ) -> None:
+        sequence, params = stream.sequences[index], stream.params
+        key = prompt_key_of(prompt, version_of(stream.route.version))
+        seed = sequence.seed if sequence.seed is not None else params.to_wire(1, index, {}).seed
+        name = f"{stream.request_id}.{index}"
+        if got and seed is None:
+            self._violations.append(f"{name}: it has tokens, and nobody knows their seed")
+            return
+        if any(token_id != token_of(key, seed or 0, position) for position, token_id in enumerate(got)):
+            self._violations.append(f"{name}: tokens were lost, doubled or changed: {got}")
+        early = [position for position, token_id in enumerate(got[:-1]) if ends_with(token_id)]
+        if early and not params.ignore_eos:
+            self._violations.append(f"{name}: it went on after its end at {early[0]}")
+        if finish_reason == "length" and len(got) != params.max_tokens:
+            self._violations.append(f"{name}: it ended with {len(got)} tokens of {params.max_tokens}")
+        if finish_reason == "stop" and not (got and ends_with(got[-1]) and not params.ignore_eos):
+            self._violations.append(f"{name}: it stopped at {got[-1:]}")
+
+    def _end(
+        self, request_id: str, stream: RequestStream | None, frontend: _Frontend, error: HeadraceError | None
+    ) -> None:
+        self._answers[request_id] += 1
+        if error is None:
+            return
+        kind = self._reason(stream, frontend, error)
+        self._failures[kind] += 1
+        self._digest.update(repr((request_id, kind, f"{self._loop.time():.9f}")).encode())
+
+    def _reason(self, stream: RequestStream | None, frontend: _Frontend, error: HeadraceError) -> str:
+        """Why it failed, in a word; what is no true reason is a violation."""
+        text = str(error)
+        route = stream.route if stream is not None else None
+        if "two engines died" in text and route is not None and route.deaths >= 2:
+            return "quarantined"
+        most = self.scenario.router.max_migrations
+        if "max_migrations" in text and route is not None and route.num_migrations >= most:
+            return "moved too often"
+        if not most and route is not None and route.deaths:
+            return "engine died"
+        if isinstance(error, QueueFullError):
+            return "full"
+        if not any(each.is_usable(self._loop.time()) for each in frontend.pool.router.members.values()):
+            return "no engine"
+        self._violations.append(f"{stream.request_id if stream else 'a submission'} failed without need: {text}")
+        return "other"
+
+    # --- what is looked at meanwhile ----------------------------------------------------------------------------
+
+    def _on_step(self, watched: _Watched, now_s: float) -> None:
+        """Of a stream whose every token is told at once."""
+        name, before = _engine_of(watched.stream), watched.step_engine
+        if name is not None:
+            watched.step_engine = name, self._by_index(name).num_deaths
+            if before is not None and before[0] is not None and before[0] != name:
+                kind = "left" if self._by_index(before[0]).num_deaths == before[1] else "died"
+                self._gaps_s[kind].append(now_s - watched.step_s)
+        watched.step_s = now_s
+
+    def _by_index(self, name: str) -> SimulatedEngine:
+        """The pool's name of an engine is `engine INDEX`."""
+        return self.engines[int(name.rpartition(" ")[2])]
+
+    async def _look(self) -> None:
+        while True:
+            now_s = self._loop.time()
+            for frontend in self.frontends:
+                frontend.look(now_s)
+            for watched in list(self._live.values()):
+                self._look_at(watched, now_s)
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _look_at(self, watched: _Watched, now_s: float) -> None:
+        stream = watched.stream
+        engine, num_tokens = _engine_of(stream), stream.num_tokens
+        if (engine, num_tokens) != (watched.engine, watched.num_tokens):
+            watched.engine, watched.num_tokens, watched.progress_s = engine, num_tokens, now_s
+        well_since_s = watched.frontend.well_since_s(stream)
+        if well_since_s is None or self.scenario.router.max_migrations == 0:
+            return
+        waited_s, deadline_s = now_s - max(watched.progress_s, well_since_s), self.scenario.progress_deadline_s
+        if stream.route.num_migrations >= self.scenario.router.max_migrations:
+            deadline_s += PEER_TIMEOUT_S  # it stays, and fails if the engine does not go on
+        if waited_s > deadline_s:
+            self._violations.append(f"{stream.request_id} stood still for {waited_s:.0f} s at {engine or 'no engine'}")
+            watched.progress_s = now_s
+
+    def _check_empty(self, frontend: _Frontend) -> None:
+        router = frontend.pool.router
+        left = [len(frontend.pool), len(router.held), *(len(member.requests) for member in router.members.values())]
+        if any(left):
+            self._violations.append(f"frontend {frontend.index} still has requests after all have ended: {left}")
+
+    # --- faults -------------------------------------------------------------------------------------------------
+
+    async def _disturb(self) -> None:
+        chance = random.Random(f"{self.seed} faults")
+        makers: dict[str, Callable[[random.Random], None]] = {
+            "crash": self._crash,
+            "freeze": self._freeze,
+            "slow": self._slow,
+            "cut": self._cut,
+            "late": self._late,
+            "drain": self._drain,
+            "upgrade": self._upgrade,
+            "crowd": self._crowd,
+        }
+        if not self.scenario.faults_per_s:
+            return
+        while True:
+            await asyncio.sleep(chance.expovariate(self.scenario.faults_per_s))
+            kind = chance.choice(self.scenario.kinds_of_faults)
+            self._faults[kind] += 1
+            makers[kind](chance)
+
+    def _after(self, seconds: float, undo: Callable[[], Any]) -> None:
+        self._loop.call_later(seconds, undo)
+
+    def _crash(self, chance: random.Random) -> None:
+        chance.choice(self.engines).die()
+
+    def _restart_later(self, engine: SimulatedEngine, chance: random.Random) -> None:
+        """As its supervisor does."""
+        self._after(chance.uniform(0.5, 10.0), functools.partial(_restart, engine))
+
+    def _freeze(self, chance: random.Random) -> None:
+        engine = chance.choice(self.engines)
+        engine.freeze()
+        self._after(chance.choice((0.5, 3.0, 8.0, 70.0)), engine.thaw)
+
+    def _slow(self, chance: random.Random) -> None:
+        engine, times = chance.choice(self.engines), chance.choice((3.0, 30.0))
+        engine.slowness = times
+        self._after(chance.uniform(5.0, 30.0), functools.partial(setattr, engine, "slowness", 1.0))
+
+    def _cut(self, chance: random.Random) -> None:
+        """One frontend, or all, and one engine; one direction, or both."""
+        index = chance.randrange(len(self.engines))
+        frontends = [chance.choice(self.frontends)] if chance.random() < 0.7 else self.frontends
+        directions = chance.choice(((True, True), (True, False), (False, True)))
+        for frontend in frontends:
+            source = frontend.sources[index]
+            source.set_cut(directions)
+            self._after(chance.choice((1.0, 6.0, 90.0)), functools.partial(source.set_cut, None))
+
+    def _late(self, chance: random.Random) -> None:
+        source = chance.choice(chance.choice(self.frontends).sources)
+        source.set_delay(chance.choice((0.05, 0.5)), usual_s=0.0005)
+        self._after(chance.uniform(1.0, 20.0), functools.partial(source.set_delay, None, 0.0005))
+
+    def _drain(self, chance: random.Random) -> None:
+        """An engine leaves in order, and comes back: a rolling change."""
+        engine = chance.choice(self.engines)
+        if engine.is_healthy:
+            engine.drain()
+            self._after(chance.uniform(2.0, 20.0), functools.partial(engine.die, "it was drained"))
+
+    def _upgrade(self, chance: random.Random) -> None:
+        """An engine comes back with another version of the model."""
+        engine = chance.choice(self.engines)
+        engine.next_version = 3 - engine.version
+        if engine.is_healthy:
+            engine.drain()
+            self._after(chance.uniform(2.0, 20.0), functools.partial(engine.die, "it is upgraded"))
+
+    def _crowd(self, chance: random.Random) -> None:
+        """Many come at once."""
+        self._crowding = 10.0
+        self._after(chance.uniform(1.0, 5.0), functools.partial(setattr, self, "_crowding", 1.0))
+
+
+def _restart(engine: SimulatedEngine) -> None:
+    if not engine.listens:
+        engine.start()
+
+
+def _engine_of(stream: RequestStream) -> str | None:
+    with contextlib.suppress(AttributeError):
+        return str(stream.route.member.facts.name)
+    return None

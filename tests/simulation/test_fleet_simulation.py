@@ -1,0 +1,97 @@
+"""Fleets on virtual time: routers, pools and clients are the real ones. Each seed is a run, always the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.frontend.bench.simulation.world import Scenario, simulate
+from headrace.frontend.cli.main import main
+from headrace.frontend.client import request_table
+from headrace.frontend.fleet.router import Router, RouterOptions
+from headrace.ipc.messages import AddRequest
+
+HEAVY = Scenario(faults_per_s=2.0, num_requests=100, arrivals_per_s=20.0)
+"""Of five engines, each fails every few seconds."""
+SCENARIOS = {
+    "few faults": (Scenario(), 60),
+    "many faults": (HEAVY, 60),
+    "requests that kill": (
+        Scenario(faults_per_s=0.5, num_requests=80, arrivals_per_s=20.0, poison_share=0.03, num_engines=8),
+        30,
+    ),
+    "two engines": (Scenario(num_engines=2, num_frontends=1, faults_per_s=1.0, arrivals_per_s=15.0), 40),
+    "no moves": (Scenario(faults_per_s=1.0, arrivals_per_s=20.0, router=RouterOptions(max_migrations=0)), 20),
+}
+
+
+def violations(scenario: Scenario, seeds: range) -> list[str]:
+    return [f"seed {seed}: {each}" for seed in seeds for each in simulate(seed, scenario).violations]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_no_request_is_lost_doubled_or_changed_whatever_fails(name: str) -> None:
+    scenario, num_seeds = SCENARIOS[name]
+    assert violations(scenario, range(num_seeds)) == []
+
+
+def test_a_healthy_fleet_answers_all() -> None:
+    report = simulate(0, Scenario(faults_per_s=0.0))
+    assert (report.num_finished, report.failures, report.migrations) == (60, {}, {})
+
+
+def test_faults_move_streams_and_requests_that_kill_are_stopped() -> None:
+    """Or the tests above would show nothing."""
+    heavy = [simulate(seed, HEAVY) for seed in range(20)]
+    assert sum(report.migrations.get("died", 0) for report in heavy) > 20
+    assert sum(report.migrations.get("silent", 0) for report in heavy) > 20
+    assert any(report.gaps_s["died"] for report in heavy)
+    deadly = [simulate(seed, SCENARIOS["requests that kill"][0]) for seed in range(5)]
+    assert sum(report.failures.get("quarantined", 0) for report in deadly) > 5
+
+
+def test_equal_seeds_give_equal_runs() -> None:
+    assert simulate(7, HEAVY) == simulate(7, HEAVY)
+    assert simulate(7, HEAVY).digest != simulate(8, HEAVY).digest
+
+
+def test_a_token_that_a_move_loses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages_of = request_table._messages_of
+
+    def forgetful(stream: request_table.RequestStream) -> list[AddRequest]:
+        for sequence in stream.sequences:
+            del sequence.token_ids[5:6]
+        return messages_of(stream)
+
+    monkeypatch.setattr(request_table, "_messages_of", forgetful)
+    assert any("lost, doubled or changed" in each for each in violations(HEAVY, range(10)))
+
+
+def test_a_router_that_forgets_who_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Router, "_place_held", lambda router, now_s: [])
+    crowded = Scenario(num_engines=1, num_frontends=1, faults_per_s=1.0, kinds_of_faults=("crash",), num_requests=30)
+    assert any("stood still" in each or "never ended" in each for each in violations(crowded, range(5)))
+
+
+@pytest.mark.system
+def test_many_seeds() -> None:
+    assert violations(HEAVY, range(1_000, 2_000)) == []
+
+
+@pytest.mark.system
+def test_a_large_fleet() -> None:
+    large = Scenario(
+        num_engines=100,
+        num_frontends=20,
+        num_requests=5_000,
+        arrivals_per_s=1_000.0,
+        faults_per_s=20.0,
+        num_sessions=300,
+    )
+    assert violations(large, range(1)) == []
+
+
+def test_the_command_tells_what_held(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "simulate", "--seeds", "3", "--disable-tqdm", "--num-requests", "20"]) == 0
+    output = capsys.readouterr().out
+    assert "violations" in output
+    assert "runs" in output
