@@ -245,8 +245,7 @@ def test_an_unknown_model_or_route_or_method(server, client):
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("/v1/responses", "Responses API is not supported yet; /v1/chat/completions answers"),
-        ("/v1/responses/resp_1/cancel", "Responses API"),
+        ("/v1/responses/resp_1/nothing", "a response is read, followed, cancelled and deleted by its id"),
         ("/v1/embeddings", "only generation is supported so far"),
         *((path, "only generation is supported") for path in ("/pooling", "/classify", "/score", "/rerank")),
         ("/v1/audio/transcriptions", "text alone"),

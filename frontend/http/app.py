@@ -40,7 +40,7 @@ _LONGEST_PATH = 200
 
 REASONS: Mapping[str, str] = types.MappingProxyType(
     {
-        "/v1/responses": "the Responses API is not supported yet; /v1/chat/completions answers conversations",
+        "/v1/responses": "POST answers; a response is read, followed, cancelled and deleted by its id",
         "/v1/realtime": _TEXT_ONLY,
         "/v1/audio": _TEXT_ONLY,
         "/v1/images": _TEXT_ONLY,

@@ -86,6 +86,7 @@ def render(
         client.tokenizer,
         tools=choice.shown,
         enable_thinking=request.enable_thinking,
+        reasoning_effort=request.reasoning_effort,
         documents=request.documents,
     )
     # The template writes the special tokens itself.
@@ -99,6 +100,19 @@ def render(
     return prompt, token_ids, choice
 
 
+class ChatWork(NamedTuple):
+    """A conversation's next message: what to run, and how to read it."""
+
+    job: Job
+    answer: Answer
+    make_reader: Callable[[], OutputParser] | None
+    """Of one output, where it may hold reasoning or tool calls."""
+    names_tool: bool
+    """The request named the tool to call."""
+    form_field: str
+    """Which field of the body the answer's form comes from."""
+
+
 def prepare_chat(
     request: ChatCompletionRequest,
     engine: Engine,
@@ -109,6 +123,16 @@ def prepare_chat(
     id_prefix: str = "chatcmpl-",
 ) -> PreparedRequest:
     """What to submit and how to answer. Raises ApiError and InvalidRequestError."""
+    work = chat_work(request, engine, parts, id_prefix + name, tenant)
+    make_answer = make_answer or functools.partial(ChatAnswer, names_tool=work.names_tool)
+    answer = make_answer(request, work.answer, parts.options.response_role, work.make_reader)
+    return PreparedRequest(
+        engine=engine, jobs=[work.job], answer=answer, streams=bool(request.stream), form_field=work.form_field
+    )
+
+
+def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, id: str, tenant: str) -> ChatWork:
+    """Raises ApiError and InvalidRequestError."""
     assert engine.client is not None
     client = engine.client
     if request.top_logprobs is not None and not request.logprobs:
@@ -149,16 +173,10 @@ def prepare_chat(
     )
     truncate(tokens, params, client.welcome)
     check_length(tokens, asked, client.welcome, "messages")
-    id = id_prefix + name
     answer = Answer(request, id, request.model or engine.names[0], client.tokenizer)
-    make_answer = make_answer or functools.partial(ChatAnswer, names_tool=choice.is_named)
-    return PreparedRequest(
-        engine=engine,
-        jobs=[Job(id, tokens, params, request.priority or 0)],
-        answer=make_answer(request, answer, parts.options.response_role, reader),
-        streams=bool(request.stream),
-        form_field="tool_choice" if grammar is not None else field_of_body(request),
-    )
+    job = Job(id, tokens, params, request.priority or 0)
+    form_field = "tool_choice" if grammar is not None else field_of_body(request)
+    return ChatWork(job, answer, reader, choice.is_named, form_field)
 
 
 class _Choice:

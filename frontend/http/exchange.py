@@ -71,6 +71,12 @@ class LargeBodies:
         del body  # what is raised refers to this frame, and would keep the body until the next collection
         return await asyncio.get_running_loop().run_in_executor(self.threads, _make, only, make)
 
+    async def work(self, num_bytes: int, make: Callable[[], T]) -> T:
+        """What `make` makes of so many bytes that were decoded: in another thread, if that is much."""
+        if num_bytes <= INLINE_BYTES:
+            return make()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, make)
+
     def give_back(self, num_bytes: int) -> None:
         """A request whose body had so many bytes has ended: its memory goes back to the system, if it was much."""
         if num_bytes > _TRIM_BYTES and not self._is_trim_due:

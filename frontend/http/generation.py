@@ -13,10 +13,11 @@ core: what comes meanwhile stays in the request's lists and leaves as one larger
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, Protocol
 
@@ -55,6 +56,26 @@ class Chunks(Protocol):
 
     def failure(self, error: BaseException) -> bytes:
         """The last event of a stream that failed."""
+        ...
+
+
+class Silent(Protocol):
+    """What a comment keeps open while it writes nothing."""
+
+    last_write_s: float
+
+    def keep_alive(self) -> None: ...
+
+
+class Listener(Protocol):
+    """Hears of the requests of a `Running`, in the client's loop."""
+
+    def on_step(self, stream: RequestStream) -> None: ...
+
+    def fail(self, error: BaseException) -> None: ...
+
+    def close(self) -> None:
+        """Nothing follows."""
         ...
 
 
@@ -168,15 +189,15 @@ class KeepAlive:
     def __init__(self, silence_s: float) -> None:
         """A comment is sent after `silence_s` without an event."""
         self._silence_s = silence_s
-        self._streams: set[EventStream] = set()
+        self._streams: set[Silent] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, stream: EventStream) -> None:
+    def add(self, stream: Silent) -> None:
         self._streams.add(stream)
         if self._timer is None:
             self._schedule()
 
-    def remove(self, stream: EventStream) -> None:
+    def remove(self, stream: Silent) -> None:
         self._streams.discard(stream)
 
     def _schedule(self) -> None:
@@ -246,23 +267,23 @@ class PreparedRequest(msgspec.Struct):
 class Running:
     """The submitted jobs of one request, which end together."""
 
-    def __init__(self, prepared: PreparedRequest, pool: EnginePool, pages: Pages) -> None:
-        if prepared.engine.client is None:  # it was there when the request was prepared
+    def __init__(self, engine: Engine, jobs: Sequence[Job], pool: EnginePool, pages: Pages) -> None:
+        if engine.client is None:  # it was there when the request was prepared
             raise unavailable("the engine is not running", code="engine_dead")
-        self._prepared, self._welcome = prepared, prepared.engine.client.welcome
+        self._engine, self._jobs, self._welcome = engine, jobs, engine.client.welcome
         self._pool, self._pages = pool, pages
         self._meters: dict[RequestStream, RequestMeter] = {}
         self.error: HeadraceError | None = None
-        self.events: EventStream | None = None
+        self.events: Listener | None = None
         self.news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done with the first step that brought something, or the end."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.streams: list[RequestStream] = []
-        self._num_running = len(prepared.jobs)
+        self._num_running = len(jobs)
 
     async def submit(self) -> None:
         """Raises ApiError before anything is sent, or EngineDeadError. Other requests have their turn in between."""
-        jobs = self._prepared.jobs
+        jobs = self._jobs
         pace = _Pace()
         for index, job in enumerate(jobs):
             try:
@@ -270,12 +291,12 @@ class Running:
             except InvalidRequestError as error:
                 raise as_api_error(error, index, len(jobs)) from error
             await pace.step()
-        model, meters = self._prepared.engine.names[0], dict[int, RequestMeter]()
+        model, meters = self._engine.names[0], dict[int, RequestMeter]()
         for job in jobs:
             # Two clients may choose one name; both get their answer under it.
             name = f"{job.name}-{uuid.uuid4().hex}" if job.name in self._pool else job.name
             stream = self._pool.submit(name, job.prompt, job.params, job.priority, model=model)
-            engine = self._pool.engine_of(stream) or self._prepared.engine
+            engine = self._pool.engine_of(stream) or self._engine
             if engine.index not in meters:
                 meters[engine.index] = RequestMeter(self._pages.engines[engine.index])
             self._meters[stream] = meters[engine.index]
@@ -332,7 +353,7 @@ class Generator:
         self, keep_alive: KeepAlive, request_timeout_s: float, pages: Pages, pool: EnginePool, threads: Executor
     ) -> None:
         """threads: where large answers are written."""
-        self._keep_alive, self._timeout_s, self._pages, self._pool = keep_alive, request_timeout_s, pages, pool
+        self.keep_alive, self._timeout_s, self._pages, self._pool = keep_alive, request_timeout_s, pages, pool
         self._threads = threads
         self._running: set[Running] = set()
 
@@ -350,28 +371,29 @@ class Generator:
                 if not each.done():
                     each.set_result(None)
 
-    async def answer(self, prepared: PreparedRequest, connection: Connection, receive: Receive, send: Send) -> None:
-        """Runs it and sends the response. Raises ApiError and HeadraceError while nothing has been sent."""
+    @contextlib.asynccontextmanager
+    async def running(self, engine: Engine, jobs: Sequence[Job]) -> AsyncIterator[Running]:
+        """Submitted; ended at the latest when the block is left. Raises ApiError and HeadraceError."""
         self._pages.count("http_requests")
-        running = Running(prepared, self._pool, self._pages)
+        running = Running(engine, jobs, self._pool, self._pages)
         self._running.add(running)
-        gone = asyncio.ensure_future(_until_gone(receive))
         try:
-            deadline_s = time.monotonic() + self._timeout_s if self._timeout_s else None
             await running.submit()
-            prepared.answer.attach(running.streams)
-            if prepared.streams:
-                await self._stream(prepared, running, connection, gone, deadline_s, send)
-            elif await _first_of(running.ended, gone, deadline_s):
-                if running.error is not None:
-                    raise running.error
-                await send_json(send, 200, await self._whole(prepared, running.streams))
+            yield running
         finally:
-            if gone.done():
-                self._pages.count("http_disconnects")
             running.abort()
             running.events = None
             self._running.discard(running)
+
+    @contextlib.asynccontextmanager
+    async def reader(self, receive: Receive) -> AsyncIterator[asyncio.Future[None]]:
+        """Done once the client has left."""
+        gone = asyncio.ensure_future(_until_gone(receive))
+        try:
+            yield gone
+        finally:
+            if gone.done():
+                self._pages.count("http_disconnects")
             gone.cancel()
 
     async def _whole(self, prepared: PreparedRequest, streams: Sequence[RequestStream]) -> bytes:
@@ -379,6 +401,22 @@ class Generator:
         if sum(map(_num_told, streams)) <= INLINE_TOKENS:
             return prepared.answer.whole()
         return await asyncio.get_running_loop().run_in_executor(self._threads, prepared.answer.whole)
+
+    def deadline_s(self) -> float | None:
+        """Of a request that begins now."""
+        return time.monotonic() + self._timeout_s if self._timeout_s else None
+
+    async def answer(self, prepared: PreparedRequest, connection: Connection, receive: Receive, send: Send) -> None:
+        """Runs it and sends the response. Raises ApiError and HeadraceError while nothing has been sent."""
+        deadline_s = self.deadline_s()
+        async with self.reader(receive) as gone, self.running(prepared.engine, prepared.jobs) as running:
+            prepared.answer.attach(running.streams)
+            if prepared.streams:
+                await self._stream(prepared, running, connection, gone, deadline_s, send)
+            elif await first_of(running.ended, gone, deadline_s):
+                if running.error is not None:
+                    raise running.error
+                await send_json(send, 200, await self._whole(prepared, running.streams))
 
     async def _stream(
         self,
@@ -393,7 +431,7 @@ class Generator:
         events.attach(running.streams)
         hold_s = time.monotonic() + HOLD_S
         try:
-            if not await _first_of(running.news, gone, min(hold_s, deadline_s or hold_s)):
+            if not await first_of(running.news, gone, min(hold_s, deadline_s or hold_s)):
                 return
         except ApiError:
             if deadline_s is not None and time.monotonic() >= deadline_s:
@@ -401,21 +439,21 @@ class Generator:
         if running.error is not None:
             raise running.error
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-        self._keep_alive.add(events)
+        self.keep_alive.add(events)
         try:
             running.events = events
             if running.error is not None:  # while the start was sent
                 events.fail(running.error)
             events.open()
             try:
-                if not await _first_of(events.ended, gone, deadline_s):
+                if not await first_of(events.ended, gone, deadline_s):
                     return
             except ApiError as error:
                 events.fail(error)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             events.close()
-            self._keep_alive.remove(events)
+            self.keep_alive.remove(events)
 
 
 def _num_told(stream: RequestStream) -> int:
@@ -439,7 +477,7 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-async def _first_of(done: asyncio.Future[None], gone: asyncio.Future[None], deadline_s: float | None) -> bool:
+async def first_of(done: asyncio.Future[Any], gone: asyncio.Future[None], deadline_s: float | None) -> bool:
     """True once `done` is, False when the client left. Raises ApiError at the deadline."""
     timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
     await asyncio.wait((done, gone), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -447,7 +485,11 @@ async def _first_of(done: asyncio.Future[None], gone: asyncio.Future[None], dead
         return True
     if gone.done():
         return False
-    raise ApiError(
+    raise took_too_long()
+
+
+def took_too_long() -> ApiError:
+    return ApiError(
         504,
         "the request took longer than this server allows (its option request_timeout); ask for fewer tokens",
         type="timeout_error",

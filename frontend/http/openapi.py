@@ -65,7 +65,7 @@ def _operation(route: RouteSpec, *, guarded: bool) -> dict[str, Any]:
         operation["parameters"] = [{"name": name, "in": "query", "schema": each} for name, each in described.items()]
     names = [match.group(1) for match in _PATH_PARAMETER.finditer(route.path)]
     if names:
-        operation["parameters"] = [
+        operation["parameters"] = operation.get("parameters", []) + [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     if route.request is not None:

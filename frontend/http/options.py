@@ -12,12 +12,13 @@ from headrace.core.options.values import read_options
 from headrace.ipc.failure import OptionError
 from headrace.ipc.log import LEVEL_VARIABLE
 
-ADDRESS, ENGINES, SECURITY, LIMITS, CHAT, OBSERVED = (
+ADDRESS, ENGINES, SECURITY, LIMITS, CHAT, STORED, OBSERVED = (
     "Server address",
     "Server engines",
     "Server security",
     "Server limits",
     "Server chat",
+    "Server storage",
     "Server metrics and logs",
 )
 
@@ -185,6 +186,24 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_tokenizer_info_endpoint: Annotated[
         bool, Option(CHAT, "Serve GET /tokenizer_info: special tokens and the chat template, as lm-eval asks for them")
     ] = False
+
+    response_store: Annotated[
+        str | None,
+        Option(
+            STORED,
+            "File (SQLite) in which /v1/responses keeps its responses, which then outlive the server",
+            default_text="memory; of several HTTP processes, a file that goes when they do",
+        ),
+    ] = None
+    response_store_bytes: Annotated[
+        int,
+        Option(
+            STORED,
+            "Most that /v1/responses keeps: the least recently used leave first. 0 keeps nothing",
+            "bytes",
+            minimum=0,
+        ),
+    ] = 64 << 20
 
     server_dev_mode: Annotated[
         bool,

@@ -9,9 +9,10 @@ import contextlib
 import os
 import queue
 import signal
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -117,7 +118,7 @@ def serve_with_processes(engine_options: Options, options: ServeOptions, engine:
     events: Events = queue.SimpleQueue()
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: _on_signal(events, number, frame))
-    with sock:
+    with sock, _shared_responses(options) as options:
         keeper = _EngineKeeper(engine_options, options.num_restarts(1), engine, events)
         processes = [_HttpProcess(index) for index in range(options.api_server_count)]
         service = _Service(options, keeper, events, engine_options, processes)
@@ -132,6 +133,16 @@ def serve_with_processes(engine_options: Options, options: ServeOptions, engine:
             return service.run()
         finally:
             service.close()
+
+
+@contextlib.contextmanager
+def _shared_responses(options: ServeOptions) -> Iterator[ServeOptions]:
+    """A response that one process stored is asked of any of them: without a file of the user's, they share this one."""
+    if options.response_store is not None or not options.response_store_bytes:
+        yield options
+        return
+    with tempfile.TemporaryDirectory(prefix="headrace-responses-", ignore_cleanup_errors=True) as folder:
+        yield msgspec.structs.replace(options, response_store=os.path.join(folder, "responses.sqlite"))
 
 
 class _EngineKeeper:

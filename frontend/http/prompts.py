@@ -238,6 +238,7 @@ class ChatPrompts:
         *,
         tools: list[dict[str, Any]] | None,
         enable_thinking: bool | None = None,
+        reasoning_effort: str | None = None,
         documents: Sequence[dict[str, Any]] | None = None,
     ) -> RenderedChat:
         """Raises ApiError, and InvalidRequestError with the template's own words."""
@@ -246,8 +247,11 @@ class ChatPrompts:
         if not messages:
             raise bad_field("messages", "messages is empty: give at least one")
         variables = dict(request.chat_template_kwargs or {})
-        if enable_thinking is not None:
-            variables.setdefault("enable_thinking", enable_thinking)
+        if enable_thinking is None and reasoning_effort == "none":
+            enable_thinking = False
+        for name, value in (("enable_thinking", enable_thinking), ("reasoning_effort", reasoning_effort)):
+            if value is not None:
+                variables.setdefault(name, value)
         for name in variables:
             if name in _RESERVED:
                 raise bad_field(

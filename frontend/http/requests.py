@@ -13,7 +13,7 @@ import types
 import urllib.parse
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -149,6 +149,10 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template: Template = None
     chat_template_kwargs: TemplateVariables = None
     enable_thinking: Annotated[bool | None, Meta(description="The template's variable of that name")] = None
+    reasoning_effort: Annotated[
+        str | None,
+        Meta(description="The template's variable of that name; none also sets enable_thinking to false"),
+    ] = None
     tools: Tools = None
     tool_choice: Annotated[
         str | dict[str, Any] | None, Meta(description="none, auto, required, or which of the tools")
@@ -156,6 +160,65 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: Annotated[bool | None, Meta(description="False: only the first call is answered")] = None
     include_reasoning: Annotated[bool | None, Meta(description="False: the reasoning is left out")] = None
     documents: Annotated[Few[dict[str, Any]] | None, Meta(description="Passed to the template")] = None
+
+
+class ResponsesFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What OpenAI's Responses API has besides the fields of SamplingParams."""
+
+    input: Annotated[str | Many[dict[str, Any]], Meta(description="A text, or items: messages, calls, their outputs")]
+    model: Annotated[str | None, Meta(description="One of /v1/models; the first of them when left out")] = None
+    instructions: Annotated[str | None, Meta(description="A system message before all else")] = None
+    previous_response_id: Annotated[str | None, Meta(description="The stored response that this one follows")] = None
+    max_output_tokens: Annotated[int | None, Meta(description="Most tokens to generate, reasoning included")] = None
+    stop: Annotated[str | list[str] | None, Meta(description="Texts that end the output, and are not in it")] = None
+    logit_bias: Annotated[
+        Annotated[dict[str, float], Meta(max_length=MOST_BIASES)] | None,
+        Meta(description="Token id: -100 to 100, added to its logit"),
+    ] = None
+    tools: Annotated[Few[dict[str, Any]] | None, Meta(description="Functions that the model may call")] = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None, Meta(description="none, auto, required, or which of the tools")
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="False: only the first call is answered")] = None
+    max_tool_calls: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="Most calls that the server itself carries out")
+    ] = None
+    text: Annotated[
+        dict[str, Any] | None, Meta(description="{format: {type: text, json_object or json_schema, ...}}")
+    ] = None
+    reasoning: Annotated[dict[str, Any] | None, Meta(description="{effort: ...}, for templates that read it")] = None
+    truncation: Annotated[
+        Literal["auto", "disabled"] | None, Meta(description="auto: the oldest turns are dropped where they do not fit")
+    ] = None
+    include: Annotated[Few[str] | None, Meta(description="What else to give, such as log-probabilities")] = None
+    top_logprobs: Annotated[int | None, Meta(description="Likeliest tokens to report with each")] = None
+    stream: Annotated[bool | None, Meta(description="Send the response as server-sent events while it grows")] = None
+    stream_options: StreamOptions | None = None
+    store: Annotated[bool | None, Meta(description="Keep the response, to be read and followed by its id")] = None
+    background: Annotated[bool | None, Meta(description="Answer at once, and generate meanwhile")] = None
+    metadata: Annotated[
+        Annotated[dict[str, str], Meta(max_length=16)] | None, Meta(description="Given back with the response")
+    ] = None
+    user: Annotated[str | None, Meta(description="Given back with the response")] = None
+    chat_template_kwargs: TemplateVariables = None
+    priority: Annotated[int | None, Meta(description="Smaller is sooner, under the policy `priority`")] = None
+    cache_salt: Annotated[str | None, Meta(description="Cached prefixes are shared only under the same salt")] = None
+    request_id: Annotated[str | None, Meta(description="Name of the request; also the header X-Request-Id")] = None
+    vllm_xargs: Annotated[dict[str, Any] | None, Meta(description="What the engine's logits processors read")] = None
+
+
+if TYPE_CHECKING:
+    ResponsesRequest = ResponsesFields
+else:
+    ResponsesRequest = msgspec.defstruct(
+        "ResponsesRequest",
+        body_fields(FIELDS, (*ResponsesFields.__struct_fields__, *GenerationFields.__struct_fields__)),
+        bases=(ResponsesFields,),
+        module=__name__,
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )
+    """POST /v1/responses"""
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -198,6 +261,7 @@ class Neutral(msgspec.Struct, frozen=True):
 _BEAMS = "beam search is LLM.beam_search and AsyncLLM.beam_search; bodies cannot ask for it yet"
 _TEXT_ONLY = "models read and write text alone"
 _STORED = "nothing is stored by this server"
+_NO_CONVERSATIONS = "conversations are not kept as such"
 
 NEUTRAL: Mapping[str, Neutral] = types.MappingProxyType(
     {
@@ -232,9 +296,18 @@ NEUTRAL_OF: Mapping[type[msgspec.Struct], Mapping[str, Neutral]] = types.Mapping
                 "function_call": Neutral("retired by OpenAI; use tools", ("none",)),
                 "modalities": Neutral(_TEXT_ONLY, (["text"],)),
                 "audio": Neutral(_TEXT_ONLY),
-                "reasoning_effort": Neutral("not supported yet; see chat_template_kwargs for what templates take"),
                 "verbosity": Neutral("not supported", ("medium",)),
                 "web_search_options": Neutral("not supported"),
+            }
+        ),
+        ResponsesRequest: types.MappingProxyType(
+            {name: NEUTRAL[name] for name in NEUTRAL if name not in ResponsesFields.__struct_fields__}
+            | {
+                "prompt_cache_options": Neutral("a hint; equal prefixes are cached without one", is_harmless=True),
+                "conversation": Neutral(f"{_NO_CONVERSATIONS}; use previous_response_id"),
+                "prompt": Neutral("templates of prompts are kept by OpenAI; give input and instructions"),
+                "context_management": Neutral("not supported; truncation: auto drops the oldest turns"),
+                "moderation": Neutral("not supported"),
             }
         ),
     }

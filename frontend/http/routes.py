@@ -42,6 +42,7 @@ from headrace.frontend.http.requests import (
     CompletionRequest,
     DetokenizeRequest,
     RequestDecoder,
+    ResponsesRequest,
     TokenizeRequest,
 )
 from headrace.frontend.http.responses import (
@@ -56,6 +57,15 @@ from headrace.frontend.http.responses import (
     TokenizerInfoResponse,
     VersionResponse,
 )
+from headrace.frontend.http.responses_api import handlers as responses_api
+from headrace.frontend.http.responses_api.handlers import (
+    DeletedResponse,
+    InputItemList,
+    InputItemsQuery,
+    ResponsesState,
+    RetrieveQuery,
+)
+from headrace.frontend.http.responses_api.run import ResponseObject
 from headrace.frontend.http.tool_choice import check_tools
 
 
@@ -78,6 +88,7 @@ class ServerState:
         self.bodies = LargeBodies(options.max_body_bytes)
         prompts = ChatPrompts(template, trusts_requests=options.trust_request_chat_template)
         self.chat = ChatParts(options, prompts, OutputFormats(options))
+        self.responses = ResponsesState(options.response_store, options.response_store_bytes)
         self.exposition = Exposition(pages, pool, options.metrics_prefix)
         self.generator = Generator(
             KeepAlive(options.sse_keep_alive), options.request_timeout, pages, pool, self.bodies.threads
@@ -416,6 +427,46 @@ ROUTES: tuple[RouteSpec, ...] = (
         CountTokensResponse,
         _TOKENS,
         error_body=error_body,
+    ),
+    _post(
+        "/v1/responses",
+        responses_api.create,
+        "Answer, with items that may be stored and followed",
+        ResponsesRequest,
+        ResponseObject,
+        _GENERATION,
+    ),
+    _get(
+        "/v1/responses/{response_id}",
+        responses_api.retrieve,
+        "A stored response",
+        ResponseObject,
+        query=RetrieveQuery,
+        refusals=(400, 404),
+    ),
+    RouteSpec(
+        method="DELETE",
+        path="/v1/responses/{response_id}",
+        handler=responses_api.delete,
+        summary="Forget a stored response",
+        response=DeletedResponse,
+        refusals=(404,),
+    ),
+    RouteSpec(
+        method="POST",
+        path="/v1/responses/{response_id}/cancel",
+        handler=responses_api.cancel,
+        summary="End a response that is generated in the background",
+        response=ResponseObject,
+        refusals=(400, 404),
+    ),
+    _get(
+        "/v1/responses/{response_id}/input_items",
+        responses_api.input_items,
+        "What a stored response was asked with",
+        InputItemList,
+        query=InputItemsQuery,
+        refusals=(400, 404),
     ),
     RouteSpec(
         method="POST",

@@ -1,0 +1,272 @@
+"""From the items of a Responses request to a conversation, as chat completions have it.
+
+`stored_form` brings items into the form in which they are listed; `as_chat` makes messages of those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.frontend.http.errors import bad_field
+from headrace.frontend.http.requests import ChatCompletionRequest, ChatMessage, ResponsesRequest
+from headrace.frontend.http.responses_api.items import Item, from_encrypted, new_id
+
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+INCLUDABLE = (
+    LOGPROBS,
+    ENCRYPTED,
+    # Of tools that are not run here: nothing has any.
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
+_SAME_NAMES = tuple(
+    name
+    for name in ResponsesRequest.__struct_fields__
+    if name in ChatCompletionRequest.__struct_fields__
+    and name not in ("stream", "stream_options", "tools", "tool_choice", "top_logprobs", "metadata", "store", "user")
+)
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+def stored_form(given: str | Sequence[Any]) -> list[Item]:
+    """With ids, and with contents as lists of parts. Raises ApiError, which names the item."""
+    if isinstance(given, str):
+        given = [{"type": "message", "role": "user", "content": given}]
+    return [_stored_item(item, f"input[{index}]") for index, item in enumerate(given)]
+
+
+def _stored_item(item: Any, where: str) -> Item:
+    kind = item.get("type") or ("message" if "role" in item else None)
+    if kind == "message":
+        return _stored_message(item, where)
+    if kind == "function_call":
+        call = {name: _text(item, name, where) for name in ("call_id", "name", "arguments")}
+        return {"type": kind, "id": item.get("id") or new_id("fc"), **call, "status": "completed"}
+    if kind == "function_call_output":
+        output = item.get("output")
+        if not isinstance(output, str):
+            output = [_part(part, "input_text", f"{where}.output") for part in _parts(output, f"{where}.output")]
+        own = {"id": item.get("id") or new_id("fco"), "call_id": _text(item, "call_id", where)}
+        return {"type": kind, **own, "output": output, "status": "completed"}
+    if kind == "reasoning":
+        own = {"id": item.get("id") or new_id("rs"), "summary": item.get("summary") or []}
+        return {"type": kind, **own, "content": [{"type": "reasoning_text", "text": _reasoning(item, where)}]}
+    if kind == "mcp_call":
+        call = {name: _text(item, name, where) for name in ("server_label", "name", "arguments")}
+        rest = {name: item.get(name) for name in ("output", "error")}
+        return {"type": kind, "id": item.get("id") or new_id("mcp"), **call, **rest, "status": "completed"}
+    if kind == "mcp_list_tools":  # the server lists them anew
+        known = {"id": item.get("id") or new_id("mcpl"), "server_label": _text(item, "server_label", where)}
+        return {"type": kind, **known, "tools": item.get("tools") or []}
+    if kind == "item_reference":
+        raise bad_field(where, f"{where}: items are not kept by their ids; send the item, or use previous_response_id")
+    raise bad_field(
+        f"{where}.type",
+        f"{where}: items of type {str(kind)[:80]!r} are not supported; there are message, function_call, "
+        "function_call_output, reasoning and mcp_call",
+    )
+
+
+def _stored_message(item: Item, where: str) -> Item:
+    role = item.get("role")
+    if role not in ("user", "assistant", "system", "developer"):
+        raise bad_field(f"{where}.role", f"{where}.role must be user, assistant, system or developer")
+    kind = "output_text" if role == "assistant" else "input_text"
+    content = item.get("content")
+    if isinstance(content, str):
+        content = [{"type": kind, "text": content}]
+    where = f"{where}.content"
+    parts = [_part(part, kind, f"{where}[{index}]") for index, part in enumerate(_parts(content, where))]
+    own = {"id": item.get("id") or new_id("msg"), "role": role, "content": parts}
+    return {"type": "message", **own, "status": "completed"}
+
+
+def _parts(content: Any, where: str) -> list[Any]:
+    if not isinstance(content, list):
+        raise bad_field(where, f"{where} must be a text or a list of parts")
+    return content
+
+
+def _part(part: Any, kind: str, where: str) -> Item:
+    if isinstance(part, dict) and part.get("type") == "refusal":
+        return {"type": "refusal", "refusal": _text(part, "refusal", where)}
+    if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS:
+        named = part.get("type") if isinstance(part, dict) else part
+        raise bad_field(where, f"{where}: a part of type {str(named)[:80]!r} is not supported: models read text alone")
+    more: Item = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+    return {"type": kind, "text": _text(part, "text", where), **more}
+
+
+def _text(item: Item, name: str, where: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise bad_field(f"{where}.{name}", f"{where}.{name} must be a text")
+    return value
+
+
+def _reasoning(item: Item, where: str) -> str:
+    if item.get("content"):
+        parts = _parts(item["content"], f"{where}.content")
+        return "".join(_part(part, "input_text", f"{where}.content")["text"] for part in parts)
+    if item.get("encrypted_content"):
+        try:
+            return from_encrypted(_text(item, "encrypted_content", where))
+        except ValueError:
+            raise bad_field(
+                f"{where}.encrypted_content", f"{where}.encrypted_content was not written by this server"
+            ) from None
+    return ""
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def as_chat(request: ResponsesRequest, items: Sequence[Item], tools: list[Item] | None) -> ChatCompletionRequest:
+    """Raises ApiError, which names the field."""
+    messages = _joined_systems(_messages(items), request.instructions)
+    same = {name: getattr(request, name) for name in _SAME_NAMES}
+    with_logprobs = LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
+    return ChatCompletionRequest(
+        messages=messages,
+        max_completion_tokens=request.max_output_tokens,
+        tools=tools,
+        tool_choice=_choice(request.tool_choice),
+        reasoning_effort=(request.reasoning or {}).get("effort"),
+        response_format=_response_format(request.text),
+        logprobs=with_logprobs or None,
+        top_logprobs=request.top_logprobs if with_logprobs else None,
+        # Log-probabilities are told with the text that they belong to.
+        stream=True if request.stream or with_logprobs else None,
+        **same,
+    )
+
+
+def _messages(items: Sequence[Item]) -> list[ChatMessage]:
+    """What the assistant thought, said and called in a row is one message."""
+    messages: list[ChatMessage] = []
+    for item in items:
+        match item["type"]:
+            case "message" if item["role"] == "assistant":
+                mine = _open_message(messages)
+                mine.content = (str(mine.content) if mine.content else "") + _joined(item["content"])
+            case "message":
+                role = "system" if item["role"] == "developer" else item["role"]
+                messages.append(ChatMessage(role=role, content=_joined(item["content"])))
+            case "reasoning":
+                mine = _open_message(messages, is_new=True)
+                mine.reasoning_content = _joined(item["content"]) or None
+            case "function_call":
+                _add_call(messages, item["call_id"], item)
+            case "function_call_output":
+                output = item["output"]
+                text = output if isinstance(output, str) else _joined(output)
+                messages.append(ChatMessage(role="tool", content=text, tool_call_id=item["call_id"]))
+            case "mcp_call":
+                _add_call(messages, item["id"], item)
+                text = item["output"] if item["output"] is not None else f"error: {item['error']}"
+                messages.append(ChatMessage(role="tool", content=text, tool_call_id=item["id"]))
+    return [each for each in messages if each.content is not None or each.tool_calls or each.reasoning_content]
+
+
+def _open_message(messages: list[ChatMessage], *, is_new: bool = False) -> ChatMessage:
+    """The assistant's last message, where it can go on."""
+    last = messages[-1] if messages else None
+    if last is None or last.role != "assistant" or is_new:
+        last = ChatMessage(role="assistant")
+        messages.append(last)
+    return last
+
+
+def _add_call(messages: list[ChatMessage], id: str, item: Item) -> None:
+    mine = _open_message(messages)
+    function = {"name": item["name"], "arguments": item["arguments"]}
+    mine.tool_calls = [*(mine.tool_calls or ()), {"id": id, "type": "function", "function": function}]
+
+
+def _joined(parts: Sequence[Item]) -> str:
+    return "".join(part.get("text") or part.get("refusal") or "" for part in parts)
+
+
+def _joined_systems(messages: list[ChatMessage], instructions: str | None) -> list[ChatMessage]:
+    """Templates take one system message, at the beginning."""
+    begin = 0
+    while begin < len(messages) and messages[begin].role == "system":
+        begin += 1
+    texts = [instructions] if instructions else []
+    texts += [str(each.content) for each in messages[:begin]]
+    system = [ChatMessage(role="system", content="\n\n".join(texts))] if texts else []
+    return system + messages[begin:]
+
+
+def turns_to_drop(items: Sequence[Item]) -> list[int]:
+    """Where a conversation may be cut at its front: each user's message but the first begins a shorter one."""
+    starts = [place for place, item in enumerate(items) if item["type"] == "message" and item["role"] == "user"]
+    return starts[1:]
+
+
+def without_oldest(items: Sequence[Item], start: int) -> list[Item]:
+    """From `start` on; what the system says stays."""
+    kept = [item for item in items[:start] if item["type"] == "message" and item["role"] in ("system", "developer")]
+    return kept + list(items[start:])
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def function_tool(tool: Item) -> Item:
+    """As chat completions have it."""
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+
+
+def _choice(choice: str | Item | None) -> str | Item | None:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        tools = [_choice(each) if isinstance(each, dict) else each for each in choice["tools"]]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
+    raise bad_field(
+        "tool_choice",
+        "tool_choice must be none, auto, required, {type: function, name: ...} or {type: allowed_tools, mode: ..., "
+        "tools: [...]}",
+    )
+
+
+def _response_format(text: Item | None) -> Item | None:
+    """text.format in chat's shape."""
+    if text is None:
+        return None
+    if text.get("verbosity") not in (None, "medium"):
+        raise bad_field("text.verbosity", "text.verbosity: models have none; say in the instructions how long to be")
+    form = text.get("format")
+    if form is None or (isinstance(form, dict) and form.get("type") == "text"):
+        return None
+    if isinstance(form, dict) and form.get("type") == "json_object":
+        return {"type": "json_object"}
+    if isinstance(form, dict) and form.get("type") == "json_schema" and isinstance(form.get("schema"), dict):
+        named = {name: form[name] for name in ("name", "schema", "strict", "description") if form.get(name) is not None}
+        return {"type": "json_schema", "json_schema": {"name": "answer", **named}}
+    raise bad_field(
+        "text.format", "text.format must be {type: text}, {type: json_object} or {type: json_schema, name, schema}"
+    )
+
+
+def check_include(include: Sequence[str] | None) -> None:
+    for index, each in enumerate(include or ()):
+        if each not in INCLUDABLE:
+            known = ", ".join(INCLUDABLE)
+            raise bad_field(f"include[{index}]", f"include[{index}] is {each[:80]!r}; known are {known}")
+
+
+def size_of(items: Sequence[Item]) -> int:
+    """Bytes, about: how much work a conversation is."""
+    return len(msgspec.json.encode(items))

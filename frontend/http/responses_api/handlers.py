@@ -1,0 +1,374 @@
+"""The routes of the Responses API."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import time
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from headrace.frontend.http.chat import ChatWork, chat_work
+from headrace.frontend.http.engines import Engine
+from headrace.frontend.http.errors import ApiError, bad_field
+from headrace.frontend.http.exchange import Exchange
+from headrace.frontend.http.generation import HEADERS, HOLD_S, first_of
+from headrace.frontend.http.requests import ResponsesRequest, decode_query
+from headrace.frontend.http.responses_api.conversation import (
+    ENCRYPTED,
+    as_chat,
+    check_include,
+    function_tool,
+    size_of,
+    stored_form,
+    turns_to_drop,
+    without_oldest,
+)
+from headrace.frontend.http.responses_api.items import Item, new_id
+from headrace.frontend.http.responses_api.run import EventLog, Follower, ResponseObject, ResponseRun
+from headrace.frontend.http.responses_api.store import IN_PROGRESS, ResponseStore, Stored
+
+if TYPE_CHECKING:
+    from headrace.frontend.http.routes import ServerState
+
+_MOST_LOG_BYTES = 16 << 20
+"""Of the events of background responses that have ended, for those who come back to a stream."""
+_LOOK_S = 1.0
+"""How often a background response sees whether another process has cancelled it."""
+
+
+class BackgroundRuns:
+    """The responses that this process generates for nobody's connection, and events of some that have ended."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._logs: collections.OrderedDict[tuple[str, str], EventLog] = collections.OrderedDict()
+
+    def add(self, tenant: str, run: ResponseRun, task: asyncio.Task[None]) -> None:
+        key = (tenant, run.response.id)
+        self._tasks[key] = task
+        if run.log is not None:
+            self._logs[key] = run.log
+        task.add_done_callback(lambda _: self._ended(key))
+
+    def log(self, tenant: str, id: str) -> EventLog | None:
+        return self._logs.get((tenant, id))
+
+    def cancel(self, tenant: str, id: str) -> None:
+        if (task := self._tasks.get((tenant, id))) is not None:
+            task.cancel()
+
+    async def wait(self) -> None:
+        """Until all have ended."""
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _ended(self, key: tuple[str, str]) -> None:
+        del self._tasks[key]
+        if key in self._logs:
+            self._logs.move_to_end(key)
+        while sum(log.num_bytes for each, log in self._logs.items() if each not in self._tasks) > _MOST_LOG_BYTES:
+            del self._logs[next(each for each in self._logs if each not in self._tasks)]
+
+
+class ResponsesState:
+    """What one HTTP process has for this API."""
+
+    def __init__(self, path: str | None, most_bytes: int) -> None:
+        """Raises OptionError."""
+        self.store = ResponseStore(path, most_bytes)
+        self.runs = BackgroundRuns()
+
+    async def close(self) -> None:
+        """Once nothing runs on the engines any more."""
+        await self.runs.wait()
+        self.store.close()
+
+
+class DeletedResponse(msgspec.Struct):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class InputItemList(msgspec.Struct):
+    data: list[dict[str, Any]]
+    first_id: str
+    last_id: str
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+class RetrieveQuery(msgspec.Struct):
+    stream: bool = False
+    starting_after: int = -1
+    include: tuple[str, ...] = ()
+    include_obfuscation: bool = False
+
+
+class InputItemsQuery(msgspec.Struct):
+    limit: int = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+    include: tuple[str, ...] = ()
+
+
+# --- create -----------------------------------------------------------------------------------------------------------
+
+
+async def create(state: ServerState, exchange: Exchange) -> None:
+    own, tenant = state.responses, exchange.tenant
+    request = await exchange.prepare(lambda body: state.decoder.decode(body, ResponsesRequest))
+    _check(request, own.store)
+    state.check_accepting()
+    engine = state.pool.choose(request.model)
+    asked = stored_form(request.input)
+    items = [*await _history(own.store, tenant, request.previous_response_id), *asked]
+    id, name = new_id("resp"), f"resp_{exchange.request_id(request.request_id)}"
+    work = await state.bodies.work(size_of(items), lambda: _work(state, request, items, engine, name, tenant))
+    response = _response_of(request, id, work)
+    stored = Stored(id, response.status, request.previous_response_id, b"", msgspec.json.encode(asked))
+
+    async def save(response: ResponseObject) -> bool:
+        now = msgspec.structs.replace(stored, status=response.status, response=msgspec.json.encode(response))
+        if response.background:
+            return await own.store.put(tenant, now)
+        if response.store and response.status in ("completed", "incomplete"):
+            await own.store.add(tenant, now)
+        return True
+
+    log = EventLog(keeps=response.background) if request.stream else None
+    run = ResponseRun(response, state.generator, log, save, with_encrypted=ENCRYPTED in (request.include or ()))
+    if response.background:
+        await own.store.add(tenant, msgspec.structs.replace(stored, response=msgspec.json.encode(response)))
+        body = msgspec.json.encode(response)
+        own.runs.add(tenant, run, asyncio.create_task(_in_background(own, tenant, run, engine, work)))
+        await (exchange.answer(body) if log is None else _follow(state, exchange, log, 0, run.take_news))
+    else:
+        await _in_foreground(state, exchange, run, asyncio.create_task(run.run(engine, work)))
+
+
+def _check(request: ResponsesRequest, store: ResponseStore) -> None:
+    check_include(request.include)
+    if request.background and request.store is False:
+        raise bad_field("background", "a background response is read by its id, so it must be stored: leave out store")
+    if (request.background or request.store) and not store.most_bytes:
+        field = "background" if request.background else "store"
+        raise bad_field(field, f"{field}: this server keeps no responses (its option response_store_bytes is 0)")
+    if request.reasoning is not None and not isinstance(request.reasoning.get("effort", ""), str | None):
+        raise bad_field("reasoning.effort", "reasoning.effort must be a text")
+
+
+async def _history(store: ResponseStore, tenant: str, previous: str | None) -> list[Item]:
+    if previous is None:
+        return []
+    items, missing = await store.history(tenant, previous)
+    if missing is None:
+        return items
+    param = "previous_response_id"
+    if missing == previous and await store.get(tenant, previous) is not None:
+        raise bad_field(param, f"the response {previous!r:.200} is not complete, and nothing can follow it")
+    also = "" if missing == previous else f", which {previous!r:.200} follows,"
+    raise ApiError(
+        HTTPStatus.NOT_FOUND,
+        f"the response {missing!r:.200}{also} is not here: it was deleted, was not stored, or had to make room",
+        param=param,
+        code="previous_response_not_found",
+    )
+
+
+def _work(
+    state: ServerState, request: ResponsesRequest, items: list[Item], engine: Engine, name: str, tenant: str
+) -> ChatWork:
+    """The prompt, without its oldest turns where the request allows it and they do not fit. Raises ApiError."""
+    tools = _function_tools(request)
+
+    def attempt(kept: list[Item]) -> ChatWork | ApiError:
+        try:
+            return chat_work(as_chat(request, kept, tools), engine, state.chat, name, tenant)
+        except ApiError as error:
+            if error.body.code != "context_length_exceeded" or request.truncation != "auto":
+                raise
+            return error
+
+    best = attempt(items)
+    cuts = turns_to_drop(items)
+    low, high = 0, len(cuts) if isinstance(best, ApiError) else 0
+    while low < high:  # the first cut that fits is one of these
+        middle = (low + high) // 2
+        found = attempt(without_oldest(items, cuts[middle]))
+        if isinstance(found, ApiError):
+            low = middle + 1
+        else:
+            best, high = found, middle
+    if isinstance(best, ApiError):
+        raise best
+    return best
+
+
+def _function_tools(request: ResponsesRequest) -> list[Item] | None:
+    """Raises ApiError for tools that are not functions."""
+    for index, tool in enumerate(request.tools or ()):
+        if tool.get("type") != "function":
+            raise bad_field(
+                f"tools[{index}].type",
+                f"tools[{index}]: tools of type {str(tool.get('type'))[:80]!r} are run by OpenAI, not here; "
+                "functions are called by their name",
+            )
+    return [function_tool(tool) for tool in request.tools or ()] or None
+
+
+def _response_of(request: ResponsesRequest, id: str, work: ChatWork) -> ResponseObject:
+    params, text, reasoning = work.job.params, request.text or {}, request.reasoning or {}
+    return ResponseObject(
+        id=id,
+        created_at=int(time.time()),
+        status="queued" if request.background else "in_progress",
+        background=bool(request.background),
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        max_tool_calls=request.max_tool_calls,
+        model=work.answer.model,
+        output=[],
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        previous_response_id=request.previous_response_id,
+        reasoning={"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
+        store=request.store is not False,
+        temperature=params.temperature,
+        text={**text, "format": text.get("format") or {"type": "text"}},
+        tool_choice=request.tool_choice or "auto",
+        tools=[{"description": None, "parameters": None, "strict": None, **tool} for tool in request.tools or ()],
+        top_logprobs=request.top_logprobs or 0,
+        top_p=params.top_p,
+        truncation=request.truncation or "disabled",
+        user=request.user,
+        metadata=request.metadata or {},
+    )
+
+
+async def _in_foreground(state: ServerState, exchange: Exchange, run: ResponseRun, task: asyncio.Task[None]) -> None:
+    """The client waits: without it, nothing goes on."""
+    try:
+        async with state.generator.reader(exchange.receive) as gone:
+            if run.log is None:
+                if not await first_of(task, gone, None):
+                    return
+            else:
+                with contextlib.suppress(ApiError):  # nothing yet, so the response begins
+                    if not await first_of(run.begun, gone, time.monotonic() + HOLD_S):
+                        return
+            if run.error is not None:
+                raise run.error
+            if run.log is None:
+                await exchange.answer(msgspec.json.encode(run.response))
+                return
+            await _write_events(state, exchange, run.log, 0, gone, run.take_news)
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def _in_background(own: ResponsesState, tenant: str, run: ResponseRun, engine: Engine, work: ChatWork) -> None:
+    """Until its end, or until somebody does not want it any more."""
+    task = asyncio.create_task(run.run(engine, work))
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=_LOOK_S if own.store.is_shared else None)
+            if own.store.is_shared and not task.done() and not await own.store.is_wanted(tenant, run.response.id):
+                break
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def _follow(state: ServerState, exchange: Exchange, log: EventLog, place: int, on_writable: Any) -> None:
+    async with state.generator.reader(exchange.receive) as gone:
+        await _write_events(state, exchange, log, place, gone, on_writable)
+
+
+async def _write_events(
+    state: ServerState, exchange: Exchange, log: EventLog, place: int, gone: asyncio.Future[None], on_writable: Any
+) -> None:
+    follower = Follower(log, exchange.connection, place)
+    state.generator.keep_alive.add(follower)
+    try:
+        await exchange.send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        follower.open(on_writable)
+        if await first_of(follower.ended, gone, None):
+            await exchange.send({"type": "http.response.body", "body": b"", "more_body": False})
+    finally:
+        follower.close()
+        state.generator.keep_alive.remove(follower)
+
+
+# --- what is stored ---------------------------------------------------------------------------------------------------
+
+
+async def retrieve(state: ServerState, exchange: Exchange) -> None:
+    query = decode_query(exchange.query(), RetrieveQuery)
+    stored = await _stored(state, exchange)
+    if not query.stream:
+        await exchange.answer(stored.response)
+        return
+    log = state.responses.runs.log(exchange.tenant, stored.id)
+    if log is None:
+        raise bad_field(
+            "stream",
+            "the events of this response are not here: it was not created with background and stream, has ended some "
+            "time ago, or another of the server's processes generates it; read it without stream",
+        )
+    await _follow(state, exchange, log, query.starting_after + 1, log.flush)
+
+
+async def delete(state: ServerState, exchange: Exchange) -> None:
+    stored = await _stored(state, exchange)
+    await state.responses.store.delete(exchange.tenant, stored.id)
+    state.responses.runs.cancel(exchange.tenant, stored.id)
+    await exchange.answer(DeletedResponse(stored.id))
+
+
+async def cancel(state: ServerState, exchange: Exchange) -> None:
+    """A background response ends where it is; one that has ended stays as it is."""
+    stored = await _stored(state, exchange)
+    response = msgspec.json.decode(stored.response)
+    if not response["background"]:
+        raise bad_field("response_id", "only a response with background: true can be cancelled")
+    if stored.status in IN_PROGRESS:
+        cancelled = {**response, "status": "cancelled"}
+        changed = msgspec.structs.replace(stored, status="cancelled", response=msgspec.json.encode(cancelled))
+        if await state.responses.store.put(exchange.tenant, changed):
+            state.responses.runs.cancel(exchange.tenant, stored.id)
+            stored = changed
+        else:
+            stored = await _stored(state, exchange)
+    await exchange.answer(stored.response)
+
+
+async def input_items(state: ServerState, exchange: Exchange) -> None:
+    query = decode_query(exchange.query(), InputItemsQuery)
+    if not 1 <= query.limit <= 100:
+        raise bad_field("limit", f"limit is {query.limit}; it must be 1 to 100")
+    items: list[Item] = msgspec.json.decode((await _stored(state, exchange)).input)
+    if query.order == "desc":
+        items.reverse()
+    if query.after is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == query.after]
+        if not places:
+            raise bad_field("after", f"after: no item has the id {query.after!r:.100}")
+        items = items[places[0] + 1 :]
+    page = items[: query.limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else ("", "")
+    await exchange.answer(InputItemList(page, first, last, len(items) > len(page)))
+
+
+async def _stored(state: ServerState, exchange: Exchange) -> Stored:
+    id = exchange.scope["path_params"]["response_id"]
+    stored = await state.responses.store.get(exchange.tenant, id)
+    if stored is None:
+        why = f"the response {id!r:.200} is not here: it was deleted, was not stored, or had to make room"
+        raise ApiError(HTTPStatus.NOT_FOUND, why, param="response_id", code="not_found")
+    return stored

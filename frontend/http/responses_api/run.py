@@ -1,0 +1,370 @@
+"""One response in the making: it runs on the engine, its items grow, and connections follow its events.
+
+    core's step --> ResponseRun.on_step --> OutputItems --> EventLog --> Follower --> connection.write_chunk
+
+A response in the foreground ends with its connection, and a reader that is slow gets fewer and larger events; one in
+the background goes on, and keeps its events for those who come later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.frontend.client.request import RequestStream
+from headrace.frontend.http.chat import ChatWork
+from headrace.frontend.http.connection import Connection
+from headrace.frontend.http.engines import Engine
+from headrace.frontend.http.errors import ApiError
+from headrace.frontend.http.generation import KEEP_ALIVE, Generator, took_too_long
+from headrace.frontend.http.responses import TokenLogprob, chat_logprobs
+from headrace.frontend.http.responses_api.items import Item, OutputItems
+from headrace.frontend.text.formats.parser import OutputParser
+from headrace.ipc.failure import HeadraceError
+
+logger = logging.getLogger(__name__)
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+_encode = msgspec.json.encode
+
+
+class InputTokensDetails(msgspec.Struct):
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct):
+    """Of all of a response's turns on the engine."""
+
+    input_tokens: int = 0
+    input_tokens_details: InputTokensDetails = msgspec.field(default_factory=InputTokensDetails)
+    output_tokens: int = 0
+    output_tokens_details: OutputTokensDetails = msgspec.field(default_factory=OutputTokensDetails)
+    total_tokens: int = 0
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """A response: what was asked for, and what came of it."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: Status
+    background: bool
+    error: dict[str, Any] | None = None
+    incomplete_details: dict[str, str] | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    service_tier: Literal["default"] = "default"
+    store: bool
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float | None
+    truncation: Literal["auto", "disabled"]
+    usage: ResponseUsage | None = None
+    user: str | None
+    metadata: dict[str, str]
+
+
+class EventLog:
+    """What has been told of a response; an event's place is its sequence_number."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        """keeps: also what every follower has read."""
+        self.keeps = keeps
+        self._events: list[bytes] = []
+        self._first = 0
+        self.num_bytes = 0
+        self.followers: list[Follower] = []
+        self.has_ended = False
+
+    @property
+    def end(self) -> int:
+        """The place of the next event."""
+        return self._first + len(self._events)
+
+    def add(self, kind: str, fields: dict[str, Any]) -> None:
+        event = {"type": kind, "sequence_number": self.end, **fields}
+        data = b"event: " + kind.encode() + b"\ndata: " + _encode(event) + b"\n\n"
+        self._events.append(data)
+        self.num_bytes += len(data)
+
+    def since(self, place: int) -> bytes:
+        data = b"".join(self._events[max(0, place - self._first) :])
+        if not self.keeps:
+            self._first, self._events, self.num_bytes = self.end, [], 0
+        return data
+
+    def flush(self) -> None:
+        for follower in self.followers:
+            follower.flush()
+
+    def close(self) -> None:
+        self.has_ended = True
+        self.flush()
+
+
+class Follower:
+    """Writes a response's events to one connection, from some place on."""
+
+    def __init__(self, log: EventLog, connection: Connection, place: int = 0) -> None:
+        self._log, self._connection, self._place = log, connection, place
+        self.is_open = False
+        self.last_write_s = time.monotonic()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once the last event is written."""
+        log.followers.append(self)
+
+    @property
+    def is_behind(self) -> bool:
+        """Its reader has not taken yet what was written."""
+        return not self.is_open or self._connection.congested
+
+    def open(self, on_writable: Callable[[], None]) -> None:
+        """The response has begun. on_writable: for when a slow reader has read."""
+        self.is_open = True
+        self._connection.on_writable = on_writable
+        on_writable()
+
+    def close(self) -> None:
+        self.is_open = False
+        self._connection.on_writable = None
+        self._log.followers.remove(self)
+
+    def flush(self) -> None:
+        if self.is_behind:
+            return
+        if self._place < self._log.end:
+            data, self._place = self._log.since(self._place), self._log.end
+            self.last_write_s = time.monotonic()
+            self._connection.write_chunk(data)
+        if self._log.has_ended and not self.ended.done():
+            self.ended.set_result(None)
+
+    def keep_alive(self) -> None:
+        if not self.is_behind:
+            self.last_write_s = time.monotonic()
+            self._connection.write_chunk(KEEP_ALIVE)
+
+
+class ResponseRun:
+    """Everything happens in the event loop. `run` is its whole life."""
+
+    def __init__(
+        self,
+        response: ResponseObject,
+        generator: Generator,
+        log: EventLog | None,
+        save: Callable[[ResponseObject], Awaitable[bool]],
+        *,
+        with_encrypted: bool = False,
+    ) -> None:
+        """log: where events go; None: nobody reads any. save: before the last event is told; False: it is cancelled."""
+        self.response, self.log, self._save = response, log, save
+        self._generator = generator
+        self.items = OutputItems(self._tell, with_encrypted=with_encrypted)
+        self.usage = ResponseUsage()
+        self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done with the first token, or the end."""
+        self.error: Exception | None = None
+        self._turn: _Turn | None = None
+
+    async def run(self, engine: Engine, work: ChatWork, next_turn: NextTurn | None = None) -> None:
+        """Until the response is complete, failed or cancelled, and saved. next_turn: see `NextTurn`."""
+        self._tell_response("created")
+        if self.response.status == "queued":
+            self._tell_response("queued")
+        try:
+            async with asyncio.timeout_at(self._deadline()):
+                await self._begin()
+                while True:
+                    finish_reason = await self._generate(engine, work)
+                    following = None if next_turn is None or finish_reason == "length" else await next_turn(self)
+                    if following is None:
+                        break
+                    work = following
+            self.items.finish(is_complete=finish_reason != "length")
+            if finish_reason == "length":
+                self.response.incomplete_details = {"reason": "max_output_tokens"}
+            await self._end("incomplete" if finish_reason == "length" else "completed")
+        except asyncio.CancelledError:
+            self.response.status = "cancelled"
+            raise
+        except Exception as error:
+            self.error = error if not isinstance(error, TimeoutError) else took_too_long()
+            if not isinstance(self.error, ApiError | HeadraceError):
+                logger.exception("a response could not be finished")
+            await self._fail(ApiError.of(self.error))
+        finally:
+            if not self.begun.done():
+                self.begun.set_result(None)
+            if self.log is not None:
+                self.log.close()
+
+    def take_news(self) -> None:
+        """Reads what has come, unless the one who would hear of it has not read what came before."""
+        log = self.log
+        if self._turn is not None and (log is None or log.keeps or not all(each.is_behind for each in log.followers)):
+            self._turn.read(self.items)
+        if log is not None:
+            log.flush()
+
+    # --- as the engine's listener -----------------------------------------------------------------------------------
+
+    def on_step(self, stream: RequestStream) -> None:
+        if not self.begun.done():
+            self.begun.set_result(None)
+        if self.log is None and stream.params.logprobs is None:
+            return
+        try:
+            self.take_news()
+        except Exception as error:  # the caller is the loop of all requests, and must not end for one
+            logger.exception("an event could not be written")
+            self._turn = None
+            self.error = self.error or error
+
+    def fail(self, error: BaseException) -> None:
+        """`_generate` hears of it."""
+
+    def close(self) -> None:
+        self._turn = None
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _deadline(self) -> float | None:
+        deadline_s = self._generator.deadline_s()
+        return None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s - time.monotonic()
+
+    async def _generate(self, engine: Engine, work: ChatWork) -> str | None:
+        """One prompt, to its answer's end; the finish reason."""
+        async with self._generator.running(engine, [work.job]) as running:
+            (stream,) = running.streams
+            self._turn = turn = _Turn(stream, work, self.response.parallel_tool_calls)
+            running.events = self
+            if turn.sequence.has_news():  # it came while the request was sent
+                self.on_step(stream)
+            await running.ended
+            if running.error is not None:
+                raise running.error
+            if self.error is not None:
+                raise self.error
+            turn.read(self.items)
+            turn.count(self.usage)
+            self.items.close("completed" if turn.sequence.finish_reason != "length" else "incomplete")
+            return turn.sequence.finish_reason
+
+    async def _begin(self) -> None:
+        if self.response.status == "queued":
+            self.response.status = "in_progress"
+            await self._save(self.response)
+        self._tell_response("in_progress")
+
+    async def _end(self, status: Status) -> None:
+        self.response.status, self.response.output = status, self.items.done
+        self.response.usage = self.usage
+        self.response.completed_at = int(time.time()) if status == "completed" else None
+        if await self._save(self.response):
+            self._tell_response(status)
+        else:
+            self.response.status = "cancelled"
+
+    async def _fail(self, error: ApiError) -> None:
+        self.items.close("incomplete")
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        self.response.error = {"code": code, "message": error.body.message}
+        await self._end("failed")
+
+    def _tell_response(self, kind: str) -> None:
+        if self.log is not None:
+            self._tell(kind, response=self.response)
+            self.log.flush()
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        if self.log is not None:
+            self.log.add(f"response.{kind}", fields)
+
+
+NextTurn = Callable[[ResponseRun], Awaitable[ChatWork | None]]
+"""Called when an answer is complete: what to generate next for the same response, None where it ends."""
+
+
+class _Turn:
+    """The answer to one prompt."""
+
+    def __init__(self, stream: RequestStream, work: ChatWork, several_calls: bool) -> None:
+        self._stream, self._work, self._several_calls = stream, work, several_calls
+        (self.sequence,) = stream.sequences
+        self._reader = OutputParser(None, None) if work.make_reader is None else work.make_reader()
+        self._reasoning: list[str] = []
+        self._untold: list[TokenLogprob] = []
+        """Of tokens whose text has not been told yet, or is none."""
+        self._has_ended = False
+
+    def read(self, items: OutputItems) -> None:
+        """Gives the items what is new."""
+        if self._has_ended or not self.sequence.has_news():
+            return
+        output = self.sequence.read(delta=True, tokenizer=self._stream.tokenizer)
+        self._has_ended = output.finish_reason is not None
+        events = self._reader.feed(output.text) + (self._reader.finish() if self._has_ended else [])
+        if output.logprobs is not None:
+            most = self._stream.params.logprobs or 0
+            self._untold += chat_logprobs(output.token_ids, output.logprobs, self._work.answer.spell, most).content
+        for told in events:
+            if told.call > 0 and not self._several_calls:
+                continue
+            if told.reasoning:
+                self._reasoning.append(told.reasoning)
+            if told.content or told.reasoning or told.call >= 0:
+                items.take(told, self._logprobs_of(told.content))
+
+    def _logprobs_of(self, content: str) -> list[TokenLogprob]:
+        """Of the tokens that a text was told from: neither markers before it nor what may be a stop string after it."""
+        untold, self._untold = self._untold, []
+        if not content or not untold:
+            return []
+        begin = "".join(each.token for each in untold).find(content)
+        if begin < 0:  # characters of several tokens
+            return untold
+        found, at = [], 0
+        for each in untold:
+            if at >= begin + len(content):
+                self._untold.append(each)
+            elif at + len(each.token) > begin:
+                found.append(each)
+            at += len(each.token)
+        return found
+
+    def count(self, usage: ResponseUsage) -> None:
+        num_prompt, num_output = len(self._stream.prompt.token_ids or ()), len(self.sequence.token_ids)
+        usage.input_tokens += num_prompt
+        usage.input_tokens_details.cached_tokens += self._stream.num_cached_tokens or 0
+        usage.output_tokens += num_output
+        usage.total_tokens += num_prompt + num_output
+        thought = "".join(self._reasoning)
+        tokenizer = self._stream.tokenizer
+        if thought and tokenizer is not None:
+            num_thought = len(tokenizer.encode(thought, False))
+            usage.output_tokens_details.reasoning_tokens += min(num_thought, num_output)
+
+
+def calls_of(items: Sequence[Item]) -> list[Item]:
+    return [item for item in items if item["type"] == "function_call"]

@@ -1,0 +1,164 @@
+"""What the Responses API keeps: responses and the items that they were made of, the least recently used leave first.
+
+SQLite in memory, or in a file that the server's HTTP processes share and that outlives them. Everything happens in a
+thread of its own, since a disk may take its time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.ipc.failure import OptionError
+
+T = TypeVar("T")
+IN_PROGRESS = ("queued", "in_progress")
+SILENT_S = 30.0
+"""A response in progress whose maker has not been heard of for so long is not in progress."""
+MOST_TURNS = 4096
+_WAIT_S = 5.0
+"""For another process to finish with the file."""
+_TABLE = """
+create table if not exists responses (
+    tenant text, id text, status text, previous text, response blob, input blob,
+    used real, heard real, size integer, primary key (tenant, id))
+"""
+
+
+class Stored(msgspec.Struct, frozen=True):
+    id: str
+    status: str
+    previous: str | None
+    response: bytes
+    """As JSON."""
+    input: bytes
+    """The items that this response was asked with, as JSON."""
+
+    def items(self) -> list[dict[str, Any]]:
+        """This turn: what was asked and what was answered."""
+        asked: list[dict[str, Any]] = msgspec.json.decode(self.input)
+        answered: list[dict[str, Any]] = msgspec.json.decode(self.response)["output"]
+        return asked + answered
+
+
+class ResponseStore:
+    def __init__(self, path: str | None, most_bytes: int) -> None:
+        """Raises OptionError for a file that cannot be used. `most_bytes` of 0: nothing is kept."""
+        self.most_bytes, self.is_shared = most_bytes, path is not None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="response-store")
+        try:
+            self._database = sqlite3.connect(
+                path or ":memory:", timeout=_WAIT_S, isolation_level=None, check_same_thread=False
+            )
+            if path is not None:
+                self._database.execute("pragma journal_mode = wal")
+            self._database.execute("pragma synchronous = normal")
+            self._database.execute(_TABLE)
+            self._database.execute("create index if not exists by_use on responses (used, size)")
+        except sqlite3.Error as error:
+            raise OptionError(f"response_store={path}: no database that can be used ({error})") from None
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        with contextlib.suppress(sqlite3.Error):
+            self._database.close()
+
+    async def put(self, tenant: str, stored: Stored) -> bool:
+        """False where a response that was in progress has been cancelled or deleted meanwhile: nothing is changed."""
+        return await self._run(lambda: self._put(tenant, stored, is_new=False))
+
+    async def add(self, tenant: str, stored: Stored) -> None:
+        """One that nobody knows yet."""
+        await self._run(lambda: self._put(tenant, stored, is_new=True))
+
+    async def get(self, tenant: str, id: str) -> Stored | None:
+        return await self._run(lambda: self._get(tenant, id))
+
+    async def delete(self, tenant: str, id: str) -> bool:
+        def delete() -> bool:
+            key = "delete from responses where tenant = ? and id = ?"
+            return self._database.execute(key, (tenant, id)).rowcount > 0
+
+        return await self._run(delete)
+
+    async def history(self, tenant: str, id: str) -> tuple[list[dict[str, Any]], str | None]:
+        """The items of a response and of all that it followed, oldest first; and the id of one that is gone or not
+        complete, if there is such."""
+        return await self._run(lambda: self._history(tenant, id))
+
+    async def is_wanted(self, tenant: str, id: str) -> bool:
+        """Says that a response's maker lives; False once somebody has cancelled or deleted it."""
+
+        def hear() -> bool:
+            change = "update responses set heard = ? where tenant = ? and id = ? and status in (?, ?)"
+            return self._database.execute(change, (time.time(), tenant, id, *IN_PROGRESS)).rowcount > 0
+
+        return await self._run(hear)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _put(self, tenant: str, stored: Stored, *, is_new: bool) -> bool:
+        size, now_s = len(stored.response) + len(stored.input), time.time()
+        values = (stored.status, stored.previous, stored.response, stored.input, now_s, now_s, size, tenant, stored.id)
+        if is_new:
+            self._database.execute(
+                "insert or replace into responses "
+                "(status, previous, response, input, used, heard, size, tenant, id) values (?,?,?,?,?,?,?,?,?)",
+                values,
+            )
+        elif not self._database.execute(
+            "update responses set status=?, previous=?, response=?, input=?, used=?, heard=?, size=? "
+            "where tenant = ? and id = ? and status in (?, ?)",
+            (*values, *IN_PROGRESS),
+        ).rowcount:
+            return False
+        self._make_room()
+        return True
+
+    def _make_room(self) -> None:
+        (total,) = self._database.execute("select coalesce(sum(size), 0) from responses").fetchone()
+        excess = total - self.most_bytes
+        if excess <= 0:
+            return
+        gone: list[Sequence[Any]] = []
+        for row, size in self._database.execute("select rowid, size from responses order by used"):
+            gone.append((row,))
+            excess -= size
+            if excess <= 0:
+                break
+        self._database.executemany("delete from responses where rowid = ?", gone)
+
+    def _get(self, tenant: str, id: str) -> Stored | None:
+        wanted = "select status, previous, response, input, heard from responses where tenant = ? and id = ?"
+        row = self._database.execute(wanted, (tenant, id)).fetchone()
+        if row is None:
+            return None
+        touch = "update responses set used = ? where tenant = ? and id = ?"
+        self._database.execute(touch, (time.time(), tenant, id))
+        status, previous, response, asked, heard_s = row
+        if status in IN_PROGRESS and self.is_shared and time.time() - heard_s > SILENT_S:
+            failed = msgspec.json.decode(response)
+            error = {"code": "server_error", "message": "the process that generated this response has ended"}
+            status, failed = "failed", {**failed, "status": "failed", "error": error}
+            response = msgspec.json.encode(failed)
+            self._put(tenant, Stored(id, status, previous, response, asked), is_new=False)
+        return Stored(id, status, previous, response, asked)
+
+    def _history(self, tenant: str, id: str) -> tuple[list[dict[str, Any]], str | None]:
+        turns: list[Stored] = []
+        next_id: str | None = id
+        while next_id is not None and len(turns) < MOST_TURNS:
+            turn = self._get(tenant, next_id)
+            if turn is None or turn.status in (*IN_PROGRESS, "failed", "cancelled"):
+                return [], next_id
+            turns.append(turn)
+            next_id = turn.previous
+        return [item for turn in reversed(turns) for item in turn.items()], next_id
