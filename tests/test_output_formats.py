@@ -135,6 +135,27 @@ CASES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
     ("kimi_k2", f"x<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
      f"{ZURICH_JSON}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
      "<|tool_calls_section_end|>", "x", "", TWO),
+    # --- as the model families' own templates and the public parsers' tests write them
+    ("step3", 'Hm.</think>Ok.\n<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>get_weather\n<steptml:'
+     'invoke name="get_weather"><steptml:parameter name="city"> a\n</steptml:parameter><steptml:parameter name="days"> 4 '
+     "</steptml:parameter></steptml:invoke><｜tool_call_end｜><｜tool_sep｜><｜tool_call_begin｜><steptml:invoke "
+     'name="now"></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>', "Ok.", "Hm.",
+     [("get_weather", {"city": " a\n", "days": 4}), ("now", {})]),
+    ("granite", '<tool_call> [{"arguments": {"days": 3}, "name": "get_weather"}, {"arguments": {}, "name": "now"}]',
+     "", "", [("get_weather", {"days": 3}), ("now", {})]),
+    ("xlam", f"Let me see.<tool_call>[{CALL}]</tool_call>", "Let me see.", "", ONE),
+    ("llama3_json", f"{OLD_CALL}\n{NOW_CALL}", "", "", TWO),
+    ("olmo3", "<function_calls>get_weather(city='San', days=3)\nnow()</function_calls>", "", "",
+     [("get_weather", {"city": "San", "days": 3}), ("now", {})]),
+    ("seed_oss", "<seed:think>\n<seed:cot_budget_reflect>0</seed:cot_budget_reflect>\n</seed:think><seed:tool_call>\n"
+     "<function=get_weather>\n<parameter=city>Bar, S\n</parameter>\n</function>\n</seed:tool_call>", "",
+     "\n<seed:cot_budget_reflect>0</seed:cot_budget_reflect>\n", [("get_weather", {"city": "Bar, S\n"})]),
+    ("functiongemma", "Ok. <start_function_call>call:get_weather{city:<escape>a, {b}: \"c\"\n<escape>,days:<escape>42"
+     "<escape>,other:{x:[<escape>y<escape>,2],z:true}}<end_function_call><start_function_call>call:now{}"
+     "<end_function_call>", "Ok.", "",
+     [("get_weather", {"city": 'a, {b}: "c"\n', "days": 42, "other": {"x": ["y", 2], "z": True}}), ("now", {})]),
+    ("gigachat3", f"Ok.<|message_sep|>\n\nfunction call<|role_sep|>\n{CALL}", "Ok.", "", ONE),
+    ("gigachat3", f"<|function_call|>{NOW_CALL}", "", "", [("now", {})]),
 ]  # fmt: skip
 
 
@@ -195,7 +216,16 @@ def test_special_tokens_that_are_no_markers_are_left_out():
         assert found == Read("a", "", [("now", "{}")])
 
 
+def test_numbers_that_json_cannot_write_are_no_arguments():
+    found = read("pythonic", ["[get_weather(days=1e999)]"])
+    assert "Infinity" not in str(found.calls)
+
+
 def test_a_template_speaks_for_its_format():
+    begin, separator = "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'", "'<｜tool▁sep｜>'"
+    assert format_of_template(begin + "tool['type']" + separator + "'\\n```json\\n'") == "deepseek_v3"
+    assert format_of_template(begin + "tool['function']['name']" + separator) == "deepseek_v31"
+    assert format_of_template("'<start_function_call>call:' ... '<escape>'") == "functiongemma"
     assert format_of_template('... <tool_call>\n{"name": <name>, "arguments": <args>}') == "hermes"
     assert format_of_template("<tool_call><function=a><parameter=b>") in ("qwen3_xml", "qwen3_coder")
     assert format_of_template("{{ messages }}") is None
@@ -306,9 +336,6 @@ DETAILED = {
 FORCED = [{"type": "function", "function": {"name": "get_weather", "parameters": DETAILED}}, NOW]
 
 
-CLOSING = ('"', "<", "}", "]", ")")
-
-
 @pytest.mark.parametrize("name", [name for name, declared in known_formats().items() if declared.calls])
 @pytest.mark.parametrize("is_special", [False, True])
 def test_a_grammar_of_every_format_admits_calls_that_its_reader_reads(name, is_special):
@@ -323,7 +350,8 @@ def test_a_grammar_of_every_format_admits_calls_that_its_reader_reads(name, is_s
     eos = tokenizer.token_to_id("<|endoftext|>")
     matching = llguidance.LLTokenizer(tokenizer.to_str(), eos_token=eos)
     numbers, num_calls = random.Random(name), 0
-    closing_marker = tokenizer.encode(calls.parameter[3]).ids
+    ending = calls.parameter[3] or calls.escape
+    closing_marker = tokenizer.encode(ending).ids
     for _ in range(20):
         if num_calls > 3:
             break
@@ -335,7 +363,7 @@ def test_a_grammar_of_every_format_admits_calls_that_its_reader_reads(name, is_s
             assert matcher.consume_token(token), matcher.get_error()
         while not matcher.is_stopped() and len(tokens) < 600:
             # Drawn text would seldom come to a marker by itself.
-            if calls.parameter[3] and matcher.validate_tokens(closing_marker) == len(closing_marker):
+            if ending and matcher.validate_tokens(closing_marker) == len(closing_marker):
                 tokens += closing_marker
                 assert matcher.consume_tokens(closing_marker)
             mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little").nonzero()[0]

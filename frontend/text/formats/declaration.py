@@ -40,21 +40,30 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    body: Literal["json", "named_json", "pythonic", "xml"]
+    body: Literal["json", "named_json", "pythonic", "xml", "escaped"]
     """json: an object with name and arguments, or a list of them. named_json: a name, then its arguments' object.
-    pythonic: [f(a=1), g()]. xml: a name, then parameters with text for values."""
+    pythonic: [f(a=1), g()], or in a section a line for each. xml: a name, then parameters with text for values.
+    escaped: a name, then {key:value,...} with an `escape` around texts."""
     section: Pair | None = None
     """Around all calls."""
     call: Pair = ("", "")
     """Around each call; the end may be missing."""
+    also: tuple[str, ...] = ()
+    """What some of the models write instead of the opener."""
     separator: str = ""
     """Between calls."""
+    kind: str = ""
+    """May stand before a name's begin, with the name for the first time after it (xml)."""
     name: Pair = ("", "")
     """Around a name (named_json and xml). Where nothing follows it, it ends where the arguments begin."""
     after_arguments: str = ""
     """May follow the arguments, before the call's end."""
     parameter: tuple[str, str, str, str] = ("", "", "", "")
     """Before and after a parameter's name, before and after its value (xml)."""
+    values_have_lines: bool = False
+    """Line breaks set a value off from its markers (xml)."""
+    escape: str = ""
+    """Before and after a text (escaped)."""
     name_keys: tuple[str, ...] = ("name",)
     argument_keys: tuple[str, ...] = ("arguments", "parameters")
     is_bare: bool = False
@@ -72,6 +81,8 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("calls need a marker (the first of section or of call), or is_bare")
         if self.body == "xml" and not (self.parameter[0] and self.parameter[3]):
             raise ValueError("calls of body xml need parameter: [before name, after name, before value, after value]")
+        if self.body == "escaped" and not (self.escape and all(self.name)):
+            raise ValueError("calls of body escaped need escape, and name: [before it, after it]")
 
 
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headrace.frontend.text.formats.declaration import CallFormat, ReasoningFormat
@@ -58,11 +58,14 @@ class ForcedCalls:
 
     def _sequence(self, call: str, several: bool) -> str:
         calls, more = self._calls, ""
-        if calls is PLAIN_CALLS or calls.body == "pythonic":
+        if calls is PLAIN_CALLS or (calls.body == "pythonic" and calls.section is None):
             more = f'(", " {call})*' if several else ""
             inner = f'"[" {call} {more} "]"'
+        elif calls.body == "pythonic":
+            more = f'("\\n" {call})*' if several else ""
+            inner = f"{call} {more}"
         else:
-            separator = _literal(calls.separator + " ") if calls.separator else '"\\n"?'
+            separator = self._separator(calls)
             more = f"({separator} {call})*" if several else ""
             inner = f"{call} {more}"
         if calls.body == "pythonic" and calls.section is None:
@@ -71,13 +74,20 @@ class ForcedCalls:
             return inner
         return f'{self._marker(calls.section[0])} "\\n"? {inner} "\\n"? {self._marker(calls.section[1])}'
 
+    def _separator(self, calls: CallFormat) -> str:
+        if not calls.separator:
+            return '"\\n"?'
+        return self._marker(calls.separator) if calls.section else _literal(calls.separator + " ")
+
     def _call(self, function: Mapping[str, Any]) -> str:
         calls, name = self._calls, str(function["name"])
         schema = function.get("parameters") or _NO_ARGUMENTS
         if calls.body == "pythonic":
-            return f"{_literal(name + '(')} {self._python_arguments(schema)} {_literal(')')}"
+            return f"{_literal(name + '(')} {self._comma_separated(schema, self._python_argument)} {_literal(')')}"
         if calls.body == "xml":
             inner = f"{self._named(name)} {self._xml_parameters(schema)} "
+        elif calls.body == "escaped":
+            inner = f"{self._named(name)} {self._comma_separated(schema, self._escaped_argument)} {_literal('}')}"
         elif calls.body == "named_json":
             inner = f"{self._named(name)} {self._json(schema)}"
         else:
@@ -86,7 +96,7 @@ class ForcedCalls:
         if calls.after_arguments:
             inner += f' "\\n"? {self._marker(calls.after_arguments)}'
         begin, end = (self._marker(each) for each in calls.call)
-        gap = '"\\n"?' if calls.call[1] and calls.body != "named_json" else ""
+        gap = '"\\n"?' if calls.call[1] and calls.body not in ("named_json", "escaped") else ""
         return " ".join(filter(None, (begin, gap, inner, gap, end)))
 
     def _named(self, name: str) -> str:
@@ -123,14 +133,29 @@ class ForcedCalls:
         self._rules.append(f"{name}[lazy]: /(.|\\n)*{_regex(end)}/")
         return name
 
-    def _python_arguments(self, schema: Mapping[str, Any]) -> str:
-        """Those that must be there in the schema's order, then the others; values are JSON, which is read too."""
+    def _python_argument(self, name: str, schema: dict[str, Any]) -> str:
+        """Values are JSON, which is read too."""
+        return f"{_literal(name + '=')} {self._json(schema)}"
+
+    def _escaped_argument(self, name: str, schema: dict[str, Any]) -> str:
+        escape = self._marker(self._calls.escape)
+        if schema.get("type") == "string" and isinstance(schema.get("enum"), list):
+            value = f"{escape} ({' | '.join(_literal(str(each)) for each in schema['enum'])}) {escape}"
+        elif schema.get("type") == "string":
+            value = f"{escape} {self._text_until('text', self._calls.escape)}"
+        else:
+            value = self._json(schema)
+        return f"{_literal(name + ':')} {value}"
+
+    def _comma_separated(self, schema: Mapping[str, Any], argument: Callable[[str, dict[str, Any]], str]) -> str:
+        """Those that must be there in the schema's order, then the others."""
+        comma = '","' if self._calls.body == "escaped" else '", "'
         properties, required = schema.get("properties") or {}, schema.get("required") or ()
         ordered = sorted(properties, key=lambda name: name not in required)
         rest = '""'
         for place, name in reversed(list(enumerate(ordered))):
-            own = f"{_literal(name + '=')} {self._json(_inlined(properties[name], schema))}"
-            separated = f'(", " {own})' if place else own
+            own = argument(name, _inlined(properties[name], schema))
+            separated = f"({comma} {own})" if place else own
             if name in required:
                 rest = f"{separated} {rest}"
             elif place:

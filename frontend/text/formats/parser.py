@@ -28,6 +28,7 @@ _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE = re.compile(r'["{}\[\]]')
 _SCALAR_END = re.compile(r"[\s,}\]<\[]")
 _PYTHON_STOP = re.compile(r"""["'()\[\]{},\\]""")
+_BARE_KEY = re.compile(r"([{,]\s*)([\w.\-]+)\s*:")
 _NAME = re.compile(r"[\w.\-/ ]{1,256}")
 _OTHER_KEYS = ("type", "id")
 """What may stand before a call's name; any other key says that an object is no call."""
@@ -70,9 +71,11 @@ class OutputParser:
         self._schemas = {each["function"]["name"]: each["function"].get("parameters") or {} for each in tools}
         opener = self._calls.opener if self._calls else ""
         left_out = (*(reasoning.left_out if reasoning else ()), *(calls.left_out if calls else ()), *hidden)
-        ignored = tuple(each for each in left_out if each != opener)
+        self._call_openers = frozenset((opener, *(self._calls.also if self._calls else ())))
+        ignored = tuple(each for each in left_out if each not in self._call_openers)
         self._ignored = frozenset(ignored)
-        self._openers = _markers((opener, self._reasoning.begin if self._reasoning else "", *ignored))
+        begin = self._reasoning.begin if self._reasoning else ""
+        self._openers = _markers((*sorted(self._call_openers), begin, *ignored))
         self._closers = _markers((self._reasoning.end if self._reasoning else "", *ignored))
         self._text, self._ended = "", False
         self._raw: list[str] | None = None
@@ -109,7 +112,7 @@ class OutputParser:
             if begin.startswith("[" if calls.body == "pythonic" else ("{", "[")) and begin != calls.opener:
                 yield from self._try_calls("")
         while (marker := (yield from self._until(self._openers, self._content))) is not None:
-            if calls is not None and marker == calls.opener:
+            if marker in self._call_openers:
                 yield from self._try_calls(marker)
             elif marker not in self._ignored:
                 yield from self._reason()
@@ -164,8 +167,9 @@ class OutputParser:
                 return
             if calls.separator and (yield from self._accept(calls.separator)):
                 yield from self._skip_space()
-                yield from self._accept(calls.call[0])
-            elif calls.section is None:
+                if calls.section is None:
+                    yield from self._accept(calls.call[0])
+            elif calls.section is None and not (calls.is_bare and (yield from self._peek(1)) == "{"):
                 return
             yield from self._one_call(calls, is_opened=calls.section is None)
 
@@ -192,6 +196,8 @@ class OutputParser:
             yield from (self._list(self._python_call) if start == "[" else self._python_call())
         elif calls.body == "xml":
             yield from self._xml_call(calls)
+        elif calls.body == "escaped":
+            yield from self._escaped_call(calls)
         elif start == "[" and not calls.name[0].startswith("["):
             yield from self._list(self._json_call)
         elif calls.body == "named_json":
@@ -299,7 +305,9 @@ class OutputParser:
 
     def _xml_call(self, calls: CallFormat) -> Reads:
         before_name, after_name, before_value, after_value = calls.parameter
-        if calls.name[0]:
+        if calls.kind and (yield from self._accept(calls.kind)):
+            yield from self._short_until(calls.name[0])
+        elif calls.name[0]:
             yield from self._expect(calls.name[0])
         name = (yield from self._short_until(calls.name[1])) if calls.name[1] else (yield from self._short_before("<"))
         call, separator = self._begin(name), "{"
@@ -322,15 +330,17 @@ class OutputParser:
     def _xml_value(self, call: int, end: _Markers, types: frozenset[str]) -> Reads:
         """Text is given as it comes, without the line breaks that set it off; other values once they are whole."""
         if "string" in types:
-            yield from self._accept("\n")
+            has_lines = self._calls is not None and self._calls.values_have_lines
+            if has_lines:
+                yield from self._accept("\n")
             self._arguments(call, '"')
             held = ""
 
             def give(text: str) -> None:
                 nonlocal held
                 text = held + text
-                held = "\n" if text.endswith("\n") else ""
-                self._arguments(call, _text(text.removesuffix("\n"))[1:-1])
+                held = "\n" if has_lines and text.endswith("\n") else ""
+                self._arguments(call, _text(text.removesuffix(held) if held else text)[1:-1])
 
             if (yield from self._until(end, give)) is None:
                 raise _NoCallError
@@ -343,6 +353,63 @@ class OutputParser:
         if (yield from self._until(end, parts.append)) is None:
             raise _NoCallError
         self._arguments(call, _as_json("".join(parts).strip(_SPACE)))
+
+    def _escaped_call(self, calls: CallFormat) -> Reads:
+        yield from self._expect(calls.name[0])
+        name = yield from self._short_until(calls.name[1])
+        call, separator = self._begin(name), "{"
+        properties = self._schemas.get(name.strip(), {}).get("properties") or {}
+        while True:
+            yield from self._skip_space()
+            if (yield from self._accept("}")):
+                break
+            key = (yield from self._short_until(":")).strip()
+            self._arguments(call, f"{separator}{_text(key)}: ")
+            separator = ", "
+            yield from self._escaped_value(call, calls.escape, _types(properties.get(key) or {}))
+            yield from self._skip_space()
+            yield from self._accept(",")
+        self._arguments(call, "{}" if separator == "{" else "}")
+
+    def _escaped_value(self, call: int, escape: str, types: frozenset[str]) -> Reads:
+        """Text is given as it comes; other values once they are whole."""
+        parts: list[str] = []
+        if (yield from self._accept(escape)):
+            is_text = not types or "string" in types
+            if is_text:
+                self._arguments(call, '"')
+            give = (lambda text: self._arguments(call, _text(text)[1:-1])) if is_text else parts.append
+            if (yield from self._until(_markers((escape,)), give)) is None:
+                raise _NoCallError
+            self._arguments(call, '"' if is_text else _as_json("".join(parts).strip(_SPACE)))
+            return
+        if (yield from self._peek(1)) in ("{", "["):
+            self._arguments(call, (yield from self._escaped_nest(escape)))
+            return
+        while (end := _SCALAR_END.search(self._text)) is None and not self._ended:
+            yield
+        if end is None:
+            raise _NoCallError
+        self._arguments(call, _as_json(self._take(end.start())))
+
+    def _escaped_nest(self, escape: str) -> Reads:
+        """An object or a list, as JSON; models mix it up with JSON itself."""
+        parts: list[str] = []
+        markers, depth = _markers((escape, "{", "}", "[", "]")), 0
+        while True:
+            found = yield from self._until(markers, parts.append)
+            if found is None:
+                raise _NoCallError
+            if found == escape:
+                text: list[str] = []
+                if (yield from self._until(_markers((escape,)), text.append)) is None:
+                    raise _NoCallError
+                parts.append(_text("".join(text)))
+                continue
+            parts.append(found)
+            depth += 1 if found in "{[" else -1
+            if depth == 0:
+                return _nest_as_json("".join(parts))
 
     # --- pieces of text ---------------------------------------------------------------------------------------------
 
@@ -545,12 +612,23 @@ def _as_json(text: str) -> str:
     return text
 
 
+def _nest_as_json(text: str) -> str:
+    """Keys have got no quotes yet, unless it is JSON."""
+    for each in (text, _BARE_KEY.sub(r'\1"\2":', text)):
+        try:
+            json.loads(each)
+        except ValueError:
+            continue
+        return each
+    raise _NoCallError
+
+
 def _python_as_json(text: str) -> str:
     """A Python literal, or JSON, which models mix up, as JSON."""
     text = text.strip()
     for read in (ast.literal_eval, json.loads):
         try:
-            return json.dumps(read(text), ensure_ascii=False)
+            return json.dumps(read(text), ensure_ascii=False, allow_nan=False)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
     raise _NoCallError
