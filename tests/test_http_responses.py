@@ -155,7 +155,7 @@ def without(value: Any, names: set[str]) -> Any:
     return [without(each, names) for each in value] if isinstance(value, list) else value
 
 
-def test_a_response_follows_another(client):
+def test_a_response_follows_another(server, client):
     first = ask(client, "one", instructions="never repeated")
     second = ask(client, "two", previous_response_id=first.id)
     third = ask(client, "", previous_response_id=second.id, instructions="now")
@@ -164,7 +164,8 @@ def test_a_response_follows_another(client):
     assert second.previous_response_id == first.id
     assert third.usage is not None
     said = f"[system:now][user:one{END}][assistant:{first.output_text}][user:two{END}][assistant:[user:one]{END}"
-    assert third.usage.input_tokens == len(said), "a token for each character of all turns"
+    tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": said}, headers={"authorization": "Bearer k"}).json()
+    assert third.usage.input_tokens == tokens["count"], "all turns, and the instructions of none but the last"
 
 
 def test_items_of_an_earlier_turn_reach_the_template(client):

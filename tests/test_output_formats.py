@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from null_with_tokenizer import PARROT
 
+from headrace.frontend.text.formats.channels import ChannelParser, ForcedChannelCalls
 from headrace.frontend.text.formats.declaration import (
     FormatError,
     OutputFormat,
@@ -25,7 +26,7 @@ from headrace.frontend.text.formats.declaration import (
     known_formats,
     load_format,
 )
-from headrace.frontend.text.formats.grammar import ForcedCalls
+from headrace.frontend.text.formats.grammar import ForcedCalls, StrictCalls
 from headrace.frontend.text.formats.parser import Event, OutputParser
 
 CHAT = "/v1/chat/completions"
@@ -68,7 +69,10 @@ class Read(NamedTuple):
 
 def read(name: str, pieces: Iterable[str], prompt: str = "", hidden: tuple[str, ...] = ()) -> Read:
     declared = load_format(name)
-    parser = OutputParser(declared, declared, prompt=prompt, tools=TOOLS, hidden=hidden)
+    if declared.channels is not None:
+        parser: OutputParser = ChannelParser(declared.channels, reads_calls=True, prompt=prompt, hidden=hidden)
+    else:
+        parser = OutputParser(declared, declared, prompt=prompt, tools=TOOLS, hidden=hidden)
     return Read.of([*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()])
 
 
@@ -136,10 +140,10 @@ CASES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
      f"{ZURICH_JSON}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
      "<|tool_calls_section_end|>", "x", "", TWO),
     # --- as the model families' own templates and the public parsers' tests write them
-    ("step3", 'Hm.</think>Ok.\n<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>get_weather\n<steptml:'
-     'invoke name="get_weather"><steptml:parameter name="city"> a\n</steptml:parameter><steptml:parameter name="days"> 4 '
-     "</steptml:parameter></steptml:invoke><｜tool_call_end｜><｜tool_sep｜><｜tool_call_begin｜><steptml:invoke "
-     'name="now"></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>', "Ok.", "Hm.",
+    ("step3", "Hm.</think>Ok.\n<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>get_weather\n"
+     '<steptml:invoke name="get_weather"><steptml:parameter name="city"> a\n</steptml:parameter><steptml:parameter '
+     'name="days"> 4 </steptml:parameter></steptml:invoke><｜tool_call_end｜><｜tool_sep｜><｜tool_call_begin｜>'
+     '<steptml:invoke name="now"></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>', "Ok.", "Hm.",
      [("get_weather", {"city": " a\n", "days": 4}), ("now", {})]),
     ("granite", '<tool_call> [{"arguments": {"days": 3}, "name": "get_weather"}, {"arguments": {}, "name": "now"}]',
      "", "", [("get_weather", {"days": 3}), ("now", {})]),
@@ -155,6 +159,13 @@ CASES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
      "<end_function_call>", "Ok.", "",
      [("get_weather", {"city": 'a, {b}: "c"\n', "days": 42, "other": {"x": ["y", 2], "z": True}}), ("now", {})]),
     ("gigachat3", f"Ok.<|message_sep|>\n\nfunction call<|role_sep|>\n{CALL}", "Ok.", "", ONE),
+    ("openai", "<|channel|>analysis<|message|>Let me <b>see</b>.<|end|><|start|>assistant<|channel|>commentary"
+     "<|message|>Wait.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json"
+     "<|message|>"
+     f"{ZURICH_JSON}<|call|>", "Wait.", "Let me <b>see</b>.", ONE),
+    ("openai", "<|channel|>analysis<|message|>x<|end|><|start|>assistant to=functions.now<|channel|>commentary json"
+     "<|message|><|call|>", "", "x", [("now", {})]),
+    ("openai", "<|channel|>final<|message|>Yes.<|return|>", "Yes.", "", []),
     ("gigachat3", f"<|function_call|>{NOW_CALL}", "", "", [("now", {})]),
 ]  # fmt: skip
 
@@ -389,6 +400,85 @@ def test_a_grammar_of_every_format_admits_calls_that_its_reader_reads(name, is_s
             if called == "get_weather":
                 jsonschema.validate(json.loads(arguments), DETAILED)
     assert num_calls, "none of the drawn answers came to its end"
+
+
+def accepts(grammar: str, text: str, specials: tuple[str, ...] = ()) -> bool:
+    llguidance = pytest.importorskip("llguidance")
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens(list(specials))
+    eos = tokenizer.token_to_id("<|endoftext|>")
+    matching = llguidance.LLTokenizer(tokenizer.to_str(), eos_token=eos)
+    ids = tokenizer.encode(text).ids
+    matcher = llguidance.LLMatcher(matching, llguidance.LLMatcher.grammar_from_lark(grammar))
+    assert not matcher.get_error()
+    return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+
+
+def special_ids(specials: tuple[str, ...]) -> dict[str, int]:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens(list(specials))
+    return {each: tokenizer.token_to_id(each) for each in specials}
+
+
+def strict_grammar(name: str, specials: tuple[str, ...] = (), **more: Any) -> str:
+    calls = load_format(name).calls
+    assert calls is not None
+    return StrictCalls(calls, FORCED, special_ids(specials), several=True, **more).text()
+
+
+GOOD, BAD = '{"city": "x", "days": 3}', '{"city": "x", "days": 30}'
+
+
+@pytest.mark.parametrize("specials", [(), ("<tool_call>", "</tool_call>")])
+def test_a_strict_tool_leaves_the_text_free_and_holds_calls_to_their_schemas(specials):
+    grammar = strict_grammar("hermes", specials)
+
+    def call(arguments: str, name: str = "get_weather") -> str:
+        return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+    for said in ("", "just text <tool", f"Sure.\n{call(GOOD)}", f"{call(GOOD)}\n{call('{}', 'now')} done"):
+        assert accepts(grammar, said, specials), said
+    for said in (call(BAD), f"a {call(GOOD, 'later')}", "<tool_call>text", f"{call(GOOD)} and {call(BAD)}"):
+        assert not accepts(grammar, said, specials), said
+
+
+@pytest.mark.parametrize("name", [name for name, declared in known_formats().items() if declared.calls])
+def test_every_format_has_a_strict_grammar(name):
+    grammar = strict_grammar(name)
+    assert accepts(grammar, "text, and (more)")
+    opener = load_format(name).calls.opener
+    assert not opener or not accepts(grammar, f"text {opener} text")
+
+
+def test_strict_calls_without_a_marker_begin_the_answer():
+    grammar = strict_grammar("llama3_json")
+    good, bad = (f'{{"name": "get_weather", "parameters": {each}}}' for each in (GOOD, BAD))
+    for said in (good, "some {text}", f"<|python_tag|>{good}"):
+        assert accepts(grammar, said), said
+    for said in (bad, f"<|python_tag|>{bad}"):
+        assert not accepts(grammar, said), said
+
+
+def test_an_answer_is_json_or_calls_where_both_were_asked_for():
+    grammar = strict_grammar("hermes", or_json={"type": "object", "properties": {"a": {"type": "integer"}}})
+    assert accepts(grammar, '{"a": 1}')
+    assert accepts(grammar, f'<tool_call>{{"name": "get_weather", "arguments": {GOOD}}}</tool_call>')
+    assert not accepts(grammar, "text")
+    assert not accepts(grammar, '{"a": "b"}')
+
+
+def test_harmonys_grammar_admits_thoughts_then_one_call():
+    channels = load_format("openai").channels
+    assert channels is not None
+    specials = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>")
+    grammar = ForcedChannelCalls(channels, FORCED, special_ids(specials)).text()
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    call = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{GOOD}"
+    for said in (call, thought + call, f"{thought}{call}<|call|>"):
+        assert accepts(grammar, said, specials), said
+        assert read("openai", [said]).calls == [("get_weather", GOOD)]
+    assert not accepts(grammar, call.replace(GOOD, BAD), specials)
+    assert not accepts(grammar, "<|channel|>final<|message|>no", specials)
 
 
 def test_a_request_that_asks_for_a_call_gets_one(client: httpx.Client):

@@ -153,13 +153,16 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
     reader = reasoning = grammar = None
     if client.tokenizer is not None:
         several = request.parallel_tool_calls is not False
+        form = params.structured_outputs
+        or_json = _schema_of(form) if choice.shown and not choice.forced else None
         formats = parts.formats.of(prompt, choice)
         reader = formats.reader(client.tokenizer, prompt, choice)
-        grammar = formats.grammar(client.tokenizer, prompt, choice, several=several)
+        grammar = formats.grammar(client.tokenizer, prompt, choice, several=several, or_json=or_json)
         reasoning = formats.reasoning
         if grammar is not None:
-            if params.structured_outputs is not None:
-                raise bad_field("tool_choice", "an answer that has to call a tool cannot have another form besides")
+            if form is not None and or_json is None:
+                why = "an answer that calls tools can have no other form besides, but that of a JSON schema"
+                raise bad_field("tool_choice", why)
             params.structured_outputs = StructuredOutputsParams(grammar=grammar)
         if reader is not None:
             # Markers may be special tokens; the others are left out by the reader.
@@ -169,7 +172,7 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
         token_ids=token_ids,
         cache_salt=cache_salt(request, tenant),
         reasoning=reasoning,
-        reasoning_has_form=grammar is not None,
+        reasoning_has_form=grammar is not None and bool(choice.forced),
     )
     truncate(tokens, params, client.welcome)
     check_length(tokens, asked, client.welcome, "messages")
@@ -177,6 +180,15 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
     job = Job(id, tokens, params, request.priority or 0)
     form_field = "tool_choice" if grammar is not None else field_of_body(request)
     return ChatWork(job, answer, reader, choice.is_named, form_field)
+
+
+def _schema_of(form: StructuredOutputsParams | None) -> Any:
+    """Of an answer that is to be JSON: beside tools, it is either that or calls."""
+    if form is None or (form.json is None and not form.json_object):
+        return None
+    if form.json is None:
+        return {"type": "object"}
+    return msgspec.json.decode(form.json) if isinstance(form.json, str) else form.json
 
 
 class _Choice:

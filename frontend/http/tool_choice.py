@@ -18,6 +18,11 @@ class ToolChoice(NamedTuple):
     is_named: bool = False
     """There is one, chosen by its name."""
 
+    @property
+    def is_strict(self) -> bool:
+        """Calls that the model decides on have to fit their schemas: one tool asks for it, and all get it."""
+        return any(tool["function"].get("strict") for tool in self.shown or ())
+
 
 def tool_choice_of(tools: Tools | None, choice: str | dict[str, Any] | None) -> ToolChoice:
     """Raises ApiError, which names the field."""

@@ -85,9 +85,29 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("calls of body escaped need escape, and name: [before it, after it]")
 
 
+class ChannelFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Answers that are messages with a header each (channels.py)."""
+
+    start: str
+    channel: str
+    """Before a channel's name."""
+    message: str
+    """Between a header and its text."""
+    ends: tuple[str, ...]
+    """After a text: the first where another message follows, the second after a call."""
+    reasoning: tuple[str, ...]
+    """Channels of reasoning."""
+    functions: str
+    """What the recipients of calls begin with."""
+    constrain: str
+    """The end of a call's header."""
+
+
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reasoning: ReasoningFormat | None = None
     calls: CallFormat | None = None
+    channels: ChannelFormat | None = None
+    """Instead of both."""
     template_marks: tuple[str, ...] = ()
     """A chat template that has all of these is of a model that writes this format."""
     left_out: tuple[str, ...] = ()
@@ -123,7 +143,9 @@ def format_of_template(template: str) -> str | None:
     found = [
         (sum(map(len, declared.template_marks)), name)
         for name, declared in known_formats().items()
-        if declared.calls and declared.template_marks and all(mark in template for mark in declared.template_marks)
+        if (declared.calls or declared.channels)
+        and declared.template_marks
+        and all(mark in template for mark in declared.template_marks)
     ]
     return max(found)[1] if found else None
 

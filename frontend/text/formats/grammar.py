@@ -11,35 +11,22 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from headrace.frontend.text.formats.declaration import CallFormat, ReasoningFormat
 
 PLAIN_CALLS = CallFormat(body="json", is_bare=True)
 """For a model whose own format is not known: a list of objects with name and arguments."""
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-class ForcedCalls:
-    """Writes the grammar; `text()` is all of it."""
+class Rules:
+    """Writes a grammar; `text()` is all of it."""
 
-    def __init__(
-        self,
-        calls: CallFormat,
-        tools: Sequence[Mapping[str, Any]],
-        special_ids: Mapping[str, int],
-        *,
-        several: bool,
-        thinks_first: ReasoningFormat | None = None,
-    ) -> None:
-        """tools: as in OpenAI's requests, those that may be called. special_ids: of the tokenizer's special tokens.
-        several: more than one call is allowed. thinks_first: the prompt has opened reasoning of this kind."""
-        self._calls, self._special_ids, self._rules = calls, special_ids, list[str]()
-        each = [self._rule("call", self._call(tool["function"])) for tool in tools]
-        call = self._rule("any_call", " | ".join(each))
-        start = self._sequence(call, several)
-        if thinks_first is not None:
-            start = f'{self._text_until("thought", thinks_first.end)} "\\n"? "\\n"? {start}'
-        self._rules.append(f"start: {start}")
+    def __init__(self, special_ids: Mapping[str, int]) -> None:
+        """special_ids: of the tokenizer's special tokens."""
+        self._special_ids, self._rules = special_ids, list[str]()
 
     def text(self) -> str:
         return "\n".join(reversed(self._rules)) + "\n"
@@ -53,8 +40,46 @@ class ForcedCalls:
         """With what a model writes between a marker and what follows."""
         parts = re.split("(" + "|".join(map(re.escape, self._special_ids)) + ")", text) if self._special_ids else [text]
         return " ".join(
-            f"<[{self._special_ids[part]}]>" if part in self._special_ids else _literal(part) for part in parts if part
+            f"<[{self._special_ids[part]}]>" if part in self._special_ids else literal(part) for part in parts if part
         )
+
+    def _json(self, schema: Any) -> str:
+        return f"%json {json.dumps({**schema, 'x-guidance': _JSON_STYLE}, ensure_ascii=False)}"
+
+    def _text_until(self, name: str, end: str) -> str:
+        if end in self._special_ids:
+            return f"/(.|\\n)*/ {self._marker(end)}"
+        name = f"{name}_{len(self._rules)}"
+        self._rules.append(f"{name}[lazy]: /(.|\\n)*{_regex(end)}/")
+        return name
+
+
+class ForcedCalls(Rules):
+    """Of an answer that has to call a tool."""
+
+    def __init__(
+        self,
+        calls: CallFormat,
+        tools: Sequence[Mapping[str, Any]],
+        special_ids: Mapping[str, int],
+        *,
+        several: bool,
+        thinks_first: ReasoningFormat | None = None,
+    ) -> None:
+        """tools: as in OpenAI's requests, those that may be called. several: more than one call is allowed.
+        thinks_first: the prompt has opened reasoning of this kind."""
+        super().__init__(special_ids)
+        self._calls = calls
+        self._tools, self._several = tools, several
+        start = self._answer()
+        if thinks_first is not None:
+            start = f'{self._text_until("thought", thinks_first.end)} "\\n"? "\\n"? {start}'
+        self._rules.append(f"start: {start}")
+
+    def _answer(self) -> str:
+        """After the reasoning."""
+        each = [self._rule("call", self._call(tool["function"])) for tool in self._tools]
+        return self._sequence(self._rule("any_call", " | ".join(each)), self._several)
 
     def _sequence(self, call: str, several: bool) -> str:
         calls, more = self._calls, ""
@@ -77,22 +102,22 @@ class ForcedCalls:
     def _separator(self, calls: CallFormat) -> str:
         if not calls.separator:
             return '"\\n"?'
-        return self._marker(calls.separator) if calls.section else _literal(calls.separator + " ")
+        return self._marker(calls.separator) if calls.section else literal(calls.separator + " ")
 
     def _call(self, function: Mapping[str, Any]) -> str:
         calls, name = self._calls, str(function["name"])
-        schema = function.get("parameters") or _NO_ARGUMENTS
+        schema = function.get("parameters") or NO_ARGUMENTS
         if calls.body == "pythonic":
-            return f"{_literal(name + '(')} {self._comma_separated(schema, self._python_argument)} {_literal(')')}"
+            return f"{literal(name + '(')} {self._comma_separated(schema, self._python_argument)} {literal(')')}"
         if calls.body == "xml":
             inner = f"{self._named(name)} {self._xml_parameters(schema)} "
         elif calls.body == "escaped":
-            inner = f"{self._named(name)} {self._comma_separated(schema, self._escaped_argument)} {_literal('}')}"
+            inner = f"{self._named(name)} {self._comma_separated(schema, self._escaped_argument)} {literal('}')}"
         elif calls.body == "named_json":
             inner = f"{self._named(name)} {self._json(schema)}"
         else:
             keys = f'{{"{calls.name_keys[0]}": {json.dumps(name)}, "{calls.argument_keys[0]}": '
-            inner = f"{_literal(keys)} {self._json(schema)} {_literal('}')}"
+            inner = f"{literal(keys)} {self._json(schema)} {literal('}')}"
         if calls.after_arguments:
             inner += f' "\\n"? {self._marker(calls.after_arguments)}'
         begin, end = (self._marker(each) for each in calls.call)
@@ -102,50 +127,40 @@ class ForcedCalls:
     def _named(self, name: str) -> str:
         before, after = self._calls.name
         if self._calls.name_is_id:
-            return f"{_literal(f'functions.{name}:')} /[0-9]{{1,2}}/ {self._marker(after)}"
+            return f"{literal(f'functions.{name}:')} /[0-9]{{1,2}}/ {self._marker(after)}"
         if not after and "[ARGS]" in self._special_ids:
             after = "[ARGS]"
-        return " ".join(filter(None, (self._marker(before), _literal(name), self._marker(after))))
-
-    def _json(self, schema: Any) -> str:
-        return f"%json {json.dumps({**schema, 'x-guidance': _JSON_STYLE}, ensure_ascii=False)}"
+        return " ".join(filter(None, (self._marker(before), literal(name), self._marker(after))))
 
     def _xml_parameters(self, schema: Mapping[str, Any]) -> str:
         before_name, after_name, before_value, after_value = self._calls.parameter
         required, written = schema.get("required") or (), ""
         for name, each in (schema.get("properties") or {}).items():
-            begin = " ".join(filter(None, (_literal(before_name + name + after_name), _literal(before_value))))
+            begin = " ".join(filter(None, (literal(before_name + name + after_name), literal(before_value))))
             value = self._rule("value", self._xml_value(_inlined(each, schema), after_value))
             written += f' ("\\n"? {begin} {value})' + ("" if name in required else "?")
         return f'{written} "\\n"?'
 
     def _xml_value(self, schema: Mapping[str, Any], end: str) -> str:
         if schema.get("type") != "string":
-            return f"{self._json(schema)} {_literal(end)}"
+            return f"{self._json(schema)} {literal(end)}"
         if isinstance(schema.get("enum"), list):
-            return "(" + " | ".join(_literal(str(each)) for each in schema["enum"]) + f") {_literal(end)}"
+            return "(" + " | ".join(literal(str(each)) for each in schema["enum"]) + f") {literal(end)}"
         return self._text_until("text", end)
-
-    def _text_until(self, name: str, end: str) -> str:
-        if end in self._special_ids:
-            return f"/(.|\\n)*/ {self._marker(end)}"
-        name = f"{name}_{len(self._rules)}"
-        self._rules.append(f"{name}[lazy]: /(.|\\n)*{_regex(end)}/")
-        return name
 
     def _python_argument(self, name: str, schema: dict[str, Any]) -> str:
         """Values are JSON, which is read too."""
-        return f"{_literal(name + '=')} {self._json(schema)}"
+        return f"{literal(name + '=')} {self._json(schema)}"
 
     def _escaped_argument(self, name: str, schema: dict[str, Any]) -> str:
         escape = self._marker(self._calls.escape)
         if schema.get("type") == "string" and isinstance(schema.get("enum"), list):
-            value = f"{escape} ({' | '.join(_literal(str(each)) for each in schema['enum'])}) {escape}"
+            value = f"{escape} ({' | '.join(literal(str(each)) for each in schema['enum'])}) {escape}"
         elif schema.get("type") == "string":
             value = f"{escape} {self._text_until('text', self._calls.escape)}"
         else:
             value = self._json(schema)
-        return f"{_literal(name + ':')} {value}"
+        return f"{literal(name + ':')} {value}"
 
     def _comma_separated(self, schema: Mapping[str, Any], argument: Callable[[str, dict[str, Any]], str]) -> str:
         """Those that must be there in the schema's order, then the others."""
@@ -166,13 +181,81 @@ class ForcedCalls:
         return rest
 
 
+class StrictCalls(ForcedCalls):
+    """Of an answer that may say anything; but where it begins a call, that is one of the tools' and fits its schema."""
+
+    def __init__(
+        self,
+        calls: CallFormat,
+        tools: Sequence[Mapping[str, Any]],
+        special_ids: Mapping[str, int],
+        *,
+        several: bool,
+        thinks_first: ReasoningFormat | None = None,
+        or_json: Any = None,
+    ) -> None:
+        """or_json: the schema of an answer that is no call."""
+        self._or_json = or_json
+        super().__init__(calls, tools, special_ids, several=several, thinks_first=thinks_first)
+
+    def _answer(self) -> str:
+        calls, ways = self._calls, []
+        if self._or_json is not None:
+            ways.append(self._json(self._or_json))
+            if calls.opener:
+                ways.append(self._rule("calls", super()._answer()))
+        else:
+            times = "*" if self._several else "?"
+            within = f"({self._until_opener()} ({self._opened()})){times} " if calls.opener else ""
+            ways.append(within + self._free())
+        if calls.is_bare:
+            self._calls = msgspec.structs.replace(calls, call=("", ""), section=None)
+            ways.append(super()._answer())
+            self._calls = calls
+        return f"({' | '.join(ways)})"
+
+    def _opened(self) -> str:
+        """A call, or a section, whose opener has been read with the text before it."""
+        calls = self._calls
+        section = ("", calls.section[1]) if calls.section else None
+        call = calls.call if calls.section else ("", calls.call[1])
+        self._calls = msgspec.structs.replace(calls, section=section, call=call, is_bare=True)
+        if calls.section or calls.body == "pythonic":
+            answer = super()._answer()
+        else:
+            answer = " | ".join(self._rule("call", self._call(tool["function"])) for tool in self._tools)
+        self._calls = calls
+        return answer
+
+    @property
+    def _any_text(self) -> str:
+        """What begins like a bare call is none."""
+        return r"(\s*[^\s{\[](.|\n)*)?" if self._calls.is_bare else r"(.|\n)*"
+
+    def _until_opener(self) -> str:
+        opener = self._calls.opener
+        if opener in self._special_ids:
+            return f"/{self._any_text}/ {self._marker(opener)}"
+        name = f"text_{len(self._rules)}"
+        self._rules.append(f"{name}[lazy]: /{self._any_text}{_regex(opener)}/")
+        return name
+
+    def _free(self) -> str:
+        """Text that begins no call. A marker that is a special token is in no text."""
+        openers = [each for each in (self._calls.opener, *self._calls.also) if each and each not in self._special_ids]
+        without = "".join(rf" & ~/(.|\n)*{_regex(each)}(.|\n)*/" for each in openers)
+        name = f"FREE_{len(self._rules)}"
+        self._rules.append(f"{name}: /{self._any_text}/{without}")
+        return name
+
+
 def _inlined(schema: Any, whole: Mapping[str, Any]) -> dict[str, Any]:
     """A property's schema on its own: with the definitions that it may refer to."""
     own = dict(schema) if isinstance(schema, Mapping) else {}
     return {**{name: whole[name] for name in ("$defs", "definitions") if name in whole}, **own}
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 

@@ -10,8 +10,6 @@ no call or the answer ends. Arguments are given as JSON text as they come.
 
 from __future__ import annotations
 
-import ast
-import functools
 import json
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -20,6 +18,15 @@ from typing import Any
 import msgspec
 
 from headrace.frontend.text.formats.declaration import CallFormat, OutputFormat
+from headrace.frontend.text.formats.markers import Markers, make_markers
+from headrace.frontend.text.formats.values import (
+    NoCallError,
+    as_json,
+    as_text,
+    nest_as_json,
+    python_as_json,
+    types_of,
+)
 
 Reads = Generator[None, None, Any]
 """Yields when it needs more text, and returns what it read."""
@@ -28,7 +35,6 @@ _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE = re.compile(r'["{}\[\]]')
 _SCALAR_END = re.compile(r"[\s,}\]<\[]")
 _PYTHON_STOP = re.compile(r"""["'()\[\]{},\\]""")
-_BARE_KEY = re.compile(r"([{,]\s*)([\w.\-]+)\s*:")
 _NAME = re.compile(r"[\w.\-/ ]{1,256}")
 _OTHER_KEYS = ("type", "id")
 """What may stand before a call's name; any other key says that an object is no call."""
@@ -45,10 +51,6 @@ class Event(msgspec.Struct, frozen=True):
     id: str = ""
     """The call's own id, where the model writes one."""
     arguments: str = ""
-
-
-class _NoCallError(Exception):
-    """The text is not what the format says."""
 
 
 class OutputParser:
@@ -75,8 +77,8 @@ class OutputParser:
         ignored = tuple(each for each in left_out if each not in self._call_openers)
         self._ignored = frozenset(ignored)
         begin = self._reasoning.begin if self._reasoning else ""
-        self._openers = _markers((*sorted(self._call_openers), begin, *ignored))
-        self._closers = _markers((self._reasoning.end if self._reasoning else "", *ignored))
+        self._openers = make_markers((*sorted(self._call_openers), begin, *ignored))
+        self._closers = make_markers((self._reasoning.end if self._reasoning else "", *ignored))
         self._text, self._ended = "", False
         self._raw: list[str] | None = None
         """What has been read of a call whose name is not known yet; None outside."""
@@ -151,7 +153,7 @@ class OutputParser:
         self._raw = [opener]
         try:
             yield from self._section()
-        except _NoCallError:
+        except NoCallError:
             raw = "".join(self._raw or ())
             if raw.strip():
                 self._content(raw)
@@ -212,7 +214,7 @@ class OutputParser:
         if calls.name_is_id:
             id, name = name, name.split(".", 1)[-1].rsplit(":", 1)[0]
         if not name:
-            raise _NoCallError
+            raise NoCallError
         self._space, self._raw = "", None
         self._events.append(Event(call=self.num_calls, name=name, id=id))
         self.num_calls += 1
@@ -254,13 +256,13 @@ class OutputParser:
             elif key in calls.argument_keys and not held:
                 held = yield from self._json_arguments(call)
             elif call < 0 and key not in _OTHER_KEYS:
-                raise _NoCallError
+                raise NoCallError
             else:
                 yield from self._json_whole()
             yield from self._skip_space()
             yield from self._accept(",")
         if call < 0:
-            raise _NoCallError
+            raise NoCallError
         if not held:
             self._arguments(call, "{}")
 
@@ -290,7 +292,7 @@ class OutputParser:
     def _python_call(self) -> Reads:
         name = yield from self._short_until("(")
         if not _NAME.fullmatch(name.strip()):
-            raise _NoCallError
+            raise NoCallError
         call, separator = self._begin(name), "{"
         while True:
             yield from self._skip_space()
@@ -298,7 +300,7 @@ class OutputParser:
                 break
             key = yield from self._short_until("=")
             value = yield from self._python_value()
-            self._arguments(call, f"{separator}{_text(key.strip())}: {value}")
+            self._arguments(call, f"{separator}{as_text(key.strip())}: {value}")
             separator = ", "
             yield from self._accept(",")
         self._arguments(call, "{}" if separator == "{" else "}")
@@ -320,14 +322,14 @@ class OutputParser:
             if before_value:
                 yield from self._skip_space()
                 yield from self._expect(before_value)
-            self._arguments(call, f"{separator}{_text(key)}: ")
+            self._arguments(call, f"{separator}{as_text(key)}: ")
             separator = ", "
-            yield from self._xml_value(call, _markers((after_value,)), _types(properties.get(key) or {}))
+            yield from self._xml_value(call, make_markers((after_value,)), types_of(properties.get(key) or {}))
         if self._is_over:
-            raise _NoCallError
+            raise NoCallError
         self._arguments(call, "{}" if separator == "{" else "}")
 
-    def _xml_value(self, call: int, end: _Markers, types: frozenset[str]) -> Reads:
+    def _xml_value(self, call: int, end: Markers, types: frozenset[str]) -> Reads:
         """Text is given as it comes, without the line breaks that set it off; other values once they are whole."""
         if "string" in types:
             has_lines = self._calls is not None and self._calls.values_have_lines
@@ -340,10 +342,10 @@ class OutputParser:
                 nonlocal held
                 text = held + text
                 held = "\n" if has_lines and text.endswith("\n") else ""
-                self._arguments(call, _text(text.removesuffix(held) if held else text)[1:-1])
+                self._arguments(call, as_text(text.removesuffix(held) if held else text)[1:-1])
 
             if (yield from self._until(end, give)) is None:
-                raise _NoCallError
+                raise NoCallError
             self._arguments(call, '"')
             return
         parts: list[str] = []
@@ -351,8 +353,8 @@ class OutputParser:
         if (yield from self._peek(1)) in ("{", "["):  # which may hold the marker as text
             yield from self._json_value(parts.append)
         if (yield from self._until(end, parts.append)) is None:
-            raise _NoCallError
-        self._arguments(call, _as_json("".join(parts).strip(_SPACE)))
+            raise NoCallError
+        self._arguments(call, as_json("".join(parts).strip(_SPACE)))
 
     def _escaped_call(self, calls: CallFormat) -> Reads:
         yield from self._expect(calls.name[0])
@@ -364,9 +366,9 @@ class OutputParser:
             if (yield from self._accept("}")):
                 break
             key = (yield from self._short_until(":")).strip()
-            self._arguments(call, f"{separator}{_text(key)}: ")
+            self._arguments(call, f"{separator}{as_text(key)}: ")
             separator = ", "
-            yield from self._escaped_value(call, calls.escape, _types(properties.get(key) or {}))
+            yield from self._escaped_value(call, calls.escape, types_of(properties.get(key) or {}))
             yield from self._skip_space()
             yield from self._accept(",")
         self._arguments(call, "{}" if separator == "{" else "}")
@@ -378,10 +380,10 @@ class OutputParser:
             is_text = not types or "string" in types
             if is_text:
                 self._arguments(call, '"')
-            give = (lambda text: self._arguments(call, _text(text)[1:-1])) if is_text else parts.append
-            if (yield from self._until(_markers((escape,)), give)) is None:
-                raise _NoCallError
-            self._arguments(call, '"' if is_text else _as_json("".join(parts).strip(_SPACE)))
+            give = (lambda text: self._arguments(call, as_text(text)[1:-1])) if is_text else parts.append
+            if (yield from self._until(make_markers((escape,)), give)) is None:
+                raise NoCallError
+            self._arguments(call, '"' if is_text else as_json("".join(parts).strip(_SPACE)))
             return
         if (yield from self._peek(1)) in ("{", "["):
             self._arguments(call, (yield from self._escaped_nest(escape)))
@@ -389,27 +391,27 @@ class OutputParser:
         while (end := _SCALAR_END.search(self._text)) is None and not self._ended:
             yield
         if end is None:
-            raise _NoCallError
-        self._arguments(call, _as_json(self._take(end.start())))
+            raise NoCallError
+        self._arguments(call, as_json(self._take(end.start())))
 
     def _escaped_nest(self, escape: str) -> Reads:
         """An object or a list, as JSON; models mix it up with JSON itself."""
         parts: list[str] = []
-        markers, depth = _markers((escape, "{", "}", "[", "]")), 0
+        markers, depth = make_markers((escape, "{", "}", "[", "]")), 0
         while True:
             found = yield from self._until(markers, parts.append)
             if found is None:
-                raise _NoCallError
+                raise NoCallError
             if found == escape:
                 text: list[str] = []
-                if (yield from self._until(_markers((escape,)), text.append)) is None:
-                    raise _NoCallError
-                parts.append(_text("".join(text)))
+                if (yield from self._until(make_markers((escape,)), text.append)) is None:
+                    raise NoCallError
+                parts.append(as_text("".join(text)))
                 continue
             parts.append(found)
             depth += 1 if found in "{[" else -1
             if depth == 0:
-                return _nest_as_json("".join(parts))
+                return nest_as_json("".join(parts))
 
     # --- pieces of text ---------------------------------------------------------------------------------------------
 
@@ -445,9 +447,9 @@ class OutputParser:
 
     def _expect(self, literal: str) -> Reads:
         if not (yield from self._accept(literal)):
-            raise _NoCallError
+            raise NoCallError
 
-    def _until(self, markers: _Markers, give: Callable[[str], None]) -> Reads:
+    def _until(self, markers: Markers, give: Callable[[str], None]) -> Reads:
         """Gives what comes before the first of the markers, and takes that; None at the end of the answer."""
         while True:
             found = markers.find(self._text)
@@ -472,20 +474,20 @@ class OutputParser:
     def _short_before(self, marker: str) -> Reads:
         while (at := self._text.find(marker)) < 0:
             if self._ended or len(self._text) > 300:
-                raise _NoCallError
+                raise NoCallError
             yield
         if at > 300:
-            raise _NoCallError
+            raise NoCallError
         return self._take(at)
 
     def _json_string(self) -> Reads:
         if (yield from self._peek(1)) != '"':
-            raise _NoCallError
+            raise NoCallError
         text = yield from self._json_whole()
         try:
             return json.loads(text, strict=False)
         except ValueError:
-            raise _NoCallError from None
+            raise NoCallError from None
 
     def _json_whole(self) -> Reads:
         parts: list[str] = []
@@ -493,7 +495,7 @@ class OutputParser:
         return "".join(parts)
 
     def _json_value(self, give: Callable[[str], None]) -> Reads:
-        """One value, given as it comes. Raises _NoCallError where the answer ends within it."""
+        """One value, given as it comes. Raises NoCallError where the answer ends within it."""
         depth, in_string, began = 0, False, False
         while True:
             text, at = self._text, 0
@@ -532,7 +534,7 @@ class OutputParser:
             if self._ended:
                 if self._text:
                     give(self._take(len(self._text)))
-                raise _NoCallError
+                raise NoCallError
             yield
 
     def _python_value(self) -> Reads:
@@ -548,90 +550,14 @@ class OutputParser:
                 elif found in "\"'":
                     quote = found
                 elif depth == 0 and found in ",)":
-                    return _python_as_json(self._take(at - 1))
+                    return python_as_json(self._take(at - 1))
                 else:
                     depth += 1 if found in "([{" else -1 if found in ")]}" else 0
             if self._ended:
-                raise _NoCallError
+                raise NoCallError
             length = len(self._text)
             at = max(at, length)
             yield
-
-
-@functools.lru_cache(maxsize=64)
-def _markers(texts: tuple[str, ...]) -> _Markers:
-    """A tokenizer may have hundreds of special tokens, which are the same for every answer."""
-    return _Markers(texts)
-
-
-class _Markers:
-    """Finds the first of some texts; none of them begins another."""
-
-    def __init__(self, markers: Sequence[str]) -> None:
-        self._markers = tuple(filter(None, markers))
-        longest_first = sorted(self._markers, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        first_characters = sorted({re.escape(each[0]) for each in self._markers})
-        self._first = re.compile("|".join(first_characters) or r"(?!)")
-        self._most_held = max(map(len, self._markers), default=1) - 1
-
-    def find(self, text: str) -> re.Match[str] | None:
-        return self._pattern.search(text)
-
-    def held(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a marker."""
-        for first in self._first.finditer(text, max(0, len(text) - self._most_held)):
-            end = text[first.start() :]
-            if any(marker.startswith(end) for marker in self._markers):
-                return len(end)
-        return 0
-
-
-def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _types(schema: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that a schema allows, as far as it says so."""
-    declared = schema.get("type")
-    types = {declared} if isinstance(declared, str) else set(declared or ())
-    for name in ("anyOf", "oneOf"):
-        types.update(*(_types(each) for each in schema.get(name) or () if isinstance(each, dict)))
-    if isinstance(schema.get("enum"), list) and not types:
-        types.update("string" for each in schema["enum"] if isinstance(each, str))
-    return frozenset(types)
-
-
-def _as_json(text: str) -> str:
-    """A value written without quotes: JSON where it is, else text."""
-    try:
-        json.loads(text)
-    except ValueError:
-        lowered = {"True": "true", "False": "false", "None": "null"}.get(text)
-        return lowered or _text(text)
-    return text
-
-
-def _nest_as_json(text: str) -> str:
-    """Keys have got no quotes yet, unless it is JSON."""
-    for each in (text, _BARE_KEY.sub(r'\1"\2":', text)):
-        try:
-            json.loads(each)
-        except ValueError:
-            continue
-        return each
-    raise _NoCallError
-
-
-def _python_as_json(text: str) -> str:
-    """A Python literal, or JSON, which models mix up, as JSON."""
-    text = text.strip()
-    for read in (ast.literal_eval, json.loads):
-        try:
-            return json.dumps(read(text), ensure_ascii=False, allow_nan=False)
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            continue
-    raise _NoCallError
 
 
 def _merged(events: list[Event]) -> list[Event]:

@@ -1,0 +1,108 @@
+"""Answers that are messages with a header each, as gpt-oss writes them (Harmony):
+
+    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
+    <|message|>{"a": 1}<|call|>
+
+The header says whether the text is reasoning, a call's arguments or content.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace.frontend.text.formats.declaration import ChannelFormat
+from headrace.frontend.text.formats.grammar import NO_ARGUMENTS, Rules, literal
+from headrace.frontend.text.formats.markers import make_markers
+from headrace.frontend.text.formats.parser import Event, OutputParser, Reads
+
+
+class ChannelParser(OutputParser):
+    """One answer's, as OutputParser is. Text that has no header is content."""
+
+    def __init__(
+        self, channels: ChannelFormat, *, reads_calls: bool, prompt: str = "", hidden: Sequence[str] = ()
+    ) -> None:
+        """reads_calls: else calls are content."""
+        self._format, self._reads_calls = channels, reads_calls
+        self._own = (channels.start, channels.channel, channels.message, *channels.ends)
+        self._header = re.compile(rf"(?:{re.escape(channels.channel)}\s*(\w+))|to=([^\s<]+)")
+        self._left_out = tuple(each for each in hidden if each not in self._own)
+        super().__init__(None, None, prompt=prompt)
+
+    def _read(self, prompt: str) -> Reads:
+        form = self._format
+        headers = make_markers((form.start, form.channel, *form.ends, *self._left_out))
+        while (marker := (yield from self._until(headers, self._say))) is not None:
+            if marker not in (form.start, form.channel):
+                continue
+            header = marker + (yield from self._short_until_or_end(form.message))
+            found = self._header.findall(header)
+            channel = next((name for name, _ in found if name), "")
+            recipient = next((to for _, to in found if to), "")
+            yield from self._message(channel, recipient)
+
+    def _message(self, channel: str, recipient: str) -> Reads:
+        form, call = self._format, -1
+        name = recipient.removeprefix(form.functions)
+        if recipient.startswith(form.functions) and name and self._reads_calls:
+            call = self.num_calls
+            self._events.append(Event(call=call, name=name))
+            self.num_calls += 1
+        told = False
+
+        def give(text: str) -> None:
+            nonlocal told
+            told = told or bool(text.strip())
+            if call >= 0:
+                self._events.append(Event(call=call, arguments=text))
+            elif channel in form.reasoning or (recipient and not recipient.startswith(form.functions)):
+                self._events.append(Event(reasoning=text))
+            else:
+                self._say(text)
+
+        ends = make_markers((*form.ends, form.start, *self._left_out))
+        while (end := (yield from self._until(ends, give))) in self._left_out:
+            pass
+        if end == form.start:  # the next header has begun
+            self._text = end + self._text
+        if call >= 0 and not told:
+            self._events.append(Event(call=call, arguments="{}"))
+
+    def _short_until_or_end(self, marker: str) -> Reads:
+        """A header; one that does not end is no message's."""
+        while (at := self._text.find(marker)) < 0 and not self._ended and len(self._text) <= _LONGEST_HEADER:
+            yield
+        if at < 0:
+            return ""
+        header = self._take(at)
+        self._take(len(marker))
+        return header
+
+    def _say(self, text: str) -> None:
+        self._events.append(Event(content=text))
+
+
+_LONGEST_HEADER = 300
+
+
+class ForcedChannelCalls(Rules):
+    """The grammar of an answer that has to call a tool: after its thoughts, if it has any, one call."""
+
+    def __init__(
+        self, channels: ChannelFormat, tools: Sequence[Mapping[str, Any]], special_ids: Mapping[str, int]
+    ) -> None:
+        super().__init__(special_ids)
+        channel, message = self._marker(channels.channel), self._marker(channels.message)
+        thoughts = self._text_until("thought", channels.ends[0])
+        thought = f"{channel} {literal(channels.reasoning[0])} {message} {thoughts}"
+        again = f"{self._marker(channels.start)} {literal('assistant')}"
+        calls = []
+        for tool in tools:
+            function = tool["function"]
+            to = literal(f"commentary to={channels.functions}{function['name']} ")
+            schema = self._json(function.get("parameters") or NO_ARGUMENTS)
+            calls.append(self._rule("call", f"{channel} {to} {self._marker(channels.constrain)} {message} {schema}"))
+        end = self._marker(channels.ends[1])
+        self._rules.append(f"start: ({thought} {again})? ({' | '.join(calls)}) ({end})?")

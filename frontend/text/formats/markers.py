@@ -1,0 +1,36 @@
+"""Finds markers in text that comes in pieces, and knows which of its end may still become one."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+
+
+@functools.lru_cache(maxsize=64)
+def make_markers(texts: tuple[str, ...]) -> Markers:
+    """A tokenizer may have hundreds of special tokens, which are the same for every answer."""
+    return Markers(texts)
+
+
+class Markers:
+    """Finds the first of some texts; none of them begins another."""
+
+    def __init__(self, markers: Sequence[str]) -> None:
+        self._markers = tuple(filter(None, markers))
+        longest_first = sorted(self._markers, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        first_characters = sorted({re.escape(each[0]) for each in self._markers})
+        self._first = re.compile("|".join(first_characters) or r"(?!)")
+        self._most_held = max(map(len, self._markers), default=1) - 1
+
+    def find(self, text: str) -> re.Match[str] | None:
+        return self._pattern.search(text)
+
+    def held(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a marker."""
+        for first in self._first.finditer(text, max(0, len(text) - self._most_held)):
+            end = text[first.start() :]
+            if any(marker.startswith(end) for marker in self._markers):
+                return len(end)
+        return 0
