@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.chat import ChatWork, chat_work
-from headrace.frontend.http.engines import Engine
+from headrace.frontend.http.engines import engine_for
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.exchange import Exchange
 from headrace.frontend.http.generation import HEADERS, HOLD_S, first_of
@@ -123,7 +124,7 @@ async def create(state: ServerState, exchange: Exchange) -> None:
     request = await exchange.prepare(lambda body: state.decoder.decode(body, ResponsesRequest))
     _check(request, own.store)
     state.check_accepting()
-    engine = state.pool.choose(request.model)
+    engine = engine_for(state.pool, request.model)
     asked = stored_form(request.input)
     items = [*await _history(own.store, tenant, request.previous_response_id), *asked]
     id, name = new_id("resp"), f"resp_{exchange.request_id(request.request_id)}"

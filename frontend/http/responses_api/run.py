@@ -17,9 +17,9 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.frontend.client.request import RequestStream
+from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.chat import ChatWork
 from headrace.frontend.http.connection import Connection
-from headrace.frontend.http.engines import Engine
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.generation import KEEP_ALIVE, Generator, took_too_long
 from headrace.frontend.http.responses import TokenLogprob, chat_logprobs
