@@ -256,22 +256,16 @@ class PreparedRequest(msgspec.Struct):
     form_field: str = "structured_outputs"
     """The field by which the request asks for a form of its answer: errors name it."""
 
-    def named(self, error: HeadraceError) -> HeadraceError:
-        """The same error, in the words of the request."""
-        if not isinstance(error, InvalidRequestError) or error.failure is None:
-            return error
-        said = error.failure.message.replace("SamplingParams.structured_outputs", f"SamplingParams.{self.form_field}")
-        return InvalidRequestError.from_failure(msgspec.structs.replace(error.failure, message=said))
-
 
 class Running:
     """The submitted jobs of one request, which end together."""
 
-    def __init__(self, engine: Engine, jobs: Sequence[Job], pool: EnginePool, pages: Pages) -> None:
+    def __init__(self, engine: Engine, jobs: Sequence[Job], pool: EnginePool, pages: Pages, form_field: str) -> None:
+        """form_field: see PreparedRequest."""
         if engine.client is None:  # it was there when the request was prepared
             raise unavailable("the engine is not running", code="engine_dead")
         self._engine, self._jobs, self._welcome = engine, jobs, engine.client.welcome
-        self._pool, self._pages = pool, pages
+        self._pool, self._pages, self._form_field = pool, pages, form_field
         self._meters: dict[RequestStream, RequestMeter] = {}
         self.error: HeadraceError | None = None
         self.events: Listener | None = None
@@ -325,13 +319,20 @@ class Running:
         self._meters[stream].on_done(stream)
         self._num_running -= 1
         if stream.error is not None and self.error is None:
-            self.error = self._prepared.named(stream.error)
+            self.error = self._named(stream.error)
             if not self.news.done():
                 self.news.set_result(None)
             if self.events is not None:
                 self.events.fail(self.error)
         if (self._num_running == 0 or self.error is not None) and not self.ended.done():
             self.ended.set_result(None)
+
+    def _named(self, error: HeadraceError) -> HeadraceError:
+        """The same error, in the words of the request."""
+        if not isinstance(error, InvalidRequestError) or error.failure is None:
+            return error
+        said = error.failure.message.replace("SamplingParams.structured_outputs", f"SamplingParams.{self._form_field}")
+        return InvalidRequestError.from_failure(msgspec.structs.replace(error.failure, message=said))
 
 
 class _Pace:
@@ -372,10 +373,10 @@ class Generator:
                     each.set_result(None)
 
     @contextlib.asynccontextmanager
-    async def running(self, engine: Engine, jobs: Sequence[Job]) -> AsyncIterator[Running]:
+    async def running(self, engine: Engine, jobs: Sequence[Job], form_field: str) -> AsyncIterator[Running]:
         """Submitted; ended at the latest when the block is left. Raises ApiError and HeadraceError."""
         self._pages.count("http_requests")
-        running = Running(engine, jobs, self._pool, self._pages)
+        running = Running(engine, jobs, self._pool, self._pages, form_field)
         self._running.add(running)
         try:
             await running.submit()
@@ -409,7 +410,8 @@ class Generator:
     async def answer(self, prepared: PreparedRequest, connection: Connection, receive: Receive, send: Send) -> None:
         """Runs it and sends the response. Raises ApiError and HeadraceError while nothing has been sent."""
         deadline_s = self.deadline_s()
-        async with self.reader(receive) as gone, self.running(prepared.engine, prepared.jobs) as running:
+        running_jobs = self.running(prepared.engine, prepared.jobs, prepared.form_field)
+        async with self.reader(receive) as gone, running_jobs as running:
             prepared.answer.attach(running.streams)
             if prepared.streams:
                 await self._stream(prepared, running, connection, gone, deadline_s, send)

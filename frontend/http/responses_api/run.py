@@ -255,7 +255,8 @@ class ResponseRun:
 
     async def _generate(self, engine: Engine, work: ChatWork) -> str | None:
         """One prompt, to its answer's end; the finish reason."""
-        async with self._generator.running(engine, [work.job]) as running:
+        form_field = "text.format" if work.form_field == "response_format" else work.form_field
+        async with self._generator.running(engine, [work.job], form_field) as running:
             (stream,) = running.streams
             self._turn = turn = _Turn(stream, work, self.response.parallel_tool_calls)
             running.events = self
