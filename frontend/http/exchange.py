@@ -75,7 +75,7 @@ class LargeBodies:
         """What `make` makes of so many bytes that were decoded: in another thread, if that is much."""
         if num_bytes <= INLINE_BYTES:
             return make()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, make)
+        return await asyncio.get_running_loop().run_in_executor(self.threads, make)
 
     def give_back(self, num_bytes: int) -> None:
         """A request whose body had so many bytes has ended: its memory goes back to the system, if it was much."""
