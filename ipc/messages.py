@@ -411,6 +411,8 @@ class Load(Message):
 
     num_running: int
     num_waiting: int
+    is_paused: bool = False
+    """No tokens come because somebody asked for that."""
 
 
 class Refused(Message):

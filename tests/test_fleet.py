@@ -20,7 +20,7 @@ from headrace.frontend.fleet.decisions import Affinity
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.router import RouterOptions
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, QueueFullError
-from headrace.ipc.messages import Finish, FinishReason
+from headrace.ipc.messages import Finish, FinishReason, Load
 
 PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 30}}, "required": ["name"]}
 LONG = {"max_tokens": 60, "ignore_eos": True}
@@ -148,6 +148,32 @@ def test_a_silent_engine_loses_its_requests_and_what_it_says_later_is_ignored(th
     outputs, pool, _ = run(thread, [SamplingParams(seed=1, **LONG)], freeze, options=options)
     assert told(outputs[0]) == told(expected[0])
     assert pool.router.migrations["silent"] == 1
+
+
+def test_a_paused_engine_says_so_and_keeps_its_requests(thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[Load] = []
+    monkeypatch.setattr(thread.port, "set_load", lambda load, clients: loads.append(load))
+    tasks: list[asyncio.Task[None]] = []
+
+    async def pause_for_a_while(pool: EnginePool) -> None:
+        engine = pool.engines[0]
+        assert engine.client is not None
+        await engine.client.pause_generation("keep")
+        await _until(lambda: loads[-1].is_paused)
+        for _ in range(10):  # as a port over ZeroMQ tells it, again and again
+            pool._on_load(engine, loads[-1])
+            await asyncio.sleep(0.1)
+        await engine.client.resume_generation()
+
+    def pause(pool: EnginePool, sessions: list[Session], streams: list[RequestStream]) -> None:
+        tasks.append(asyncio.ensure_future(pause_for_a_while(pool)))
+
+    params = [SamplingParams(seed=1, max_tokens=80, ignore_eos=True)]
+    expected, _, _ = run(thread, params, num_engines=1)
+    outputs, pool, _ = run(thread, params, pause, options=RouterOptions(stalled_after_s=0.3))
+    tasks[0].result()
+    assert told(outputs[0]) == told(expected[0])
+    assert not pool.router.migrations
 
 
 def test_without_migrations_a_request_ends_with_its_engine(thread: EngineThread) -> None:

@@ -460,7 +460,11 @@ class Loop:
 
     def _report_load(self) -> None:
         self._load_changed = False
-        load = Load(num_running=self.scheduler.num_running, num_waiting=self._num_waiting)
+        load = Load(
+            num_running=self.scheduler.num_running,
+            num_waiting=self._num_waiting,
+            is_paused=self._pause.is_asked,
+        )
         self._port.set_load(load, frozenset(client for client, live in self._requests.items() if live))
 
     def stats(self) -> EngineStats:

@@ -371,7 +371,7 @@ class EnginePool:
             self._carry_out(self.router.drain(engine.name, time.monotonic()))
 
     def _on_load(self, engine: Engine, load: Load) -> None:
-        self.router.load(engine.name, load.num_running, load.num_waiting, time.monotonic())
+        self.router.load(engine.name, load.num_running, load.num_waiting, time.monotonic(), is_paused=load.is_paused)
 
 
 class _Unsent:
