@@ -70,7 +70,10 @@ def torchao(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
     import torchao.quantization as tool
     from transformers import AutoModelForCausalLM, TorchAoConfig
 
-    by_group = {"weight_dtype": torch.int4, "granularity": tool.PerGroup(32)}
+    by_group = {
+        "weight_dtype": getattr(torch, "int4"),  # noqa: B009 - its types do not list it
+        "granularity": tool.PerGroup(32),
+    }
     chosen = getattr(tool, f"{scheme}Config")(**(by_group if scheme.startswith("Intx") else {}))
     model = AutoModelForCausalLM.from_pretrained(
         model_path, quantization_config=TorchAoConfig(chosen), device_map={"": "cpu"}, dtype=torch.float32
@@ -86,7 +89,8 @@ def hqq(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
 
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     config = BaseQuantizeConfig(nbits=int(scheme.split(maxsplit=1)[0]), group_size=64, axis=1)
-    values, state = {}, {}
+    values: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
             layer = HQQLinear(module, config, compute_dtype=torch.float32, device="cpu", del_orig=False)

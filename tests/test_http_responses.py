@@ -97,8 +97,9 @@ def events_in(text: str) -> list[dict[str, Any]]:
 def test_a_response_has_items_of_reasoning_text_and_calls(client):
     response = ask(client, SAID, tools=[WEATHER], metadata={"a": "b"}, user="me")
     reasoning, message, call = response.output
-    assert reasoning.content[0].text == "hm"
-    assert message.content[0].text == response.output_text == "Sure."
+    assert [part.text for part in reasoning.content] == ["hm"]
+    assert [part.text for part in message.content] == [response.output_text]
+    assert response.output_text == "Sure."
     assert (call.name, json.loads(call.arguments), call.status) == ("get_weather", {"city": "Zürich"}, "completed")
     assert call.call_id.startswith("call_")
     assert (response.status, response.user, response.metadata) == ("completed", "me", {"a": "b"})
@@ -215,7 +216,7 @@ def test_an_answer_has_the_form_that_was_asked_for(client):
 
 def test_log_probabilities_are_of_the_texts_own_tokens(server, client):
     more = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    part = ask(client, "<think>hm</think>yes", **more).output[1].content[0]
+    (part,) = ask(client, "<think>hm</think>yes", **more).output[1].content
     assert "".join(each.token for each in part.logprobs) == part.text == "yes"
     events = raw_events(server, **body_of("yes", **more))
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]

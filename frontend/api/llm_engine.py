@@ -171,6 +171,10 @@ class LLMEngine:
             if running is not None and running.pump is not None:
                 running.pump.cancel()
 
+    def do_log_stats(self) -> None:
+        """As `LLM.do_log_stats`."""
+        self._llm.do_log_stats()
+
     def has_unfinished_requests(self) -> bool:
         """Whether a step would return something."""
         return bool(self._running)

@@ -201,7 +201,7 @@ def test_an_engine_is_driven_by_steps_and_knows_what_is_left(address: str) -> No
         engine.add_request(name, "hello", params, tokenization_kwargs={"truncate_prompt_tokens": 2})
     engine.abort_request(["gone", "never was"])
     assert engine.get_num_unfinished_requests() == 2
-    finished = {}
+    finished: dict[str, Any] = {}
     while engine.has_unfinished_requests():
         finished |= {output.request_id: output for output in engine.step() if output.finished}
     assert sorted(finished) == ["one", "two"]

@@ -89,4 +89,4 @@ def test_an_llm_tells_loggers_too(address: str) -> None:
 def test_what_makes_no_logger_is_refused_before_an_engine_starts() -> None:
     for start in (AsyncLLM.from_engine_args, LLMEngine.from_engine_args):
         with pytest.raises(InvalidRequestError, match="stat_loggers has 7"):
-            start(EngineArgs(model="nowhere"), stat_loggers=[7])
+            start(EngineArgs(model="nowhere"), stat_loggers=[7])  # type: ignore[list-item]

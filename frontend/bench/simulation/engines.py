@@ -326,7 +326,6 @@ class SimulatedEngine:
     def _welcome(self) -> Welcome:
         return Welcome(
             version=__version__,
-            engine_id=self.name,
             pid=0,
             model=MODEL,
             served_model_names=(MODEL,),
