@@ -70,6 +70,26 @@ def test_streams_of_an_engine_that_is_killed_or_stopped_go_on_unchanged(number: 
             victim.send_signal(signal.SIGCONT)
 
 
+def test_a_request_may_name_its_engine_or_share_one_by_a_key() -> None:
+    with serving("-dp", "2", null_model={}) as server, server.client() as client:
+
+        def ask(headers: dict[str, str] | None = None, **more: Any) -> Any:
+            return client.post(COMPLETIONS, json={"prompt": [5, 6], "max_tokens": 2, **more}, headers=headers)
+
+        def chosen(reason: str) -> float:
+            return metric(client, "headrace:router_choices_total", reason=reason)
+
+        assert ask(data_parallel_rank=1).status_code == ask({"X-data-parallel-rank": "1"}).status_code == 200
+        assert (chosen("rank"), metric(client, "headrace:request_success_total", engine="1")) == (2, 2)
+        for bad, words in (({"data_parallel_rank": 2}, "2 engines"), ({"data_parallel_rank": -1}, "from rank 0")):
+            refused = ask(**bad)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "data_parallel_rank")
+            assert words in refused.json()["error"]["message"]
+        assert ask({"X-data-parallel-rank": "one"}).status_code == 400
+        assert [ask(prompt_cache_key="talk").status_code for _ in range(3)] == [200] * 3
+        assert chosen("session") == 2
+
+
 def test_a_batch_of_llm_survives_the_death_of_an_engine() -> None:
     null: dict[str, Any] = {"distributed_executor_backend": "headrace.executor.testing.null:NullExecutor"}
     params = [SamplingParams(max_tokens=60, ignore_eos=True, seed=each) for each in range(12)]

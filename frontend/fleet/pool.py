@@ -214,6 +214,10 @@ class EnginePool:
         """
         if request_id in self._streams:
             raise InvalidRequestError(f"a request with the id {request_id!r} is running; ids must be unique")
+        if affinity.rank is not None and not 0 <= affinity.rank < len(self.engines):
+            raise InvalidRequestError(
+                f"data_parallel_rank is {affinity.rank}, and there are {len(self.engines)} engines, from rank 0 on"
+            )
         token_ids, is_one = prompt.token_ids or (), len(self.router.members) < 2
         routed = RoutedRequest(
             model,

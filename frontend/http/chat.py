@@ -28,7 +28,7 @@ from headrace.frontend.http.prompts import (
     sampling_params,
     tokenize_texts,
 )
-from headrace.frontend.http.requests import ChatCompletionRequest
+from headrace.frontend.http.requests import ChatCompletionRequest, affinity_of
 from headrace.frontend.http.responses import (
     Answer,
     AssistantMessage,
@@ -177,7 +177,7 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
     truncate(tokens, params, client.welcome)
     check_length(tokens, asked, client.welcome, "messages")
     answer = Answer(request, id, request.model or engine.names[0], client.tokenizer)
-    job = Job(id, tokens, params, request.priority or 0)
+    job = Job(id, tokens, params, request.priority or 0, affinity_of(request))
     form_field = "tool_choice" if grammar is not None else field_of_body(request)
     return ChatWork(job, answer, reader, choice.is_named, form_field)
 

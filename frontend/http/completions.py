@@ -23,7 +23,7 @@ from headrace.frontend.http.prompts import (
     sampling_params,
     tokenize_texts,
 )
-from headrace.frontend.http.requests import CompletionRequest
+from headrace.frontend.http.requests import CompletionRequest, affinity_of
 from headrace.frontend.http.responses import (
     Answer,
     CompletionChoice,
@@ -80,7 +80,7 @@ def prepare_completion(
             prompt.text = client.tokenizer.decode(prompt.token_ids or [])
     id = f"cmpl-{name}"
     jobs = [
-        Job(id if len(prompts) == 1 else f"{id}-{index}", prompt, params, request.priority or 0)
+        Job(id if len(prompts) == 1 else f"{id}-{index}", prompt, params, request.priority or 0, affinity_of(request))
         for index, prompt in enumerate(prompts)
     ]
     answer = Answer(request, id, request.model or engine.names[0], client.tokenizer)

@@ -126,8 +126,8 @@ def _bad_request(error: InvalidRequestError) -> ApiError:
         param = "messages"
     elif text.startswith("a request with the id"):
         param = "request_id"
-    elif text.startswith("priority"):
-        param = "priority"
+    elif text.startswith(("priority", "data_parallel_rank")):
+        param = text.partition(" ")[0]
     if "must be at least" in text:
         text += " (greater_than_equal)"  # what clients of vLLM's look for
     return ApiError(HTTPStatus.BAD_REQUEST, text, param=param, code="invalid_value")

@@ -26,6 +26,7 @@ import msgspec
 from headrace.frontend.api.prompts import Prompt, check_request
 from headrace.frontend.api.sampling_params import SamplingParams
 from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
 from headrace.frontend.fleet.pool import Engine, EnginePool
 from headrace.frontend.http.connection import Connection
 from headrace.frontend.http.errors import ApiError, unavailable
@@ -234,6 +235,7 @@ class Job(msgspec.Struct):
     prompt: Prompt
     params: SamplingParams
     priority: int
+    affinity: Affinity = ANYWHERE
 
 
 class ResponseText(Chunks, Protocol):
@@ -289,7 +291,7 @@ class Running:
         for job in jobs:
             # Two clients may choose one name; both get their answer under it.
             name = f"{job.name}-{uuid.uuid4().hex}" if job.name in self._pool else job.name
-            stream = self._pool.submit(name, job.prompt, job.params, job.priority, model=model)
+            stream = self._pool.submit(name, job.prompt, job.params, job.priority, model=model, affinity=job.affinity)
             engine = self._pool.engine_of(stream) or self._engine
             if engine.index not in meters:
                 meters[engine.index] = RequestMeter(self._pages.engines[engine.index])

@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from headrace.frontend.api.sampling_fields import body_fields
 from headrace.frontend.api.sampling_params import FIELDS
+from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
 from headrace.frontend.http.errors import LONGEST_PARAM, ApiError, bad_field, shortened
 from headrace.frontend.http.large_lists import decode_json
 
@@ -69,6 +70,13 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     stream: Annotated[bool | None, Meta(description="Send the output as server-sent events while it grows")] = None
     stream_options: StreamOptions | None = None
     priority: Annotated[int | None, Meta(description="Smaller is sooner, under the policy `priority`")] = None
+    data_parallel_rank: Annotated[
+        int | None, Meta(description="Which of several engines begins it; also the header X-data-parallel-rank")
+    ] = None
+    prompt_cache_key: Annotated[
+        str | None,
+        Meta(description="Of several engines, requests of one key prefer one, which has their prefix cached"),
+    ] = None
     cache_salt: Annotated[str | None, Meta(description="Cached prefixes are shared only under the same salt")] = None
     request_id: Annotated[str | None, Meta(description="Name of the request; also the header X-Request-Id")] = None
     return_token_ids: Annotated[bool | None, Meta(description="Give token ids besides the text")] = None
@@ -202,6 +210,13 @@ class ResponsesFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: Annotated[str | None, Meta(description="Given back with the response")] = None
     chat_template_kwargs: TemplateVariables = None
     priority: Annotated[int | None, Meta(description="Smaller is sooner, under the policy `priority`")] = None
+    data_parallel_rank: Annotated[
+        int | None, Meta(description="Which of several engines begins it; also the header X-data-parallel-rank")
+    ] = None
+    prompt_cache_key: Annotated[
+        str | None,
+        Meta(description="Of several engines, requests of one key prefer one, which has their prefix cached"),
+    ] = None
     cache_salt: Annotated[str | None, Meta(description="Cached prefixes are shared only under the same salt")] = None
     request_id: Annotated[str | None, Meta(description="Name of the request; also the header X-Request-Id")] = None
     vllm_xargs: Annotated[dict[str, Any] | None, Meta(description="What the engine's logits processors read")] = None
@@ -263,12 +278,30 @@ _TEXT_ONLY = "models read and write text alone"
 _STORED = "nothing is stored by this server"
 _NO_CONVERSATIONS = "conversations are not kept as such"
 
+RANK_HEADER = b"x-data-parallel-rank"
+
+
+def take_rank(request: GenerationFields | ResponsesFields, header: str | None) -> None:
+    """The header stands for the field where the body has none. Raises ApiError."""
+    if header is None or request.data_parallel_rank is not None:
+        return
+    if not header.isdecimal() or len(header) > 9:
+        raise bad_field("data_parallel_rank", f"the header X-data-parallel-rank is {header!r:.40}, which is no rank")
+    request.data_parallel_rank = int(header)
+
+
+def affinity_of(request: GenerationFields) -> Affinity:
+    """Which engine it wants."""
+    if request.data_parallel_rank is None and request.prompt_cache_key is None:
+        return ANYWHERE
+    return Affinity(session=request.prompt_cache_key or "", rank=request.data_parallel_rank)
+
+
 NEUTRAL: Mapping[str, Neutral] = types.MappingProxyType(
     {
         "user": Neutral("names the end user for abuse reports; nothing depends on it", (ANY,)),
         "safety_identifier": Neutral("names the end user for abuse reports; nothing depends on it", (ANY,)),
         "metadata": Neutral("labels stored completions, and none are stored", (ANY,)),
-        "prompt_cache_key": Neutral("a hint; equal prefixes are cached without one", (ANY,)),
         "prompt_cache_retention": Neutral("a hint; what is cached stays as long as there is room", is_harmless=True),
         "store": Neutral(_STORED, (False,), is_harmless=True),
         "service_tier": Neutral("there is one tier", ("auto", "default"), is_harmless=True),

@@ -38,12 +38,14 @@ from headrace.frontend.http.options import ServeOptions
 from headrace.frontend.http.output_formats import OutputFormats
 from headrace.frontend.http.prompts import ChatPrompts, apply_server_defaults, tokenize_texts
 from headrace.frontend.http.requests import (
+    RANK_HEADER,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     RequestDecoder,
     ResponsesRequest,
     TokenizeRequest,
+    take_rank,
 )
 from headrace.frontend.http.responses import (
     ChatResponse,
@@ -167,6 +169,7 @@ async def _generate(
     def prepare(body: bytes) -> PreparedRequest:
         request = decode(body)
         apply_server_defaults(request, state.options)
+        take_rank(request, exchange.header(RANK_HEADER))
         name = exchange.request_id(request.request_id)
         state.check_accepting()
         engine = engine_for(state.pool, request.model)

@@ -17,7 +17,7 @@ from headrace.frontend.http.engines import engine_for
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.exchange import Exchange
 from headrace.frontend.http.generation import HEADERS, HOLD_S, first_of
-from headrace.frontend.http.requests import ResponsesRequest, decode_query
+from headrace.frontend.http.requests import RANK_HEADER, ResponsesRequest, decode_query, take_rank
 from headrace.frontend.http.responses_api.conversation import (
     ENCRYPTED,
     as_chat,
@@ -123,6 +123,7 @@ async def create(state: ServerState, exchange: Exchange) -> None:
     own, tenant = state.responses, exchange.tenant
     request = await exchange.prepare(lambda body: state.decoder.decode(body, ResponsesRequest))
     _check(request, own.store)
+    take_rank(request, exchange.header(RANK_HEADER))
     state.check_accepting()
     engine = engine_for(state.pool, request.model)
     asked = stored_form(request.input)
