@@ -65,8 +65,9 @@ def test_all_curl_commands_are_found():
     assert (ROOT / "docs/server.md").read_text().count("\ncurl ") == len(curl_commands())
 
 
-def test_the_documented_script_runs(server):
-    (script,) = blocks("docs/server.md", "python")
+def test_the_documented_scripts_run(server):
+    """One after the other: the later use what the first has made."""
+    script = "\n".join(blocks("docs/server.md", "python"))
     script = script.replace(DOCUMENTED, server.url)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -98,11 +98,7 @@ def test_a_batch_of_llm_survives_the_death_of_an_engine() -> None:
         "null", data_parallel_size=2, skip_tokenizer_init=True, hf_overrides={"step_delay_s": 0.02}, **null
     ) as llm:
         expected = [each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)]
-        daemons = [
-            each
-            for each in psutil.Process().children(recursive=True)
-            if "headrace.core.process.daemon" in each.cmdline()
-        ]
+        daemons = [each for each in psutil.Process().children() if "headrace.core.process.daemon" in each.cmdline()]
         assert len(daemons) == 2
         cores = [set(each.cpu_affinity()) for each in daemons]  # type: ignore[attr-defined]
         assert len(psutil.Process().cpu_affinity()) < 2 or not cores[0] & cores[1]  # type: ignore[attr-defined]

@@ -58,9 +58,10 @@ def folder(tmp_path: Path, config: dict[str, Any]) -> Path:
 def test_what_the_ranks_cannot_share_is_refused_before_they_start(
     folder: Path, asked: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
+    before = psutil.Process().children()  # another module's server may run
     with pytest.raises(kind, match=message):
         load_executor(Options(model=str(folder), **asked))
-    assert not psutil.Process().children()
+    assert psutil.Process().children() == before
 
 
 def test_a_gguf_files_head_tells_it_too(tmp_path: Path) -> None:

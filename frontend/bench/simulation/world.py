@@ -47,6 +47,7 @@ from headrace.ipc.failure import HeadraceError, QueueFullError
 
 _LOOK_EVERY_S = 1.0
 _CONNECT_TIMEOUT_S = 10.0
+_START_TIMEOUT_S = 60.0
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,7 +197,9 @@ class _World:
             engine.on_death = functools.partial(self._restart_later, engine, restarts)
         for frontend in self.frontends:
             frontend.pool.start()
-        await asyncio.gather(*(frontend.pool.started.wait() for frontend in self.frontends))
+        await asyncio.wait_for(
+            asyncio.gather(*(frontend.pool.started.wait() for frontend in self.frontends)), _START_TIMEOUT_S
+        )
         began_s = self._loop.time()
         disturb = asyncio.ensure_future(self._disturb())
         look = asyncio.ensure_future(self._look())
