@@ -39,7 +39,7 @@ def headrace_commands(page: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving("--served-model-name", "MODEL", "--max-model-len", "128") as server:
+    with serving("--served-model-name", "MODEL", "--max-model-len", "512") as server:
         yield server
 
 

@@ -14,6 +14,9 @@ from null_with_tokenizer import PARROT
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from headrace.frontend.http.responses import TokenLogprob
+from headrace.frontend.http.responses_api.run import _Turn
+
 END = "STOPHERE"
 TEMPLATE = (
     '{# <tool_call> "arguments" #}{% for m in messages %}{% if not loop.last %}[{{ m.role }}:'
@@ -351,3 +354,12 @@ def test_a_file_keeps_responses_beyond_the_servers_end(tmp_path):
     with serving(*ARGUMENTS, "--response-store", path) as server, client_of(server) as client:
         assert client.responses.retrieve(response.id).output_text == "hello"
         assert ask(client, "", previous_response_id=response.id).output_text == "[user:hello"
+
+
+def test_text_that_is_read_together_with_reasoning_keeps_its_log_probabilities():
+    """As on a busy machine, where both come at once."""
+    turn = object.__new__(_Turn)
+    turn._untold = [TokenLogprob(each, -1.0, None, []) for each in ("<think>", "h", "m", "</think>", "ye", "s", " pen")]
+    assert turn._take_logprobs("hm")
+    assert [each.token for each in turn._take_logprobs("yes")] == ["ye", "s"]
+    assert [each.token for each in turn._untold] == [" pen"]

@@ -335,19 +335,23 @@ class _Turn:
             if told.reasoning:
                 self._reasoning.append(told.reasoning)
             if told.content or told.reasoning or told.call >= 0:
-                items.take(told, self._logprobs_of(told.content))
+                of_text = self._take_logprobs(told.content or told.reasoning)
+                items.take(told, of_text if told.content else [])
+        if events and events[-1].call >= 0:
+            self._untold.clear()
 
-    def _logprobs_of(self, content: str) -> list[TokenLogprob]:
-        """Of the tokens that a text was told from: neither markers before it nor what may be a stop string after it."""
-        untold, self._untold = self._untold, []
-        if not content or not untold:
+    def _take_logprobs(self, text: str) -> list[TokenLogprob]:
+        """Of the tokens that a text was told from: neither markers before it nor what may be a stop string after it,
+        nor what was read together with it and is told next."""
+        if not text or not self._untold:
             return []
-        begin = "".join(each.token for each in untold).find(content)
+        untold, self._untold = self._untold, []
+        begin = "".join(each.token for each in untold).find(text)
         if begin < 0:  # characters of several tokens
             return untold
         found, at = [], 0
         for each in untold:
-            if at >= begin + len(content):
+            if at >= begin + len(text):
                 self._untold.append(each)
             elif at + len(each.token) > begin:
                 found.append(each)
