@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--demo", action="store_true", help="the demo model's tokenizer and engine")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
     from http_server import serving
 
     options = ["--api-key", KEY] if arguments.key else []

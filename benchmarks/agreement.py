@@ -21,8 +21,8 @@ from typing import Any
 
 from report import write_report
 
-from headrace.frontend.bench.child_server import running
-from headrace.frontend.bench.metrics import columns, number
+from headrace.frontend.bench.results.metrics import columns, number
+from headrace.frontend.bench.traffic.child_server import running
 
 RESULTS = Path(__file__).parent / "results" / "agreement.json"
 FIGURES = ("request_throughput", "output_throughput", "median_ttft_ms", "median_itl_ms", "median_tpot_ms")

@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 
 from report import write_report
 
-from headrace.frontend.bench.compare import welch
-from headrace.frontend.bench.metrics import columns, number
+from headrace.frontend.bench.results.compare import welch
+from headrace.frontend.bench.results.metrics import columns, number
 
 ROOT = Path(__file__).parent.parent
 CASES = Path("benchmarks/check_cases.py")
@@ -129,7 +129,8 @@ def side_of(tree: Path, path: Path) -> Side:
     """path: what `layout` made of the tree."""
     variables = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(path), str(tree / "tests"))),
+        # Commits before the tests had folders keep their helpers in tests/ itself.
+        "PYTHONPATH": os.pathsep.join(map(str, (path, tree / "tests" / "support", tree / "tests"))),
         "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",

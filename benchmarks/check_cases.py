@@ -43,7 +43,7 @@ def scheduler_step(repeats: int) -> None:
 
 def ring(repeats: int) -> None:
     """A message of 256 bytes into the ring and out of it, in one thread."""
-    from headrace.ipc.ring import RingLayout, RingReader, RingWriter, lay_out_ring
+    from headrace.ipc.transport.ring import RingLayout, RingReader, RingWriter, lay_out_ring
     from headrace.ipc.wait import Deadline
 
     layout = RingLayout.holding(256, 8, 1)

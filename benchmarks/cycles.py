@@ -2,7 +2,7 @@
 
     python benchmarks/cycles.py [--cycles 100]
 
-The engine computes nothing (`tests/null_rank.py`). It is ended in turn as its user ends it, by killing the engine core,
+The engine computes nothing (`tests/support/null_rank.py`). It is ended in turn as its user ends it, by killing a core,
 by killing a worker, and while it loads. After each cycle no process, socket or file in shared memory may be left;
 descriptors, threads and resident memory of the process that starts the engines are compared with those at half time.
 """
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=100)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    os.environ["PYTHONPATH"] = str(ROOT / "tests")
+    os.environ["PYTHONPATH"] = str(ROOT / "tests" / "support")
     with tempfile.TemporaryDirectory(prefix="hr-") as folder, open(os.devnull, "w") as nowhere:
         os.environ["HEADRACE_RUNTIME_DIR"] = folder
         with contextlib.redirect_stderr(nowhere):  # which is told of every death

@@ -2,11 +2,11 @@
 
     python benchmarks/disconnects.py [--requests 10000] [--streams 64]
 
-The engine computes nothing (`tests/null_with_tokenizer.py`), so most of the time goes into coming and leaving. Half of
-the clients leave: before the answer, within it, or near its end, streaming or not. Afterwards nothing may run or hold
-blocks, and descriptors and resident memory are compared with those at half time. The prefix cache is small, so that it
-is full by then: a larger one goes on growing, by the names of its blocks. At the end the idle server is looked at for
-10 s: all its processes together should use no processor time.
+The engine computes nothing (`tests/support/null_with_tokenizer.py`), so most of the time goes into coming and leaving.
+Half of the clients leave: before the answer, within it, or near its end, streaming or not. Afterwards nothing may run
+or hold blocks, and descriptors and resident memory are compared with those at half time. The prefix cache is small, so
+that it is full by then: a larger one goes on growing, by the names of its blocks. At the end the idle server is looked
+at for 10 s: all its processes together should use no processor time.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
     from http_server import processor_share, serving
 
     with serving("--num-gpu-blocks-override", "2048", null_model=MODEL) as server:

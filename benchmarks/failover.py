@@ -22,8 +22,8 @@ from typing import Any
 import psutil
 
 from headrace import AsyncLLM, RequestOutputKind, SamplingParams
-from headrace.frontend.bench.metrics import percentile
-from headrace.frontend.bench.record import surroundings
+from headrace.frontend.bench.results.metrics import percentile
+from headrace.frontend.bench.results.record import surroundings
 
 PROMPT = "The history of the city begins with a river, a bridge and a market."
 NUM_TOKENS = 160

@@ -44,7 +44,7 @@ from headrace.ipc.codec import Codec, Tensor
 from headrace.ipc.control import PauseGeneration, ReloadWeights, ResumeGeneration, Sleep
 from headrace.ipc.messages import SCHEMA_HASH, Abort, AddRequest, ClientMessage, CoreMessage, Hello, StepOutputs
 from headrace.ipc.ranges import Longest, Range
-from headrace.ipc.sockets import new_dealer
+from headrace.ipc.transport.sockets import new_dealer
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "fuzz_wire.json"
@@ -423,7 +423,7 @@ class Victim:
 @contextlib.contextmanager
 def engine(folder: Path) -> Iterator[tuple[str, psutil.Process, Any]]:
     """A real core with a tiny model: its address, its process, and the child."""
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
     import tiny_models
 
     from headrace.core.options.parsing import parse_options

@@ -80,7 +80,7 @@ def script(name: str, file: str, most_s: float, least_s: float, *arguments: str)
     return Job(name, f"{file}.json", command, most_s, least_s)
 
 
-PYTEST = (sys.executable, "-m", "pytest", str(ROOT / "tests" / "test_gpu_device.py"), "-vv", "--tb=short")
+PYTEST = (sys.executable, "-m", "pytest", str(ROOT / "tests" / "gpu" / "test_gpu_device.py"), "-vv", "--tb=short")
 TESTS = (*PYTEST, "-o", "timeout=90", "--maxfail=12", "--durations=5", "-p", "no:cacheprovider")
 JOBS = (  # in order of value
     Job("tests", "", TESTS, 180, 30),

@@ -23,7 +23,7 @@ from report import write_report
 from torch import Tensor
 
 from headrace.executor.gpu.collectives import LARGEST_BYTES, GpuCollectives, SymmetricSums, open_nccl
-from headrace.executor.gpu.cuda import CudaCapturer
+from headrace.executor.gpu.hardware.cuda import CudaCapturer
 from headrace.executor.parallel.rank_place import World
 from headrace.executor.parallel.rendezvous import Rendezvous
 

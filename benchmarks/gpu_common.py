@@ -33,9 +33,9 @@ from headrace.core.options.memory import fit_cache
 from headrace.core.options.resolve import resolve
 from headrace.executor.cpu.host import host_memory
 from headrace.executor.gpu.collectives import GpuCollectives
-from headrace.executor.gpu.cuda import CudaCapturer, CudaDevice
-from headrace.executor.gpu.device import GpuFacts, choose_device, gpu_facts
 from headrace.executor.gpu.device_state import Device, HostDevice
+from headrace.executor.gpu.hardware.cuda import CudaCapturer, CudaDevice
+from headrace.executor.gpu.hardware.device import GpuFacts, choose_device, gpu_facts
 from headrace.executor.gpu.rank import GpuRank
 from headrace.executor.parallel.rank_place import SINGLE
 from headrace.executor.parallel.rendezvous import Rendezvous

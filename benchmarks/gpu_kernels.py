@@ -73,7 +73,7 @@ class Machine:
         """Seconds of one call."""
         if self.dry:
             return times_s(self.device, kernel.make(), 1, warm_up=0)
-        from headrace.executor.gpu.cuda import CudaCapturer
+        from headrace.executor.gpu.hardware.cuda import CudaCapturer
 
         count = max(2, min(MOST_SETS, -(-CACHE_BYTES // int(kernel.num_bytes))))
         calls = [kernel.make() for _ in range(count)]

@@ -110,7 +110,7 @@ class Bench:
         """Seconds of one call."""
         if self.dry:
             return times_s(self.device, calls[0], 1, warm_up=0)
-        from headrace.executor.gpu.cuda import CudaCapturer
+        from headrace.executor.gpu.hardware.cuda import CudaCapturer
 
         times = max(1, 16 // len(calls))
 

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from headrace.kernels.grouped import InputRounding
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 SCHEMES = {
     "bitsandbytes": ("nf4", "nf4 double", "fp4", "int8"),
     "llmcompressor": (

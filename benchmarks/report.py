@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headrace.frontend.bench.record import SCHEMA, commit, surroundings, write
+from headrace.frontend.bench.results.record import SCHEMA, commit, surroundings, write
 
 
 class Report:

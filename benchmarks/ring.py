@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 import psutil
 from multiproc_parts import HERE, bring_up, options
@@ -35,7 +35,7 @@ from report import write_report
 
 from headrace.executor.placement.base import Executor
 from headrace.executor.placement.multiproc import MultiprocExecutor
-from headrace.ipc.ring import RingLayout, RingReader, RingWriter, lay_out_ring
+from headrace.ipc.transport.ring import RingLayout, RingReader, RingWriter, lay_out_ring
 from headrace.ipc.wait import Deadline
 
 MESSAGE_BYTES = 1000
@@ -46,7 +46,7 @@ BUDGET_LATENCY_US, BUDGET_STEP_US, BUDGET_WORKER_MB = 20.0, 150.0, 300.0
 
 READER = """
 import os, sys, time
-from headrace.ipc.ring import RingLayout, RingReader, RingWriter
+from headrace.ipc.transport.ring import RingLayout, RingReader, RingWriter
 from headrace.ipc.wait import Deadline
 there, back, reader, count = map(int, sys.argv[1:5])
 ring = RingReader(there, RingLayout(*map(int, sys.argv[5:8])), reader)

@@ -133,7 +133,7 @@ def make_rank(options: Options, place: RankPlace) -> Rank:
     if options.worker_cls != "auto":
         rank: Rank = load_class("worker_cls", options.worker_cls)(options, place=place)
         return rank
-    from headrace.executor.gpu.device import check_no_gpu_options, choose_device, rank_device
+    from headrace.executor.gpu.hardware.device import check_no_gpu_options, choose_device, rank_device
 
     device = choose_device(options.device) if place.world_size == 1 else rank_device(options.device)
     if device.type == "cpu":

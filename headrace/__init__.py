@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from headrace.executor.models.registry import ModelRegistry
     from headrace.frontend.api.async_llm import AsyncLLM
     from headrace.frontend.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from headrace.frontend.api.inputs.prompts import PromptType, TextPrompt, TokensPrompt
     from headrace.frontend.api.llm import LLM, connect
     from headrace.frontend.api.llm_engine import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine
     from headrace.frontend.api.outputs import CompletionOutput, Logprob, RequestOutput
-    from headrace.frontend.api.prompts import PromptType, TextPrompt, TokensPrompt
-    from headrace.frontend.api.sampling_params import RequestOutputKind, SamplingParams
-    from headrace.frontend.api.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
+    from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
+    from headrace.frontend.api.parameters.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
     from headrace.ipc.failure import (
         EngineAsleepError,
         EngineDeadError,
@@ -51,7 +51,7 @@ _HOMES = {
     "EngineDeadError": "ipc.failure",
     "EngineStartError": "ipc.failure",
     "Failure": "ipc.failure",
-    "GuidedDecodingParams": "frontend.api.structured_outputs",
+    "GuidedDecodingParams": "frontend.api.parameters.structured_outputs",
     "HeadraceError": "ipc.failure",
     "InvalidRequestError": "ipc.failure",
     "LLM": "frontend.api.llm",
@@ -60,15 +60,15 @@ _HOMES = {
     "ModelError": "ipc.failure",
     "ModelRegistry": "executor.models.registry",
     "OptionError": "ipc.failure",
-    "PromptType": "frontend.api.prompts",
+    "PromptType": "frontend.api.inputs.prompts",
     "QueueFullError": "ipc.failure",
     "RequestFailedError": "ipc.failure",
     "RequestOutput": "frontend.api.outputs",
-    "RequestOutputKind": "frontend.api.sampling_params",
-    "SamplingParams": "frontend.api.sampling_params",
-    "StructuredOutputsParams": "frontend.api.structured_outputs",
-    "TextPrompt": "frontend.api.prompts",
-    "TokensPrompt": "frontend.api.prompts",
+    "RequestOutputKind": "frontend.api.parameters.sampling_params",
+    "SamplingParams": "frontend.api.parameters.sampling_params",
+    "StructuredOutputsParams": "frontend.api.parameters.structured_outputs",
+    "TextPrompt": "frontend.api.inputs.prompts",
+    "TokensPrompt": "frontend.api.inputs.prompts",
     "connect": "frontend.api.llm",
 }
 

@@ -69,7 +69,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_
 
     The ranges are what the core can compute with (see ranges.py); what the model allows is checked on admission. A
     field's range, and whether a model may set its default, are declared here alone: SamplingParams and all that is made
-    from it (frontend/api/sampling_fields.py) read them.
+    from it (frontend/api/parameters/sampling_fields.py) read them.
     """
 
     max_tokens: Annotated[int, Range(1, INT32), ModelDefault("max_new_tokens")]

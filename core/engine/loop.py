@@ -43,7 +43,6 @@ from headrace.core.structured_output.backend import Backend
 from headrace.core.structured_output.compiler import GrammarCompiler
 from headrace.ipc.control import PauseGeneration, Sleep, WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import SHUT_DOWN, EngineDeadError, Failure
-from headrace.ipc.gc_pauses import gc_watched
 from headrace.ipc.messages import (
     Abort,
     AddRequest,
@@ -61,6 +60,7 @@ from headrace.ipc.messages import (
     ResetPrefixCache,
 )
 from headrace.ipc.plugins import load_class
+from headrace.ipc.process.gc_pauses import gc_watched
 from headrace.ipc.step import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)

@@ -28,9 +28,9 @@ import zmq
 from headrace.core.engine.sessions import Sessions
 from headrace.ipc.codec import Codec, CodecError, Frame
 from headrace.ipc.failure import Failure
-from headrace.ipc.keys import Gatekeeper, key_file
 from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye, Hello, Load
-from headrace.ipc.sockets import bind_router, ipc_path
+from headrace.ipc.transport.keys import Gatekeeper, key_file
+from headrace.ipc.transport.sockets import bind_router, ipc_path
 
 logger = logging.getLogger(__name__)
 PROBE_BUSY_S = 1.0

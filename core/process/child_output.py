@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.ipc.log import write_beside_bars
+from headrace.ipc.process.log import write_beside_bars
 from headrace.ipc.wait import Deadline
 
 LOG_TAIL_LINES = 30

@@ -24,18 +24,18 @@ from headrace.core.options.parsing import OptionParser, add_options, options_fro
 from headrace.core.options.vllm_environment import take_vllm_variables
 from headrace.core.process.child_output import LoadBar
 from headrace.core.process.supervisor import START_GRACE_S
-from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
-from headrace.ipc.child import (
+from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
+from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Progress, Ready, Start
+from headrace.ipc.process.child import (
     STOP_SIGNALS,
     exit_when_slow,
     leave,
     leave_signals_to_parent,
     show_stacks_when_asked,
 )
-from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
-from headrace.ipc.keys import use_keys
-from headrace.ipc.log import protect_stderr, set_up_logging
-from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Progress, Ready, Start
+from headrace.ipc.process.log import protect_stderr, set_up_logging
+from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_parent
+from headrace.ipc.transport.keys import use_keys
 from headrace.ipc.wait import Deadline
 
 try:

@@ -23,7 +23,6 @@ import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.core.process.child_output import ChildLog, LoadBar
-from headrace.ipc.channel import Channel, ChannelClosedError
 from headrace.ipc.codec import CodecError
 from headrace.ipc.failure import EngineStartError, Failure, HeadraceError
 from headrace.ipc.messages import (
@@ -36,8 +35,9 @@ from headrace.ipc.messages import (
     Start,
     Stop,
 )
-from headrace.ipc.process import oom_kill_count, status_of
-from headrace.ipc.sockets import sweep_sockets
+from headrace.ipc.process.proc import oom_kill_count, status_of
+from headrace.ipc.transport.channel import Channel, ChannelClosedError
+from headrace.ipc.transport.sockets import sweep_sockets
 from headrace.ipc.wait import Deadline, WaitTimeoutError, open_pidfd
 
 logger = logging.getLogger(__name__)

@@ -25,9 +25,9 @@ import numpy as np
 import psutil
 
 from headrace.core.structured_output.backend import Backend, Matcher, Vocabulary
-from headrace.ipc.channel import Channel, ChannelClosedError
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 from headrace.ipc.messages import StructuredOutput
+from headrace.ipc.transport.channel import Channel, ChannelClosedError
 from headrace.ipc.wait import Deadline, WaitTimeoutError
 
 MOST_COMPUTING_S = 1.0

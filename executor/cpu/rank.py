@@ -22,7 +22,7 @@ from headrace.executor.cpu.host import HostMemory, host_memory, usable_cores
 from headrace.executor.cpu.program import StepLimits
 from headrace.executor.cpu.runner import ModelRunner
 from headrace.executor.cpu.weights import Blocks
-from headrace.executor.gpu.device import check_no_gpu_options
+from headrace.executor.gpu.hardware.device import check_no_gpu_options
 from headrace.executor.model_rank import DTYPES, ModelRank, cache_dtype
 from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec

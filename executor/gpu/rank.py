@@ -17,17 +17,17 @@ from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.executor.checkpoints.checkpoint import Checkpoint
 from headrace.executor.checkpoints.weights import DummyWeights, WeightSource
 from headrace.executor.gpu.collectives import AgreedCapturer, GpuCollectives
-from headrace.executor.gpu.cuda import CudaBackend
-from headrace.executor.gpu.device import GpuFacts, check_free_memory, check_gpu, gib
 from headrace.executor.gpu.device_state import Device
 from headrace.executor.gpu.graphs import Capturer, capture_sizes
+from headrace.executor.gpu.hardware.cuda import CudaBackend
+from headrace.executor.gpu.hardware.device import GpuFacts, check_free_memory, check_gpu, gib
+from headrace.executor.gpu.hardware.memory import Meter, measure
 from headrace.executor.gpu.kernels import Rounding, chooser_for
-from headrace.executor.gpu.memory import Meter, measure
-from headrace.executor.gpu.offload import Offload, SideStream, layers_to_offload
 from headrace.executor.gpu.runner import STEPS_IN_FLIGHT, GpuRunner, RunnerLimits
 from headrace.executor.gpu.stages import make_runner, runner_kind
-from headrace.executor.gpu.weight_residency import WeightResidency
-from headrace.executor.gpu.weights import StagedWeights
+from headrace.executor.gpu.weights.offload import Offload, SideStream, layers_to_offload
+from headrace.executor.gpu.weights.residency import WeightResidency
+from headrace.executor.gpu.weights.staging import StagedWeights
 from headrace.executor.model_rank import DTYPES, ModelRank, WorkerProfile, cache_dtype
 from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec

@@ -1,6 +1,6 @@
 """What a core, its workers and the agents of other nodes say to each other. Imports no torch.
 
-Over the socket that a worker inherits (see ipc/channel.py):
+Over the socket that a worker inherits (see ipc/transport/channel.py):
 
     core                                        worker
       StartWorker(options, rank, memory)   ->     every worker at once
@@ -51,7 +51,7 @@ from headrace.core.options.plan import MemoryReading, ModelDescription, Plan
 from headrace.ipc.control import WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, Message, Progress, Ready, Stop, TokenizerBundle
-from headrace.ipc.ring import RingLayout
+from headrace.ipc.transport.ring import RingLayout
 
 STEP, COMMAND = 0, 1
 """Kinds of message in the ring to the workers: an encoded StepPlan, an encoded WorkerCommand."""

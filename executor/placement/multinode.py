@@ -54,12 +54,12 @@ from headrace.executor.placement.node_agent import KEY_VARIABLE, NodeAgent, clus
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.placement.worker_group import Replies, command_limit_s
 from headrace.executor.rank import Report
-from headrace.ipc.channel import Channel, ChannelClosedError
 from headrace.ipc.codec import CodecError
 from headrace.ipc.control import WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError, OptionError
 from headrace.ipc.messages import ChildFailed, Message, Stop, TokenizerBundle
 from headrace.ipc.step import StepPlan, StepResult
+from headrace.ipc.transport.channel import Channel, ChannelClosedError
 from headrace.ipc.wait import Deadline, WaitTimeoutError
 
 logger = logging.getLogger(__name__)

@@ -40,10 +40,10 @@ from headrace.executor.placement.messages import (
 from headrace.executor.placement.multiproc import MultiprocExecutor
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.rank import Reporter
-from headrace.ipc.channel import Channel, ChannelClosedError
 from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError
 from headrace.ipc.messages import ChildFailed, Message, Progress, Stop
 from headrace.ipc.step import StepPlan, StepResult
+from headrace.ipc.transport.channel import Channel, ChannelClosedError
 from headrace.ipc.wait import Deadline
 
 logger = logging.getLogger(__name__)

@@ -47,14 +47,14 @@ from headrace.executor.placement.messages import (
 )
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.rank import Rank, Reporter, make_rank
-from headrace.ipc.channel import Channel, ChannelClosedError, obey_parent
-from headrace.ipc.child import die_with_parent, leave, leave_signals_to_parent, show_stacks_when_asked
 from headrace.ipc.control import PrepareWeights, WorkerCommand
 from headrace.ipc.failure import Failure, HeadraceError
-from headrace.ipc.log import protect_stderr, set_up_logging
 from headrace.ipc.messages import ChildFailed, Message, Progress
-from headrace.ipc.ring import Mailbox, RingInterruptedError, RingReader, RingWriter
+from headrace.ipc.process.child import die_with_parent, leave, leave_signals_to_parent, show_stacks_when_asked
+from headrace.ipc.process.log import protect_stderr, set_up_logging
 from headrace.ipc.step import StepPlan, StepResult
+from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_parent
+from headrace.ipc.transport.ring import Mailbox, RingInterruptedError, RingReader, RingWriter
 from headrace.ipc.wait import Deadline, WaitTimeoutError
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ import msgspec
 from headrace.core.process.supervisor import Child, ChildOptions, ask_for_stacks
 from headrace.executor.placement.messages import WAIT_FOR_CORE, WAIT_FOR_TURN, FromWorker, LargeMessage, StartWorker
 from headrace.executor.rank import Report, reader_of
-from headrace.ipc.channel import ChannelClosedError
 from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError
 from headrace.ipc.messages import Message, Progress
+from headrace.ipc.transport.channel import ChannelClosedError
 from headrace.ipc.wait import Deadline
 
 M = TypeVar("M", bound=Message)

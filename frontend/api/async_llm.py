@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from headrace.frontend.api.batch import params_for
 from headrace.frontend.api.beam_search import BeamSearchParams, as_request_output, beam_search
-from headrace.frontend.api.chat_prompts import chat_options, chat_prompt
 from headrace.frontend.api.engine_config import EngineConfig, ModelConfig, engine_config
 from headrace.frontend.api.helpers import EngineSignature, get_tokenizer
-from headrace.frontend.api.outputs import RequestOutput
-from headrace.frontend.api.prompts import (
+from headrace.frontend.api.inputs.chat_prompts import chat_options, chat_prompt
+from headrace.frontend.api.inputs.prompts import (
     AS_THE_MODEL_HAS_IT,
     Prompt,
     Tokenization,
@@ -25,9 +24,10 @@ from headrace.frontend.api.prompts import (
     tokenization_of,
     tokenize,
 )
-from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.frontend.api.inputs.streaming_input import StreamingInput, StreamingSession
+from headrace.frontend.api.outputs import RequestOutput
+from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.api.stat_loggers import Factory, StatLoggers
-from headrace.frontend.api.streaming_input import StreamingInput, StreamingSession
 from headrace.frontend.api.unsupported import NamesWhatIsMissing, check_arguments
 from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient, RequestClient
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from headrace.frontend.api.inputs.prompts import Prompt, check_request
 from headrace.frontend.api.outputs import RequestOutput
-from headrace.frontend.api.prompts import Prompt, check_request
-from headrace.frontend.api.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.client.client import RequestClient
 from headrace.frontend.client.request import RequestStream
 from headrace.ipc.failure import HeadraceError, InvalidRequestError, RequestFailedError

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from headrace.frontend.api.batch import run_batch
+from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.api.outputs import CompletionOutput, LogprobsOfPosition, RequestOutput
-from headrace.frontend.api.prompts import Prompt
-from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.client.client import RequestClient
 from headrace.ipc.failure import InvalidRequestError
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.api.unsupported import DECISIONS, no_attribute
 from headrace.ipc.messages import Welcome
 

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from headrace.frontend.api.batch import ProgressBar, enqueue_batch, finish_batch, params_for, run_batch
 from headrace.frontend.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from headrace.frontend.api.chat_prompts import chat_options, chat_prompt
 from headrace.frontend.api.engine_config import ModelConfig, engine_config
 from headrace.frontend.api.helpers import EngineSignature, get_tokenizer
-from headrace.frontend.api.outputs import RequestOutput
-from headrace.frontend.api.prompts import (
+from headrace.frontend.api.inputs.chat_prompts import chat_options, chat_prompt
+from headrace.frontend.api.inputs.prompts import (
     AS_THE_MODEL_HAS_IT,
     Prompt,
     Tokenization,
@@ -25,7 +24,8 @@ from headrace.frontend.api.prompts import (
     tokenization_of,
     tokenize,
 )
-from headrace.frontend.api.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.api.outputs import RequestOutput
+from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.api.stat_loggers import StatLoggers
 from headrace.frontend.api.sync_stream import Pump, Put, SyncStream
 from headrace.frontend.api.unsupported import NamesWhatIsMissing, check_arguments

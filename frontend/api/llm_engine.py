@@ -21,10 +21,10 @@ from headrace.core.options.parsing import add_options, options_from_arguments, p
 from headrace.core.options.values import option_specs
 from headrace.frontend.api.async_llm import AsyncLLM
 from headrace.frontend.api.engine_config import EngineConfig, ModelConfig, engine_config
+from headrace.frontend.api.inputs.prompts import tokenization_of
 from headrace.frontend.api.llm import LLM
 from headrace.frontend.api.outputs import RequestOutput
-from headrace.frontend.api.prompts import tokenization_of
-from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.api.stat_loggers import Factory, StatLoggers
 from headrace.frontend.api.sync_stream import Pump
 from headrace.frontend.api.unsupported import DECISIONS, METHODS, check_arguments, no_attribute

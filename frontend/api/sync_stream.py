@@ -7,9 +7,9 @@ import queue
 from collections.abc import Callable
 from typing import Any
 
+from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.api.outputs import RequestOutput
-from headrace.frontend.api.prompts import Prompt
-from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.client.background import BackgroundLoop
 from headrace.frontend.client.client import RequestClient
 from headrace.frontend.client.request import RequestStream

@@ -33,15 +33,20 @@ from headrace.frontend.client.own_engine import STOP_DEADLINE_S
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.sources import Attached, Owned, Source
-from headrace.frontend.http.chat import ChatParts, prepare_chat
-from headrace.frontend.http.completions import prepare_completion
-from headrace.frontend.http.engines import engine_for
 from headrace.frontend.http.errors import ApiError, bad_field
-from headrace.frontend.http.generation import PreparedRequest
-from headrace.frontend.http.options import ServeOptions
-from headrace.frontend.http.output_formats import OutputFormats
-from headrace.frontend.http.prompts import ChatPrompts
-from headrace.frontend.http.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, RequestDecoder
+from headrace.frontend.http.openai.chat import ChatParts, prepare_chat
+from headrace.frontend.http.openai.completions import prepare_completion
+from headrace.frontend.http.openai.generation import PreparedRequest
+from headrace.frontend.http.openai.output_formats import OutputFormats
+from headrace.frontend.http.openai.prompts import ChatPrompts
+from headrace.frontend.http.openai.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    RequestDecoder,
+)
+from headrace.frontend.http.process.engines import engine_for
+from headrace.frontend.http.process.options import ServeOptions
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError, QueueFullError
 
 _RETRY_AFTER_S = 0.2

@@ -13,16 +13,16 @@ import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.parsing import options_from_arguments, struct_from_arguments
-from headrace.frontend.bench import record as records
-from headrace.frontend.bench.metrics import columns, metric_table, number, percentile, summary
 from headrace.frontend.bench.options import LatencyOptions, ResultOptions, ThroughputOptions, WorkloadOptions
-from headrace.frontend.bench.workload import PromptMaker, TextTokenizer, make_workload
+from headrace.frontend.bench.results import record as records
+from headrace.frontend.bench.results.metrics import columns, metric_table, number, percentile, summary
+from headrace.frontend.bench.traffic.workload import PromptMaker, TextTokenizer, make_workload
 from headrace.ipc.failure import InvalidRequestError, OptionError
 
 if TYPE_CHECKING:
     from headrace.frontend.api.llm import LLM
     from headrace.frontend.api.outputs import RequestMetrics
-    from headrace.frontend.api.sampling_params import SamplingParams
+    from headrace.frontend.api.parameters.sampling_params import SamplingParams
     from headrace.frontend.text.tokenizer import Tokenizer
 
 PERCENTILES = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
@@ -170,7 +170,7 @@ def open_engine(options: Options) -> LLM:
 
 def sampling_params(n: int, output_len: int, *, detokenize: bool) -> SamplingParams:
     """Every output has exactly this length."""
-    from headrace.frontend.api.sampling_params import SamplingParams
+    from headrace.frontend.api.parameters.sampling_params import SamplingParams
 
     return SamplingParams(
         n=n, temperature=1.0, top_p=1.0, ignore_eos=True, max_tokens=output_len, detokenize=detokenize

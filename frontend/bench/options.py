@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 
 from headrace.core.options.engine_options import Option
-from headrace.frontend.api.sampling_fields import flag_fields
-from headrace.frontend.api.sampling_params import FIELDS
+from headrace.frontend.api.parameters.sampling_fields import flag_fields
+from headrace.frontend.api.parameters.sampling_params import FIELDS
 
 WORKLOAD, TARGET, TRAFFIC, SAMPLING, RESULT, RUN = (
     "Workload",

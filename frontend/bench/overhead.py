@@ -23,13 +23,13 @@ import psutil
 from headrace import __version__
 from headrace.core.options.engine_options import Options
 from headrace.core.options.parsing import struct_from_arguments
-from headrace.frontend.bench import record as records
-from headrace.frontend.bench.child_server import running
-from headrace.frontend.bench.http_client import ExchangeError, Pool, Target
-from headrace.frontend.bench.load import Load
-from headrace.frontend.bench.metrics import columns, number, percentile
 from headrace.frontend.bench.offline import finish
 from headrace.frontend.bench.options import OverheadOptions, ResultOptions
+from headrace.frontend.bench.results import record as records
+from headrace.frontend.bench.results.metrics import columns, number, percentile
+from headrace.frontend.bench.traffic.child_server import running
+from headrace.frontend.bench.traffic.http_client import ExchangeError, Pool, Target
+from headrace.frontend.bench.traffic.load import Load
 from headrace.frontend.client.event_loop import run_async
 from headrace.frontend.client.transport import ZmqTransport
 from headrace.ipc.codec import Tensor
@@ -46,7 +46,7 @@ from headrace.ipc.messages import (
     StepOutputs,
     Welcome,
 )
-from headrace.ipc.ring import RingLayout, RingReader, RingWriter, lay_out_ring
+from headrace.ipc.transport.ring import RingLayout, RingReader, RingWriter, lay_out_ring
 from headrace.ipc.wait import Deadline
 
 NULL = "headrace.executor.testing.null:NullExecutor"

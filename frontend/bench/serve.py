@@ -16,17 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from headrace.core.options.parsing import struct_from_arguments
-from headrace.frontend.api.sampling_params import SamplingParams
-from headrace.frontend.bench import record as records
-from headrace.frontend.bench.http_client import ExchangeError, Pool, Target, Whole
-from headrace.frontend.bench.load import Load, LoadResult, ProgressBar
-from headrace.frontend.bench.metrics import (
-    parse_goodput,
-    parse_metrics,
-    parse_percentiles,
-    serving_figures,
-    serving_table,
-)
+from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.bench.options import (
     SHAPING,
     BodyOptions,
@@ -36,7 +26,17 @@ from headrace.frontend.bench.options import (
     TrafficOptions,
     WorkloadOptions,
 )
-from headrace.frontend.bench.workload import (
+from headrace.frontend.bench.results import record as records
+from headrace.frontend.bench.results.metrics import (
+    parse_goodput,
+    parse_metrics,
+    parse_percentiles,
+    serving_figures,
+    serving_table,
+)
+from headrace.frontend.bench.traffic.http_client import ExchangeError, Pool, Target, Whole
+from headrace.frontend.bench.traffic.load import Load, LoadResult, ProgressBar
+from headrace.frontend.bench.traffic.workload import (
     BenchRequest,
     FileTokenizer,
     PromptMaker,

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from headrace.core.options.parsing import struct_from_arguments
-from headrace.frontend.bench import record as records
-from headrace.frontend.bench.metrics import columns, percentile
 from headrace.frontend.bench.offline import finish, progress
 from headrace.frontend.bench.options import ResultOptions, SimulateOptions
+from headrace.frontend.bench.results import record as records
+from headrace.frontend.bench.results.metrics import columns, percentile
 from headrace.frontend.bench.simulation.world import Report, Scenario, simulate
 from headrace.frontend.fleet.router import RouterOptions
 

@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from headrace.core.options.parsing import options_from_arguments, struct_from_arguments
-from headrace.frontend.bench import record as records
-from headrace.frontend.bench.metrics import columns, percentile
 from headrace.frontend.bench.offline import finish, progress
 from headrace.frontend.bench.options import ResultOptions, StartupOptions
+from headrace.frontend.bench.results import record as records
+from headrace.frontend.bench.results.metrics import columns, percentile
 from headrace.ipc.cache import cache_folder
 from headrace.ipc.failure import EngineStartError, OptionError
 

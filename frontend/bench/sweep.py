@@ -19,12 +19,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.frontend.bench import record as records
-from headrace.frontend.bench.child_server import ChildServer, running
-from headrace.frontend.bench.http_client import ExchangeError, Pool, Whole
-from headrace.frontend.bench.metrics import columns, number
 from headrace.frontend.bench.options import ResultOptions, TargetOptions
+from headrace.frontend.bench.results import record as records
+from headrace.frontend.bench.results.metrics import columns, number
 from headrace.frontend.bench.serve import target_of
+from headrace.frontend.bench.traffic.child_server import ChildServer, running
+from headrace.frontend.bench.traffic.http_client import ExchangeError, Pool, Whole
 from headrace.frontend.client.event_loop import run_async
 from headrace.ipc.failure import HeadraceError, OptionError
 
@@ -264,7 +264,7 @@ def sweep_table(record: dict[str, Any]) -> str:
 
 def _plot(folder: Path) -> None:
     """The Pareto plot beside the results, where plots can be made."""
-    from headrace.frontend.bench.plot import plot
+    from headrace.frontend.bench.results.plot import plot
 
     try:
         plot([str(folder / SUMMARY)], str(folder / "pareto"), ("png", "svg", "html"))

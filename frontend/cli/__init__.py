@@ -1,1 +1,1 @@
-"""The `headrace` command; a subcommand is one module `command_<name>.py`."""
+"""The `headrace` command; a subcommand is one module `commands/<name>.py`."""

@@ -14,7 +14,7 @@ from headrace.ipc.failure import InvalidRequestError, OptionError
 
 if TYPE_CHECKING:
     from headrace.frontend.api.llm import LLM
-    from headrace.frontend.api.sampling_params import SamplingParams
+    from headrace.frontend.api.parameters.sampling_params import SamplingParams
     from headrace.frontend.cli.remote import RemoteLLM
 
 SAMPLING = "Sampling"
@@ -40,8 +40,8 @@ class OutputFlags(msgspec.Struct, frozen=True, kw_only=True):
 
 def sampling_flags() -> type[OutputFlags]:
     """Sampling as flags; what is not given is the model's default. `SamplingParams` checks the ranges."""
-    from headrace.frontend.api.sampling_fields import flag_fields
-    from headrace.frontend.api.sampling_params import FIELDS
+    from headrace.frontend.api.parameters.sampling_fields import flag_fields
+    from headrace.frontend.api.parameters.sampling_params import FIELDS
 
     fields = flag_fields(FIELDS, OutputFlags.__struct_fields__)
     flags = msgspec.defstruct("SamplingFlags", fields, bases=(OutputFlags,), frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ def _named_model(arguments: argparse.Namespace) -> list[str]:
 
 def check_sampling(arguments: argparse.Namespace) -> None:
     """What can be wrong with the sampling flags, before an engine is started. Raises OptionError, naming the flag."""
-    from headrace.frontend.api.sampling_params import SamplingParams
+    from headrace.frontend.api.parameters.sampling_params import SamplingParams
 
     try:
         sampling_params(arguments, SamplingParams())

@@ -1,4 +1,4 @@
-"""The `headrace` command. A subcommand is one module, `command_<name>.py` (with _ for -): its docstring is its help.
+"""The `headrace` command. A subcommand is one module, `commands/<name>.py` (with _ for -): its docstring is its help.
 
 Exit status: 0 done, 1 an error (one sentence on stderr), 2 a wrong command line, 130 Ctrl-C.
 """
@@ -19,16 +19,15 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
-import headrace.frontend.cli
+import headrace.frontend.cli.commands
 from headrace.core.options.parsing import OptionParser
 from headrace.ipc.failure import EngineStartError, HeadraceError, OptionError
 
-_PREFIX = "command_"
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
 class CommandModule(Protocol):
-    """What a `command_<name>.py` holds. Importing it must be cheap: what it needs, it imports when it runs."""
+    """What a `commands/<name>.py` holds. Importing it must be cheap: what it needs, it imports when it runs."""
 
     __doc__: str | None
 
@@ -103,13 +102,12 @@ def _forget_output() -> None:
 
 def commands() -> tuple[str, ...]:
     """The names of all commands."""
-    modules = pkgutil.iter_modules(headrace.frontend.cli.__path__)
-    names = [module.name.removeprefix(_PREFIX) for module in modules if module.name.startswith(_PREFIX)]
-    return tuple(sorted(name.replace("_", "-") for name in names))
+    modules = pkgutil.iter_modules(headrace.frontend.cli.commands.__path__)
+    return tuple(sorted(module.name.replace("_", "-") for module in modules))
 
 
 def _load(name: str) -> CommandModule:
-    return cast(CommandModule, importlib.import_module(f"headrace.frontend.cli.{_PREFIX}{name.replace('-', '_')}"))
+    return cast(CommandModule, importlib.import_module(f"headrace.frontend.cli.commands.{name.replace('-', '_')}"))
 
 
 def _unknown_command(name: str) -> OptionError:

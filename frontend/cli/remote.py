@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.text.conversation import SETTABLE
 from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError, OptionError
 

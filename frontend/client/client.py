@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol
 
 from headrace import __version__
-from headrace.frontend.api.prompts import Prompt, check_request
-from headrace.frontend.api.sampling_params import SamplingParams
-from headrace.frontend.api.thinking import thinking_of
-from headrace.frontend.api.token_rules import tokenized_fields
+from headrace.frontend.api.inputs.prompts import Prompt, check_request
+from headrace.frontend.api.parameters.sampling_params import SamplingParams
+from headrace.frontend.api.parameters.thinking import thinking_of
+from headrace.frontend.api.parameters.token_rules import tokenized_fields
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
 from headrace.frontend.client.engine_process import EngineProcess, listener_of
 from headrace.frontend.client.request import RequestStream

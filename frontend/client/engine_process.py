@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 from headrace.ipc.failure import Failure
-from headrace.ipc.process import oom_kill_count, status_of
-from headrace.ipc.sockets import ipc_path
+from headrace.ipc.process.proc import oom_kill_count, status_of
+from headrace.ipc.transport.sockets import ipc_path
 
 END_SEEN_WITHIN_S = 1.0
 """How long a process may take to end once its connection is lost; one that takes longer hangs, or is stopped."""

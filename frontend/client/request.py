@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.api.outputs import (
     CompletionOutput,
     FlatLogprobs,
@@ -21,9 +22,8 @@ from headrace.frontend.api.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from headrace.frontend.api.prompts import Prompt
-from headrace.frontend.api.repetition import STOP_REASON
-from headrace.frontend.api.sampling_params import NOTHING, RequestOutputKind, SamplingParams
+from headrace.frontend.api.parameters.repetition import STOP_REASON
+from headrace.frontend.api.parameters.sampling_params import NOTHING, RequestOutputKind, SamplingParams
 from headrace.frontend.text.detokenizer import Detokenizer, StopChecker
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import HeadraceError

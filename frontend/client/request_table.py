@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.frontend.api.prompts import Prompt
-from headrace.frontend.api.sampling_params import NOTHING, RequestOutputKind, SamplingParams
+from headrace.frontend.api.inputs.prompts import Prompt
+from headrace.frontend.api.parameters.sampling_params import NOTHING, RequestOutputKind, SamplingParams
 from headrace.frontend.client.request import LogprobRow, RequestStream, SequenceState, split_rows
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.codec import Tensor

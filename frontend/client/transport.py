@@ -20,9 +20,9 @@ import zmq
 
 from headrace.ipc.codec import Codec, CodecError
 from headrace.ipc.failure import Failure
-from headrace.ipc.keys import key_file
 from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye
-from headrace.ipc.sockets import LINGER_MS, AddressError, check_address, ipc_path, new_dealer
+from headrace.ipc.transport.keys import key_file
+from headrace.ipc.transport.sockets import LINGER_MS, AddressError, check_address, ipc_path, new_dealer
 
 OnMessage = Callable[[CoreMessage], None]
 OnClosed = Callable[[Failure], None]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.frontend.api.prompts import Prompt
-from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.frontend.api.inputs.prompts import Prompt
+from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
 from headrace.frontend.client.own_engine import STOP_DEADLINE_S

@@ -21,8 +21,8 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-from headrace.frontend.api.prompts import Prompt
-from headrace.frontend.api.sampling_params import SamplingParams
+from headrace.frontend.api.inputs.prompts import Prompt
+from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.client.request_table import RequestTable

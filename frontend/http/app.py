@@ -23,10 +23,10 @@ from headrace.frontend.api.unsupported import ONLY_GENERATION
 from headrace.frontend.http.development import DEVELOPMENT_ROUTES, is_development
 from headrace.frontend.http.errors import ApiError, shortened
 from headrace.frontend.http.exchange import ClientGoneError, Exchange
-from headrace.frontend.http.generation import Receive, Scope, Send
+from headrace.frontend.http.openai.generation import Receive, Scope, Send
 from headrace.frontend.http.routes import ROUTES, RouteSpec, ServerState
 from headrace.ipc.failure import HeadraceError
-from headrace.ipc.log import printable
+from headrace.ipc.process.log import printable
 
 _TEXT = "/v1/chat/completions and /v1/completions generate text"
 _GENERATION = f"{ONLY_GENERATION}; {_TEXT}"

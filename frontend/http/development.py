@@ -22,11 +22,11 @@ from headrace.frontend.client.control import (
     sleep_command,
     wake_command,
 )
-from headrace.frontend.http.engines import why_unavailable
 from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.exchange import Exchange
-from headrace.frontend.http.options import ServeOptions
-from headrace.frontend.http.requests import decode_query
+from headrace.frontend.http.openai.requests import decode_query
+from headrace.frontend.http.process.engines import why_unavailable
+from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.routes import Handler, RouteSpec, ServerState
 from headrace.ipc.control import (
     Commands,

@@ -20,8 +20,8 @@ import msgspec
 
 from headrace.frontend.http.connection import EXTENSION, Connection
 from headrace.frontend.http.errors import ApiError
-from headrace.frontend.http.generation import Receive, Scope, Send, send_json
-from headrace.frontend.http.options import ServeOptions
+from headrace.frontend.http.openai.generation import Receive, Scope, Send, send_json
+from headrace.frontend.http.process.options import ServeOptions
 from headrace.ipc.failure import HeadraceError
 
 T = TypeVar("T")

@@ -17,8 +17,8 @@ from msgspec import Meta
 
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.http.errors import ApiError, bad_field
-from headrace.frontend.http.requests import ChatCompletionRequest, ChatMessage, Few, Many
-from headrace.frontend.http.responses import Answer, call_id
+from headrace.frontend.http.openai.requests import ChatCompletionRequest, ChatMessage, Few, Many
+from headrace.frontend.http.openai.responses import Answer, call_id
 from headrace.frontend.text.formats.parser import Event, OutputParser
 
 # --- the request ------------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ import msgspec
 
 import headrace
 from headrace.frontend.http.errors import ErrorResponse
-from headrace.frontend.http.requests import ANY, NEUTRAL_OF
-from headrace.frontend.http.responses import ChatChunk
+from headrace.frontend.http.openai.requests import ANY, NEUTRAL_OF
+from headrace.frontend.http.openai.responses import ChatChunk
 
 if TYPE_CHECKING:
     from headrace.frontend.http.routes import RouteSpec

@@ -17,12 +17,8 @@ import msgspec
 import headrace
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.fleet.pool import Engine, EnginePool
-from headrace.frontend.http.chat import ChatParts, prepare_chat, render
-from headrace.frontend.http.completions import prepare_completion
-from headrace.frontend.http.engines import engine_for, why_unavailable
 from headrace.frontend.http.errors import ApiError, bad_field, unavailable
 from headrace.frontend.http.exchange import Exchange, LargeBodies
-from headrace.frontend.http.generation import Generator, KeepAlive, PreparedRequest
 from headrace.frontend.http.load_report import LOAD_FORMAT_HEADER, load_headers
 from headrace.frontend.http.messages import (
     CountTokensRequest,
@@ -34,10 +30,12 @@ from headrace.frontend.http.messages import (
     error_body,
 )
 from headrace.frontend.http.metrics import Exposition, Pages
-from headrace.frontend.http.options import ServeOptions
-from headrace.frontend.http.output_formats import OutputFormats
-from headrace.frontend.http.prompts import ChatPrompts, apply_server_defaults, tokenize_texts
-from headrace.frontend.http.requests import (
+from headrace.frontend.http.openai.chat import ChatParts, prepare_chat, render
+from headrace.frontend.http.openai.completions import prepare_completion
+from headrace.frontend.http.openai.generation import Generator, KeepAlive, PreparedRequest
+from headrace.frontend.http.openai.output_formats import OutputFormats
+from headrace.frontend.http.openai.prompts import ChatPrompts, apply_server_defaults, tokenize_texts
+from headrace.frontend.http.openai.requests import (
     RANK_HEADER,
     ChatCompletionRequest,
     CompletionRequest,
@@ -47,7 +45,7 @@ from headrace.frontend.http.requests import (
     TokenizeRequest,
     take_rank,
 )
-from headrace.frontend.http.responses import (
+from headrace.frontend.http.openai.responses import (
     ChatResponse,
     CompletionResponse,
     DetokenizeResponse,
@@ -59,6 +57,9 @@ from headrace.frontend.http.responses import (
     TokenizerInfoResponse,
     VersionResponse,
 )
+from headrace.frontend.http.openai.tool_choice import check_tools
+from headrace.frontend.http.process.engines import engine_for, why_unavailable
+from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.responses_api import handlers as responses_api
 from headrace.frontend.http.responses_api.handlers import (
     DeletedResponse,
@@ -68,7 +69,6 @@ from headrace.frontend.http.responses_api.handlers import (
     RetrieveQuery,
 )
 from headrace.frontend.http.responses_api.run import ResponseObject
-from headrace.frontend.http.tool_choice import check_tools
 
 
 class ServerState:

@@ -23,8 +23,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.frontend.api.prompts import Prompt
-from headrace.frontend.api.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.api.inputs.prompts import Prompt
+from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.bench.simulation.engines import (
     MODEL,
     POISON,

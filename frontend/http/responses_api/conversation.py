@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from headrace.frontend.http.errors import bad_field
-from headrace.frontend.http.requests import ChatCompletionRequest, ChatMessage, ResponsesRequest
+from headrace.frontend.http.openai.requests import ChatCompletionRequest, ChatMessage, ResponsesRequest
 from headrace.frontend.http.responses_api.items import Item, from_encrypted, new_id
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"

@@ -18,11 +18,11 @@ import msgspec
 
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.fleet.pool import Engine
-from headrace.frontend.http.chat import ChatWork
 from headrace.frontend.http.connection import Connection
 from headrace.frontend.http.errors import ApiError
-from headrace.frontend.http.generation import KEEP_ALIVE, Generator, took_too_long
-from headrace.frontend.http.responses import TokenLogprob, chat_logprobs
+from headrace.frontend.http.openai.chat import ChatWork
+from headrace.frontend.http.openai.generation import KEEP_ALIVE, Generator, took_too_long
+from headrace.frontend.http.openai.responses import TokenLogprob, chat_logprobs
 from headrace.frontend.http.responses_api.items import Item, OutputItems
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.ipc.failure import HeadraceError

@@ -1,0 +1,1 @@
+"""The GPU itself: which one, what it can do, CUDA, its memory."""

@@ -1,0 +1,210 @@
+"""CUDA as the executor sees it: pinned memory, events, graphs, and how much memory there is.
+
+Needs a GPU; everything that decides anything is elsewhere, and runs on a CPU with a stand-in for `CudaBackend`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.core.options.engine_options import Options
+from headrace.executor.gpu.collectives import GpuCollectives
+from headrace.executor.gpu.device_state import Device, Event, Mark
+from headrace.executor.gpu.graphs import Capturer, Replay
+from headrace.executor.gpu.hardware.device import GpuFacts, gpu_facts
+from headrace.executor.gpu.hardware.memory import Meter
+from headrace.executor.gpu.weights.offload import SideStream
+from headrace.executor.parallel.rendezvous import Rendezvous
+
+
+class CudaMark(torch.cuda.Event):
+    """As torch's event, of which both ends of a time must be on one GPU."""
+
+    def seconds_since(self, earlier: torch.cuda.Event) -> float:
+        return float(earlier.elapsed_time(self)) / 1e3
+
+
+class CudaDevice:
+    """One GPU, fed through the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def host_buffer(self, num_elements: int) -> Tensor:
+        return torch.empty(num_elements, dtype=torch.int32, pin_memory=True)
+
+    def event(self) -> Event:
+        event: Event = torch.cuda.Event()
+        return event
+
+    def mark(self) -> Mark:
+        mark: Mark = CudaMark(enable_timing=True)
+        return mark
+
+    def to_host(self, into: Tensor, source: Tensor) -> None:
+        into.copy_(source, non_blocking=True)
+
+    def to_device(self, source: Tensor) -> Tensor:
+        return source.to(self.device, non_blocking=True)
+
+
+class CudaCapturer:
+    """Captures on a stream of its own into one pool of memory, which all graphs share.
+
+    Sharing is safe because graphs are replayed one after another in one stream, and what one leaves behind is read
+    before the next is replayed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        """Kept until `forget`: a pool whose last graph is gone takes no other (`create_or_incref_pool` in
+        c10/cuda/CUDACachingAllocator.cpp asserts that), and torch may ask one whose capture failed for its capture."""
+        self.pool_bytes = 0
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Replay, Any]:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        # What the first run takes counts too: torch keeps it for this stream alone.
+        free_bytes, _ = torch.cuda.mem_get_info(self._device)
+        with torch.cuda.stream(self._stream):
+            run()  # what is compiled, tuned or allocated at the first call must not be captured
+            self._stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            self._graphs.append(graph)
+            with no_collections():
+                # Other threads may go on using CUDA meanwhile, as a loader does.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = run()
+                    graph.capture_end()
+                except BaseException:
+                    self._abandon(graph)
+                    raise
+        current.wait_stream(self._stream)
+        left_bytes, _ = torch.cuda.mem_get_info(self._device)
+        self.pool_bytes += max(0, free_bytes - left_bytes)
+        return graph.replay, lent(result)
+
+    def forget(self) -> None:
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+        self.pool_bytes = 0
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends a capture that failed. That it cannot end well is known, and where it raises, torch has not yet told its
+        allocator, which would free no cached memory from then on."""
+        with suppress(RuntimeError):
+            graph.capture_end()
+            return  # no error of CUDA's, so all of it has ended
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+
+
+def lent(result: Any) -> Any:
+    """A tensor's memory without owning it, so that later graphs of the pool may have it too: what a replay leaves there
+    is read before the next. The logits of all batch sizes side by side would take gigabytes."""
+    if not isinstance(result, Tensor) or not result.is_cuda:
+        return result
+    try:
+        view = SimpleNamespace(__cuda_array_interface__=result.__cuda_array_interface__)
+        borrowed = torch.as_tensor(view, device=result.device)
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # it only costs memory
+        return result
+    return borrowed if borrowed.data_ptr() == result.data_ptr() else result
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Nothing of a capture may depend on when Python collects garbage: freeing what CUDA made could end it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class CudaSideStream:
+    """Copies on a stream of their own. In a capture that stream becomes part of it, by the events between the two."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        done = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            for into, source in pairs:
+                into.copy_(source, non_blocking=True)
+            done.record()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(done)
+
+
+class CudaMeter:
+    """What torch's allocator took of the device at most: more than it handed out, as it keeps pieces between."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def peak_bytes(self, run: Callable[[], Any]) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before_bytes = torch.cuda.memory_reserved(self._device)
+        run()
+        torch.cuda.synchronize(self._device)
+        return max(0, torch.cuda.max_memory_reserved(self._device) - before_bytes)
+
+
+class CudaBackend:
+    """One GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def facts(self) -> GpuFacts:
+        return gpu_facts(self.device)
+
+    def here(self) -> AbstractContextManager[Any]:
+        """Makes it the current device of the calling thread."""
+        return torch.cuda.device(self.device)
+
+    def host_side(self) -> Device:
+        return CudaDevice(self.device)
+
+    def capturer(self) -> Capturer:
+        return CudaCapturer(self.device)
+
+    def side_stream(self) -> SideStream:
+        return CudaSideStream(self.device)
+
+    def meter(self) -> Meter:
+        return CudaMeter(self.device)
+
+    def link(self, meeting: Rendezvous, options: Options) -> GpuCollectives:
+        from headrace.executor.gpu.collectives import open_nccl  # only where there are several ranks
+
+        return open_nccl(
+            meeting,
+            self.device,
+            custom_all_reduce=not options.disable_custom_all_reduce,
+            in_order=options.batch_invariant,
+        )
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes, once what nobody uses has been given back."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)

@@ -1,0 +1,1 @@
+"""Prompts in every form that callers give them."""

@@ -1,0 +1,204 @@
+"""Prompts in every form that users give them, checked against what the core can take."""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypedDict
+
+import msgspec
+
+from headrace.frontend.api.parameters.sampling_params import SamplingParams
+from headrace.frontend.api.parameters.token_rules import check_token_rules
+from headrace.frontend.text.formats.declaration import ReasoningFormat
+from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.messages import Welcome
+
+
+class TextPrompt(TypedDict, total=False):
+    prompt: str
+    cache_salt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    prompt_token_ids: Sequence[int]
+    prompt: str
+    cache_salt: str
+
+
+PromptType = str | TextPrompt | TokensPrompt | Sequence[int]
+
+
+class Prompt(msgspec.Struct):
+    """A prompt in one form."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    """None until the text is tokenised."""
+    cache_salt: str = ""
+    reasoning: ReasoningFormat | None = None
+    """In which the answer sets its reasoning off, where the prompt was made for one."""
+    reasoning_has_form: bool = False
+    """What the answer's form says holds for its reasoning too."""
+
+
+_FORMS = "a prompt is a string, a list of token ids, {'prompt': ...} or {'prompt_token_ids': [...]}"
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+def parse_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt or a list of them, as `LLM.generate` takes them. Raises InvalidRequestError."""
+    if isinstance(prompts, str | Mapping) or (_is_list(prompts) and len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [parse_prompt(prompts)]
+    if not _is_list(prompts):
+        raise InvalidRequestError(f"{_FORMS}, or a list of these, not {type(prompts).__name__}")
+    return [parse_prompt(prompt) for prompt in prompts]
+
+
+def parse_single_prompt(prompt: Any) -> Prompt:
+    """For a call that takes one prompt alone: a list of them is told so. Raises InvalidRequestError."""
+    if _is_list(prompt) and len(prompt) > 0 and (isinstance(prompt[0], str | Mapping) or _is_list(prompt[0])):
+        raise InvalidRequestError(f"this takes one prompt, not a list of {len(prompt)}; {_FORMS}")
+    return parse_prompt(prompt)
+
+
+def parse_prompt(prompt: Any) -> Prompt:
+    """Raises InvalidRequestError for what is no prompt, and for parts of one that this version does not take."""
+    if isinstance(prompt, str):
+        return Prompt(text=prompt)
+    if _is_list(prompt):
+        return Prompt(token_ids=_plain_ids(prompt))
+    if not isinstance(prompt, Mapping):
+        raise InvalidRequestError(f"{_FORMS}, not {type(prompt).__name__}")
+    for key, value in prompt.items():
+        if key not in _KEYS and value is not None:
+            raise InvalidRequestError(f"the prompt has a field {key!r}, which is not supported; {_FORMS}")
+    text, token_ids, salt = (prompt.get(key) for key in _KEYS)
+    if text is None and token_ids is None:
+        raise InvalidRequestError(f"the prompt has neither 'prompt' nor 'prompt_token_ids'; {_FORMS}")
+    if text is not None and not isinstance(text, str):
+        raise InvalidRequestError(f"'prompt' must be a string, not {type(text).__name__}")
+    if token_ids is not None and not _is_list(token_ids):
+        raise InvalidRequestError(f"'prompt_token_ids' must be a list of integers, not {type(token_ids).__name__}")
+    if not isinstance(salt, str | None):
+        raise InvalidRequestError(f"'cache_salt' must be a string, not {type(salt).__name__}")
+    return Prompt(text=text, token_ids=None if token_ids is None else _plain_ids(token_ids), cache_salt=salt or "")
+
+
+class Tokenization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's `tokenization_kwargs`, of those that mean something for a prompt that is continued."""
+
+    add_special_tokens: bool = True
+    do_lower_case: bool = False
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    """The most tokens to keep; -1: as many as the model takes."""
+    truncation: bool = False
+    max_length: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """With `truncation`, the same by transformers' names."""
+    truncation_side: Literal["left", "right"] = "left"
+    """Where tokens are left out."""
+    padding: Literal[False] = False
+
+    def apply(self, prompt: Prompt, welcome: Welcome) -> None:
+        """Leaves out tokens beyond the most that are to be kept."""
+        most = self.max_length if self.truncation else self.truncate_prompt_tokens
+        if (self.truncation and most is None) or most == -1:
+            most = welcome.max_model_len - 1
+        token_ids = prompt.token_ids
+        if most is not None and token_ids is not None and len(token_ids) > most:
+            prompt.token_ids = (
+                token_ids[-most or len(token_ids) :] if self.truncation_side == "left" else token_ids[:most]
+            )
+
+
+AS_THE_MODEL_HAS_IT = Tokenization()
+
+
+def tokenization_of(given: Mapping[str, Any] | None) -> Tokenization:
+    """Raises InvalidRequestError for what is none."""
+    if not given:
+        return AS_THE_MODEL_HAS_IT
+    try:
+        return msgspec.convert({name: value for name, value in given.items() if value is not None}, Tokenization)
+    except (msgspec.ValidationError, AttributeError) as error:
+        names = ", ".join(Tokenization.__struct_fields__)
+        raise InvalidRequestError(f"tokenization_kwargs: {error}; they may have {names}") from None
+
+
+def tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, how: Tokenization = AS_THE_MODEL_HAS_IT) -> None:
+    """Fills in the token ids of those that are text. Raises InvalidRequestError without a tokenizer."""
+    texts = [prompt for prompt in prompts if prompt.token_ids is None]
+    if not texts:
+        return
+    if tokenizer is None:
+        raise InvalidRequestError("this engine runs without a tokenizer: give prompt_token_ids instead of text")
+    for prompt in texts:
+        try:
+            (prompt.text or "").encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"the prompt is not valid Unicode text: {error}") from error
+    strings = [(prompt.text or "").lower() if how.do_lower_case else prompt.text or "" for prompt in texts]
+    special = how.add_special_tokens
+    encoded = [tokenizer.encode(strings[0], special)] if len(strings) == 1 else tokenizer.encode_batch(strings, special)
+    for prompt, token_ids in zip(texts, encoded, strict=True):
+        prompt.token_ids = token_ids
+
+
+def truncate(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> bool:
+    """Keeps as many tokens as truncate_prompt_tokens asks for; whether there were more."""
+    kept, token_ids = params.truncate_prompt_tokens, prompt.token_ids
+    if kept is None or token_ids is None:
+        return False
+    if kept == -1:
+        kept = max(1, welcome.max_model_len - (params.max_tokens or 1))
+    if len(token_ids) <= kept:
+        return False
+    prompt.token_ids = token_ids[:kept] if params.truncation_side == "right" else token_ids[-kept:]
+    return True
+
+
+def check_request(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> int:
+    """The most tokens the request can generate, once its prompt is truncated as it asks for. Raises
+    InvalidRequestError for one that can never be served."""
+    params.verify()
+    truncate(prompt, params, welcome)
+    token_ids = prompt.token_ids or ()
+    if not token_ids:
+        raise InvalidRequestError("the prompt cannot be empty: give at least one token")
+    if not (min(token_ids) >= 0 and max(token_ids) < welcome.vocab_size):
+        index, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < welcome.vocab_size)
+        raise InvalidRequestError(
+            f"prompt_token_ids[{index}] is {bad}, which is out of vocabulary: the model's token ids are 0 to "
+            f"{welcome.vocab_size - 1}"
+        )
+    room = welcome.max_model_len - len(token_ids)
+    if room < 1:
+        raise InvalidRequestError(
+            f"the prompt has {len(token_ids)} tokens, and max_model_len is {welcome.max_model_len} for the prompt and "
+            f"its output together (the model's maximum context length is {welcome.max_model_len} tokens): shorten the "
+            f"prompt to {welcome.max_model_len - 1} tokens or fewer"
+        )
+    check_token_rules(params, welcome)
+    if params.stop_strings and welcome.tokenizer is None:
+        raise InvalidRequestError(
+            "SamplingParams.stop needs a tokenizer, and this engine runs without one: use stop_token_ids"
+        )
+    return room
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _plain_ids(token_ids: Sequence[Any]) -> list[int]:
+    """As plain Python integers (numpy's are accepted). Raises InvalidRequestError naming the first that is none."""
+    try:
+        ids = array.array("q", token_ids).tolist()
+    except (TypeError, OverflowError):
+        ids = None
+    if ids is None or any(isinstance(token_id, bool) for token_id in token_ids):
+        for index, token_id in enumerate(token_ids):
+            if isinstance(token_id, bool) or not hasattr(token_id, "__index__") or abs(int(token_id)) >= 2**63:
+                raise InvalidRequestError(f"prompt_token_ids[{index}] is {token_id!r:.100}, which is no token id")
+    return ids or []

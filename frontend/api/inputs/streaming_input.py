@@ -1,0 +1,152 @@
+"""A request whose prompt comes in pieces: `AsyncLLM.generate` with an asynchronous generator of StreamingInput.
+
+After each piece the model answers, up to that piece's `max_tokens` or a stop; the next piece goes behind that answer.
+The last token of an answer was sampled and not yet computed: it is left out there, as vLLM does it. The engine sees one
+request for each piece, and finds what came before in its prefix cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from headrace.frontend.api.inputs.prompts import Prompt
+from headrace.frontend.api.outputs import CompletionOutput, RequestOutput
+from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
+from headrace.ipc.failure import InvalidRequestError
+
+if TYPE_CHECKING:
+    from headrace.frontend.client.client import RequestClient
+    from headrace.frontend.client.request import RequestStream
+
+MOST_WAITING = 64
+"""Pieces that are taken from the generator before the answers to earlier ones are complete."""
+
+
+@dataclass(frozen=True)
+class StreamingInput:
+    """One piece: a prompt in any of its forms, and how to answer it where that differs from `generate`'s own."""
+
+    prompt: Any
+    sampling_params: SamplingParams | None = None
+
+
+def check_streaming_params(params: Any) -> SamplingParams:
+    """Raises InvalidRequestError for parameters that fit no session of several answers."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(f"streaming input needs a SamplingParams, not {type(params).__name__}")
+    for name, is_refused in (
+        ("n > 1", params.n > 1),
+        ("output_kind FINAL_ONLY", params.output_kind is RequestOutputKind.FINAL_ONLY),
+        ("stop strings (stop_token_ids are taken)", bool(params.stop_strings)),
+    ):
+        if is_refused:
+            raise InvalidRequestError(f"Input streaming not currently supported with {name}: leave it out")
+    return params
+
+
+class StreamingSession:
+    """One request of several pieces. `prompt_of` gives a piece's prompt as tokens."""
+
+    def __init__(
+        self, client: RequestClient, request_id: str, priority: int, prompt_of: Callable[[Any], Awaitable[Prompt]]
+    ) -> None:
+        self._client, self._request_id, self._priority, self._prompt_of = client, request_id, priority, prompt_of
+        self._pieces: asyncio.Queue[StreamingInput | BaseException | None] = asyncio.Queue(MOST_WAITING)
+        self._is_closed = False
+        """The generator has ended well: what waits are its last pieces, and a None behind them."""
+        self._token_ids: list[int] = []
+        self._told: CompletionOutput | None = None
+        """The answers to earlier pieces, for outputs that are cumulative."""
+
+    async def outputs(
+        self, pieces: AsyncGenerator[StreamingInput, None], params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Only the last one is `finished`. Raises what the generator raises, and as `AsyncLLM.generate` does."""
+        check_streaming_params(params)
+        reader = asyncio.create_task(self._read(pieces))
+        last: RequestOutput | None = None
+        try:
+            while (piece := await self._pieces.get()) is not None:
+                if isinstance(piece, BaseException):
+                    raise piece
+                async with contextlib.aclosing(self._answer(piece, params)) as answer:
+                    async for last in answer:
+                        yield last
+                if last is not None and last.finished:
+                    return  # aborted, or there is no other piece
+            if last is not None:
+                yield self._end(last, params)
+        finally:
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reader
+
+    async def _read(self, pieces: AsyncGenerator[StreamingInput, None]) -> None:
+        end: BaseException | None = None
+        async with contextlib.aclosing(pieces):
+            try:
+                async for piece in pieces:
+                    await self._pieces.put(piece)
+            except Exception as error:
+                end = error
+        self._is_closed = end is None
+        await self._pieces.put(end)
+
+    async def _answer(self, piece: StreamingInput, default: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
+        params = check_streaming_params(piece.sampling_params or default).clone()
+        params.output_kind = default.output_kind
+        new = await self._prompt_of(piece.prompt)
+        prompt = Prompt(token_ids=[*self._token_ids, *(new.token_ids or ())], cache_salt=new.cache_salt)
+        stream = self._client.submit(self._request_id, prompt, params, self._priority)
+        told = self._told
+        try:
+            async for output in stream:
+                if output.finished:
+                    output.finished = self._is_last(stream)
+                    self._token_ids = [*(prompt.token_ids or ()), *stream.sequences[0].token_ids[:-1]]
+                if params.output_kind is RequestOutputKind.CUMULATIVE:
+                    self._told = output.outputs[0] = _joined(told, output.outputs[0])
+                yield output
+        finally:
+            self._client.abort_stream(stream)
+
+    def _is_last(self, stream: RequestStream) -> bool:
+        was_aborted = stream.sequences[0].finish_reason == "abort"
+        return was_aborted or (self._is_closed and self._pieces.qsize() <= 1)
+
+    def abort(self) -> None:
+        """Ends the session between two answers; one that runs is ended by the client's `abort`."""
+        while not self._pieces.empty():
+            self._pieces.get_nowait()
+        self._pieces.put_nowait(None)
+
+    def _end(self, last: RequestOutput, params: SamplingParams) -> RequestOutput:
+        """When the generator ends after the last answer: nothing new, and finished."""
+        output = last.outputs[0]
+        if params.output_kind is RequestOutputKind.DELTA:
+            output = CompletionOutput(output.index, "", [], output.cumulative_logprob, None)
+        output.finish_reason, output.stop_reason = last.outputs[0].finish_reason, last.outputs[0].stop_reason
+        return RequestOutput(
+            self._request_id, last.prompt, last.prompt_token_ids, outputs=[output], finished=True, metrics=last.metrics
+        )
+
+
+def _joined(earlier: CompletionOutput | None, output: CompletionOutput) -> CompletionOutput:
+    if earlier is None:
+        return output
+    logprobs = output.logprobs
+    if isinstance(earlier.logprobs, list) and isinstance(logprobs, list):
+        logprobs = [*earlier.logprobs, *logprobs]
+    return CompletionOutput(
+        output.index,
+        earlier.text + output.text,
+        [*earlier.token_ids, *output.token_ids],
+        output.cumulative_logprob,
+        logprobs,
+        output.finish_reason,
+        output.stop_reason,
+    )

@@ -1,0 +1,208 @@
+"""What a field of `SamplingParams` needs besides its name, type and default, and everything that derives from it.
+
+wire's field (ipc/messages.py:Sampling) --> the range, what a model may set
+SamplingParams' field, with a `Field`   --> the check of its value, what is sent, the field of HTTP bodies and its
+                                            OpenAPI schema, flags of commands, what `headrace chat` can set
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from headrace.core.options.engine_options import Option
+from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.messages import Sampling
+from headrace.ipc.ranges import FLOAT32, Range, model_defaults, ranges_of
+
+AS_MODEL = "the model's own, else neutral"
+FLAGS = "Sampling"
+"""The group of sampling flags in --help."""
+
+
+class Field(msgspec.Struct, frozen=True):
+    """Beside a field's type: `min_p: Annotated[float, Field("...")] = 0.0`."""
+
+    help: str
+    range: Range | None = None
+    """The user's; None is that of the wire's field of the same name."""
+    in_body: bool = True
+    """Bodies of HTTP requests have it, with this name, type and help, or as http/openai/requests.py declares it."""
+    flag: bool = False
+    """Commands that generate text have it."""
+    longest: int | None = None
+    """Most entries of a list in a body."""
+
+
+class Declared(typing.NamedTuple):
+    """A field as it was declared."""
+
+    name: str
+    kind: Any
+    """Its type: bool, int, float or other, without None."""
+    optional: bool
+    """None is a value."""
+    default: Any
+    field: Field
+    range: Range | None
+
+
+def declared_fields(cls: type) -> Mapping[str, Declared]:
+    """The fields of a dataclass that have a `Field`."""
+    ranges, found = ranges_of(Sampling), {}
+    defaults = {each.name: each.default for each in dataclasses.fields(cls)}
+    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+        field = next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Field)), None)
+        if field is None:
+            continue
+        kind, optional = _without_none(hint.__origin__)
+        found[name] = Declared(name, kind, optional, defaults[name], field, field.range or ranges.get(name))
+    return types.MappingProxyType(found)
+
+
+Check = Callable[[Any], None]
+"""Raises InvalidRequestError for a value that cannot be."""
+
+
+def check_of(declared: Declared) -> Check | None:
+    """Of a number or a bool; None for what needs a check of its own."""
+    name, kind, found = declared.name, declared.kind, declared.range
+    check: Check
+    if kind is bool:
+        check = _check_bool(name)
+    elif found is None or kind not in (int, float):
+        return None
+    else:
+        check = _check_integer(name, found) if kind is int else _check_number(name, found)
+    if declared.optional:
+        return lambda value: None if value is None else check(value)
+    return check
+
+
+def sent_fields(fields: Mapping[str, Declared]) -> list[tuple[str, Any, Callable[[Any], Any]]]:
+    """What goes into the message as it is: the name, the default, which need not be sent, and what converts it."""
+    found = []
+    for name in Sampling.__struct_fields__:
+        if name in fields and (converted := _converter(fields[name])) is not None:
+            found.append((name, fields[name].default, converted))
+    return found
+
+
+def body_fields(fields: Mapping[str, Declared], besides: tuple[str, ...]) -> list[tuple[str, Any, None]]:
+    """For `msgspec.defstruct`: a body's fields, less those that it declares itself. None is the same as left out."""
+    own = [each for each in fields.values() if each.field.in_body and each.name not in besides]
+    return [(each.name, _body_type(each), None) for each in own]
+
+
+def flag_fields(fields: Mapping[str, Declared], besides: tuple[str, ...] = ()) -> list[tuple[str, Any, None]]:
+    """For `msgspec.defstruct`: flags of fields that shape the distribution, as a model may too; None is not given."""
+    by_model = model_defaults(Sampling)
+    return [
+        (name, Annotated[fields[name].kind | None, Option(FLAGS, fields[name].field.help, default_text=AS_MODEL)], None)
+        for name in by_model
+        if name in fields and fields[name].field.flag and name not in besides
+    ]
+
+
+def bad(name: str, value: Any, why: str) -> InvalidRequestError:
+    return InvalidRequestError(f"SamplingParams.{name} = {value!r:.500}: {why}")
+
+
+def _converter(declared: Declared) -> Callable[[Any], Any] | None:
+    kind = declared.kind
+    if kind is float:
+        most = FLOAT32 if declared.range is None else declared.range.high
+        return lambda value: min(float(value), most)
+    if kind in (int, bool):
+        return kind
+    if kind == list[int]:
+        return lambda token_ids: tuple(map(int, token_ids))
+    if kind == dict[str, Any]:
+        return dict
+    if kind == dict[int, float]:
+        return lambda values: {int(key): float(value) for key, value in values.items()}
+    return None
+
+
+MOST_EXTRA_BYTES = 1 << 16
+
+
+def verify_extra_args(values: Any) -> None:
+    """Raises InvalidRequestError for what cannot be sent, or is too much."""
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise bad("extra_args", values, "must be a dict with names as keys")
+    try:
+        size = len(msgspec.msgpack.encode(values))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise bad("extra_args", values, f"cannot be sent: {error}") from None
+    if size > MOST_EXTRA_BYTES or len(values) > 256:
+        raise InvalidRequestError(
+            f"SamplingParams.extra_args has {len(values)} entries of {size} bytes together: at most 256 of "
+            f"{MOST_EXTRA_BYTES} bytes are taken"
+        )
+
+
+def _body_type(declared: Declared) -> Any:
+    kind, field, found = declared.kind, declared.field, declared.range
+    if field.longest is not None:
+        kind = Annotated[kind, msgspec.Meta(max_length=field.longest)]
+    schema: dict[str, Any] = {}
+    if found is not None and kind in (int, float):
+        schema["exclusiveMinimum" if found.open_low else "minimum"] = found.low
+        if abs(found.high) < FLOAT32:
+            schema["maximum"] = found.high
+    return Annotated[kind | None, msgspec.Meta(description=field.help, extra_json_schema=schema)]
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
+        return hint, False
+    parts = [part for part in typing.get_args(hint) if part is not types.NoneType]
+    kind = parts[0]
+    for part in parts[1:]:
+        kind = kind | part
+    return kind, len(parts) < len(typing.get_args(hint))
+
+
+def _check_bool(name: str) -> Check:
+    def check(value: Any) -> None:
+        if not isinstance(value, bool):
+            raise bad(name, value, "must be True or False")
+
+    return check
+
+
+def _check_integer(name: str, allowed: Range) -> Check:
+    def check(value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise bad(name, value, f"must be an integer of at least {allowed.low}")
+        if int(value) not in allowed:
+            raise bad(name, value, f"must be {allowed.words()}")
+
+    return check
+
+
+def _check_number(name: str, allowed: Range) -> Check:
+    """What is finite and beyond all that is computed with is taken for the largest number (`sent_fields`)."""
+    if allowed.high == FLOAT32:
+        allowed = msgspec.structs.replace(allowed, high=sys.float_info.max)
+
+    def check(value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise bad(name, value, f"must be a number, {allowed.words()}")
+        try:
+            number = float(value)
+        except OverflowError:  # an integer beyond any float
+            number = math.inf
+        if number not in allowed:
+            raise bad(name, value, f"must be {allowed.words()}" + ("" if math.isfinite(number) else ", and finite"))
+
+    return check

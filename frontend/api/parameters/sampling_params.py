@@ -1,0 +1,356 @@
+"""`SamplingParams`: how to sample, under vLLM's field names and defaults, checked by name, value and range."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import enum
+import functools
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from headrace.frontend.api.parameters.repetition import RepetitionDetectionParams
+from headrace.frontend.api.parameters.sampling_fields import (
+    Field,
+    bad,
+    check_of,
+    declared_fields,
+    sent_fields,
+    verify_extra_args,
+)
+from headrace.frontend.api.parameters.structured_outputs import StructuredOutputsParams, structured_outputs_from
+from headrace.frontend.api.parameters.token_rules import (
+    check_model_limits,
+    openai_bias,
+    tokenize_bad_words,
+    verify_texts,
+    verify_token_ids,
+    verify_token_rules,
+)
+from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.messages import Sampling
+from headrace.ipc.ranges import INT32, Range
+
+if TYPE_CHECKING:
+    from headrace.frontend.api.engine_config import ModelConfig
+
+T = TypeVar("T")
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing by them would only overflow."""
+
+NOTHING: Mapping[str, Any] = types.MappingProxyType({})
+
+NOT_SUPPORTED = frozenset(
+    {
+        *("beam_width", "best_of", "early_stopping"),
+        *("length_penalty", "logits_processors", "use_beam_search"),
+        *("prompt_logprob_token_ids", "routed_experts_prompt_start", "skip_clone", "trace_decode_token_ids"),
+        "watermarking",
+    }
+)
+"""vLLM's fields that this version refuses by name. What asks for nothing, None and NEUTRAL, is accepted."""
+NEUTRAL: Mapping[str, tuple[object, ...]] = types.MappingProxyType(
+    {
+        "best_of": (1,),
+        "early_stopping": (False,),
+        "length_penalty": (1,),
+        "routed_experts_prompt_start": (0,),
+        "skip_clone": (False, True),
+        "watermarking": (False,),
+        "use_beam_search": (False,),
+    }
+)
+
+
+class RequestOutputKind(enum.Enum):
+    """What each output of a streamed request carries."""
+
+    CUMULATIVE = 0
+    """Everything so far."""
+    DELTA = 1
+    """What is new since the output before."""
+    FINAL_ONLY = 2
+    """One output, at the end."""
+
+
+def _refuse_unknown_fields(cls: type[T]) -> type[T]:
+    """Makes the generated __init__ fail on a name it does not know with the nearest one that it does."""
+    generated = cls.__init__
+    known = [each.name for each in fields(cls)]  # type: ignore[arg-type]
+
+    @functools.wraps(generated)
+    def __init__(self: T, **given: Any) -> None:
+        unknown = [name for name in given if name not in known]
+        for name in unknown:
+            if name not in NOT_SUPPORTED:
+                raise InvalidRequestError(f"SamplingParams has no field {name!r}{nearest(name, known)}")
+            if given.pop(name) not in (None, *NEUTRAL.get(name, ())):
+                raise InvalidRequestError(f"SamplingParams.{name} is not supported by this version; leave it out")
+        generated(self, **given)
+
+    cls.__init__ = __init__  # type: ignore[assignment, method-assign]
+    return cls
+
+
+@_refuse_unknown_fields
+@dataclass(kw_only=True)
+class SamplingParams:
+    """How to choose a request's tokens and when to stop.
+
+    Raises InvalidRequestError, which names the field, its value and the range, when it is made, and again at
+    submission in case it was changed since.
+    """
+
+    n: Annotated[int, Field("Outputs for each prompt; output i of a seeded one has seed + i", Range(1, 16384))] = 1
+    presence_penalty: Annotated[float, Field("Taken off the logit of every token generated already", flag=True)] = 0.0
+    frequency_penalty: Annotated[float, Field("The same, times how often it was generated", flag=True)] = 0.0
+    repetition_penalty: Annotated[
+        float, Field("Divides (when positive, else multiplies) the logits of tokens of prompt and output", flag=True)
+    ] = 1.0
+    temperature: Annotated[float, Field("0 takes the likeliest token each time", flag=True)] = 1.0
+    top_p: Annotated[float, Field("Keep the likeliest tokens that make up this share", flag=True)] = 1.0
+    top_k: Annotated[int, Field("Keep this many of the likeliest tokens; 0 or -1 keeps all", flag=True)] = 0
+    min_p: Annotated[float, Field("Keep tokens at least this likely, relative to the likeliest", flag=True)] = 0.0
+    typical_p: Annotated[float, Field("Keep the tokens of most usual information, up to this share", flag=True)] = 1.0
+    top_n_sigma: Annotated[
+        float, Field("Keep tokens whose logits lie so many standard deviations below the highest; 0 is off", flag=True)
+    ] = 0.0
+    xtc_probability: Annotated[
+        float, Field("How often all tokens over xtc_threshold but the least likely of them go", flag=True)
+    ] = 0.0
+    xtc_threshold: Annotated[float, Field("The probability that makes a token a top choice", flag=True)] = 0.1
+    dry_multiplier: Annotated[
+        float,
+        Field("Times dry_base to the length of a repeated run, off tokens that go on with it", flag=True),
+    ] = 0.0
+    dry_base: Annotated[float, Field("See dry_multiplier", flag=True)] = 1.75
+    dry_allowed_length: Annotated[int, Field("Runs shorter than this may repeat", flag=True)] = 2
+    dry_penalty_last_n: Annotated[int, Field("Last tokens that are searched for runs; -1: all", flag=True)] = -1
+    dry_sequence_breakers: Annotated[
+        list[str] | None,
+        Field("Texts that no run goes over; None is line breaks, colons, quotes, asterisks", longest=64),
+    ] = None
+    mirostat: Annotated[int, Field("Its version, 1 or 2: hold the surprise near mirostat_tau; 0 is off", flag=True)] = 0
+    mirostat_tau: Annotated[float, Field("Bits of surprise per token to hold", flag=True)] = 5.0
+    mirostat_eta: Annotated[float, Field("How fast mirostat follows", flag=True)] = 0.1
+    seed: Annotated[int | None, Field("Makes the output reproducible; None (or -1) is random", flag=True)] = None
+    logit_bias: Annotated[dict[int, float] | None, Field("Token id: added to its logit; -inf forbids it")] = None
+    allowed_token_ids: Annotated[list[int] | None, Field("The only tokens to choose from; None allows all")] = None
+    bad_words: Annotated[
+        list[str] | None, Field("Words that are not to be generated, alone or after a space", longest=1024)
+    ] = None
+    """Their tokens are looked for in the output alone."""
+    stop: Annotated[str | list[str] | None, Field("Texts that end the output, and are not in it", flag=True)] = None
+    stop_token_ids: Annotated[
+        list[int] | None, Field("Tokens that end the output, besides the model's end-of-sequence tokens", longest=1024)
+    ] = None
+    ignore_eos: Annotated[bool, Field("Go on after an end-of-sequence token", flag=True)] = False
+    max_tokens: Annotated[int | None, Field("Most tokens to generate; None: as many as fit", flag=True)] = 16
+    min_tokens: Annotated[int, Field("Tokens to generate before any stop condition counts", flag=True)] = 0
+    logprobs: Annotated[
+        int | None, Field("Likeliest tokens to report per token, besides the sampled one; -1 is all", in_body=False)
+    ] = None
+    prompt_logprobs: Annotated[int | None, Field("The same for the prompt's tokens")] = None
+    prompt_logprob_start: Annotated[
+        int, Field("The first prompt token that prompt_logprobs reports of; those before are None", in_body=False)
+    ] = 0
+    flat_logprobs: Annotated[
+        bool, Field("Give log-probabilities as a FlatLogprobs, a few long lists that read as a list", in_body=False)
+    ] = False
+    logprob_token_ids: Annotated[
+        list[int] | None,
+        Field("Tokens to report per token in the place of the likeliest ones", longest=1024),
+    ] = None
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the output has to have: a JSON schema, a regular expression, one of several texts, a grammar."""
+    guided_decoding: StructuredOutputsParams | None = None
+    """Its name in older versions."""
+    truncate_prompt_tokens: Annotated[
+        int | None, Field("Keep only so many of the prompt's last tokens; -1: as many as fit", Range(-1, INT32))
+    ] = None
+    truncation_side: Annotated[str, Field("Where that leaves tokens out: left or right")] = "left"
+    skip_reading_prefix_cache: Annotated[
+        bool | None, Field("Compute the whole prompt, also where the prefix cache has some of it")
+    ] = None
+    stream_interval: Annotated[
+        int | None, Field("Tokens of an output to send together; None is the engine's own", Range(1, 1 << 20))
+    ] = None
+    repetition_detection: Annotated[
+        RepetitionDetectionParams | None, Field("End an output that repeats a run of tokens")
+    ] = None
+    thinking_token_budget: Annotated[
+        int | None, Field("End the reasoning after so many tokens, where its format is known", Range(0, INT32))
+    ] = None
+    extra_args: Annotated[
+        dict[str, Any] | None, Field("What logits processors of the engine read; vllm_xargs in bodies", in_body=False)
+    ] = None
+    detokenize: Annotated[bool, Field("False leaves the output's text empty", in_body=False)] = True
+    skip_special_tokens: Annotated[bool, Field("Leave special tokens out of the text")] = True
+    spaces_between_special_tokens: Annotated[bool, Field("Only True is supported, as fast tokenisers do it")] = True
+    include_stop_str_in_output: Annotated[bool, Field("Keep the stop string, or the stop token's text")] = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        self._tokenized_bad_words: tuple[list[str], tuple[tuple[int, ...], ...]] | None = None
+        if self.seed == -1:
+            self.seed = None
+        if self.top_k == -1:
+            self.top_k = 0
+        if self.guided_decoding is not None:
+            if self.structured_outputs is not None:
+                raise bad("guided_decoding", self.guided_decoding, "is the older name of structured_outputs: give one")
+            self.structured_outputs, self.guided_decoding = self.guided_decoding, None
+        if isinstance(self.structured_outputs, dict):
+            self.structured_outputs = structured_outputs_from(self.structured_outputs)
+        self.verify()
+        self._make_lists()
+        if self.logprob_token_ids and self.logprobs is None:
+            self.logprobs = 0
+
+    def _make_lists(self) -> None:
+        """What was checked as lists that scripts may extend, in which each value stands once."""
+        self.stop = list(dict.fromkeys(self.stop_strings))
+        self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or ()))
+        self.bad_words = list(dict.fromkeys(self.bad_words or ()))
+
+    @classmethod
+    def from_optional(cls, **values: Any) -> SamplingParams:
+        """From values of which None means the default, and a logit_bias as OpenAI's API has it (`openai_bias`)."""
+        values["logit_bias"] = openai_bias(values.get("logit_bias"))
+        return cls(**{name: value for name, value in values.items() if value is not None or name == "max_tokens"})
+
+    def clone(self) -> SamplingParams:
+        """An independent copy."""
+        twin = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, list | dict):
+                setattr(twin, name, value.copy())
+        return twin
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def verify(
+        self,
+        model_config: ModelConfig | None = None,
+        speculative_config: object = None,
+        structured_outputs_config: object = None,
+        tokenizer: object = None,
+    ) -> None:
+        """Raises InvalidRequestError for the first field whose value cannot be, with this model where one is given.
+
+        The other arguments are vLLM's: what they tell here, the engine checks when the request comes.
+        """
+        self._verify_values()
+        if model_config is not None:
+            check_model_limits(self, model_config.get_vocab_size(), model_config.max_logprobs)
+
+    def update_from_tokenizer(self, tokenizer: Any) -> None:
+        """Makes tokens of `bad_words` by this tokenizer (any with vLLM's `encode`), so that none is needed later."""
+        if self.bad_words:
+            self._tokenized_bad_words = list(self.bad_words), tokenize_bad_words(self.bad_words, tokenizer)
+
+    @property
+    def bad_words_token_ids(self) -> list[list[int]] | None:
+        """The runs of tokens that `update_from_tokenizer` made of the words that are here now."""
+        words, runs = self._tokenized_bad_words or ([], ())
+        return [list(run) for run in runs] if words and words == self.bad_words else None
+
+    @property
+    def all_stop_token_ids(self) -> set[int]:
+        """`stop_token_ids`, each once. The engine knows the model's end-of-sequence tokens itself."""
+        return set(self.stop_token_ids or ())
+
+    def _verify_values(self) -> None:
+        for name, default, check in _CHECKS:
+            value = getattr(self, name)
+            if value is not default:
+                check(value)
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise bad("output_kind", self.output_kind, "must be a RequestOutputKind")
+        if not self.spaces_between_special_tokens:
+            raise bad("spaces_between_special_tokens", False, "is not supported; leave it True")
+        if self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputsParams):
+                raise bad("structured_outputs", self.structured_outputs, "must be a StructuredOutputsParams")
+            self.structured_outputs.verify()
+        self._verify_stops()
+        verify_token_rules(self)
+        if self.dry_sequence_breakers is not None:
+            verify_texts("dry_sequence_breakers", self.dry_sequence_breakers)
+        self._verify_truncation()
+        if self.prompt_logprob_start and self.prompt_logprobs is None:
+            raise bad("prompt_logprob_start", self.prompt_logprob_start, "needs prompt_logprobs")
+        if not isinstance(self.repetition_detection, RepetitionDetectionParams | None):
+            raise bad("repetition_detection", self.repetition_detection, "must be a RepetitionDetectionParams")
+        if self.extra_args is not None:
+            verify_extra_args(self.extra_args)
+        if self.logprob_token_ids is not None:
+            verify_token_ids("logprob_token_ids", self.logprob_token_ids)
+            if self.logprobs:
+                raise bad("logprobs", self.logprobs, "must be left out with logprob_token_ids, which names the tokens")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise bad("min_tokens", self.min_tokens, f"must not exceed max_tokens, {self.max_tokens}")
+        if self.n > 1 and self.temperature < GREEDY_BELOW:
+            raise bad("n", self.n, "must be 1 with greedy sampling (temperature 0): all outputs would be the same")
+
+    def _verify_truncation(self) -> None:
+        if self.truncate_prompt_tokens == 0:
+            raise bad("truncate_prompt_tokens", 0, "must be at least 1, or -1 for as many as fit")
+        if self.truncation_side not in ("left", "right"):
+            raise bad("truncation_side", self.truncation_side, "must be left or right")
+
+    def _verify_stops(self) -> None:
+        if not isinstance(self.stop, str | list | tuple | None):
+            raise bad("stop", self.stop, "must be a string or a list of strings")
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                raise bad("stop", self.stop, "must contain only strings that are not empty")
+        if self.stop_strings and not self.detokenize:
+            raise bad("stop", self.stop, "needs detokenize=True: stop strings are found in the text")
+        if self.stop_token_ids is not None:
+            if not isinstance(self.stop_token_ids, list | tuple):
+                raise bad("stop_token_ids", self.stop_token_ids, "must be a list of token ids")
+            for token_id in self.stop_token_ids:
+                if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < 2**31:
+                    raise bad(
+                        "stop_token_ids", self.stop_token_ids, f"must contain token ids, which {token_id!r} is not"
+                    )
+
+    def to_wire(self, max_tokens: int, child: int = 0, tokenized: Mapping[str, Any] = NOTHING) -> Sampling:
+        """What the core needs for output `child` of n; `max_tokens` is at most what the model's length allows.
+
+        tokenized: the fields that `token_rules.tokenized_fields` gives.
+        """
+        wire: dict[str, Any] = {}
+        for name, default, converted in _SENT:
+            value = getattr(self, name)
+            if value is not default and value is not None:
+                wire[name] = converted(value)
+        wire["max_tokens"] = max_tokens if self.max_tokens is None else min(int(self.max_tokens), max_tokens)
+        wire["min_tokens"] = min(int(self.min_tokens), max_tokens)
+        if self.temperature < GREEDY_BELOW:
+            wire["temperature"] = 0.0
+        if self.seed is not None:
+            wire["seed"] = (int(self.seed) + child + 2**63) % 2**64 - 2**63
+        if child:
+            wire.pop("prompt_logprobs", None)  # the same for every child
+        if self.structured_outputs is not None:
+            wire["structured_output"] = self.structured_outputs.to_wire()
+        return Sampling(**wire, **tokenized)
+
+
+FIELDS = declared_fields(SamplingParams)
+"""By name."""
+_CHECKS = [(each.name, each.default, check) for each in FIELDS.values() if (check := check_of(each)) is not None]
+_SENT = sent_fields(FIELDS)
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """`; did you mean ...?`, or a list of what there is when nothing comes near."""
+    match = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {match[0]!r}?" if match else f"; the fields are {', '.join(known)}"

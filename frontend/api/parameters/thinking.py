@@ -1,0 +1,71 @@
+"""What of a request depends on where its reasoning ends: `thinking_token_budget`, and a form that begins there.
+
+The markers of the reasoning come from the prompt, where it was rendered for a format of reasoning that is known, or
+else from the engine's structured_outputs_config.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from headrace.frontend.api.inputs.prompts import Prompt
+from headrace.frontend.api.parameters.sampling_fields import bad
+from headrace.frontend.api.parameters.sampling_params import SamplingParams
+from headrace.frontend.text.formats.declaration import FormatError, ReasoningFormat, load_format
+from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.messages import Thinking, Welcome
+
+
+def thinking_of(
+    params: SamplingParams, prompt: Prompt, tokenizer: Tokenizer | None, welcome: Welcome
+) -> Thinking | None:
+    """What the core needs; None where nothing depends on reasoning. Raises InvalidRequestError."""
+    budget = params.thinking_token_budget
+    waits = params.structured_outputs is not None and not prompt.reasoning_has_form
+    if budget is not None and prompt.reasoning_has_form:
+        raise bad("thinking_token_budget", budget, "cannot be had beside a tool_choice that forces a call")
+    if waits and welcome.grammars_hold_in_reasoning:
+        if budget is None:
+            return None
+        why = "needs a form that begins after the reasoning, and this engine's structured_outputs_config has"
+        raise bad("thinking_token_budget", budget, f"{why} enable_in_reasoning")
+    if budget is None and not waits:
+        return None
+    declared = prompt.reasoning or _declared(welcome.reasoning_parser)
+    if declared is None or tokenizer is None:
+        if budget is None:
+            return None
+        why = "needs the model's format of reasoning: start the server with reasoning_parser, or the engine with"
+        raise bad("thinking_token_budget", budget, f"{why} structured_outputs_config={{'reasoning_parser': ...}}")
+    begin, end = (_token_ids(tokenizer, marker.strip()) for marker in (declared.begin, declared.end))
+    token_ids = prompt.token_ids or []
+    opened, ended = _last(token_ids, begin), _last(token_ids, end)
+    is_open = opened > ended or (declared.starts_open and ended < 0)
+    if not is_open and (ended >= 0 or not begin):
+        return None  # there is no reasoning any more, or none that could be seen
+    return Thinking(end=end, begin=begin, is_open=is_open, budget=budget)
+
+
+@functools.cache
+def _declared(name: str) -> ReasoningFormat | None:
+    if not name:
+        return None
+    try:
+        declared = load_format(name).reasoning
+    except FormatError as error:
+        raise InvalidRequestError(f"structured_outputs_config has reasoning_parser={name!r}: {error}") from None
+    if declared is None:
+        raise InvalidRequestError(f"structured_outputs_config has reasoning_parser={name!r}: it has no reasoning")
+    return declared
+
+
+def _token_ids(tokenizer: Tokenizer, marker: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(marker, add_special_tokens=False)) if marker else ()
+
+
+def _last(token_ids: Sequence[int], marker: tuple[int, ...]) -> int:
+    """Where a marker begins for the last time, -1 where it does not."""
+    places = range(len(token_ids) - len(marker), -1, -1) if marker else ()
+    return next((at for at in places if tuple(token_ids[at : at + len(marker)]) == marker), -1)

@@ -1,0 +1,206 @@
+"""What a request says of single tokens: `allowed_token_ids`, `bad_words` and `logit_bias`, checked and tokenised."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headrace.frontend.api.parameters.sampling_fields import bad
+from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.messages import Welcome
+
+if TYPE_CHECKING:
+    from headrace.frontend.api.parameters.sampling_params import SamplingParams
+
+MOST_BIAS = 1e6
+"""Far above any logit: a token with it is sure to be chosen. The HTTP server takes up to 100, as OpenAI's does."""
+OPENAI_BIAS = 100.0
+_MOST_ID = 2**31 - 1
+MOST_BAD_WORDS = 1024
+MOST_BAD_CHARACTERS = 1 << 16
+"""Of a request's bad words together: they are tokenised at once, and other requests wait meanwhile."""
+
+
+def verify_token_rules(params: SamplingParams) -> None:
+    """Raises InvalidRequestError for the first of the three fields whose value cannot be."""
+    if params.allowed_token_ids is not None:
+        if not params.allowed_token_ids and isinstance(params.allowed_token_ids, list | tuple):
+            raise bad("allowed_token_ids", [], "allows no token at all; None allows every token")
+        verify_token_ids("allowed_token_ids", params.allowed_token_ids)
+    if params.bad_words is not None:
+        _verify_bad_words(params.bad_words)
+    if params.logit_bias is not None:
+        _verify_bias(params.logit_bias)
+
+
+def verify_token_ids(name: str, token_ids: Any) -> None:
+    """Raises InvalidRequestError for what is no list of at least one token id."""
+    if not isinstance(token_ids, list | tuple):
+        raise bad(name, token_ids, "must be a list or tuple of token ids")
+    if not token_ids:
+        raise bad(name, token_ids, "names no token; leave it out, or None")
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) <= _MOST_ID:
+        return  # a whole vocabulary is checked without a loop
+    for token_id in token_ids:
+        if not _is_id(token_id):
+            raise InvalidRequestError(f"SamplingParams.{name} contains {token_id!r:.100}, which is no token id")
+
+
+def _verify_bad_words(words: Any) -> None:
+    if not isinstance(words, list | tuple):
+        raise bad("bad_words", words, "must be a list of strings")
+    for word in words:
+        if not isinstance(word, str) or not word.strip():
+            raise InvalidRequestError(
+                f"SamplingParams.bad_words contains {word!r:.100}: it must contain only strings that are not empty "
+                "and not blank"
+            )
+    if len(words) > MOST_BAD_WORDS or sum(map(len, words)) > MOST_BAD_CHARACTERS:
+        raise InvalidRequestError(
+            f"SamplingParams.bad_words has {len(words)} words of {sum(map(len, words))} characters: at most "
+            f"{MOST_BAD_WORDS} words of {MOST_BAD_CHARACTERS} characters together are taken"
+        )
+
+
+def _verify_bias(logit_bias: Any) -> None:
+    if not isinstance(logit_bias, Mapping):
+        raise bad("logit_bias", logit_bias, "must be a dict of token ids to numbers")
+    for token_id, bias in logit_bias.items():
+        if not _is_id(token_id):
+            raise InvalidRequestError(f"SamplingParams.logit_bias has the key {token_id!r:.100}, which is no token id")
+        if isinstance(bias, bool) or not isinstance(bias, numbers.Real) or not bias <= MOST_BIAS:
+            raise InvalidRequestError(
+                f"SamplingParams.logit_bias[{token_id}] = {bias!r:.100}: must be a finite number of at most "
+                f"{MOST_BIAS:.0f}, or -inf, which forbids the token"
+            )
+
+
+def check_model_limits(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
+    """Raises InvalidRequestError for tokens that the model does not have, and more log-probabilities than it gives."""
+    limit = vocab_size if max_logprobs == -1 else max_logprobs
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        if value is not None and (vocab_size if value == -1 else value) > limit:
+            raise InvalidRequestError(
+                f"SamplingParams.{name} = {value}: the engine gives at most {limit} per token (its option max_logprobs)"
+            )
+    for name in ("allowed_token_ids", "logit_bias", "stop_token_ids", "logprob_token_ids"):
+        highest = max(getattr(params, name) or (), default=0)
+        if highest >= vocab_size:
+            raise InvalidRequestError(
+                f"SamplingParams.{name} contains {highest}: the model's token ids are 0 to {vocab_size - 1}"
+            )
+
+
+def check_token_rules(params: SamplingParams, welcome: Welcome) -> None:
+    """Raises InvalidRequestError for what the model cannot do."""
+    check_model_limits(params, welcome.vocab_size, welcome.max_logprobs)
+    if params.bad_words and welcome.tokenizer is None and params.bad_words_token_ids is None:
+        raise InvalidRequestError(
+            "SamplingParams.bad_words needs a tokenizer, and this engine runs without one: call update_from_tokenizer "
+            "on the parameters, or use logit_bias"
+        )
+
+
+def tokenize_bad_words(
+    words: Iterable[str], tokenizer: Any, vocab_size: int | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """The runs of tokens that are never to be completed: each word alone, and after a space.
+
+    Where a space only puts its own token before the word's, the first run forbids both. vLLM leaves the second out too
+    where the space changes the number of tokens, and then lets the word through after one. Raises InvalidRequestError.
+    """
+    runs: dict[tuple[int, ...], None] = {}
+    for word in dict.fromkeys(words):
+        alone, spaced = (tuple(_encode(tokenizer, space + word.lstrip())) for space in ("", " "))
+        if not alone:
+            raise InvalidRequestError(
+                f"SamplingParams.bad_words contains {word!r:.100}: words must tokenize to at least one token"
+            )
+        runs[alone] = None
+        if spaced and spaced[-len(alone) :] != alone:
+            runs[spaced] = None
+    if vocab_size is not None and (outside := [each for run in runs for each in run if each >= vocab_size]):
+        raise InvalidRequestError(
+            f"SamplingParams.bad_words contains a word with token {outside[0]}: the model's token ids are 0 to "
+            f"{vocab_size - 1}"
+        )
+    return tuple(runs)
+
+
+DRY_BREAKERS = ("\n", ":", '"', "*")
+"""Its author's, where a request names none."""
+MOST_BREAKERS, MOST_BREAKER_CHARACTERS = 64, 64
+
+
+def verify_texts(name: str, texts: Any) -> None:
+    """Raises InvalidRequestError for what is no short list of short texts."""
+    if not isinstance(texts, list | tuple):
+        raise bad(name, texts, "must be a list of strings")
+    for text in texts:
+        if not isinstance(text, str) or not 0 < len(text) <= MOST_BREAKER_CHARACTERS:
+            raise bad(name, texts, f"must contain only strings of 1 to {MOST_BREAKER_CHARACTERS} characters")
+    if len(texts) > MOST_BREAKERS:
+        raise bad(name, texts, f"may have at most {MOST_BREAKERS} strings")
+
+
+def tokenized_fields(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> dict[str, Any]:
+    """The message's fields that come from texts. Raises InvalidRequestError."""
+    fields: dict[str, Any] = {}
+    if params.bad_words:
+        fields["bad_words"] = _bad_words(params, tokenizer, vocab_size)
+    if params.dry_multiplier > 0:
+        fields["dry_breaker_token_ids"] = _breakers(params.dry_sequence_breakers, tokenizer)
+    return fields
+
+
+def _bad_words(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> Any:
+    if tokenizer is None:  # check_token_rules has seen that these are there
+        return tuple(tuple(run) for run in params.bad_words_token_ids or ())
+    return tokenize_bad_words(params.bad_words or (), tokenizer, vocab_size)
+
+
+def _breakers(texts: Sequence[str] | None, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Of each text the last token, behind a letter, as its author has it: so a tokeniser puts no space before it."""
+    if tokenizer is None:
+        if texts:
+            raise bad("dry_sequence_breakers", texts, "needs a tokenizer, and this engine runs without one")
+        return ()
+    texts = DRY_BREAKERS if texts is None else texts
+    return tuple(dict.fromkeys(_encode(tokenizer, "a" + text)[-1] for text in texts))
+
+
+def openai_bias(logit_bias: Any) -> Any:
+    """With keys as JSON has them made token ids, and numbers brought between -100 and 100. Raises InvalidRequestError.
+
+    What is no such dict is left for `verify_token_rules` to refuse.
+    """
+    if not isinstance(logit_bias, Mapping):
+        return logit_bias
+    found: dict[int, Any] = {}
+    for key, bias in logit_bias.items():
+        try:
+            token_id = int(key)
+        except (TypeError, ValueError):
+            raise InvalidRequestError(
+                f"SamplingParams.logit_bias has the key {key!r:.100}, which is no token id"
+            ) from None
+        is_number = isinstance(bias, numbers.Real)
+        found[token_id] = min(OPENAI_BIAS, max(-OPENAI_BIAS, bias)) if is_number else bias
+    return found
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> Sequence[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"the request contains what is no valid Unicode text: {error}") from error
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _is_id(value: Any) -> bool:
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
+        return False
+    return 0 <= int(value) <= _MOST_ID

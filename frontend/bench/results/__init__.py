@@ -1,0 +1,1 @@
+"""Results of benchmarks: the file, its figures, comparisons and plots."""

@@ -1,0 +1,188 @@
+"""A result file: what was measured, on what machine, with which versions, and the raw samples."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.frontend.bench.options import ResultOptions
+from headrace.ipc.failure import HeadraceError, OptionError
+
+SCHEMA = 1
+PROBE_TIMEOUT_S = 120.0
+_ABSENT = "not installed"
+_PROBE = ("-m", "headrace.kernels.cpu.limits")
+VERSIONS = ("headrace", "Python", "torch", "transformers", "tokenizers", "numpy", "msgspec", "pyzmq", "triton")
+
+
+class ResultError(HeadraceError):
+    """A result file that cannot be written or read."""
+
+
+def parse_pairs(pairs: Sequence[str], option: str) -> dict[str, str]:
+    """KEY=VALUE each. Raises OptionError."""
+    found = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise OptionError(f"--{option} {pair}: it must be KEY=VALUE")
+        found[key] = value
+    return found
+
+
+def surroundings(*, probe: bool) -> dict[str, Any]:
+    """This machine and its software; what the machine reaches at best too if `probe` (some seconds of all cores)."""
+    from headrace.frontend.cli.commands.collect_env import collect
+
+    found = collect()
+    about = {key.replace(" ", "_"): value for key, value in found["machine"].items() if key != "Python executable"}
+    installed = found["versions"]
+    return {
+        "machine": {
+            **about,
+            "cgroup": found["cgroup"],
+            "GPU": found["GPU"],
+            "kernel": platform.release(),
+            "load_average": os.getloadavg()[0],
+            "limits": measure_limits() if probe else None,
+        },
+        "versions": {name: installed[name] for name in VERSIONS if installed.get(name, _ABSENT) != _ABSENT},
+    }
+
+
+def measure_limits() -> dict[str, Any]:
+    """Memory bandwidth and arithmetic rates, measured by a child program; with the reason where they cannot be had."""
+    try:
+        done = subprocess.run(
+            [sys.executable, *_PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+        )
+        if done.returncode == 0:
+            limits: dict[str, Any] = json.loads(done.stdout)
+            return limits
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        reason = str(error)
+    return {"not_measured": reason}
+
+
+def commit() -> dict[str, Any]:
+    """The checkout that this code runs from; empty for an installed wheel."""
+    here = Path(__file__).resolve()
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(here.parent), *arguments], capture_output=True, text=True, timeout=10, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip()
+
+    if git("ls-files", "--error-unmatch", str(here)) is None:  # a wheel inside somebody else's repository
+        return {}
+    return {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "--untracked-files=no"))}
+
+
+def new_record(benchmark: str, options: ResultOptions, arguments: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The record of a run that is about to begin: all but its results. Measures the machine if it will be kept."""
+    return {
+        "benchmark": benchmark,
+        "schema": SCHEMA,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "label": options.label or "",
+        "metadata": parse_pairs(options.metadata, "metadata"),
+        **commit(),
+        **surroundings(probe=options.machine_probe and is_kept(options)),
+        "seed": seed,
+        "arguments": arguments,
+    }
+
+
+def is_kept(options: ResultOptions) -> bool:
+    return bool(options.output_json or options.save_result or options.result_filename)
+
+
+def given(*structs: msgspec.Struct) -> dict[str, Any]:
+    """What differs from the defaults: the arguments of the run."""
+    found: dict[str, Any] = {}
+    for struct in structs:
+        plain, default = msgspec.to_builtins(struct), msgspec.to_builtins(type(struct)())
+        found |= {name: value for name, value in plain.items() if value != default.get(name)}
+    found.pop("api_key", None)
+    if "header" in found:  # it may hold a key
+        found["header"] = [pair.partition("=")[0] + "=..." for pair in found["header"]]
+    return found
+
+
+def check_writable(options: ResultOptions) -> None:
+    """Before the run, not after it. Raises OptionError."""
+    for name in ("output_json", "result_dir"):
+        value = getattr(options, name)
+        if value is None:
+            continue
+        folder = Path(value) if name == "result_dir" else Path(value).parent
+        there = next((each for each in (folder, *folder.absolute().parents) if each.exists()), folder)
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise OptionError(f"--{name.replace('_', '-')}={value}: {there} is no folder that can be written to")
+
+
+def save(record: dict[str, Any], options: ResultOptions) -> Path | None:
+    """Writes it where the options say, whole or not at all; None when it is not to be kept. Raises ResultError."""
+    if not is_kept(options):
+        return None
+    if options.output_json:
+        path = Path(options.output_json)
+    else:
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        name = options.result_filename or f"{options.label or 'headrace'}-{record['benchmark']}-{stamp}.json"
+        path = Path(options.result_dir or ".") / name
+    write(path, record)
+    return path
+
+
+def write(path: Path, record: Any) -> None:
+    """Raises ResultError."""
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise ResultError(f"the result cannot be written to {path}: {error}") from None
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """A result of `headrace bench`, checked for what every reader needs. Raises ResultError."""
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ResultError(f"{path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ResultError(f"{path} is not JSON: {error}") from None
+    if not isinstance(record, dict) or not isinstance(record.get("results"), dict) or "benchmark" not in record:
+        raise ResultError(f"{path} is no result of `headrace bench`: it lacks `benchmark` and `results`")
+    return record
+
+
+def read_all(paths: Sequence[str]) -> list[tuple[Path, dict[str, Any]]]:
+    """The results in these files and folders, of one benchmark. Raises OptionError, ResultError."""
+    files: list[Path] = []
+    for path in map(Path, paths):
+        files += sorted(path.glob("*.json")) if path.is_dir() else [path]
+    if not files:
+        raise OptionError(f"{' '.join(paths)}: there is no result in it")
+    found = [(file, read(file)) for file in files]
+    kinds = {record["benchmark"] for _, record in found}
+    if len(kinds) > 1:
+        several = ", ".join(sorted(kinds))
+        raise OptionError(f"{' '.join(paths)}: results of several benchmarks cannot share a plot: {several}")
+    return found

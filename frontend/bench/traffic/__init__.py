@@ -1,0 +1,1 @@
+"""What a benchmark sends, to whom and when."""

@@ -1,0 +1,35 @@
+"""Make the keys with which engines and clients on several hosts know each other.
+
+    headrace keys deployment.keys                                    new keys: copy the file to every host, by scp
+    headrace keys deployment.keys --client alice --out alice.keys    one client's own, whom engines admit from then on
+
+`engine-core --keys FILE`, `headrace serve --keys FILE` and HEADRACE_KEYS=FILE use them. A client is refused from its
+next connection on when its line in [clients] of the engines' file is removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("file", type=Path, metavar="FILE", help="The deployment's key file; only its owner may read it")
+    parser.add_argument("--client", metavar="NAME", help="Make the keys of a client of this name, and add it to FILE")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="With --client: where that client's key file goes")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from headrace.ipc.failure import OptionError
+    from headrace.ipc.transport.keys import add_client, make_key_file
+
+    if (arguments.client is None) != (arguments.out is None):
+        raise OptionError("--client NAME and --out FILE belong together")
+    if arguments.client is None:
+        make_key_file(arguments.file)
+        print(f"the keys of a deployment are in {arguments.file}; engine-core --keys and HEADRACE_KEYS take it")
+    else:
+        add_client(arguments.file, arguments.client, arguments.out)
+        print(f"the keys of {arguments.client} are in {arguments.out}; engines with {arguments.file} admit them")
+    return 0

@@ -1,0 +1,393 @@
+"""POST /v1/chat/completions: a conversation in, its next message out, whole or as events."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET
+
+from headrace.frontend.api.inputs.prompts import Prompt, truncate
+from headrace.frontend.api.outputs import CompletionOutput
+from headrace.frontend.api.parameters.structured_outputs import StructuredOutputsParams, field_of_body
+from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.http.errors import bad_field
+from headrace.frontend.http.openai.generation import Job, PreparedRequest, ResponseText
+from headrace.frontend.http.openai.output_formats import OutputFormats
+from headrace.frontend.http.openai.prompts import (
+    ChatPrompts,
+    RenderedChat,
+    cache_salt,
+    check_length,
+    check_outputs,
+    most_prompt_tokens,
+    sampling_params,
+    tokenize_texts,
+)
+from headrace.frontend.http.openai.requests import ChatCompletionRequest, affinity_of
+from headrace.frontend.http.openai.responses import (
+    Answer,
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatLogprobs,
+    ChatResponse,
+    Delta,
+    FunctionCall,
+    FunctionDelta,
+    OpenAIEvents,
+    PromptLogprobs,
+    TextEvent,
+    ToolCall,
+    ToolCallDelta,
+    Usage,
+    call_id,
+    chat_logprobs,
+    encoded_alone,
+    event,
+    prompt_is_told,
+    prompt_logprobs,
+    usage_of,
+    usage_so_far,
+)
+from headrace.frontend.http.openai.tool_choice import ToolChoice, tool_choice_of
+from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.text.chat_template import text_parts
+from headrace.frontend.text.formats.parser import Event, OutputParser
+
+_WHOLE, _CHUNK = "chat.completion", "chat.completion.chunk"
+
+
+class ChatParts(NamedTuple):
+    """What a server has for conversations."""
+
+    options: ServeOptions
+    prompts: ChatPrompts
+    formats: OutputFormats
+
+
+MakeAnswer = Callable[[ChatCompletionRequest, Answer, str, Callable[[], OutputParser] | None], ResponseText]
+
+
+def render(
+    request: ChatCompletionRequest, engine: Engine, parts: ChatParts
+) -> tuple[RenderedChat, list[int], ToolChoice]:
+    """The prompt, its tokens, and what the request says of tools. Raises ApiError and InvalidRequestError."""
+    assert engine.client is not None
+    client = engine.client
+    choice = tool_choice_of(request.tools, request.tool_choice)
+    prompt = parts.prompts.render(
+        request,
+        request.messages,
+        client.tokenizer,
+        tools=choice.shown,
+        enable_thinking=request.enable_thinking,
+        reasoning_effort=request.reasoning_effort,
+        documents=request.documents,
+    )
+    # The template writes the special tokens itself.
+    (token_ids,) = tokenize_texts(
+        [prompt.text],
+        client.tokenizer,
+        special=bool(request.add_special_tokens),
+        max_tokens=most_prompt_tokens(request, client.welcome),
+        param="messages",
+    )
+    return prompt, token_ids, choice
+
+
+class ChatWork(NamedTuple):
+    """A conversation's next message: what to run, and how to read it."""
+
+    job: Job
+    answer: Answer
+    make_reader: Callable[[], OutputParser] | None
+    """Of one output, where it may hold reasoning or tool calls."""
+    names_tool: bool
+    """The request named the tool to call."""
+    form_field: str
+    """Which field of the body the answer's form comes from."""
+
+
+def prepare_chat(
+    request: ChatCompletionRequest,
+    engine: Engine,
+    parts: ChatParts,
+    name: str,
+    tenant: str,
+    make_answer: MakeAnswer | None = None,
+    id_prefix: str = "chatcmpl-",
+) -> PreparedRequest:
+    """What to submit and how to answer. Raises ApiError and InvalidRequestError."""
+    work = chat_work(request, engine, parts, id_prefix + name, tenant)
+    make_answer = make_answer or functools.partial(ChatAnswer, names_tool=work.names_tool)
+    answer = make_answer(request, work.answer, parts.options.response_role, work.make_reader)
+    return PreparedRequest(
+        engine=engine, jobs=[work.job], answer=answer, streams=bool(request.stream), form_field=work.form_field
+    )
+
+
+def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, id: str, tenant: str) -> ChatWork:
+    """Raises ApiError and InvalidRequestError."""
+    assert engine.client is not None
+    client = engine.client
+    if request.top_logprobs is not None and not request.logprobs:
+        raise bad_field("top_logprobs", "top_logprobs needs logprobs: true")
+    if request.top_logprobs is not None and request.top_logprobs < 0:
+        raise bad_field("top_logprobs", f"top_logprobs is {request.top_logprobs}; it must be at least 0")
+    # max_tokens is the retired name, which clients may send beside the new one.
+    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    params = sampling_params(
+        request,
+        client.welcome,
+        parts.options,
+        max_tokens=asked,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
+    check_outputs(1, params)
+    prompt, token_ids, choice = render(request, engine, parts)
+    reader = reasoning = grammar = None
+    if client.tokenizer is not None:
+        several = request.parallel_tool_calls is not False
+        form = params.structured_outputs
+        or_json = _schema_of(form) if choice.shown and not choice.forced else None
+        formats = parts.formats.of(prompt, choice)
+        reader = formats.reader(client.tokenizer, prompt, choice)
+        grammar = formats.grammar(client.tokenizer, prompt, choice, several=several, or_json=or_json)
+        reasoning = formats.reasoning
+        if grammar is not None:
+            if form is not None and or_json is None:
+                why = "an answer that calls tools can have no other form besides, but that of a JSON schema"
+                raise bad_field("tool_choice", why)
+            params.structured_outputs = StructuredOutputsParams(grammar=grammar)
+        if reader is not None:
+            # Markers may be special tokens; the others are left out by the reader.
+            params.skip_special_tokens = False
+    tokens = Prompt(
+        text=prompt.text,
+        token_ids=token_ids,
+        cache_salt=cache_salt(request, tenant),
+        reasoning=reasoning,
+        reasoning_has_form=grammar is not None and bool(choice.forced),
+    )
+    truncate(tokens, params, client.welcome)
+    check_length(tokens, asked, client.welcome, "messages")
+    answer = Answer(request, id, request.model or engine.names[0], client.tokenizer)
+    job = Job(id, tokens, params, request.priority or 0, affinity_of(request))
+    form_field = "tool_choice" if grammar is not None else field_of_body(request)
+    return ChatWork(job, answer, reader, choice.is_named, form_field)
+
+
+def _schema_of(form: StructuredOutputsParams | None) -> Any:
+    """Of an answer that is to be JSON: beside tools, it is either that or calls."""
+    if form is None or (form.json is None and not form.json_object):
+        return None
+    if form.json is None:
+        return {"type": "object"}
+    return msgspec.json.decode(form.json) if isinstance(form.json, str) else form.json
+
+
+class _Choice:
+    """What is told of one output so far."""
+
+    __slots__ = ("began", "num_tokens", "reader", "text_event")
+
+    def __init__(self, text_event: TextEvent, reader: OutputParser | None) -> None:
+        self.text_event, self.reader = text_event, reader
+        self.began = False
+        self.num_tokens = 0
+
+
+class ChatAnswer(OpenAIEvents):
+    """Both forms of the response: `whole`, and the events of a stream (see `Chunks`)."""
+
+    def __init__(
+        self,
+        request: ChatCompletionRequest,
+        answer: Answer,
+        role: str,
+        make_reader: Callable[[], OutputParser] | None = None,
+        names_tool: bool = False,
+    ) -> None:
+        """make_reader: of one output, where it may hold reasoning or tool calls.
+
+        names_tool: the request chose a tool by its name."""
+        self._names_tool = names_tool
+        self._request, self._answer, self._role, self._make_reader = request, answer, role, make_reader
+        self._echoed = _echoed(request, role)
+        self._choices: dict[SequenceState, _Choice] = {}
+        self._streams: Sequence[RequestStream] = ()
+        self._is_prompt_told = False
+        # Nothing but text changes from one event to the next.
+        self._is_plain = not (request.logprobs or answer.continuous_usage or answer.return_token_ids)
+
+    def attach(self, streams: Sequence[RequestStream]) -> None:
+        self._streams = streams
+        for stream in streams:
+            for sequence in stream.sequences:
+                plain = ChatChunkChoice(index=sequence.index, delta=Delta(content=TextEvent.PLACE))
+                self._choices[sequence] = _Choice(TextEvent(self._chunk([plain])), self._reader())
+
+    def whole(self) -> bytes:
+        """The response, once the stream has ended."""
+        (stream,) = self._streams
+        answer = self._answer
+        outputs = [sequence.read(delta=False, tokenizer=stream.tokenizer) for sequence in stream.sequences]
+        return msgspec.json.encode(
+            ChatResponse(
+                answer.id,
+                _WHOLE,
+                answer.created,
+                answer.model,
+                encoded_alone([self._choice_of(output) for output in outputs]),
+                usage_of(self._streams),
+                prompt_logprobs=self._prompt_logprobs(stream),
+                prompt_token_ids=self._prompt_token_ids(stream),
+            )
+        )
+
+    def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
+        choice = self._choices[sequence]
+        first = b""
+        if not choice.began:
+            if self._request.prompt_logprobs is not None and not prompt_is_told(stream):
+                return b""
+            choice.began = True
+            first = self._first(stream, sequence)
+        output = sequence.read(delta=True, tokenizer=stream.tokenizer)
+        deltas = [Delta(content=output.text)]
+        finish_reason = output.finish_reason
+        if choice.reader is not None:
+            events = self._read(choice.reader, output.text, ends=finish_reason is not None)
+            if self._is_plain and finish_reason is None:
+                return first + b"".join([self._event_of(choice, each, output.index) for each in events])
+            deltas = [_delta_of(each) for each in events] or [Delta()]
+            finish_reason = self._finish_reason(choice.reader, finish_reason)
+        elif self._is_plain and finish_reason is None:
+            return first + choice.text_event.of(output.text)
+        choice.num_tokens += len(output.token_ids)
+        told = ChatChunkChoice(
+            index=output.index,
+            delta=deltas.pop(),
+            logprobs=self._logprobs(output),
+            finish_reason=finish_reason,
+            stop_reason=output.stop_reason,
+            token_ids=output.token_ids if self._answer.return_token_ids else UNSET,
+        )
+        usage = usage_so_far(stream, choice.num_tokens) if self._answer.continuous_usage else None
+        before = [event(self._chunk([ChatChunkChoice(index=output.index, delta=each)])) for each in deltas]
+        return first + b"".join(before) + event(self._chunk([told], usage))
+
+    def _reader(self) -> OutputParser | None:
+        return None if self._make_reader is None else self._make_reader()
+
+    def _read(self, reader: OutputParser, text: str, *, ends: bool) -> list[Event]:
+        """What is new of an output, as far as the request wants it."""
+        events = reader.feed(text) + (reader.finish() if ends else [])
+        if self._request.include_reasoning is False:
+            events = [each for each in events if not each.reasoning]
+        if self._request.parallel_tool_calls is False:
+            events = [each for each in events if each.call <= 0]
+        return events
+
+    def _finish_reason(self, reader: OutputParser, reason: str | None) -> str | None:
+        """As OpenAI has it: a call of the tool that the request named is an ordinary stop."""
+        return "tool_calls" if reason == "stop" and reader.num_calls and not self._names_tool else reason
+
+    def _event_of(self, choice: _Choice, told: Event, index: int) -> bytes:
+        if told.content:
+            return choice.text_event.of(told.content)
+        return event(self._chunk([ChatChunkChoice(index=index, delta=_delta_of(told))]))
+
+    def end(self) -> bytes:
+        last = event(self._chunk([], usage_of(self._streams))) if self._answer.include_usage else b""
+        return last + self.DONE
+
+    def _first(self, stream: RequestStream, sequence: SequenceState) -> bytes:
+        """An output's first event names its role; the very first also tells of the prompt."""
+        role = ChatChunkChoice(index=sequence.index, delta=Delta(role=self._role, content=""))
+        chunk = self._chunk([role], usage_so_far(stream, 0) if self._answer.continuous_usage else None)
+        if not self._is_prompt_told:
+            self._is_prompt_told = True
+            if (token_ids := self._prompt_token_ids(stream)) is not None:
+                chunk.prompt_token_ids = token_ids
+            if (logprobs := self._prompt_logprobs(stream)) is not None:
+                chunk.prompt_logprobs = logprobs
+        if not self._echoed:
+            return event(chunk)
+        echoed = ChatChunkChoice(index=sequence.index, delta=Delta(content=self._echoed))
+        return event(chunk) + event(self._chunk([echoed]))
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
+        answer = self._answer
+        return ChatChunk(answer.id, _CHUNK, answer.created, answer.model, choices, usage or answer.no_usage())
+
+    def _choice_of(self, output: CompletionOutput) -> ChatChoice:
+        message, finish_reason, reader = AssistantMessage(self._role, output.text), output.finish_reason, self._reader()
+        if reader is not None:
+            message = _message_of(self._role, self._read(reader, output.text, ends=True))
+            finish_reason = self._finish_reason(reader, finish_reason)
+        if self._echoed:
+            message.content = self._echoed + (message.content or "")
+        return ChatChoice(
+            index=output.index,
+            message=message,
+            logprobs=self._logprobs(output),
+            finish_reason=finish_reason,
+            stop_reason=output.stop_reason,
+            token_ids=output.token_ids if self._answer.return_token_ids else None,
+        )
+
+    def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
+        if output.logprobs is None:
+            return None
+        num_top = None if getattr(self._request, "logprob_token_ids", None) else self._request.top_logprobs or 0
+        return chat_logprobs(output.token_ids, output.logprobs, self._answer.spell, num_top)
+
+    def _prompt_token_ids(self, stream: RequestStream) -> list[int] | None:
+        return (stream.prompt.token_ids or []) if self._answer.return_token_ids else None
+
+    def _prompt_logprobs(self, stream: RequestStream) -> PromptLogprobs | None:
+        asked: Any = self._request.prompt_logprobs
+        return None if asked is None or stream.prompt_logprobs is None else prompt_logprobs(stream.prompt_logprobs)
+
+
+def _echoed(request: ChatCompletionRequest, role: str) -> str:
+    """The last message's text, where the answer begins with it."""
+    last = request.messages[-1]
+    if not request.echo or last.role != role:
+        return ""
+    return last.content if isinstance(last.content, str) else "\n".join(text_parts(last.content or (), "messages"))
+
+
+def _delta_of(told: Event) -> Delta:
+    if told.reasoning:
+        return Delta(reasoning=told.reasoning, reasoning_content=told.reasoning)
+    if told.call < 0:
+        return Delta(content=told.content)
+    if not told.name:
+        return Delta(tool_calls=[ToolCallDelta(told.call, FunctionDelta(arguments=told.arguments))])
+    function = FunctionDelta(name=told.name, arguments=told.arguments)
+    return Delta(tool_calls=[ToolCallDelta(told.call, function, id=call_id(told), type="function")])
+
+
+def _message_of(role: str, events: Sequence[Event]) -> AssistantMessage:
+    calls: list[ToolCall] = []
+    for each in events:
+        if each.name:
+            calls.append(ToolCall(call_id(each), FunctionCall(each.name, each.arguments)))
+        elif each.call >= 0:
+            calls[each.call].function.arguments += each.arguments
+    content = "".join(each.content for each in events)
+    reasoning = "".join(each.reasoning for each in events) or UNSET
+    return AssistantMessage(
+        role,
+        content if content or not calls else None,
+        tool_calls=calls,
+        reasoning=reasoning,
+        reasoning_content=reasoning,
+    )

@@ -1,0 +1,223 @@
+"""POST /v1/completions: prompts in, their continuations out, whole or as events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import UNSET
+
+from headrace.frontend.api.inputs.prompts import Prompt, truncate
+from headrace.frontend.api.outputs import CompletionOutput
+from headrace.frontend.api.parameters.structured_outputs import field_of_body
+from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.http.errors import bad_field
+from headrace.frontend.http.openai.generation import Job, PreparedRequest
+from headrace.frontend.http.openai.prompts import (
+    cache_salt,
+    check_length,
+    check_outputs,
+    most_prompt_tokens,
+    sampling_params,
+    tokenize_texts,
+)
+from headrace.frontend.http.openai.requests import CompletionRequest, affinity_of
+from headrace.frontend.http.openai.responses import (
+    Answer,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionResponse,
+    OpenAIEvents,
+    TextEvent,
+    Usage,
+    completion_logprobs,
+    encoded_alone,
+    event,
+    prompt_is_told,
+    prompt_logprobs,
+    usage_of,
+    usage_so_far,
+)
+from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.text.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS = 16
+_OBJECT = "text_completion"
+
+
+def prepare_completion(
+    request: CompletionRequest, engine: Engine, options: ServeOptions, name: str, tenant: str
+) -> PreparedRequest:
+    """What to submit and how to answer. Raises ApiError and InvalidRequestError."""
+    assert engine.client is not None
+    client = engine.client
+    welcome = client.welcome
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise bad_field("best_of", "best_of is not supported, unless it equals n")
+    only_prompt = bool(request.echo) and request.max_tokens == 0
+    asked = None if only_prompt else request.max_tokens
+    # What generation_config or override_generation_config sets is applied with all other defaults.
+    default_max_tokens = None if "max_tokens" in welcome.generation_defaults else DEFAULT_MAX_TOKENS
+    echoed = request.logprobs if request.echo else None
+    params = sampling_params(
+        request,
+        welcome,
+        options,
+        max_tokens=1 if only_prompt else default_max_tokens if asked is None else asked,
+        logprobs=request.logprobs,
+        prompt_logprobs=echoed if request.prompt_logprobs is None else request.prompt_logprobs,
+    )
+    prompts = _prompts(request, client.tokenizer, options, most_prompt_tokens(request, welcome))
+    check_outputs(len(prompts), params)
+    salt = cache_salt(request, tenant)
+    for prompt in prompts:
+        prompt.cache_salt = salt
+        if truncate(prompt, params, welcome):
+            prompt.text = None
+        check_length(prompt, asked, welcome, "prompt")
+        if request.echo and prompt.text is None and client.tokenizer is not None:
+            prompt.text = client.tokenizer.decode(prompt.token_ids or [])
+    id = f"cmpl-{name}"
+    jobs = [
+        Job(id if len(prompts) == 1 else f"{id}-{index}", prompt, params, request.priority or 0, affinity_of(request))
+        for index, prompt in enumerate(prompts)
+    ]
+    answer = Answer(request, id, request.model or engine.names[0], client.tokenizer)
+    texts = CompletionAnswer(request, answer, params.n, only_prompt=only_prompt)
+    return PreparedRequest(
+        engine=engine, jobs=jobs, answer=texts, streams=bool(request.stream), form_field=field_of_body(request)
+    )
+
+
+def _prompts(
+    request: CompletionRequest, tokenizer: Tokenizer | None, options: ServeOptions, max_model_len: int
+) -> list[Prompt]:
+    given = request.prompt
+    if isinstance(given, str):
+        items: list[str | list[int]] = [given]
+    elif not given:
+        raise bad_field("prompt", "prompt is an empty list: give a text, token ids, or a list of either")
+    elif all(isinstance(each, int) for each in given):
+        items = [given]  # type: ignore[list-item]
+    else:
+        items = given  # type: ignore[assignment]
+        for index, item in enumerate(items):
+            if not isinstance(item, type(items[0])) or isinstance(item, int):
+                raise bad_field(f"prompt[{index}]", "a list of prompts holds either texts or lists of token ids")
+    if len(items) > options.max_prompts:
+        raise bad_field("prompt", f"{len(items)} prompts; this server takes at most {options.max_prompts} at once")
+    if isinstance(items[0], str):
+        texts: list[str] = items  # type: ignore[assignment]
+        special = request.add_special_tokens is not False
+        encoded = tokenize_texts(texts, tokenizer, special=special, max_tokens=max_model_len, param="prompt")
+        return [Prompt(text=text, token_ids=ids) for text, ids in zip(texts, encoded, strict=True)]
+    return [Prompt(token_ids=item) for item in items]  # type: ignore[arg-type]  # the decoder took nothing but integers
+
+
+class _Choice:
+    """What is told of one output so far."""
+
+    __slots__ = ("began", "index", "num_tokens", "offset", "text_event")
+
+    def __init__(self, index: int, text_event: TextEvent) -> None:
+        self.index, self.text_event = index, text_event
+        self.began = False
+        self.num_tokens = self.offset = 0
+
+
+class CompletionAnswer(OpenAIEvents):
+    """Both forms of the response: `whole`, and the events of a stream (see `Chunks`)."""
+
+    def __init__(self, request: CompletionRequest, answer: Answer, n: int, *, only_prompt: bool) -> None:
+        self._request, self._answer, self._n, self._only_prompt = request, answer, n, only_prompt
+        self._echo = bool(request.echo)
+        self._choices: dict[SequenceState, _Choice] = {}
+        self._streams: Sequence[RequestStream] = ()
+        # Nothing but text changes from one event to the next.
+        self._is_plain = request.logprobs is None and not (answer.continuous_usage or answer.return_token_ids)
+        self._waits_for_prompt = self._echo or request.prompt_logprobs is not None
+
+    def attach(self, streams: Sequence[RequestStream]) -> None:
+        self._streams = streams
+        for position, stream in enumerate(streams):
+            for sequence in stream.sequences:
+                index = position * self._n + sequence.index
+                plain = self._chunk(CompletionChoice(index=index, text=TextEvent.PLACE))
+                self._choices[sequence] = _Choice(index, TextEvent(plain))
+
+    def whole(self) -> bytes:
+        """The response, once every stream has ended."""
+        choices = []
+        for stream in self._streams:
+            for sequence in stream.sequences:
+                output = sequence.read(delta=False, tokenizer=stream.tokenizer)
+                choices.append(self._choice_of(stream, self._choices[sequence], output))
+        choices.sort(key=lambda choice: choice.index)
+        for choice in choices:
+            choice.name_all()
+        answer = self._answer
+        return msgspec.json.encode(
+            CompletionResponse(answer.id, _OBJECT, answer.created, answer.model, encoded_alone(choices), self._usage())
+        )
+
+    def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
+        choice = self._choices[sequence]
+        if not choice.began and self._waits_for_prompt and not prompt_is_told(stream):
+            return b""
+        output = sequence.read(delta=True, tokenizer=stream.tokenizer)
+        if self._is_plain and output.finish_reason is None and (choice.began or not self._waits_for_prompt):
+            return choice.text_event.of(output.text)
+        told = self._choice_of(stream, choice, output)
+        choice.num_tokens += len(output.token_ids)
+        usage = usage_so_far(stream, choice.num_tokens) if self._answer.continuous_usage else None
+        return event(self._chunk(told, usage))
+
+    def end(self) -> bytes:
+        if not self._answer.include_usage:
+            return self.DONE
+        answer = self._answer
+        last = CompletionResponse(answer.id, _OBJECT, answer.created, answer.model, [], self._usage())
+        return event(last) + self.DONE
+
+    def _usage(self) -> Usage:
+        usage = usage_of(self._streams)
+        if self._only_prompt:
+            usage.total_tokens -= usage.completion_tokens
+            usage.completion_tokens = 0
+        return usage
+
+    def _chunk(self, choice: CompletionChoice, usage: Usage | None = None) -> CompletionResponse:
+        answer = self._answer
+        return CompletionResponse(
+            answer.id, _OBJECT, answer.created, answer.model, [choice], usage or answer.no_usage()
+        )
+
+    def _choice_of(self, stream: RequestStream, choice: _Choice, output: CompletionOutput) -> CompletionChoice:
+        """An output, or what is new of one; the first time with what is told of its prompt."""
+        is_first, choice.began = not choice.began, True
+        prompt_ids = stream.prompt.token_ids or []
+        text, token_ids, positions = output.text, output.token_ids, output.logprobs
+        if self._only_prompt:
+            text, token_ids, positions = "", [], None if positions is None else []
+        logprobs: CompletionLogprobs | None = None
+        if self._request.logprobs is not None:
+            told_ids, told = token_ids, list(positions or [])
+            if is_first and self._echo and stream.prompt_logprobs is not None:
+                told_ids, told = [*prompt_ids, *told_ids], [*stream.prompt_logprobs, *told]
+            logprobs, choice.offset = completion_logprobs(told_ids, told, self._answer.spell, choice.offset)
+        if is_first and self._echo:
+            text = (stream.prompt.text or "") + text
+        result = CompletionChoice(
+            index=choice.index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason="length" if self._only_prompt and output.finish_reason else output.finish_reason,
+            stop_reason=None if self._only_prompt else output.stop_reason,
+        )
+        if self._answer.return_token_ids:
+            result.prompt_token_ids = prompt_ids if is_first else UNSET
+            result.token_ids = token_ids
+        if is_first and self._request.prompt_logprobs is not None and stream.prompt_logprobs is not None:
+            result.prompt_logprobs = prompt_logprobs(stream.prompt_logprobs)
+        return result

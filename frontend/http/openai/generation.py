@@ -1,0 +1,501 @@
+"""Runs one HTTP request's prompts on an engine: submits, waits for the end or the client's leaving, answers.
+
+A client that leaves, a deadline that passes and a server that stops all end in the same place: `Running.abort`.
+
+A response of server-sent events is written as steps come, without a task switch per token:
+
+    core's step --> RequestTable.on_step --> RequestStream.on_step --> EventStream --> connection.write_chunk
+
+All events of one step for one connection leave in one write. A client that does not read stops the writing, not the
+core: what comes meanwhile stays in the request's lists and leaves as one larger event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from concurrent.futures import Executor
+from typing import Any, Protocol
+
+import msgspec
+
+from headrace.frontend.api.inputs.prompts import Prompt, check_request
+from headrace.frontend.api.parameters.sampling_params import SamplingParams
+from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
+from headrace.frontend.fleet.pool import Engine, EnginePool
+from headrace.frontend.http.connection import Connection
+from headrace.frontend.http.errors import ApiError, unavailable
+from headrace.frontend.http.metrics import Pages, RequestMeter
+from headrace.frontend.http.openai.prompts import as_api_error
+from headrace.ipc.failure import HeadraceError, InvalidRequestError
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE = b": keep-alive\n\n"
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies of nginx's kind pass events on at once
+]
+
+
+class Chunks(Protocol):
+    """Writes one kind of response as events."""
+
+    def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
+        """The events that tell what is new of one output; nothing when that cannot be told yet."""
+        ...
+
+    def end(self) -> bytes:
+        """What follows the last output."""
+        ...
+
+    def failure(self, error: BaseException) -> bytes:
+        """The last event of a stream that failed."""
+        ...
+
+
+class Silent(Protocol):
+    """What a comment keeps open while it writes nothing."""
+
+    last_write_s: float
+
+    def keep_alive(self) -> None: ...
+
+
+class Listener(Protocol):
+    """Hears of the requests of a `Running`, in the client's loop."""
+
+    def on_step(self, stream: RequestStream) -> None: ...
+
+    def fail(self, error: BaseException) -> None: ...
+
+    def close(self) -> None:
+        """Nothing follows."""
+        ...
+
+
+class EventStream:
+    """The events of some requests on one connection. Everything happens in the client's loop."""
+
+    def __init__(self, connection: Connection, chunks: Chunks) -> None:
+        self._connection, self._chunks = connection, chunks
+        self._streams: Sequence[RequestStream] = ()
+        self._choices: list[tuple[RequestStream, SequenceState]] = []  # whose end is not told yet
+        self._is_open = False
+        self._is_flush_due = False
+        self._error: BaseException | None = None
+        self._loop = asyncio.get_running_loop()
+        self.last_write_s = time.monotonic()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        """Done once the last event is written."""
+
+    def attach(self, streams: Sequence[RequestStream]) -> None:
+        """Listens to these, which have just been submitted."""
+        self._streams = streams
+        self._choices = [(stream, sequence) for stream in streams for sequence in stream.sequences]
+
+    def open(self) -> None:
+        """The response has begun: writes what has come so far, and everything later as it comes."""
+        self._is_open = True
+        self._connection.on_writable = self._flush
+        self._flush()
+
+    def close(self) -> None:
+        """Writes nothing more."""
+        self._is_open = False
+        self._connection.on_writable = None
+
+    def on_step(self, stream: RequestStream) -> None:
+        if not self._is_open:
+            return
+        if len(self._streams) == 1:
+            self._flush()
+        else:  # other requests of this connection may have news of the same step
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self._loop.call_soon(self._flush)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the stream with an event that tells why."""
+        if self._error is None:
+            self._error = error
+            if self._is_open:
+                self._flush()
+
+    def keep_alive(self) -> None:
+        if self._is_open and not self._connection.congested:
+            self._write(KEEP_ALIVE)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        if not self._is_open or self._connection.congested:
+            return
+        try:
+            self._write_news()
+        except Exception as error:  # the caller is the loop of all requests, and must not end for one
+            logger.exception("an event could not be written")
+            self._error = self._error or error
+            self._write(self._chunks.failure(error))
+            self._finish()
+
+    def _write_news(self) -> None:
+        parts: list[bytes] = []
+        ended = []
+        end_s = time.monotonic() + TURN_S
+        for index, choice in enumerate(self._choices):
+            if parts and time.monotonic() > end_s:  # others have their turn before the rest, which comes first then
+                self._choices = self._choices[index:] + self._choices[:index]
+                self._flush_soon()
+                break
+            stream, sequence = choice
+            if sequence.has_news() and (data := self._chunks.delta(stream, sequence)):
+                parts.append(data)
+                if sequence.finish_reason is not None:
+                    ended.append(choice)
+        for choice in ended:
+            self._choices.remove(choice)
+        if self._error is not None:
+            parts.append(self._chunks.failure(self._error))
+        elif not self._choices:
+            parts.append(self._chunks.end())
+        else:
+            if parts:
+                self._write(parts[0] if len(parts) == 1 else b"".join(parts))
+            return
+        self._write(b"".join(parts))
+        self._finish()
+
+    def _write(self, data: bytes) -> None:
+        self.last_write_s = time.monotonic()
+        self._connection.write_chunk(data)
+
+    def _finish(self) -> None:
+        self.close()
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+class KeepAlive:
+    """Looks at all open streams from time to time, and only while there are any."""
+
+    def __init__(self, silence_s: float) -> None:
+        """A comment is sent after `silence_s` without an event."""
+        self._silence_s = silence_s
+        self._streams: set[Silent] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, stream: Silent) -> None:
+        self._streams.add(stream)
+        if self._timer is None:
+            self._schedule()
+
+    def remove(self, stream: Silent) -> None:
+        self._streams.discard(stream)
+
+    def _schedule(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._silence_s / 2, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        now_s = time.monotonic()
+        for stream in list(self._streams):
+            if now_s - stream.last_write_s > self._silence_s / 2:  # looked at twice in the time allowed
+                stream.keep_alive()
+        if self._streams:
+            self._schedule()
+
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+TURN_S = 0.005
+"""How long one request may keep others waiting while its prompts are submitted."""
+INLINE_TOKENS = 2000
+"""Answers of fewer tokens, or likeliest ones beside them, are written at once."""
+HOLD_S = 1.0
+"""How long a stream's status line waits for the first news, so that what is refused at once gets its own status."""
+
+
+class Job(msgspec.Struct):
+    """One prompt to run."""
+
+    name: str
+    prompt: Prompt
+    params: SamplingParams
+    priority: int
+    affinity: Affinity = ANYWHERE
+
+
+class ResponseText(Chunks, Protocol):
+    """Writes a response in both its forms."""
+
+    def attach(self, streams: Sequence[RequestStream]) -> None:
+        """Comes first, with the submitted jobs in order."""
+        ...
+
+    def whole(self) -> bytes: ...
+
+
+class PreparedRequest(msgspec.Struct):
+    """A request decoded, checked and tokenised: what to run, where, and how to answer."""
+
+    engine: Engine
+    jobs: list[Job]
+    answer: ResponseText
+    streams: bool
+    form_field: str = "structured_outputs"
+    """The field by which the request asks for a form of its answer: errors name it."""
+
+
+class Running:
+    """The submitted jobs of one request, which end together."""
+
+    def __init__(self, engine: Engine, jobs: Sequence[Job], pool: EnginePool, pages: Pages, form_field: str) -> None:
+        """form_field: see PreparedRequest."""
+        if engine.client is None:  # it was there when the request was prepared
+            raise unavailable("the engine is not running", code="engine_dead")
+        self._engine, self._jobs, self._welcome = engine, jobs, engine.client.welcome
+        self._pool, self._pages, self._form_field = pool, pages, form_field
+        self._meters: dict[RequestStream, RequestMeter] = {}
+        self.error: HeadraceError | None = None
+        self.events: Listener | None = None
+        self.news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done with the first step that brought something, or the end."""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.streams: list[RequestStream] = []
+        self._num_running = len(jobs)
+
+    async def submit(self) -> None:
+        """Raises ApiError before anything is sent, or EngineDeadError. Other requests have their turn in between."""
+        jobs = self._jobs
+        pace = _Pace()
+        for index, job in enumerate(jobs):
+            try:
+                check_request(job.prompt, job.params, self._welcome)
+            except InvalidRequestError as error:
+                raise as_api_error(error, index, len(jobs)) from error
+            await pace.step()
+        model, meters = self._engine.names[0], dict[int, RequestMeter]()
+        for job in jobs:
+            # Two clients may choose one name; both get their answer under it.
+            name = f"{job.name}-{uuid.uuid4().hex}" if job.name in self._pool else job.name
+            stream = self._pool.submit(name, job.prompt, job.params, job.priority, model=model, affinity=job.affinity)
+            engine = self._pool.engine_of(stream) or self._engine
+            if engine.index not in meters:
+                meters[engine.index] = RequestMeter(self._pages.engines[engine.index])
+            self._meters[stream] = meters[engine.index]
+            stream.on_step, stream.on_done = self._on_step, self._on_done
+            self.streams.append(stream)
+            await pace.step()
+
+    def abort(self) -> None:
+        """Ends what still runs; the engine frees it at once."""
+        if self.events is not None:
+            self.events.close()
+        for stream in self.streams:
+            self._pool.abort_stream(stream)
+            # What refers to itself would wait for the garbage collector, which is told to come seldom.
+            stream.on_step = stream.on_done = None
+
+    def _on_step(self, stream: RequestStream, now_s: float) -> None:
+        self._meters[stream].on_step(stream, now_s)
+        if not self.news.done():
+            self.news.set_result(None)
+        if self.events is not None:
+            self.events.on_step(stream)
+
+    def _on_done(self, stream: RequestStream) -> None:
+        """Comes before the last `on_step`, and alone when the request failed."""
+        self._meters[stream].on_done(stream)
+        self._num_running -= 1
+        if stream.error is not None and self.error is None:
+            self.error = self._named(stream.error)
+            if not self.news.done():
+                self.news.set_result(None)
+            if self.events is not None:
+                self.events.fail(self.error)
+        if (self._num_running == 0 or self.error is not None) and not self.ended.done():
+            self.ended.set_result(None)
+
+    def _named(self, error: HeadraceError) -> HeadraceError:
+        """The same error, in the words of the request."""
+        if not isinstance(error, InvalidRequestError) or error.failure is None:
+            return error
+        said = error.failure.message.replace("SamplingParams.structured_outputs", f"SamplingParams.{self._form_field}")
+        return InvalidRequestError.from_failure(msgspec.structs.replace(error.failure, message=said))
+
+
+class _Pace:
+    """Gives other work of the event loop its turn within many small pieces of one request's."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+
+    async def step(self) -> None:
+        if time.monotonic() - self._began_s > TURN_S:
+            await asyncio.sleep(0)
+            self._began_s = time.monotonic()
+
+
+class Generator:
+    """Answers prepared requests."""
+
+    def __init__(
+        self, keep_alive: KeepAlive, request_timeout_s: float, pages: Pages, pool: EnginePool, threads: Executor
+    ) -> None:
+        """threads: where large answers are written."""
+        self.keep_alive, self._timeout_s, self._pages, self._pool = keep_alive, request_timeout_s, pages, pool
+        self._threads = threads
+        self._running: set[Running] = set()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def end_all(self, error: HeadraceError) -> None:
+        """Ends every request with this error: streams get it as their last event."""
+        for running in list(self._running):
+            running.error = running.error or error
+            if running.events is not None:
+                running.events.fail(error)
+            for each in (running.news, running.ended):
+                if not each.done():
+                    each.set_result(None)
+
+    @contextlib.asynccontextmanager
+    async def running(self, engine: Engine, jobs: Sequence[Job], form_field: str) -> AsyncIterator[Running]:
+        """Submitted; ended at the latest when the block is left. Raises ApiError and HeadraceError."""
+        self._pages.count("http_requests")
+        running = Running(engine, jobs, self._pool, self._pages, form_field)
+        self._running.add(running)
+        try:
+            await running.submit()
+            yield running
+        finally:
+            running.abort()
+            running.events = None
+            self._running.discard(running)
+
+    @contextlib.asynccontextmanager
+    async def reader(self, receive: Receive) -> AsyncIterator[asyncio.Future[None]]:
+        """Done once the client has left."""
+        gone = asyncio.ensure_future(_until_gone(receive))
+        try:
+            yield gone
+        finally:
+            if gone.done():
+                self._pages.count("http_disconnects")
+            gone.cancel()
+
+    async def _whole(self, prepared: PreparedRequest, streams: Sequence[RequestStream]) -> bytes:
+        """The answer, once all has ended; one of many tokens or log-probabilities is written in another thread."""
+        if sum(map(_num_told, streams)) <= INLINE_TOKENS:
+            return prepared.answer.whole()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, prepared.answer.whole)
+
+    def deadline_s(self) -> float | None:
+        """Of a request that begins now."""
+        return time.monotonic() + self._timeout_s if self._timeout_s else None
+
+    async def answer(self, prepared: PreparedRequest, connection: Connection, receive: Receive, send: Send) -> None:
+        """Runs it and sends the response. Raises ApiError and HeadraceError while nothing has been sent."""
+        deadline_s = self.deadline_s()
+        running_jobs = self.running(prepared.engine, prepared.jobs, prepared.form_field)
+        async with self.reader(receive) as gone, running_jobs as running:
+            prepared.answer.attach(running.streams)
+            if prepared.streams:
+                await self._stream(prepared, running, connection, gone, deadline_s, send)
+            elif await first_of(running.ended, gone, deadline_s):
+                if running.error is not None:
+                    raise running.error
+                await send_json(send, 200, await self._whole(prepared, running.streams))
+
+    async def _stream(
+        self,
+        prepared: PreparedRequest,
+        running: Running,
+        connection: Connection,
+        gone: asyncio.Future[None],
+        deadline_s: float | None,
+        send: Send,
+    ) -> None:
+        events = EventStream(connection, prepared.answer)
+        events.attach(running.streams)
+        hold_s = time.monotonic() + HOLD_S
+        try:
+            if not await first_of(running.news, gone, min(hold_s, deadline_s or hold_s)):
+                return
+        except ApiError:
+            if deadline_s is not None and time.monotonic() >= deadline_s:
+                raise
+        if running.error is not None:
+            raise running.error
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        self.keep_alive.add(events)
+        try:
+            running.events = events
+            if running.error is not None:  # while the start was sent
+                events.fail(running.error)
+            events.open()
+            try:
+                if not await first_of(events.ended, gone, deadline_s):
+                    return
+            except ApiError as error:
+                events.fail(error)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            events.close()
+            self.keep_alive.remove(events)
+
+
+def _num_told(stream: RequestStream) -> int:
+    """How many tokens, and likeliest ones beside them, an answer tells."""
+    params = stream.params
+    num_outputs = sum(len(sequence.token_ids) for sequence in stream.sequences) * (1 + max(params.logprobs or 0, 0))
+    return num_outputs + stream.num_prompt_logprobs * params.n * (1 + max(params.prompt_logprobs or 0, 0))
+
+
+async def send_json(
+    send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = (), *, more_body: bool = False
+) -> None:
+    fixed = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
+    await send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+
+async def _until_gone(receive: Receive) -> None:
+    """Returns when the client has left. The body was read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def first_of(done: asyncio.Future[Any], gone: asyncio.Future[None], deadline_s: float | None) -> bool:
+    """True once `done` is, False when the client left. Raises ApiError at the deadline."""
+    timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+    await asyncio.wait((done, gone), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    if done.done():
+        return True
+    if gone.done():
+        return False
+    raise took_too_long()
+
+
+def took_too_long() -> ApiError:
+    return ApiError(
+        504,
+        "the request took longer than this server allows (its option request_timeout); ask for fewer tokens",
+        type="timeout_error",
+        code="timeout",
+    )

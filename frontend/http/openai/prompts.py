@@ -1,0 +1,325 @@
+"""From a request's fields to prompts and SamplingParams, within the server's limits and the model's.
+
+A conversation becomes a prompt by the model's chat template, the server's or (where trusted) the request's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from headrace.frontend.api.inputs.prompts import Prompt
+from headrace.frontend.api.parameters.sampling_params import FIELDS, RequestOutputKind, SamplingParams
+from headrace.frontend.api.parameters.structured_outputs import from_body
+from headrace.frontend.api.parameters.token_rules import openai_bias
+from headrace.frontend.http.errors import ApiError, bad_field
+from headrace.frontend.http.openai.requests import UNREAD_IN_MESSAGES, ChatMessage, GenerationRequest, StreamOptions
+from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.text.chat_template import render_chat, text_parts
+from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.failure import InvalidRequestError, OptionError
+from headrace.ipc.messages import Welcome
+
+MAX_OUTPUTS = 16384
+"""Prompts times n."""
+MAX_STOP_CHARACTERS = 4096
+MOST_TRUNCATED = 8
+"""Times the model's length: texts that truncate_prompt_tokens cuts are tokenised up to this."""
+MAX_TOKEN_RULES = 1 << 19
+"""Entries of each of a request's token rules, times its outputs."""
+_TOKENIZE_AT_ONCE_CHARACTERS = 1 << 17
+"""What the library gives for a text keeps the interpreter while it is freed."""
+_PROBED_CHARACTERS_PER_TOKEN = 16
+_PROBE_SLACK_TOKENS = 16
+"""By how much a cut may raise the number of a text's tokens."""
+_PASSED_ON = tuple(
+    each.name
+    for each in FIELDS.values()
+    if each.field.in_body and each.name not in ("max_tokens", "logit_bias", "prompt_logprobs")
+)
+
+
+def apply_server_defaults(request: GenerationRequest, options: ServeOptions) -> None:
+    """What the server's options say of fields that a request leaves out, or for all requests."""
+    if request.return_tokens_as_token_ids is None:
+        request.return_tokens_as_token_ids = options.return_tokens_as_token_ids
+    if options.enable_force_include_usage and request.stream:
+        asked = request.stream_options or StreamOptions()
+        request.stream_options = msgspec.structs.replace(asked, include_usage=True)
+
+
+def sampling_params(
+    request: GenerationRequest,
+    welcome: Welcome,
+    options: ServeOptions,
+    **chosen: Any,
+) -> SamplingParams:
+    """`chosen` is what the two APIs spell differently. What is left out is the model's default."""
+    if request.stream_options is not None and not request.stream:
+        raise bad_field("stream_options", "stream_options needs stream: true")
+    if request.n is not None and request.n > options.max_n:
+        raise bad_field("n", f"n is {request.n}; this server gives at most {options.max_n} outputs for a prompt")
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if len(stops) > options.max_stop_strings:
+        raise bad_field("stop", f"stop has {len(stops)} strings; this server takes at most {options.max_stop_strings}")
+    if any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
+        raise bad_field("stop", f"a stop string is longer than {MAX_STOP_CHARACTERS} characters")
+    given = {name: getattr(request, name) for name in _PASSED_ON}
+    given |= {"prompt_logprobs": request.prompt_logprobs, "logit_bias": openai_bias(request.logit_bias)}
+    given["structured_outputs"] = from_body(request)
+    given["extra_args"] = request.vllm_xargs or None
+    if given["logprob_token_ids"] is not None:
+        if chosen.get("logprobs") is None:
+            raise bad_field("logprob_token_ids", "logprob_token_ids needs logprobs, which asks for log-probabilities")
+        chosen["logprobs"] = None  # these tokens instead of so many
+    values = {name: value for name, value in (given | chosen).items() if value is not None}
+    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(**{"max_tokens": None, **welcome.generation_defaults, **values, "output_kind": kind})
+
+
+def tokenize_texts(
+    texts: Sequence[str], tokenizer: Tokenizer | None, *, special: bool, max_tokens: int, param: str
+) -> list[list[int]]:
+    """Raises ApiError for text that is none, or is surely longer than `max_tokens`.
+
+    Tokenising takes a hundred times a text's own memory, so what cannot fit is refused before.
+    """
+    if tokenizer is None:
+        raise bad_field("prompt", "this engine runs without a tokenizer: give token ids instead of text")
+    token_ids: list[list[int]] = []
+    batch: list[str] = []
+    for text in texts:
+        _check_text(text, tokenizer, max_tokens, param)
+        batch.append(text)
+        if sum(map(len, batch)) > _TOKENIZE_AT_ONCE_CHARACTERS:
+            token_ids += tokenizer.encode_batch(batch, special)
+            batch = []
+    if len(batch) == 1:
+        return [*token_ids, tokenizer.encode(batch[0], special)]
+    return token_ids + tokenizer.encode_batch(batch, special)
+
+
+def _check_text(text: str, tokenizer: Tokenizer, max_tokens: int, param: str) -> None:
+    if len(text) > max_tokens and len(text) > max_tokens * tokenizer.longest_token:
+        raise _too_long(
+            param,
+            max_tokens,
+            f"has {len(text)} characters, and no token stands for more than {tokenizer.longest_token}",
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise bad_field("prompt", f"the prompt is not valid Unicode text: {error}") from error
+    if len(text) > max_tokens * _PROBED_CHARACTERS_PER_TOKEN:
+        # Most long texts are shown to be too long by their beginning, for a fraction of the memory.
+        num_tokens = 0
+        end = min(len(text), max_tokens * _PROBED_CHARACTERS_PER_TOKEN)
+        for start in range(0, end, _TOKENIZE_AT_ONCE_CHARACTERS):
+            part = text[start : start + _TOKENIZE_AT_ONCE_CHARACTERS]
+            num_tokens += max(0, tokenizer.count_tokens(part) - _PROBE_SLACK_TOKENS)
+            if num_tokens > max_tokens:
+                raise _too_long(param, max_tokens, f"resulted in more than {num_tokens} tokens")
+
+
+def _too_long(param: str, max_tokens: int, what: str) -> ApiError:
+    return ApiError(
+        HTTPStatus.BAD_REQUEST,
+        f"This model's maximum context length is {max_tokens} tokens. However, your {param} {what}. Please reduce "
+        f"the length of the {param}.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def most_prompt_tokens(request: GenerationRequest, welcome: Welcome) -> int:
+    """How long a text may be: one whose beginning is cut off, longer than the model takes."""
+    return welcome.max_model_len * (1 if getattr(request, "truncate_prompt_tokens", None) is None else MOST_TRUNCATED)
+
+
+def check_length(prompt: Prompt, max_tokens: int | None, welcome: Welcome, param: str) -> None:
+    """In OpenAI's words, which clients look for. `max_tokens` is what was asked for, None where nothing was."""
+    num_prompt, limit = len(prompt.token_ids or ()), welcome.max_model_len
+    if num_prompt < limit and num_prompt + (max_tokens or 0) <= limit:
+        return
+    text = f"This model's maximum context length is {limit} tokens. However, "
+    if max_tokens and num_prompt < limit:
+        text += (
+            f"you requested {num_prompt + max_tokens} tokens ({num_prompt} in the {param}, {max_tokens} in the "
+            f"completion). Please reduce the length of the {param} or completion."
+        )
+    else:
+        text += (
+            f"your {param} resulted in {num_prompt} tokens, and at least one is needed for the completion. "
+            f"Please reduce the length of the {param}."
+        )
+    raise ApiError(HTTPStatus.BAD_REQUEST, text, param=param, code="context_length_exceeded")
+
+
+def check_outputs(num_prompts: int, params: SamplingParams) -> None:
+    """Raises ApiError for too many outputs, or too many token rules for so many: each output has its own copy."""
+    n = params.n
+    if num_prompts * n > MAX_OUTPUTS:
+        raise bad_field("n", f"{num_prompts} prompts times n = {n} are more than {MAX_OUTPUTS} outputs")
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "bad_words"):
+        size = len(getattr(params, name) or ())
+        if size > 1 and num_prompts * n * size > MAX_TOKEN_RULES:
+            raise bad_field(
+                name, f"{name} has {size} entries for {num_prompts * n} outputs; together they may be {MAX_TOKEN_RULES}"
+            )
+
+
+def cache_salt(request: GenerationRequest, tenant: str) -> str:
+    """Blocks are shared only within one tenant, and there only under the same salt."""
+    if request.cache_salt == "":
+        raise bad_field("cache_salt", "cache_salt is empty; leave it out, or give a text")
+    return f"{tenant}/{request.cache_salt}" if request.cache_salt else tenant
+
+
+def as_api_error(error: InvalidRequestError, index: int, count: int) -> ApiError:
+    """With the prompt's index where there are several."""
+    answer = ApiError.of(error)
+    if count > 1 and answer.body.param == "prompt":
+        answer.body.message = f"prompt[{index}]: {answer.body.message}"
+    return answer
+
+
+_RESERVED = (
+    "messages",
+    "conversation",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+)
+
+
+class ChatPromptRequest(Protocol):
+    """The part of a request that says how a conversation becomes a prompt."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
+def load_template(option: str | None) -> str | None:
+    """The option chat_template: a file's content where there is one, else a template. Raises OptionError."""
+    if option is None:
+        return None
+    if "{" in option or "\n" in option:
+        return option
+    try:
+        return Path(option).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"chat_template={option}: neither a template nor a file that can be read ({error})") from None
+
+
+class RenderedChat(NamedTuple):
+    text: str
+    template: str
+
+
+class ChatPrompts:
+    """Renders conversations with the server's template, the model's, or (where trusted) the request's."""
+
+    def __init__(self, template: str | None, *, trusts_requests: bool) -> None:
+        self._template, self._trusts_requests = template, trusts_requests
+
+    def render(
+        self,
+        request: ChatPromptRequest,
+        messages: Sequence[ChatMessage],
+        tokenizer: Tokenizer | None,
+        *,
+        tools: list[dict[str, Any]] | None,
+        enable_thinking: bool | None = None,
+        reasoning_effort: str | None = None,
+        documents: Sequence[dict[str, Any]] | None = None,
+    ) -> RenderedChat:
+        """Raises ApiError, and InvalidRequestError with the template's own words."""
+        if tokenizer is None:
+            raise bad_field("messages", "this engine runs without a tokenizer: use /v1/completions with token ids")
+        if not messages:
+            raise bad_field("messages", "messages is empty: give at least one")
+        variables = dict(request.chat_template_kwargs or {})
+        if enable_thinking is None and reasoning_effort == "none":
+            enable_thinking = False
+        for name, value in (("enable_thinking", enable_thinking), ("reasoning_effort", reasoning_effort)):
+            if value is not None:
+                variables.setdefault(name, value)
+        for name in variables:
+            if name in _RESERVED:
+                raise bad_field(
+                    "chat_template_kwargs", f"chat_template_kwargs.{name} is a field of the request: give it there"
+                )
+        continues = bool(request.continue_final_message)
+        begins = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+        named = self._choose_template(request.chat_template, tokenizer)
+        template = tokenizer.get_chat_template(named, tools)
+        text = render_chat(
+            template,
+            [_plain(message, index) for index, message in enumerate(messages)],
+            add_generation_prompt=begins,
+            continue_final_message=continues,
+            tools=tools,
+            documents=documents,
+            variables={**tokenizer.special_tokens_map, **variables},
+        )
+        return RenderedChat(text, template)
+
+    def _choose_template(self, asked: str | None, tokenizer: Tokenizer) -> str | None:
+        if asked is None:
+            return self._template
+        if not self._trusts_requests and asked not in tokenizer.chat_template_names:
+            raise bad_field(
+                "chat_template",
+                "this server does not take templates from requests (its option trust_request_chat_template)",
+                "unsupported_parameter",
+            )
+        return asked
+
+
+def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
+    """As templates take it: without absent fields."""
+    plain = {name: value for name, value in msgspec.structs.asdict(message).items() if value is not None}
+    for name in ("annotations", *UNREAD_IN_MESSAGES):
+        plain.pop(name, None)
+    if isinstance(message.content, list):
+        plain["content"] = [_without_hints(part) for part in message.content]
+    if isinstance(message.content, list):
+        where = f"messages[{index}].content"
+        try:
+            text_parts(plain["content"], where)  # here too, so that the answer names the field
+        except InvalidRequestError as error:
+            raise bad_field(where, str(error), "unsupported_parameter") from None
+    if message.tool_calls is not None:
+        plain["tool_calls"] = [_with_parsed_arguments(call) for call in message.tool_calls]
+        plain.setdefault("content", "")
+    elif message.content is None:
+        raise bad_field(f"messages[{index}].content", f"messages[{index}] has no content", "missing_required_parameter")
+    return plain
+
+
+def _without_hints(part: Any) -> Any:
+    if isinstance(part, dict) and "cache_control" in part:
+        return {name: value for name, value in part.items() if name != "cache_control"}
+    return part
+
+
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's API holds a call's arguments as JSON text; templates take the object."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"] or "{}")
+    except msgspec.DecodeError as error:
+        raise ApiError(
+            400, f"a tool call's arguments are not valid JSON: {error}", param="messages", code="invalid_value"
+        ) from None
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,491 @@
+"""The bodies of requests. A field stands here once: decoding, its checks and the OpenAPI document come from it.
+
+Ranges of sampling fields are `SamplingParams`'. None is the same as leaving a field out. Every field has the right type
+and does something, or no answer depends on it, or it is refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import logging
+import types
+import urllib.parse
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from headrace.frontend.api.parameters.sampling_fields import body_fields
+from headrace.frontend.api.parameters.sampling_params import FIELDS
+from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
+from headrace.frontend.http.errors import LONGEST_PARAM, ApiError, bad_field, shortened
+from headrace.frontend.http.large_lists import decode_json
+
+T = TypeVar("T")
+# Bounds of lists that are worked through one by one. Lists of token ids have those of a body (exchange.LargeBodies).
+Few = Annotated[list[T], Meta(max_length=1024)]
+Many = Annotated[list[T], Meta(max_length=16384)]
+MOST_BIASES = 4096
+"""OpenAI takes 300; each costs the event loop's process some microseconds."""
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    include_usage: Annotated[bool, Meta(description="End the stream with an event that counts its tokens")] = False
+    continuous_usage_stats: Annotated[bool, Meta(description="Count the tokens so far in every event")] = False
+    include_obfuscation: Annotated[bool | None, Meta(description="Taken, and not read: events are not padded")] = None
+
+
+class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a body has besides the fields of SamplingParams, and those of them that it spells in its own way."""
+
+    model: Annotated[str | None, Meta(description="One of /v1/models; the first of them when left out")] = None
+    n: Annotated[int | None, Meta(description="Outputs for each prompt")] = None
+    max_tokens: Annotated[int | None, Meta(description="Most tokens to generate")] = None
+    logit_bias: Annotated[
+        Annotated[dict[str, float], Meta(max_length=MOST_BIASES)] | None,
+        Meta(description="Token id: -100 to 100, added to its logit"),
+    ] = None
+    stop: Annotated[str | list[str] | None, Meta(description="Texts that end the output, and are not in it")] = None
+    prompt_logprobs: Annotated[int | None, Meta(description="Likeliest tokens to report per prompt token")] = None
+    structured_outputs: Annotated[
+        dict[str, Any] | None,
+        Meta(description="The form of the output: json, regex, choice, grammar, json_object or structural_tag"),
+    ] = None
+    response_format: Annotated[
+        dict[str, Any] | None, Meta(description="The same as OpenAI has it: text, json_object or json_schema")
+    ] = None
+    guided_json: Annotated[str | dict[str, Any] | None, Meta(description="structured_outputs.json, retired")] = None
+    guided_regex: Annotated[str | None, Meta(description="structured_outputs.regex, retired")] = None
+    guided_choice: Annotated[list[str] | None, Meta(description="structured_outputs.choice, retired")] = None
+    guided_grammar: Annotated[str | None, Meta(description="structured_outputs.grammar, retired")] = None
+    guided_json_object: Annotated[bool | None, Meta(description="structured_outputs.json_object, retired")] = None
+    guided_whitespace_pattern: Annotated[
+        str | None, Meta(description="structured_outputs.whitespace_pattern, retired")
+    ] = None
+    vllm_xargs: Annotated[dict[str, Any] | None, Meta(description="What the engine's logits processors read")] = None
+    add_special_tokens: Annotated[bool | None, Meta(description="Add special tokens to the prompt, such as BOS")] = None
+    stream: Annotated[bool | None, Meta(description="Send the output as server-sent events while it grows")] = None
+    stream_options: StreamOptions | None = None
+    priority: Annotated[int | None, Meta(description="Smaller is sooner, under the policy `priority`")] = None
+    data_parallel_rank: Annotated[
+        int | None, Meta(description="Which of several engines begins it; also the header X-data-parallel-rank")
+    ] = None
+    prompt_cache_key: Annotated[
+        str | None,
+        Meta(description="Of several engines, requests of one key prefer one, which has their prefix cached"),
+    ] = None
+    cache_salt: Annotated[str | None, Meta(description="Cached prefixes are shared only under the same salt")] = None
+    request_id: Annotated[str | None, Meta(description="Name of the request; also the header X-Request-Id")] = None
+    return_token_ids: Annotated[bool | None, Meta(description="Give token ids besides the text")] = None
+    return_tokens_as_token_ids: Annotated[
+        bool | None, Meta(description="Spell tokens in logprobs as token_id:NUMBER")
+    ] = None
+
+
+if TYPE_CHECKING:
+    GenerationRequest = GenerationFields
+else:
+    GenerationRequest = msgspec.defstruct(
+        "GenerationRequest",
+        body_fields(FIELDS, GenerationFields.__struct_fields__),
+        bases=(GenerationFields,),
+        module=__name__,
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )
+    """What completions and chat completions share: the above, and the fields of SamplingParams (`Field.in_body`)."""
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions"""
+
+    prompt: Annotated[
+        str | list[str | int | list[int]],
+        Meta(description="A text, a list of token ids, or a list of either"),
+    ]
+    echo: Annotated[bool | None, Meta(description="Begin the output with the prompt")] = None
+    best_of: Annotated[int | None, Meta(description="Only the value of n is supported")] = None
+    logprobs: Annotated[int | None, Meta(description="Likeliest tokens to report per token, besides its own")] = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    role: str
+    content: Annotated[
+        str | Many[str | dict[str, Any]] | None, Meta(description="A text, or parts like {type: text, text: ...}")
+    ] = None
+    name: str | None = None
+    tool_calls: Few[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    # An assistant's message comes back as the server gave it, with fields that say nothing.
+    refusal: None = None
+    annotations: Few[Any] | None = None
+    audio: None = None
+    function_call: None = None
+    # What clients keep beside a message, or hint to other servers.
+    id: Annotated[Any, Meta(description="Taken, and not read")] = None
+    cache_control: Annotated[Any, Meta(description="Taken, and not read: equal prefixes are cached without it")] = None
+
+
+UNREAD_IN_MESSAGES = ("id", "cache_control")
+
+
+# How a conversation becomes a prompt.
+GenerationPrompt = Annotated[bool | None, Meta(description="Begin an answer; default: unless continue_final_message")]
+ContinueFinal = Annotated[bool | None, Meta(description="Go on with the last message")]
+Template = Annotated[str | None, Meta(description="A template's name or, where the server trusts requests, its text")]
+TemplateVariables = Annotated[dict[str, Any] | None, Meta(description="What else the template sees")]
+Tools = Annotated[Few[dict[str, Any]] | None, Meta(description="Passed to the template")]
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """POST /v1/chat/completions"""
+
+    messages: Many[ChatMessage]
+    max_completion_tokens: Annotated[int | None, Meta(description="Most tokens to generate")] = None
+    logprobs: Annotated[bool | None, Meta(description="Report log-probabilities")] = None
+    top_logprobs: Annotated[int | None, Meta(description="Likeliest tokens to report, with logprobs")] = None
+    echo: Annotated[
+        bool | None, Meta(description="Begin the answer with the last message, where that has the answer's role")
+    ] = None
+    add_generation_prompt: GenerationPrompt = None
+    continue_final_message: ContinueFinal = None
+    chat_template: Template = None
+    chat_template_kwargs: TemplateVariables = None
+    enable_thinking: Annotated[bool | None, Meta(description="The template's variable of that name")] = None
+    reasoning_effort: Annotated[
+        str | None,
+        Meta(description="The template's variable of that name; none also sets enable_thinking to false"),
+    ] = None
+    tools: Tools = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None, Meta(description="none, auto, required, or which of the tools")
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="False: only the first call is answered")] = None
+    include_reasoning: Annotated[bool | None, Meta(description="False: the reasoning is left out")] = None
+    documents: Annotated[Few[dict[str, Any]] | None, Meta(description="Passed to the template")] = None
+
+
+class ResponsesFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What OpenAI's Responses API has besides the fields of SamplingParams."""
+
+    input: Annotated[str | Many[dict[str, Any]], Meta(description="A text, or items: messages, calls, their outputs")]
+    model: Annotated[str | None, Meta(description="One of /v1/models; the first of them when left out")] = None
+    instructions: Annotated[str | None, Meta(description="A system message before all else")] = None
+    previous_response_id: Annotated[str | None, Meta(description="The stored response that this one follows")] = None
+    max_output_tokens: Annotated[int | None, Meta(description="Most tokens to generate, reasoning included")] = None
+    stop: Annotated[str | list[str] | None, Meta(description="Texts that end the output, and are not in it")] = None
+    logit_bias: Annotated[
+        Annotated[dict[str, float], Meta(max_length=MOST_BIASES)] | None,
+        Meta(description="Token id: -100 to 100, added to its logit"),
+    ] = None
+    tools: Annotated[Few[dict[str, Any]] | None, Meta(description="Functions that the model may call")] = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None, Meta(description="none, auto, required, or which of the tools")
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="False: only the first call is answered")] = None
+    max_tool_calls: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="Most calls that the server itself carries out")
+    ] = None
+    text: Annotated[
+        dict[str, Any] | None, Meta(description="{format: {type: text, json_object or json_schema, ...}}")
+    ] = None
+    reasoning: Annotated[dict[str, Any] | None, Meta(description="{effort: ...}, for templates that read it")] = None
+    truncation: Annotated[
+        Literal["auto", "disabled"] | None, Meta(description="auto: the oldest turns are dropped where they do not fit")
+    ] = None
+    include: Annotated[Few[str] | None, Meta(description="What else to give, such as log-probabilities")] = None
+    top_logprobs: Annotated[int | None, Meta(description="Likeliest tokens to report with each")] = None
+    stream: Annotated[bool | None, Meta(description="Send the response as server-sent events while it grows")] = None
+    stream_options: StreamOptions | None = None
+    store: Annotated[bool | None, Meta(description="Keep the response, to be read and followed by its id")] = None
+    background: Annotated[bool | None, Meta(description="Answer at once, and generate meanwhile")] = None
+    metadata: Annotated[
+        Annotated[dict[str, str], Meta(max_length=16)] | None, Meta(description="Given back with the response")
+    ] = None
+    user: Annotated[str | None, Meta(description="Given back with the response")] = None
+    chat_template_kwargs: TemplateVariables = None
+    priority: Annotated[int | None, Meta(description="Smaller is sooner, under the policy `priority`")] = None
+    data_parallel_rank: Annotated[
+        int | None, Meta(description="Which of several engines begins it; also the header X-data-parallel-rank")
+    ] = None
+    prompt_cache_key: Annotated[
+        str | None,
+        Meta(description="Of several engines, requests of one key prefer one, which has their prefix cached"),
+    ] = None
+    cache_salt: Annotated[str | None, Meta(description="Cached prefixes are shared only under the same salt")] = None
+    request_id: Annotated[str | None, Meta(description="Name of the request; also the header X-Request-Id")] = None
+    vllm_xargs: Annotated[dict[str, Any] | None, Meta(description="What the engine's logits processors read")] = None
+
+
+if TYPE_CHECKING:
+    ResponsesRequest = ResponsesFields
+else:
+    ResponsesRequest = msgspec.defstruct(
+        "ResponsesRequest",
+        body_fields(FIELDS, (*ResponsesFields.__struct_fields__, *GenerationFields.__struct_fields__)),
+        bases=(ResponsesFields,),
+        module=__name__,
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )
+    """POST /v1/responses"""
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize: of a text, or of a conversation's prompt."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Many[ChatMessage] | None = None
+    add_special_tokens: Annotated[bool | None, Meta(description="Default: true for a text, false for messages")] = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: GenerationPrompt = None
+    continue_final_message: ContinueFinal = None
+    chat_template: Template = None
+    chat_template_kwargs: TemplateVariables = None
+    tools: Tools = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /detokenize"""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+S = TypeVar("S", bound=msgspec.Struct)
+logger = logging.getLogger(__name__)
+ANY = object()
+"""In `Neutral.values`: every value asks for nothing."""
+
+
+class Neutral(msgspec.Struct, frozen=True):
+    """A field of OpenAI's or vLLM's that is taken at values which ask for nothing, and refused at others."""
+
+    reason: str
+    values: tuple[Any, ...] = ()
+    is_harmless: bool = False
+    """No answer depends on it: every value is taken, unless the server is strict."""
+
+
+_BEAMS = "beam search is LLM.beam_search and AsyncLLM.beam_search; bodies cannot ask for it yet"
+_TEXT_ONLY = "models read and write text alone"
+_STORED = "nothing is stored by this server"
+_NO_CONVERSATIONS = "conversations are not kept as such"
+
+RANK_HEADER = b"x-data-parallel-rank"
+
+
+def take_rank(request: GenerationFields | ResponsesFields, header: str | None) -> None:
+    """The header stands for the field where the body has none. Raises ApiError."""
+    if header is None or request.data_parallel_rank is not None:
+        return
+    if not header.isdecimal() or len(header) > 9:
+        raise bad_field("data_parallel_rank", f"the header X-data-parallel-rank is {header!r:.40}, which is no rank")
+    request.data_parallel_rank = int(header)
+
+
+def affinity_of(request: GenerationFields) -> Affinity:
+    """Which engine it wants."""
+    if request.data_parallel_rank is None and request.prompt_cache_key is None:
+        return ANYWHERE
+    return Affinity(session=request.prompt_cache_key or "", rank=request.data_parallel_rank)
+
+
+NEUTRAL: Mapping[str, Neutral] = types.MappingProxyType(
+    {
+        "user": Neutral("names the end user for abuse reports; nothing depends on it", (ANY,)),
+        "safety_identifier": Neutral("names the end user for abuse reports; nothing depends on it", (ANY,)),
+        "metadata": Neutral("labels stored completions, and none are stored", (ANY,)),
+        "prompt_cache_retention": Neutral("a hint; what is cached stays as long as there is room", is_harmless=True),
+        "store": Neutral(_STORED, (False,), is_harmless=True),
+        "service_tier": Neutral("there is one tier", ("auto", "default"), is_harmless=True),
+        "guided_decoding_backend": Neutral("the engine's own is used (structured_outputs_config)", ("auto",)),
+        "use_beam_search": Neutral(_BEAMS, (False,)),
+        "length_penalty": Neutral(_BEAMS, (1.0,)),
+        "early_stopping": Neutral(_BEAMS, (False,)),
+        "logits_processors": Neutral("code in requests is not supported", ([],)),
+        "prompt_embeds": Neutral("not supported yet; give text or token ids"),
+        "mm_processor_kwargs": Neutral(_TEXT_ONLY),
+        "kv_transfer_params": Neutral("an engine keeps its cache to itself"),
+        "prediction": Neutral("not supported"),
+    }
+)
+NEUTRAL_OF: Mapping[type[msgspec.Struct], Mapping[str, Neutral]] = types.MappingProxyType(
+    {
+        CompletionRequest: types.MappingProxyType(
+            {**NEUTRAL, "suffix": Neutral("filling in the middle is not supported; give a prompt alone", ("",))}
+        ),
+        ChatCompletionRequest: types.MappingProxyType(
+            {
+                **NEUTRAL,
+                "best_of": Neutral("not part of chat completions; use n", (1,)),
+                "functions": Neutral("retired by OpenAI; use tools", ([],)),
+                "function_call": Neutral("retired by OpenAI; use tools", ("none",)),
+                "modalities": Neutral(_TEXT_ONLY, (["text"],)),
+                "audio": Neutral(_TEXT_ONLY),
+                "verbosity": Neutral("not supported", ("medium",)),
+                "web_search_options": Neutral("not supported"),
+            }
+        ),
+        ResponsesRequest: types.MappingProxyType(
+            {name: NEUTRAL[name] for name in NEUTRAL if name not in ResponsesFields.__struct_fields__}
+            | {
+                "prompt_cache_options": Neutral("a hint; equal prefixes are cached without one", is_harmless=True),
+                "conversation": Neutral(f"{_NO_CONVERSATIONS}; use previous_response_id"),
+                "prompt": Neutral("templates of prompts are kept by OpenAI; give input and instructions"),
+                "context_management": Neutral("not supported; truncation: auto drops the oldest turns"),
+                "moderation": Neutral("not supported"),
+            }
+        ),
+    }
+)
+
+
+class RequestDecoder:
+    """Bodies to requests. Everything raises ApiError, which names the field.
+
+    Fields that no answer depends on are taken with any value, and so are those that nobody knows, but for ones that
+    look like a known field's name misspelt. `strict` refuses both.
+    """
+
+    def __init__(self, *, strict: bool) -> None:
+        self._strict = strict
+        self._ignored: set[str] = set()  # names that have been logged
+
+    def decode(self, body: bytes, kind: type[S]) -> S:
+        return self._request(_fields(body), kind)
+
+    def decode_one_of(self, body: bytes, kinds: Mapping[str, type[S]]) -> S:
+        """As the first kind whose field, which names it here, the body has."""
+        fields = _fields(body)
+        kind = next((kinds[name] for name in kinds if name in fields), None)
+        if kind is None:
+            raise bad_field(next(iter(kinds)), f"the body must have {' or '.join(kinds)}", "missing_required_parameter")
+        return self._request(fields, kind)
+
+    def _request(self, fields: dict[str, Any], kind: type[S]) -> S:
+        _take_neutral(fields, NEUTRAL_OF.get(kind, {}), strict=self._strict)
+        known = kind.__struct_fields__
+        unknown = [name for name in fields if name not in known]
+        for name in unknown:
+            # Looking for the name that is meant takes long enough not to do it for many.
+            if self._strict or len(unknown) > _MOST_UNKNOWN or _closest(name, known) is not None:
+                raise _unknown(name, known)
+            del fields[name]
+            self._note_ignored(name)
+        if self._strict and isinstance(messages := fields.get("messages"), list):
+            _refuse_unread(messages)
+        try:
+            return msgspec.convert(fields, kind)
+        except msgspec.ValidationError as error:
+            if not self._strict:
+                with contextlib.suppress(msgspec.ValidationError):  # numbers may be text, as in vLLM's server
+                    return msgspec.convert(fields, kind, strict=False)
+            raise _invalid(str(error)) from None
+        except RecursionError:
+            raise ApiError(HTTPStatus.BAD_REQUEST, "the body is nested too deeply", code="invalid_json") from None
+
+    def _note_ignored(self, name: str) -> None:
+        """One line for each name, and only for so many: clients choose them."""
+        name = shortened(name, _LONGEST_NAME)
+        if name not in self._ignored and len(self._ignored) < _MOST_IGNORED:
+            self._ignored.add(name)
+            logger.warning("a field %r of requests is not known and does nothing; see --strict-requests", name)
+
+
+def _fields(body: bytes) -> dict[str, Any]:
+    try:
+        fields = decode_json(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(HTTPStatus.BAD_REQUEST, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise ApiError(HTTPStatus.BAD_REQUEST, "the body is nested too deeply", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise ApiError(HTTPStatus.BAD_REQUEST, "the body must be a JSON object", code="invalid_json")
+    if len(fields) > _MOST_FIELDS:
+        raise ApiError(HTTPStatus.BAD_REQUEST, f"the body has {len(fields)} fields", code="unknown_parameter")
+    return fields
+
+
+def decode_query(query: str, kind: type[S]) -> S:
+    """The parameters after the ? of an address. Raises ApiError, which names the parameter.
+
+    One whose default is a tuple may be given several times; of others the last counts.
+    """
+    fields: dict[str, Any] = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+    given = urllib.parse.parse_qs(query, keep_blank_values=True)
+    several = [field.name for field in msgspec.structs.fields(kind) if isinstance(field.default, tuple)]
+    fields |= {name: given[name] for name in several if name in given}
+    for name in fields:
+        if name not in kind.__struct_fields__:
+            raise _unknown(name, kind.__struct_fields__)
+    try:
+        return msgspec.convert(fields, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+
+
+def _refuse_unread(messages: list[Any]) -> None:
+    """Raises ApiError for fields of messages that mean nothing here."""
+    for index, message in enumerate(messages):
+        for name in UNREAD_IN_MESSAGES if isinstance(message, dict) else ():
+            if message.get(name) is not None:
+                raise bad_field(f"messages[{index}].{name}", f"unknown field {name!r}", "unknown_parameter")
+
+
+def _take_neutral(fields: dict[str, Any], table: Mapping[str, Neutral], *, strict: bool) -> None:
+    for name in [name for name in fields if name in table]:
+        value, neutral = fields.pop(name), table[name]
+        if value is None or ANY in neutral.values or any(_same(value, each) for each in neutral.values):
+            continue
+        if neutral.is_harmless and not strict:
+            continue
+        raise bad_field(name, f"{name} is refused: {neutral.reason}", "unsupported_parameter")
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+
+
+def _unknown(name: str, known: tuple[str, ...]) -> ApiError:
+    close = _closest(name, known)
+    name = shortened(name, _LONGEST_NAME)
+    hint = f"; did you mean {close}?" if close is not None else ""
+    return bad_field(name, f"unknown field {name!r}{hint}", "unknown_parameter")
+
+
+def _closest(name: str, known: tuple[str, ...]) -> str | None:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT) if len(name) <= _LONGEST_NAME else []
+    return close[0] if close else None
+
+
+_MISSPELT = 0.75
+"""How alike two names are of which one is taken for the other misspelt (difflib's ratio)."""
+_MOST_FIELDS, _MOST_UNKNOWN = 256, 8
+_MOST_IGNORED = 100
+_LONGEST_NAME = 64
+"""Characters of a field's name that are looked at and quoted; a client may send millions."""
+_MISSING, _EXTRA = "Object missing required field `", "Object contains unknown field `"
+
+
+def _invalid(text: str) -> ApiError:
+    """msgspec's words: 'Expected `int`, got `str` - at `$.max_tokens`'. It quotes names in full."""
+    what, at, where = text.rpartition(" - at `$")
+    if not at:
+        what, where = text, ""
+    where = shortened(where.removeprefix(".").removesuffix("`"), LONGEST_PARAM)
+    for begin, code in ((_MISSING, "missing_required_parameter"), (_EXTRA, "unknown_parameter")):
+        if not what.startswith(begin):
+            continue
+        name = shortened(what[len(begin) :].removesuffix("`"), _LONGEST_NAME)
+        where = f"{where}.{name}" if where else name
+        message = f"{where} is required" if begin == _MISSING else f"unknown field {where}"
+        return bad_field(where, message, code)
+    what = shortened(what, LONGEST_PARAM).replace("`", "")
+    return bad_field(where, f"{where}: {what[:1].lower()}{what[1:]}", "invalid_type")

@@ -1,0 +1,396 @@
+"""The bodies of responses, in the order in which their fields are written, and how answers fill them."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from headrace.frontend.api.outputs import Logprob, LogprobsOfPosition
+from headrace.frontend.client.request import RequestStream
+from headrace.frontend.http.errors import error_event
+from headrace.frontend.http.openai.requests import GenerationRequest
+from headrace.frontend.text.formats.parser import Event
+from headrace.frontend.text.tokenizer import Tokenizer
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class PromptLogprob(msgspec.Struct, gc=False):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""One entry for each prompt token, by token id; the first is null."""
+
+
+# --- completions ---------------------------------------------------------------------------------------------------
+
+
+class CompletionLogprobs(msgspec.Struct):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(msgspec.Struct):
+    """A choice, whole or (in a stream) what is new of it. A whole one names, as vLLM's, what was not asked for."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
+
+    def name_all(self) -> None:
+        """Before it is sent whole."""
+        for name in ("prompt_logprobs", "prompt_token_ids", "token_ids"):
+            if getattr(self, name) is UNSET:
+                setattr(self, name, None)
+
+
+class CompletionResponse(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+# --- chat completions ----------------------------------------------------------------------------------------------
+
+
+class TopLogprob(msgspec.Struct, gc=False):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(msgspec.Struct, gc=False):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+
+
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: str
+    """JSON text, as the model wrote it."""
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class FunctionDelta(msgspec.Struct):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct):
+    """The first of a call has its id and name, the others more of its arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class AssistantMessage(msgspec.Struct):
+    role: str
+    content: str | None
+    refusal: None = None
+    tool_calls: list[ToolCall] = []
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    """The older name of reasoning, which clients still read."""
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatResponse(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Delta(msgspec.Struct):
+    content: str | UnsetType = UNSET
+    role: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+# --- the rest ------------------------------------------------------------------------------------------------------
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+    default_sampling_params: dict[str, float | int]
+    """What the model's own configuration sets for fields that a request leaves out."""
+
+
+class ModelList(msgspec.Struct):
+    object: str
+    data: list[ModelCard]
+
+
+class TokenizeResponse(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None = None
+
+
+class DetokenizeResponse(msgspec.Struct):
+    prompt: str
+
+
+class TokenizerInfoResponse(msgspec.Struct):
+    tokenizer_class: str
+    model_max_length: int
+    chat_template: str | None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    unk_token: str | None = None
+    pad_token: str | None = None
+
+
+class VersionResponse(msgspec.Struct):
+    version: str
+
+
+class LoadResponse(msgspec.Struct):
+    server_load: int
+    """Requests in progress, in all HTTP processes of this server."""
+
+
+class HealthResponse(msgspec.Struct):
+    status: str
+    """ok, or why not."""
+
+
+LOWEST = -9999.0
+"""Stands for minus infinity, which JSON cannot write; the same number as vLLM's."""
+
+
+class TokenSpelling:
+    """How tokens are written in log-probabilities: as their text, or as token_id:NUMBER."""
+
+    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool) -> None:
+        self._tokenizer = None if as_ids else tokenizer
+
+    def __call__(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.decode_token(token_id)
+
+
+def completion_logprobs(
+    token_ids: Sequence[int], positions: Sequence[LogprobsOfPosition | None], spell: TokenSpelling, offset: int
+) -> tuple[CompletionLogprobs, int]:
+    """Of adjacent tokens that begin `offset` characters into the text, and where the text goes on after them."""
+    result = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    for token_id, position in zip(token_ids, positions, strict=True):
+        token = spell(token_id)
+        result.text_offset.append(offset)
+        result.tokens.append(token)
+        offset += len(token)
+        if position is None:
+            result.token_logprobs.append(None)
+            result.top_logprobs.append(None)
+            continue
+        result.token_logprobs.append(_finite(position[token_id]))
+        top: dict[str, float] = {}
+        for each, logprob in position.items():
+            top.setdefault(spell(each), _finite(logprob))
+        result.top_logprobs.append(top)
+    return result, offset
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], positions: Sequence[LogprobsOfPosition], spell: TokenSpelling, num_top: int | None
+) -> ChatLogprobs:
+    """With the `num_top` likeliest of each position; None: with all that are told of it."""
+    content = []
+    for token_id, position in zip(token_ids, positions, strict=True):
+        told = (each for each in position.items() if num_top is None or (each[1].rank or 0) <= num_top)
+        likeliest = sorted(told, key=lambda each: each[1].rank or 0)
+        token = spell(token_id)
+        content.append(
+            TokenLogprob(
+                token=token,
+                logprob=_finite(position[token_id]),
+                bytes=list(token.encode()),
+                top_logprobs=[_top(spell(each), logprob) for each, logprob in likeliest[:num_top]],
+            )
+        )
+    return ChatLogprobs(content)
+
+
+def prompt_logprobs(positions: Sequence[LogprobsOfPosition | None]) -> PromptLogprobs:
+    return [
+        None
+        if position is None
+        else {
+            str(token_id): PromptLogprob(_finite(logprob), logprob.rank, logprob.decoded_token)
+            for token_id, logprob in position.items()
+        }
+        for position in positions
+    ]
+
+
+def _top(token: str, logprob: Logprob) -> TopLogprob:
+    return TopLogprob(token=token, logprob=_finite(logprob), bytes=list(token.encode()))
+
+
+def _finite(logprob: Logprob) -> float:
+    return max(logprob.logprob, LOWEST)
+
+
+_TEXT = "\x00text\x00"
+_TEXT_JSON = msgspec.json.encode(_TEXT)
+_encode = msgspec.json.Encoder().encode
+
+
+class Answer:
+    """One response's constants: the same in its whole form and in each of its events."""
+
+    def __init__(self, request: GenerationRequest, id: str, model: str, tokenizer: Tokenizer | None) -> None:
+        """`model` is the name that the answer gives."""
+        self.id, self.model, self.created = id, model, int(time.time())
+        options = request.stream_options
+        self.include_usage = options is not None and options.include_usage
+        self.continuous_usage = self.include_usage and options is not None and options.continuous_usage_stats
+        self.return_token_ids = bool(request.return_token_ids)
+        self.tokenizer = tokenizer
+        self.spell = TokenSpelling(tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+
+    def no_usage(self) -> UnsetType | None:
+        """The usage field of an event that does not count: null where a later one does, absent where none does."""
+        return None if self.include_usage else UNSET
+
+
+def usage_of(streams: Sequence[RequestStream]) -> Usage:
+    """Exact: every token of the prompts, and every token that was sampled for them."""
+    num_prompt = sum(len(stream.prompt.token_ids or ()) for stream in streams)
+    num_output = sum(len(sequence.token_ids) for stream in streams for sequence in stream.sequences)
+    cached = sum(stream.num_cached_tokens or 0 for stream in streams)
+    return Usage(num_prompt, num_prompt + num_output, num_output, PromptTokensDetails(cached))
+
+
+def usage_so_far(stream: RequestStream, num_output: int) -> Usage:
+    """Of one output while it grows."""
+    num_prompt = len(stream.prompt.token_ids or ())
+    return Usage(num_prompt, num_prompt + num_output, num_output)
+
+
+def prompt_is_told(stream: RequestStream) -> bool:
+    """Whether the log-probabilities of the whole prompt have come, where they were asked for.
+
+    With n > 1 the core computes them for the first output, and another may begin before it.
+    """
+    return stream.params.prompt_logprobs is None or stream.num_prompt_logprobs == len(stream.prompt.token_ids or ())
+
+
+class TextEvent:
+    """An event of which only the text changes: everything around it is encoded once."""
+
+    __slots__ = ("_head", "_tail")
+
+    def __init__(self, chunk_with_text: Any) -> None:
+        """Of a chunk that holds `TextEvent.PLACE` where the text goes."""
+        head, tail = _encode(chunk_with_text).split(_TEXT_JSON)
+        self._head, self._tail = b"data: " + head, tail + b"\n\n"
+
+    PLACE = _TEXT
+
+    def of(self, text: str) -> bytes:
+        return self._head + _encode(text) + self._tail
+
+
+def encoded_alone(parts: Sequence[Any]) -> list[Any]:
+    """Parts of a response that is encoded afterwards: between two of them, other threads have their turn."""
+    return [msgspec.Raw(_encode(part)) for part in parts]
+
+
+class OpenAIEvents:
+    """How streams of OpenAI's APIs end."""
+
+    DONE = b"data: [DONE]\n\n"
+
+    def failure(self, error: BaseException) -> bytes:
+        return event(error_event(error)) + self.DONE
+
+
+def call_id(told: Event) -> str:
+    """A call's own id, where the model writes one; else one that no other call has."""
+    return told.id or f"call_{uuid.uuid4().hex[:24]}"
+
+
+def event(chunk: Any) -> bytes:
+    return b"data: " + _encode(chunk) + b"\n\n"

@@ -1,0 +1,1 @@
+"""`headrace serve` as processes: one that serves, or several and their parent."""

@@ -1,0 +1,175 @@
+"""`headrace serve`: starts the engine if it is to be ours, and one HTTP process or several.
+
+one:      this process speaks HTTP itself        --> engine-core child
+several:  this process --> HTTP children (http/process/worker.py), which share the port and the engines
+                       --> engine-core child
+
+A start prints a line for each phase with its seconds, which sum to the time since the program began.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from headrace.core.options.engine_options import Options
+from headrace.core.options.vllm_environment import take_vllm_variables
+from headrace.core.process.child_output import startup_table
+from headrace.core.process.supervisor import Child
+from headrace.frontend.client.event_loop import run_async
+from headrace.frontend.fleet.client import owned_ranks, start_ranks
+from headrace.frontend.http.process.options import LOOPBACK, ServeOptions, with_environment
+from headrace.ipc.failure import Failure
+from headrace.ipc.messages import Ready
+from headrace.ipc.process.child import STOP_SIGNALS
+from headrace.ipc.process.log import LEVEL_VARIABLE, protect_stderr, set_up_logging
+
+
+class PhaseLog:
+    """Thread-safe."""
+
+    def __init__(self, first: str, began_s: float) -> None:
+        """`began_s` is when the program began, in seconds since the epoch."""
+        self._lock = threading.Lock()
+        self._began_s = self._entered_s = began_s
+        self._phase: str | None = first
+
+    def enter(self, phase: str) -> None:
+        """The phase before has ended: its line is printed."""
+        with self._lock:
+            self._end()
+            self._phase = phase
+
+    def finish(self, text: str) -> None:
+        """The last phase has ended, and this is what the user waited for."""
+        with self._lock:
+            self._end()
+            say(f"{text} ({self._entered_s - self._began_s:.2f} s)")
+
+    def _end(self) -> None:
+        now_s = time.time()
+        if self._phase is not None:
+            say(f"[{now_s - self._entered_s:7.3f} s] {self._phase}")
+        self._entered_s, self._phase = now_s, None
+
+
+def say_workers(ready: Ready) -> None:
+    """Where the time of an engine's start went, process by process, if it has several."""
+    if ready.ranks_startup_s:
+        say(f"the engine's start by process\n{startup_table(ready.startup_s, ready.ranks_startup_s)}")
+
+
+def say(text: str) -> None:
+    """A line for the person who started the server."""
+    print(f"headrace: {text}", file=sys.stderr, flush=True)
+
+
+def process_began_s() -> float:
+    """When this process was started, in seconds since the epoch; now, where the system does not say."""
+    now_s = time.time()
+    try:
+        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        ticks = int(after_name[19])  # field 22 of proc(5): since boot
+        return now_s - max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError, AttributeError):
+        return now_s
+
+
+def launch(engine_options: Options, options: ServeOptions) -> int:
+    """Serves until it is told to stop; the exit status. Raises HeadraceError when the start fails."""
+    warning = take_vllm_variables(os.environ)
+    options = with_environment(options, os.environ)
+    if options.log_level is not None:
+        os.environ[LEVEL_VARIABLE] = options.log_level  # for this process and those that it starts
+    set_up_server_logging()
+    if warning:
+        logging.getLogger(__name__).warning("%s", warning)
+    phases = PhaseLog("read options", process_began_s())
+    children: list[Child] = []
+    if not options.engine:
+        several = engine_options.data_parallel_size > 1
+        phases.enter("start the engines' processes" if several else "start the engine's process")
+        children = start_ranks(engine_options)
+    try:
+        if options.api_server_count > 1:
+            from headrace.frontend.http.process.supervisor import serve_with_processes
+
+            return serve_with_processes(engine_options, options, children[0] if children else None, phases)
+        return _serve_here(engine_options, options, children, phases)
+    except BaseException:
+        for child in children:
+            child.kill()
+        raise
+
+
+def _serve_here(engine_options: Options, options: ServeOptions, children: Sequence[Child], phases: PhaseLog) -> int:
+    """In this process, which is all that is needed for most."""
+    # Imported while the engine loads.
+    from headrace.frontend.fleet.sources import Attached, Source
+    from headrace.frontend.http.metrics import Pages
+    from headrace.frontend.http.process.server import HttpServer, listen, url_of
+
+    sock = listen(options)
+    server = HttpServer(options, sock, Pages(len(options.engine) or len(children)))
+    url = url_of(options, sock)
+    sources: Sequence[Source]
+    if not children:
+        phases.enter("attach to the engine")
+        sources = [Attached(address, engine_options.peer_timeout) for address in options.engine]
+    else:
+        sources = owned = owned_ranks(engine_options, children, options.num_restarts(len(children)))
+        owned[0].on_progress = lambda phase: phases.enter(f"engine: {phase}")
+        for each in owned:
+            each.on_ready, each.on_restart = say_workers, lambda: say("starting the engine again")
+    server.logs_stats = not engine_options.disable_log_stats
+    server.on_ready = lambda: phases.finish(ready_text(url, options))
+    server.on_engine_end, server.on_engine_return = say_engine_ended, say_engine_returned
+
+    async def serve() -> int:
+        _stop_on_signals(server.stop, engine_options.shutdown_timeout)
+        return await server.run(sources)
+
+    return run_async(serve)
+
+
+def _stop_on_signals(stop: Callable[[float], None], shutdown_timeout_s: float) -> None:
+    """The first drains, the second does not wait, a third ends this process as it stands."""
+    received: list[int] = []
+
+    def handle(number: int) -> None:
+        received.append(number)
+        if len(received) > 2:
+            os._exit(128 + number)
+        say("stopping; a second signal does not wait" if len(received) == 1 else "stopping at once")
+        stop(shutdown_timeout_s if len(received) == 1 else 0.0)
+
+    loop = asyncio.get_running_loop()
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, handle, number)
+
+
+def say_engine_ended(failure: Failure) -> None:
+    say(f"the engine has ended: {failure.message}")
+
+
+def say_engine_returned(address: str) -> None:
+    say(f"the engine at {address} is there again")
+
+
+def ready_text(url: str, options: ServeOptions) -> str:
+    reach = ""
+    if options.uds is None and (options.host or LOOPBACK) == LOOPBACK:
+        reach = "; from this machine alone, unless --host 0.0.0.0 opens it to others"
+    return f"ready: {url}/v1 for clients, {url}/docs to read{reach}"
+
+
+def set_up_server_logging() -> None:
+    protect_stderr()
+    set_up_logging("server", "INFO")
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # its chatter about starting is said better by the phases

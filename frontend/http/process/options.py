@@ -1,0 +1,278 @@
+"""The server's options, declared as the engine's are in core/options/engine_options.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+
+from headrace.core.options.engine_options import Option
+from headrace.core.options.values import read_options
+from headrace.ipc.failure import OptionError
+from headrace.ipc.process.log import LEVEL_VARIABLE
+
+ADDRESS, ENGINES, SECURITY, LIMITS, CHAT, STORED, OBSERVED = (
+    "Server address",
+    "Server engines",
+    "Server security",
+    "Server limits",
+    "Server chat",
+    "Server storage",
+    "Server metrics and logs",
+)
+
+
+class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was asked of the server, besides the engine's options."""
+
+    host: Annotated[
+        str | None,
+        Option(
+            ADDRESS,
+            "Interface to listen on; 0.0.0.0 is all of them, as a container needs it",
+            default_text="the environment's HEADRACE_HOST, else its VLLM_HOST_IP, else 127.0.0.1",
+        ),
+    ] = None
+    port: Annotated[int, Option(ADDRESS, "Port to listen on; 0 takes a free one", minimum=0, maximum=65535)] = 8000
+    uds: Annotated[str | None, Option(ADDRESS, "Listen on a Unix socket at this path instead")] = None
+    root_path: Annotated[str, Option(ADDRESS, "Path that a reverse proxy puts before every route")] = ""
+    api_server_count: Annotated[
+        int, Option(ADDRESS, "HTTP processes that share the port and the engines", "processes", minimum=1, maximum=256)
+    ] = 1
+
+    engine: Annotated[
+        tuple[str, ...],
+        Option(ENGINES, "Addresses of running engine-cores to attach to, instead of starting one; repeatable"),
+    ] = ()
+    keys: Annotated[
+        str | None,
+        Option(
+            ENGINES,
+            "Key file (`headrace keys FILE`) for engines at tcp:// addresses",
+            "file",
+            default_text="HEADRACE_KEYS",
+        ),
+    ] = None
+    insecure: Annotated[
+        bool, Option(ENGINES, "Use engines of other hosts without keys: unencrypted, and whoever answers is believed")
+    ] = False
+    restart_engine: Annotated[
+        int | None,
+        Option(
+            ENGINES,
+            "How often to start an engine again when it has died; an engine that served for a minute counts anew. "
+            "Requests that no other engine can take wait for it",
+            "times",
+            minimum=0,
+            default_text="10 with data_parallel_size above 1; else 0, and the server exits with the cause",
+        ),
+    ] = None
+    max_migrations: Annotated[
+        int,
+        Option(
+            ENGINES,
+            "How often one request may lose its engine and go on at another, or at the same started again, with the "
+            "tokens that it would have had; 0: never",
+            "times",
+            minimum=0,
+        ),
+    ] = 3
+    progress_timeout: Annotated[
+        float,
+        Option(
+            ENGINES,
+            "How long no token may come while requests are queued before /health/progress answers 503",
+            "seconds",
+            minimum=0.1,
+        ),
+    ] = 60.0
+
+    api_key: Annotated[
+        tuple[str, ...],
+        Option(
+            SECURITY,
+            "Keys that guard every route but those of health, /metrics and /version; repeatable",
+            default_text="the environment's HEADRACE_API_KEY, else its VLLM_API_KEY",
+        ),
+    ] = ()
+    guard_metrics: Annotated[
+        bool, Option(SECURITY, "Ask for a key at /metrics and /version too: they tell how the model is used")
+    ] = False
+    api_key_file: Annotated[str | None, Option(SECURITY, "A file of keys, one on each line")] = None
+    ssl_keyfile: Annotated[str | None, Option(SECURITY, "The private key of ssl_certfile, in PEM")] = None
+    ssl_certfile: Annotated[str | None, Option(SECURITY, "The server's certificate, in PEM: serves HTTPS")] = None
+    ssl_ca_certs: Annotated[
+        str | None, Option(SECURITY, "Certificates in PEM that a client's own must be signed by, when it is asked for")
+    ] = None
+    ssl_cert_reqs: Annotated[
+        int, Option(SECURITY, "Whether clients need a certificate: 0 no, 1 optional, 2 yes", minimum=0, maximum=2)
+    ] = 0
+    allowed_origins: Annotated[
+        tuple[str, ...], Option(SECURITY, "Web origins whose pages may call the server (CORS); * is all")
+    ] = ()
+    allowed_methods: Annotated[tuple[str, ...], Option(SECURITY, "Methods that those pages may use")] = ("*",)
+    allowed_headers: Annotated[tuple[str, ...], Option(SECURITY, "Headers that those pages may send")] = ("*",)
+    allow_credentials: Annotated[bool, Option(SECURITY, "Those pages may send cookies and keys")] = False
+
+    max_body_bytes: Annotated[int, Option(LIMITS, "Largest request body", "bytes", minimum=1)] = 8 << 20
+    max_prompts: Annotated[int, Option(LIMITS, "Most prompts in one request", "prompts", minimum=1)] = 2048
+    max_n: Annotated[int, Option(LIMITS, "Largest n: outputs for one prompt", "outputs", minimum=1)] = 128
+    max_stop_strings: Annotated[int, Option(LIMITS, "Most stop strings in one request", "strings", minimum=0)] = 64
+    request_timeout: Annotated[
+        float, Option(LIMITS, "Longest that one request may take; 0 is for ever", "seconds", minimum=0)
+    ] = 0.0
+    read_timeout: Annotated[
+        float,
+        Option(
+            LIMITS,
+            "Longest that the headers of a request, then its body, may take to arrive, or a response may wait for "
+            "a client that does not read it",
+            "seconds",
+            minimum=0.1,
+        ),
+    ] = 30.0
+    timeout_keep_alive: Annotated[
+        int, Option(LIMITS, "How long an idle connection is kept for the next request", "seconds", minimum=1)
+    ] = 60
+    sse_keep_alive: Annotated[
+        float, Option(LIMITS, "Silence in a stream after which a comment is sent to keep it open", "seconds", minimum=1)
+    ] = 15.0
+
+    strict_requests: Annotated[
+        bool,
+        Option(
+            LIMITS,
+            "Refuse request fields that are not known, or known and without effect, which are otherwise taken as vLLM "
+            "and OpenAI take them",
+        ),
+    ] = False
+
+    chat_template: Annotated[
+        str | None,
+        Option(CHAT, "A chat template, or a file with one", default_text="the model's own"),
+    ] = None
+    trust_request_chat_template: Annotated[
+        bool, Option(CHAT, "Let requests bring a chat template of their own; it runs in a sandbox")
+    ] = False
+    tool_call_parser: Annotated[
+        str,
+        Option(
+            CHAT,
+            "The format in which the model writes tool calls: a name such as hermes, a YAML file of one's own, auto "
+            "(what the chat template speaks for), or none (calls stay text)",
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str | None,
+        Option(
+            CHAT,
+            "The format in which the model sets its reasoning off from the answer, named as for tool_call_parser",
+            default_text="reasoning stays part of the content",
+        ),
+    ] = None
+    enable_auto_tool_choice: Annotated[
+        bool, Option(CHAT, "Read tool calls where a request gives tools and leaves the choice to the model")
+    ] = True
+    response_role: Annotated[str, Option(CHAT, "Role of the answers' messages")] = "assistant"
+
+    return_tokens_as_token_ids: Annotated[
+        bool, Option(CHAT, "Spell tokens in log-probabilities as token_id:NUMBER, unless a request says else")
+    ] = False
+    enable_force_include_usage: Annotated[
+        bool, Option(CHAT, "Count tokens at the end of every stream, whatever its stream_options say")
+    ] = False
+
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, Option(CHAT, "Serve GET /tokenizer_info: special tokens and the chat template, as lm-eval asks for them")
+    ] = False
+
+    response_store: Annotated[
+        str | None,
+        Option(
+            STORED,
+            "File (SQLite) in which /v1/responses keeps its responses, which then outlive the server",
+            default_text="memory; of several HTTP processes, a file that goes when they do",
+        ),
+    ] = None
+    response_store_bytes: Annotated[
+        int,
+        Option(
+            STORED,
+            "Most that /v1/responses keeps: the least recently used leave first. 0 keeps nothing",
+            "bytes",
+            minimum=0,
+        ),
+    ] = 64 << 20
+
+    server_dev_mode: Annotated[
+        bool,
+        Option(
+            OBSERVED,
+            "Serve vLLM's development routes, such as /pause and /resume: whoever may call the server may then stop it",
+            default_text="the environment's HEADRACE_SERVER_DEV_MODE=1",
+        ),
+    ] = False
+    metrics_prefix: Annotated[
+        str, Option(OBSERVED, "What names of metrics begin with; vllm fits dashboards made for it")
+    ] = "headrace"
+    enable_log_requests: Annotated[bool, Option(OBSERVED, "Log a line for each request that ends")] = False
+    enable_request_id_headers: Annotated[
+        bool, Option(OBSERVED, "Answer with the request's id in the header X-Request-Id, a new one where it had none")
+    ] = False
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error", "critical"] | None,
+        Option(
+            OBSERVED,
+            "What server and engine log",
+            default_text="the environment's HEADRACE_LOG_LEVEL, else info for the server and warning for its engine",
+        ),
+    ] = None
+    log_stats_interval: Annotated[
+        float | None,
+        Option(
+            OBSERVED,
+            "How often a line tells each engine's throughput, requests, cache use and hit rate (see disable_log_stats)",
+            "seconds",
+            minimum=0.1,
+            default_text="the environment's HEADRACE_LOG_STATS_INTERVAL, else 10",
+        ),
+    ] = None
+
+    def num_restarts(self, num_engines: int) -> int:
+        """How often each of these engines of the server's own is started again."""
+        return (10 if num_engines > 1 else 0) if self.restart_engine is None else self.restart_engine
+
+
+LOOPBACK = "127.0.0.1"
+LOG_STATS_EVERY_S = 10.0
+_VARIABLES = {"host": "HEADRACE_HOST", "log_level": LEVEL_VARIABLE, "log_stats_interval": "HEADRACE_LOG_STATS_INTERVAL"}
+
+
+def with_environment(options: ServeOptions, environment: Mapping[str, str]) -> ServeOptions:
+    """With what variables set and no option gives. Raises OptionError."""
+    named = {name: variable for name, variable in _VARIABLES.items() if getattr(options, name) is None}
+    given = {name: environment[variable] for name, variable in named.items() if environment.get(variable)}
+    given = {name: text.lower() if name == "log_level" else text for name, text in given.items()}
+    found, _ = read_options(ServeOptions, given, lambda name: _VARIABLES[name])
+    return msgspec.structs.replace(options, **{name: getattr(found, name) for name in given})
+
+
+def check_serve_options(options: ServeOptions) -> None:
+    """Raises OptionError for options that contradict each other."""
+    if options.uds is not None and options.api_server_count > 1:
+        raise OptionError(
+            "a Unix socket belongs to one process: use --host and --port with --api-server-count, or one process"
+        )
+    if options.ssl_keyfile is not None and options.ssl_certfile is None:
+        raise OptionError("ssl_keyfile is the key of a certificate: give ssl_certfile too")
+    if (options.ssl_ca_certs is not None or options.ssl_cert_reqs) and options.ssl_certfile is None:
+        raise OptionError("ssl_ca_certs and ssl_cert_reqs are for HTTPS: give ssl_certfile too")
+    if options.ssl_cert_reqs and options.ssl_ca_certs is None:
+        raise OptionError("ssl_cert_reqs asks clients for certificates: name those that sign them with ssl_ca_certs")
+    if options.engine and options.restart_engine:
+        raise OptionError("restart_engine is for an engine of the server's own; an attached one is not its to restart")
+    if options.root_path and not options.root_path.startswith("/"):
+        raise OptionError(f"root_path={options.root_path}: it must begin with /")
+    if not options.metrics_prefix.isidentifier():
+        raise OptionError(f"metrics_prefix={options.metrics_prefix}: use letters, digits and _")

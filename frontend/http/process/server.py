@@ -1,0 +1,309 @@
+"""One HTTP process: listens, serves until it is told to stop or its engines are gone, drains, and says how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import os
+import resource
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.fleet.router import RouterOptions
+from headrace.frontend.fleet.sources import Source
+from headrace.frontend.http.app import make_app
+from headrace.frontend.http.connection import with_limits
+from headrace.frontend.http.metrics import Pages
+from headrace.frontend.http.openai.prompts import load_template
+from headrace.frontend.http.process.engines import log_load
+from headrace.frontend.http.process.options import LOG_STATS_EVERY_S, LOOPBACK, ServeOptions
+from headrace.frontend.http.routes import ServerState
+from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
+from headrace.ipc.process.gc_pauses import gc_watched
+
+EXIT_DONE, EXIT_ERROR, EXIT_ENGINE_FAILED = 0, 1, 70
+KEY_VARIABLES = ("HEADRACE_API_KEY", "VLLM_API_KEY")
+"""Where a key is looked for that no option gives; the first that is set counts."""
+_BACKLOG = 2048
+_SWITCH_S = 5e-4
+_LAST_WORDS_S = 1.0
+"""How long clients have to read their last event once the server ends."""
+_IDLE_LOOK_S = 0.02
+
+
+def listen(options: ServeOptions, *, shared: bool = False) -> socket.socket:
+    """The bound socket, not listening yet. `shared` lets other processes bind the same port.
+
+    Raises OptionError when the address cannot be had.
+    """
+    host = options.host or LOOPBACK
+    where = options.uds or f"{host}:{options.port}"
+    try:
+        if options.uds is not None:
+            return _unix_socket(Path(options.uds))
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            sock.bind(address)
+        except OSError:
+            sock.close()
+            raise
+        return sock
+    except OSError as error:
+        raise OptionError(f"cannot listen at {where}: {_why_not(error, options)}") from error
+
+
+def _why_not(error: OSError, options: ServeOptions) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "another program does; choose another " + ("path" if options.uds else "--port")
+    if error.errno == errno.ENOENT and options.uds:
+        return f"there is no folder {Path(options.uds).parent}"
+    return error.strerror or str(error)
+
+
+def _unix_socket(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not _answers(path):
+            path.unlink()  # a leftover of a server that was killed
+        sock.bind(os.fspath(path))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(os.fspath(path))
+        except OSError:
+            return False
+        return True
+
+
+def url_of(options: ServeOptions, sock: socket.socket) -> str:
+    """What to open in a browser, or to give to a client."""
+    if options.uds is not None:
+        return f"unix:{options.uds}"
+    scheme = "https" if options.ssl_certfile else "http"
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{options.root_path}"
+
+
+def read_keys(options: ServeOptions) -> list[str]:
+    """All API keys. Raises OptionError for an empty one, and for a file that cannot be read or holds none."""
+    keys = list(options.api_key)
+    if options.api_key_file is not None:
+        try:
+            lines = Path(options.api_key_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise OptionError(f"api_key_file={options.api_key_file} cannot be read: {error}") from None
+        in_file = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not in_file:
+            raise OptionError(f"api_key_file={options.api_key_file} holds no key: put one on each line")
+        keys += in_file
+    named = [name for name in KEY_VARIABLES if name in os.environ]
+    if not keys and named:
+        keys = [os.environ[named[0]]]
+        if not keys[0].strip():
+            raise OptionError(f"{named[0]} is set and empty: unset it for a server without a key, or put one in it")
+    if any(not key.strip() for key in keys):
+        raise OptionError("api_key is empty: leave it out for a server without a key, or give one")
+    return keys
+
+
+def check_files(options: ServeOptions) -> None:
+    """Raises OptionError for keys, templates or certificates that cannot be read."""
+    read_keys(options)
+    load_template(options.chat_template)
+    _tls_arguments(options)
+
+
+class HttpServer:
+    """Everything here runs in one asyncio loop, but for `stop_threadsafe`."""
+
+    def __init__(self, options: ServeOptions, sock: socket.socket, pages: Pages) -> None:
+        """Raises OptionError for keys, templates or certificates that cannot be read."""
+        self._options, self._sock, self._pages = options, sock, pages
+        self._keys, self._template = read_keys(options), load_template(options.chat_template)
+        self._tls_arguments = _tls_arguments(options)
+        self._stop_at_s: float | None = None
+        self._stop_asked: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._beginning = threading.Lock()  # what asks to stop, and whether there is a loop to tell
+        self.on_ready: Callable[[], None] | None = None
+        self.on_engine_end: Callable[[Failure], None] | None = None
+        """Told of each engine that ends after the start."""
+        self.on_engine_return: Callable[[str], None] | None = None
+        """Told the address of each that is there again."""
+        self.logs_stats = False
+        """Whether this process tells of the engines' load; one of several does."""
+
+    def stop(self, deadline_s: float) -> None:
+        """Takes nothing new, and ends once all that runs is done or `deadline_s` has passed. The shortest counts."""
+        at_s = time.monotonic() + deadline_s
+        self._stop_at_s = at_s if self._stop_at_s is None else min(at_s, self._stop_at_s)
+        if self._stop_asked is not None:
+            self._stop_asked.set()
+
+    def stop_threadsafe(self, deadline_s: float) -> None:
+        """`stop` from another thread. Before `run` has begun too, which then ends at once."""
+        with self._beginning:
+            if self._loop is None:
+                self.stop(deadline_s)
+                return
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.stop, deadline_s)
+
+    async def run(self, sources: Sequence[Source]) -> int:
+        """Serves until the end; the exit status. Raises HeadraceError when an engine does not start."""
+        with self._beginning:
+            self._loop, self._stop_asked = asyncio.get_running_loop(), asyncio.Event()
+            if self._stop_at_s is not None:
+                self._stop_asked.set()
+        # Prompts are tokenised in two threads of their own: more would leave the loop's no core, and a long turn of one
+        # with the interpreter would be every stream's pause.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        sys.setswitchinterval(_SWITCH_S)
+        pool = EnginePool(sources, RouterOptions(max_migrations=self._options.max_migrations))
+        pool.on_death, pool.on_return = self.on_engine_end, self.on_engine_return
+        state = ServerState(self._options, pool, self._pages, keys=self._keys, template=self._template)
+        server = _UvicornServer(self._config(make_app(state)))
+        raise_file_limit()
+        serving = asyncio.create_task(server.serve(sockets=[self._sock]))
+        pool.start()
+        try:
+            with gc_watched(self._pages.gc_pause):
+                failure = await self._serve(state, server, serving)
+        finally:
+            server.should_exit = True
+            await asyncio.gather(serving, return_exceptions=True)
+            await state.responses.close()
+            await pool.close(max(0.0, (self._stop_at_s or 0.0) - time.monotonic()))
+            if self._options.uds is not None:
+                Path(self._options.uds).unlink(missing_ok=True)
+        if failure is None:
+            return EXIT_DONE
+        if not pool.started.is_set():
+            raise HeadraceError(failure=failure)
+        return EXIT_ENGINE_FAILED
+
+    async def _serve(self, state: ServerState, server: _UvicornServer, serving: asyncio.Task[None]) -> Failure | None:
+        """Until it is time to end; why the engines ended, if they did."""
+        assert self._stop_asked is not None
+        pool = state.pool
+        stop, dead, started = (
+            asyncio.create_task(event.wait()) for event in (self._stop_asked, pool.dead, pool.started)
+        )
+        waits: set[asyncio.Task[Any]] = {stop, dead, started, serving}
+        telling: asyncio.Task[None] | None = None
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if started.done():
+                await self._settle()
+                waits.discard(started)
+                if self.logs_stats:
+                    interval_s = self._options.log_stats_interval or LOG_STATS_EVERY_S
+                    telling = asyncio.create_task(log_load(pool, interval_s))
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                await serving  # raises what ended it
+            state.draining = True
+            if not dead.done():
+                await self._drain(state, dead)
+            if state.generator.num_running:
+                state.generator.end_all(EngineDeadError("the server has shut down before this request was complete"))
+            await _until_idle(state, time.monotonic() + _LAST_WORDS_S)
+            return pool.failure if dead.done() else None
+        finally:
+            for task in filter(None, (stop, dead, started, telling)):
+                task.cancel()
+
+    async def _settle(self) -> None:
+        """Once ready: what was made so far lives for ever, so the garbage collector need not look at it again."""
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(2_000, 20, 10)  # often and little: all streams wait meanwhile
+        if self.on_ready is not None:
+            self.on_ready()
+
+    async def _drain(self, state: ServerState, dead: asyncio.Task[Any]) -> None:
+        """Lets what runs finish, until the deadline (which a second signal brings forward) or the engines' end."""
+        while state.generator.num_running and not dead.done() and time.monotonic() < (self._stop_at_s or 0.0):
+            await asyncio.sleep(_IDLE_LOOK_S)
+
+    def _config(self, app: Any) -> uvicorn.Config:
+        return uvicorn.Config(
+            app,
+            http=with_limits(self._options.read_timeout),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=self._options.timeout_keep_alive,
+            timeout_graceful_shutdown=int(_LAST_WORDS_S),
+            **self._tls_arguments,
+        )
+
+
+class _UvicornServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are for the program that made this server."""
+        yield
+
+
+async def _until_idle(state: ServerState, deadline_s: float) -> None:
+    while state.generator.num_running and time.monotonic() < deadline_s:
+        await asyncio.sleep(_IDLE_LOOK_S)
+
+
+def _tls_arguments(options: ServeOptions) -> dict[str, Any]:
+    if options.ssl_certfile is None:
+        return {}
+    for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):  # OpenSSL would not say which
+        file = getattr(options, name)
+        if file is not None and not Path(file).is_file():
+            raise OptionError(f"{name}={file}: there is no such file")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:
+        key = f"ssl_keyfile={options.ssl_keyfile}" if options.ssl_keyfile else "a private key in the same file"
+        raise OptionError(
+            f"ssl_certfile={options.ssl_certfile} with {key} cannot be used: both must be PEM, and belong together "
+            f"({error})"
+        ) from None
+    return {
+        "ssl_certfile": options.ssl_certfile,
+        "ssl_keyfile": options.ssl_keyfile,
+        "ssl_ca_certs": options.ssl_ca_certs,
+        "ssl_cert_reqs": options.ssl_cert_reqs,
+    }
+
+
+def raise_file_limit() -> None:
+    """Each connection is a descriptor: takes as many as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,440 @@
+"""Several HTTP processes before the same engines. This process speaks no HTTP: it starts, watches and stops them.
+
+Everything that happens comes through one queue, from the start on: signals, and what children say and how they end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from headrace.core.options.engine_options import Options
+from headrace.core.process.supervisor import Child, ChildOptions, start_engine
+from headrace.frontend.http.metrics import pages_bytes
+from headrace.frontend.http.process.launch import PhaseLog, ready_text, say, say_workers
+from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.process.server import (
+    EXIT_DONE,
+    EXIT_ENGINE_FAILED,
+    EXIT_ERROR,
+    check_files,
+    listen,
+    raise_file_limit,
+    url_of,
+)
+from headrace.frontend.http.process.worker import EngineDown, EngineLost, EngineUp, WorkerOptions
+from headrace.ipc.failure import EngineStartError, Failure
+from headrace.ipc.messages import SCHEMA_HASH, ChildMessage, Ready, Start
+from headrace.ipc.process.child import STOP_SIGNALS
+from headrace.ipc.transport.channel import ChannelClosedError
+from headrace.ipc.transport.sockets import peer_timeout_s
+from headrace.ipc.wait import Deadline, WaitTimeoutError
+
+_ENGINE_STOP_S = 5.0
+_TELL_S = 1.0
+_LAST_EVENTS_S = 2.0
+"""How long the HTTP processes have to tell their clients why the engine ended."""
+_LONG_LIFE_S = 60.0
+"""What served for so long and then died is started again as if it were the first time."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 30.0
+_MOST_PROCESS_STARTS = 5
+"""Starts of one HTTP process in a row, after each of which it died before it had served for long."""
+_LOOK_S = 5.0
+"""How often to see whether an HTTP process is stopped: the connections that it was given wait meanwhile."""
+
+
+class EngineReady(msgspec.Struct, frozen=True):
+    address: str
+    peer_timeout_s: float | None
+
+
+class EngineEnded(msgspec.Struct, frozen=True):
+    failure: Failure
+
+
+class ProcessReady(msgspec.Struct, frozen=True):
+    index: int
+
+
+class ProcessEnded(msgspec.Struct, frozen=True):
+    index: int
+    failure: Failure
+
+
+class EngineStartDue(msgspec.Struct, frozen=True):
+    """The pause before the engine's next start is over."""
+
+
+class ProcessStartDue(msgspec.Struct, frozen=True):
+    """The pause before an HTTP process's next start is over."""
+
+    index: int
+
+
+class Stopped(msgspec.Struct, frozen=True):
+    """All HTTP processes have done what they were told at the end."""
+
+
+class Signal(msgspec.Struct, frozen=True):
+    number: int
+
+
+Event = (
+    EngineReady
+    | EngineEnded
+    | EngineLost
+    | EngineStartDue
+    | ProcessReady
+    | ProcessEnded
+    | ProcessStartDue
+    | Stopped
+    | Signal
+)
+Events = queue.SimpleQueue[Event]
+
+
+def serve_with_processes(engine_options: Options, options: ServeOptions, engine: Child | None, phases: PhaseLog) -> int:
+    """Serves until it is told to stop, or the engine ends for good; the exit status. `engine` is starting already.
+
+    Raises HeadraceError when the start fails.
+    """
+    check_files(options)
+    # Bound and never listening: it holds the port, and no connection waits at it.
+    listen(options).close()  # processes that share a port would share it with another server's just as well
+    sock = listen(options, shared=True)
+    if options.port == 0:
+        options = msgspec.structs.replace(options, port=sock.getsockname()[1])
+    raise_file_limit()
+    events: Events = queue.SimpleQueue()
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda number, frame: _on_signal(events, number, frame))
+    with sock, _shared_responses(options) as options:
+        keeper = _EngineKeeper(engine_options, options.num_restarts(1), engine, events)
+        processes = [_HttpProcess(index) for index in range(options.api_server_count)]
+        service = _Service(options, keeper, events, engine_options, processes)
+        try:
+            service.start_all()
+            if engine is not None:
+                keeper.watch_start(lambda phase: phases.enter(f"engine: {phase}"))
+            else:
+                phases.enter(f"start {options.api_server_count} HTTP processes")
+            service.on_engine = lambda: phases.enter(f"attach {options.api_server_count} HTTP processes")
+            service.on_ready = lambda: phases.finish(ready_text(url_of(options, sock), options))
+            return service.run()
+        finally:
+            service.close()
+
+
+@contextlib.contextmanager
+def _shared_responses(options: ServeOptions) -> Iterator[ServeOptions]:
+    """A response that one process stored is asked of any of them: without a file of the user's, they share this one."""
+    if options.response_store is not None or not options.response_store_bytes:
+        yield options
+        return
+    with tempfile.TemporaryDirectory(prefix="headrace-responses-", ignore_cleanup_errors=True) as folder:
+        yield msgspec.structs.replace(options, response_store=os.path.join(folder, "responses.sqlite"))
+
+
+class _EngineKeeper:
+    """The engine-core child, started again where that was asked for."""
+
+    def __init__(self, options: Options, restarts: int, child: Child | None, events: Events) -> None:
+        self._options, self._events = options, events
+        self._restarts = self._restarts_left = restarts
+        self._began_s = time.monotonic()
+        self.child = child
+
+    def watch_start(self, on_phase: Callable[[str], None] = lambda phase: None) -> None:
+        """EngineReady will come, or EngineEnded; and after the one, some day, the other."""
+        child = self.child
+        assert child is not None, "an engine of somebody else is not ours to watch"
+
+        def on_ready(ready: Ready) -> None:
+            say_workers(ready)
+            self._events.put(EngineReady(ready.address, ready.peer_timeout_s))
+
+        _watch_start(
+            child,
+            on_ready,
+            lambda failure: self._events.put(EngineEnded(failure)),
+            on_phase,
+        )
+
+    def on_end(self, failure: Failure) -> bool:
+        """Whether it will be started again, which EngineStartDue announces. The pause doubles each time."""
+        say(f"the engine has ended: {failure.message}")
+        if time.monotonic() - self._began_s > _LONG_LIFE_S:
+            self._restarts_left = self._restarts
+        if not self._restarts_left:
+            return False
+        num_before = self._restarts - self._restarts_left
+        pause_s = min(_FIRST_PAUSE_S * 2**num_before, _LONGEST_PAUSE_S)
+        self._restarts_left -= 1
+        timer = threading.Timer(pause_s, self._events.put, (EngineStartDue(),))
+        timer.daemon = True
+        timer.start()
+        return True
+
+    def end_lost(self, lost: EngineLost) -> Failure | None:
+        """Ends an engine that was silent for too long; why it ended, None where it has ended or is another by now."""
+        child = self.child
+        if child is None or not child.alive or child.ready is None or child.ready.address != lost.address:
+            return None
+        how = "is stopped by a signal or a debugger" if child.is_stopped else "does not answer"
+        child.kill()
+        message = f"{child.name} (pid {child.pid}) {how}: {lost.failure.message}; it was ended"
+        return msgspec.structs.replace(lost.failure, message=message)
+
+    def restart(self) -> None:
+        say("starting the engine again")
+        self._began_s = time.monotonic()
+        self.child = start_engine(self._options)
+        self.watch_start()
+
+    def stop(self) -> None:
+        # While it loads a model it cannot be asked, and has nothing to lose.
+        if self.child is not None:
+            self.child.kill() if self.child.ready is None else self.child.stop(_ENGINE_STOP_S)
+
+
+class _HttpProcess:
+    """One place among the HTTP processes, and who has it."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.child: Child | None = None
+        self.is_ready = False
+        self.began_s = 0.0
+        self.num_starts = 0
+        """In a row, each of which did not last."""
+        self.stopped_since_s: float | None = None
+        """When it was first seen stopped by a signal."""
+
+
+class _Service:
+    """The HTTP processes and the engine, from their start to their end."""
+
+    def __init__(
+        self,
+        options: ServeOptions,
+        keeper: _EngineKeeper,
+        events: Events,
+        engine_options: Options,
+        processes: list[_HttpProcess],
+    ) -> None:
+        self._options, self._keeper, self._events = options, keeper, events
+        self._shutdown_timeout_s, self._peer_timeout_s = engine_options.shutdown_timeout, engine_options.peer_timeout
+        self._logs_stats = not engine_options.disable_log_stats
+        self._processes = processes
+        self._pages = os.memfd_create("headrace-metrics")  # no name that could stay behind
+        os.ftruncate(self._pages, pages_bytes(options.api_server_count, len(options.engine) or 1))
+        self._engine_news: EngineUp | EngineDown | None = None
+        self._was_ready = False
+        self.on_engine: Callable[[], None] = lambda: None
+        """Called when the engine is ready for the first time."""
+        self.on_ready: Callable[[], None] = lambda: None
+        """Called once when all are."""
+
+    def start_all(self) -> None:
+        for process in self._processes:
+            self._start(process)
+
+    def run(self) -> int:
+        """Until the end, which is orderly: the HTTP processes first, then the engine. The exit status.
+
+        Raises EngineStartError when one ends before all are ready.
+        """
+        status, deadline_s = self._serve()
+        stopped = self._stop_all(deadline_s)
+        self._keeper.stop()
+        return max(status, stopped)
+
+    def close(self) -> None:
+        """Leaves nothing behind."""
+        for process in self._processes:
+            if process.child is not None:
+                process.child.kill()
+        os.close(self._pages)
+
+    def _start(self, process: _HttpProcess) -> None:
+        told = WorkerOptions(
+            server=self._options,
+            parent_has_engine=self._keeper.child is not None,
+            peer_timeout_s=self._peer_timeout_s,
+            pages_file=f"/proc/self/fd/{self._pages}",
+            num_processes=len(self._processes),
+            index=process.index,
+            logs_stats=self._logs_stats and process.index == 0,
+        )
+        kind = ChildOptions(pass_fds=(self._pages,), receives=ChildMessage | EngineLost, on_message=self._on_message)
+        start = Start(schema_hash=SCHEMA_HASH, options=msgspec.to_builtins(told), bind="")
+        process.is_ready, process.began_s, process.stopped_since_s = False, time.monotonic(), None
+        process.num_starts += 1
+        child = process.child = Child(
+            f"http-{process.index}", ["-m", "headrace.frontend.http.process.worker"], start, kind
+        )
+        if self._engine_news is not None:
+            self._tell(self._engine_news, [process])
+        index = process.index
+        _watch_start(
+            child,
+            lambda ready: self._events.put(ProcessReady(index)),
+            lambda failure: self._events.put(ProcessEnded(index, failure)),
+        )
+
+    def _on_message(self, message: Any) -> None:
+        if isinstance(message, EngineLost):
+            self._events.put(message)
+
+    def _serve(self) -> tuple[int, float]:
+        """The exit status, and how long the HTTP processes have to finish."""
+        while True:
+            try:
+                event = self._events.get(timeout=_LOOK_S)
+            except queue.Empty:
+                self._look_for_stopped()
+                continue
+            match event:
+                case Signal():
+                    say("stopping; a second signal does not wait")
+                    return EXIT_DONE, self._shutdown_timeout_s
+                case EngineReady():
+                    if not self._was_ready:
+                        self.on_engine()
+                    self._tell(EngineUp(address=event.address, peer_timeout_s=event.peer_timeout_s))
+                case EngineStartDue():
+                    self._keeper.restart()
+                case EngineEnded() | ProcessEnded() if not self._was_ready:
+                    raise EngineStartError.from_failure(event.failure)
+                case EngineEnded() | EngineLost():
+                    failure = self._keeper.end_lost(event) if isinstance(event, EngineLost) else event.failure
+                    if failure is not None and not self._on_engine_end(failure):
+                        return EXIT_ENGINE_FAILED, _LAST_EVENTS_S
+                case ProcessReady():
+                    self._on_process_ready(self._processes[event.index])
+                case ProcessStartDue():
+                    self._start(self._processes[event.index])
+                case ProcessEnded():
+                    status = self._on_process_end(self._processes[event.index], event.failure)
+                    if status is not None:
+                        return status, _LAST_EVENTS_S if status == EXIT_ENGINE_FAILED else 0.0
+
+    def _on_process_ready(self, process: _HttpProcess) -> None:
+        process.is_ready = True
+        if not self._was_ready and all(each.is_ready for each in self._processes):
+            self._was_ready = True
+            self.on_ready()
+
+    def _on_engine_end(self, failure: Failure) -> bool:
+        """Whether it comes back."""
+        comes_back = self._keeper.on_end(failure)
+        self._tell(EngineDown(failure=failure, comes_back=comes_back))
+        return comes_back
+
+    def _on_process_end(self, process: _HttpProcess, failure: Failure) -> int | None:
+        """Has it started anew, for the others serve on; the server's exit status where that is no use."""
+        assert process.child is not None
+        if process.child.status == EXIT_ENGINE_FAILED:
+            return EXIT_ENGINE_FAILED
+        if process.is_ready and time.monotonic() - process.began_s > _LONG_LIFE_S:
+            process.num_starts = 0
+        process.is_ready = False
+        if process.num_starts >= _MOST_PROCESS_STARTS:
+            say(f"an HTTP process ends again and again: {failure.message}")
+            return EXIT_ERROR
+        say(f"an HTTP process has ended and is started again: {failure.message}")
+        pause_s = _FIRST_PAUSE_S * 2**process.num_starts
+        timer = threading.Timer(pause_s, self._events.put, (ProcessStartDue(process.index),))
+        timer.daemon = True
+        timer.start()
+        return None
+
+    def _look_for_stopped(self) -> None:
+        """One that a signal has stopped still gets its share of the connections: it is missed, and ended in time."""
+        now_s = time.monotonic()
+        for process in self._processes:
+            child = process.child
+            if child is None or not child.alive or not child.is_stopped:
+                process.stopped_since_s = None
+            elif process.stopped_since_s is None:
+                process.stopped_since_s = now_s
+                say(f"{child.name} (pid {child.pid}) is stopped by a signal or a debugger; its connections wait")
+            elif now_s - process.stopped_since_s > (self._peer_timeout_s or peer_timeout_s()):
+                os.kill(child.pid, signal.SIGKILL)  # its end is told as any other
+
+    def _tell(self, news: EngineUp | EngineDown, processes: Sequence[_HttpProcess] = ()) -> None:
+        self._engine_news = news
+        for process in processes or self._processes:
+            with contextlib.suppress(ChannelClosedError, WaitTimeoutError):  # its end is told elsewhere
+                if process.child is not None:
+                    process.child.send(news, Deadline(_TELL_S))
+
+    def _stop_all(self, deadline_s: float) -> int:
+        """Drains them side by side; a second signal ends the waiting. The exit status: how the drain went."""
+        children = [process.child for process in self._processes if process.child is not None]
+        drains = _begin_stops(children, deadline_s)
+
+        def report_end() -> None:
+            for drain in drains:
+                drain.join()
+            self._events.put(Stopped())
+
+        threading.Thread(target=report_end, daemon=True).start()
+        status = EXIT_DONE
+        while True:
+            match event := self._events.get():
+                case Signal():
+                    say("stopping at once")
+                    _begin_stops(children, 0.0)
+                case EngineEnded():
+                    say(f"the engine has ended: {event.failure.message}")
+                    status = EXIT_ENGINE_FAILED
+                    self._tell(EngineDown(failure=event.failure, comes_back=False))
+                case Stopped():
+                    break
+        for child in children:
+            if status == EXIT_DONE and child.status not in (EXIT_DONE, EXIT_ENGINE_FAILED):
+                say(f"{child.name} did not finish what it served: {child.failure.message if child.failure else ''}")
+                status = EXIT_ERROR
+        return status
+
+
+def _begin_stops(children: Sequence[Child], deadline_s: float) -> list[threading.Thread]:
+    stops = [threading.Thread(target=child.stop, args=(deadline_s,), daemon=True) for child in children]
+    for stop in stops:
+        stop.start()
+    return stops
+
+
+def _watch_start(
+    child: Child,
+    on_ready: Callable[[Ready], None],
+    on_end: Callable[[Failure], None],
+    on_phase: Callable[[str], None] = lambda phase: None,
+) -> None:
+    """Calls back from another thread, in this order, and `on_end` alone when it does not get ready."""
+
+    def watch() -> None:
+        try:
+            ready = child.wait_ready(on_progress=lambda progress: on_phase(progress.phase))
+        except EngineStartError as error:
+            on_end(Failure.of(error, process=child.name, phase="start"))
+        else:
+            on_ready(ready)
+            child.on_exit(on_end)
+
+    threading.Thread(target=watch, name=f"start-{child.name}", daemon=True).start()
+
+
+def _on_signal(events: Events, number: int, frame: FrameType | None) -> None:
+    events.put(Signal(number))

@@ -1,0 +1,185 @@
+"""One of several HTTP processes, as a program: told what to do on an inherited socket, and gone with its parent.
+
+Its engine is the parent's, or one that somebody else runs. The parent says how its own is:
+
+parent                                    HTTP process
+  EngineUp(address)                  ->     connects, serves
+  EngineDown(failure, comes_back)    ->     its streams end with the cause
+  EngineUp(address)                  ->     connects again, sends what had brought nothing
+                                     <-   EngineLost(address, failure), when it was silent for too long
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from headrace.frontend.client.client import CoreClient
+from headrace.frontend.client.event_loop import run_async
+from headrace.frontend.client.own_engine import CAUSE_GRACE_S
+from headrace.frontend.client.transport import ZmqTransport
+from headrace.frontend.fleet.sources import Attached, Source
+from headrace.frontend.http.metrics import Pages
+from headrace.frontend.http.process.launch import say_engine_ended, say_engine_returned, set_up_server_logging
+from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.process.server import EXIT_ERROR, HttpServer, listen, url_of
+from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
+from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, Message, Ready, Start, Stop
+from headrace.ipc.process.child import die_with_parent, leave_signals_to_parent
+from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_parent
+from headrace.ipc.wait import Deadline
+
+
+class EngineUp(Message, frozen=True):
+    """The engine is ready at this address."""
+
+    address: str
+    peer_timeout_s: float | None = None
+
+
+class EngineDown(Message, frozen=True):
+    """The engine has ended, because of this."""
+
+    failure: Failure
+    comes_back: bool
+    """An EngineUp will follow."""
+
+
+class EngineLost(Message, frozen=True):
+    """The connection to the engine at this address was lost, and no EngineDown has said why."""
+
+    address: str
+    failure: Failure
+
+
+class ParentEngine:
+    """A source that waits for the parent's word. Everything but `tell` happens in the server's loop."""
+
+    def __init__(self, on_lost: Callable[[EngineLost], None]) -> None:
+        """`on_lost` tells the parent."""
+        self._on_lost = on_lost
+        self.address = ""
+        self.comes_back = self.is_awaited = True
+        self._peer_timeout_s: float | None = None
+        self._failure: Failure | None = None
+        self._client: CoreClient | None = None
+        self._news: collections.deque[EngineUp | EngineDown] = collections.deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._has_news = asyncio.Event()
+
+    def tell(self, news: EngineUp | EngineDown) -> None:
+        """Takes what the parent said. Thread-safe; may come before the loop runs."""
+        self._news.append(news)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._take_news)
+
+    async def open(self) -> CoreClient:
+        """Waits for the engine. Raises EngineDeadError, with the cause, when it will not come back."""
+        self._loop = asyncio.get_running_loop()
+        self._take_news()
+        if self.address and self._client is not None and self._client.failure is not None:
+            self._on_lost(EngineLost(address=self.address, failure=self._client.failure))
+        while not self.address:
+            if self._failure is not None and not self.comes_back:
+                raise EngineDeadError.from_failure(self._failure)
+            self._has_news.clear()
+            await self._has_news.wait()
+        # Lost connections wait for the parent's word, which has the cause.
+        self._client = CoreClient(ZmqTransport(self.address, self._peer_timeout_s), cause_grace_s=CAUSE_GRACE_S)
+        await self._client.start()
+        return self._client
+
+    async def close(self, deadline_s: float) -> None:
+        """It is the parent's to end."""
+
+    def _take_news(self) -> None:
+        while self._news:
+            news = self._news.popleft()
+            if isinstance(news, EngineUp):
+                self.address, self._client = news.address, None
+                self._peer_timeout_s = news.peer_timeout_s
+                continue
+            self.address, self._failure = "", news.failure
+            self.comes_back = self.is_awaited = news.comes_back
+            if self._client is not None:
+                self._client.fail(news.failure)
+                self._failure = self._client.failure  # the engine's own words, if it had time for any
+        self._has_news.set()
+
+
+class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the parent tells each process in its Start."""
+
+    server: ServeOptions
+    """With the port that the parent bound."""
+    parent_has_engine: bool
+    """The parent runs the one engine and says how it is; else they are those of `server`."""
+    peer_timeout_s: float | None
+    """Of those of `server`; the parent's own comes with EngineUp."""
+    pages_file: str
+    num_processes: int
+    index: int
+    logs_stats: bool
+    """Whether this one tells of the engines' load."""
+
+
+def main(fd: int) -> int:
+    """The exit status: that of HttpServer.run, or 1 when the start failed."""
+    die_with_parent()
+    leave_signals_to_parent()
+    set_up_server_logging()
+    channel = Channel.inherited(fd, Start | Stop | EngineUp | EngineDown)
+    try:
+        start = channel.receive(Deadline(10.0))
+        if not isinstance(start, Start) or start.schema_hash != SCHEMA_HASH:
+            raise HeadraceError("the program that started this HTTP process is of another version of Headrace")
+        return _serve(msgspec.convert(start.options, WorkerOptions), channel)
+    except ChannelClosedError:
+        return EXIT_ERROR  # nobody is left to tell
+    except Exception as error:
+        with contextlib.suppress(ChannelClosedError):
+            channel.send(ChildFailed(failure=Failure.of(error, process="http", phase="start")))
+        return EXIT_ERROR
+
+
+def _serve(options: WorkerOptions, channel: Channel) -> int:
+    began_s = time.monotonic()
+    sock = listen(options.server, shared=True)
+
+    def tell_lost(lost: EngineLost) -> None:
+        with contextlib.suppress(ChannelClosedError):
+            channel.send(lost)
+
+    kept = ParentEngine(tell_lost)
+    sources: list[Source] = [kept]
+    if not options.parent_has_engine:
+        sources = [Attached(each, options.peer_timeout_s) for each in options.server.engine]
+    pages = Pages(len(sources), file=Path(options.pages_file), num_processes=options.num_processes, index=options.index)
+    server = HttpServer(options.server, sock, pages)
+    address = url_of(options.server, sock)
+
+    def on_ready() -> None:
+        with contextlib.suppress(ChannelClosedError):
+            channel.send(Ready(address=address, startup_s={"attach": time.monotonic() - began_s}))
+
+    server.on_ready = on_ready
+    server.logs_stats = options.logs_stats
+    if not options.parent_has_engine and options.index == 0:  # all of them see it; one tells
+        server.on_engine_end, server.on_engine_return = say_engine_ended, say_engine_returned
+    threading.Thread(
+        target=obey_parent, args=(channel, server.stop_threadsafe, EXIT_ERROR, kept.tell), name="parent", daemon=True
+    ).start()
+    return run_async(lambda: server.run(sources))
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

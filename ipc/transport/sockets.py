@@ -1,0 +1,234 @@
+"""ZeroMQ sockets as Headrace uses them: addresses, options, the runtime directory.
+
+A core binds one ROUTER, a client connects one DEALER. Queues are bounded, peers that vanish without closing
+(a cut network, a stopped process) are found by ZMTP heartbeats, and nothing lingers at exit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import secrets
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+import zmq
+
+from headrace.ipc.failure import HeadraceError
+from headrace.ipc.transport.keys import is_insecure, key_file, read_engine_keys, read_keys
+
+HEARTBEAT_INTERVAL_MS = 1_000
+PEER_TIMEOUT_S = 60.0
+"""How long a peer may be silent whose connection is open, unless an option or HEADRACE_PEER_TIMEOUT says else.
+
+One that is stopped (by a signal, a debugger, its virtual machine) goes on later where it was.
+"""
+MAX_MESSAGE_BYTES = 1 << 30
+QUEUE_MESSAGES = 100_000
+"""Bound of each direction's queue. A core must never block on one slow client, so past it messages are refused."""
+CLIENT_SENDS_MESSAGES = 1_000
+"""Bound of what a client has on its way to the core; what it sends besides, it keeps where it is counted."""
+LINGER_MS = 500
+NEVER_MS = 7 * 24 * 3600 * 1000
+_UNIX_PATH_BYTES = 107
+_LEAST_ASKED_S = 60.0
+"""A socket that is younger may have been bound and not listen yet."""
+
+
+class AddressError(HeadraceError, ValueError):
+    """An address that cannot be used, with the forms that can."""
+
+
+def runtime_directory() -> Path:
+    """The user's 0700 directory for sockets: HEADRACE_RUNTIME_DIR, or one under XDG_RUNTIME_DIR or the temp folder.
+
+    Raises AddressError when it belongs to someone else or others may enter it.
+    """
+    named = os.environ.get("HEADRACE_RUNTIME_DIR")
+    if named:
+        path = Path(named)
+    elif os.environ.get("XDG_RUNTIME_DIR") and os.access(os.environ["XDG_RUNTIME_DIR"], os.W_OK):
+        path = Path(os.environ["XDG_RUNTIME_DIR"]) / "headrace"
+    else:
+        path = Path(tempfile.gettempdir()) / f"headrace-{os.getuid()}"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise AddressError(f"{path} cannot be made a directory for sockets: {error.strerror}") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise AddressError(
+            f"{path} must be a directory of yours that only you can enter (mode 0700); set HEADRACE_RUNTIME_DIR to one"
+        )
+    return path
+
+
+def sweep_sockets() -> Path:
+    """Removes sockets that nobody listens on from the runtime directory, which it returns.
+
+    That is told by the process that a socket's name holds, and where another has that number by now, by asking.
+    """
+    directory = runtime_directory()
+    for leftover in directory.glob("*.sock"):
+        pid = leftover.stem.split("-")[-2:-1]
+        if not pid or not pid[0].isdigit():
+            continue
+        try:
+            age_s = time.time() - leftover.stat().st_mtime
+        except OSError:
+            continue
+        if not Path(f"/proc/{pid[0]}").exists() or (age_s > _LEAST_ASKED_S and _refuses(leftover)):
+            leftover.unlink(missing_ok=True)
+    return directory
+
+
+def new_ipc_address(name: str) -> str:
+    """A fresh ipc:// address in the runtime directory; sweeps away sockets whose process is gone."""
+    directory = sweep_sockets()
+    path = directory / f"{name}-{os.getpid()}-{secrets.token_hex(4)}.sock"
+    if len(os.fsencode(path)) > _UNIX_PATH_BYTES:
+        raise AddressError(
+            f"{path} is longer than the {_UNIX_PATH_BYTES} bytes of a Unix socket's path; "
+            "set HEADRACE_RUNTIME_DIR to a shorter folder"
+        )
+    return f"ipc://{path}"
+
+
+def check_address(address: str, keys: Path | None = None) -> str:
+    """The address as it is, when it is ipc:// or tcp://. Raises AddressError otherwise.
+
+    Also for a tcp:// address that is no loopback interface's, unless there are keys (by default those that
+    `headrace.ipc.transport.keys.key_file` finds) or insecure connections are allowed.
+    """
+    scheme, _, rest = address.partition("://")
+    if scheme == "ipc" and rest:
+        return address
+    if scheme == "tcp" and ":" in rest:
+        host, _, port = rest.rpartition(":")
+        host = host.strip("[]")
+        if host and (port == "*" or (port.isdigit() and int(port) < 65536)):
+            if _is_loopback(host) or keys or key_file() or is_insecure():
+                return address
+            raise AddressError(
+                f"{address} is no loopback address (127.0.0.1, [::1]): with other hosts, engine and clients need keys "
+                "(`headrace keys FILE` makes them; --keys FILE or HEADRACE_KEYS=FILE names them), unless --insecure or "
+                "HEADRACE_INSECURE=1 says that everybody who reaches the address may use it"
+            )
+    if scheme in ("http", "https"):
+        raise AddressError(
+            f"{address} is no address of an engine-core, but a server's URL, which chat and complete take as --url; "
+            "addresses are like ipc:///path/to/socket"
+        )
+    raise AddressError(f"{address!r} is no address: use ipc:///path/to/socket or tcp://HOST:PORT")
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def peer_timeout_s() -> float:
+    """Raises AddressError for a HEADRACE_PEER_TIMEOUT that is no time."""
+    named = os.environ.get("HEADRACE_PEER_TIMEOUT")
+    if not named:
+        return PEER_TIMEOUT_S
+    try:
+        seconds = float(named)
+    except ValueError:
+        seconds = 0.0
+    if not 1.0 <= seconds <= 86400.0:
+        raise AddressError(f"HEADRACE_PEER_TIMEOUT={named}: it must be seconds, 1 to 86400")
+    return seconds
+
+
+def configure(socket: zmq.Socket[bytes], address: str, timeout_s: float | None) -> None:
+    """Bounded queues, heartbeats, no lingering; IPv6 for an address that is."""
+    socket.set_hwm(QUEUE_MESSAGES)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int((timeout_s or peer_timeout_s()) * 1e3))
+    socket.setsockopt(zmq.IPV6, "[" in address)
+
+
+def bind_router(
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    *,
+    timeout_s: float | None = None,
+    unread_messages: int | None = None,
+) -> tuple[zmq.Socket[bytes], str]:
+    """A ROUTER bound at `address` (or, when empty, at a new ipc:// one) and the address that was bound.
+
+    timeout_s: how long a client may be silent, by default `peer_timeout_s`; unread_messages: how many may wait for one.
+    Sending to a client that is gone raises EHOSTUNREACH, and to one whose queue is full EAGAIN, instead of
+    dropping silently. Over tcp:// it speaks to nobody without a key where HEADRACE_KEYS names a file; whom that admits
+    is for a `Gatekeeper` of the context. Raises AddressError when the address is taken or cannot be used, KeyFileError.
+    """
+    wanted = check_address(address) if address else new_ipc_address("engine")
+    path = ipc_path(wanted)
+    if path is not None and path.exists() and not _refuses(path):
+        raise AddressError(f"cannot listen at {wanted}: another process does")
+    keys_path = key_file() if path is None else None
+    keys = read_engine_keys(keys_path) if keys_path else None
+    socket = context.socket(zmq.ROUTER)
+    configure(socket, wanted, timeout_s)
+    if keys:
+        keys.secure_engine(socket)
+    if unread_messages is not None:
+        socket.setsockopt(zmq.SNDHWM, unread_messages)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, True)
+    try:
+        socket.bind(wanted)
+    except zmq.ZMQError as error:
+        socket.close(0)
+        raise AddressError(f"cannot listen at {wanted}: {error.strerror.lower()}") from error
+    bound = socket.getsockopt(zmq.LAST_ENDPOINT)
+    if path is not None:
+        path.chmod(0o600)
+    return socket, bound.decode().rstrip("\0") if isinstance(bound, bytes) else wanted
+
+
+def new_dealer(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, timeout_s: float | None = None, keys_path: Path | None = None
+) -> zmq.Socket[bytes]:
+    """A DEALER for one connection to `address`, not connected yet: lost or refused, it is never tried again.
+
+    Over tcp:// it has the keys of `keys_path`, by default of the file that HEADRACE_KEYS names.
+    Raises AddressError, KeyFileError.
+    """
+    check_address(address, keys_path)
+    used = (keys_path or key_file()) if ipc_path(address) is None else None
+    keys = read_keys(used) if used else None
+    socket = context.socket(zmq.DEALER)
+    configure(socket, address, timeout_s)
+    if keys:
+        keys.secure_client(socket)
+    socket.setsockopt(zmq.SNDHWM, CLIENT_SENDS_MESSAGES)
+    # Not -1, which would also drop what was received and not read yet, such as a core's last words.
+    socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
+    return socket
+
+
+def ipc_path(address: str) -> Path | None:
+    """The file of an ipc:// address; None for any other."""
+    return Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
+
+
+def _refuses(path: Path) -> bool:
+    """Whether this is a leftover file of a dead process: nobody listens on it."""
+    import socket as plain
+
+    with plain.socket(plain.AF_UNIX, plain.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(os.fspath(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
+        except OSError:
+            return False  # it takes no more connections just now, or is another's
+        return False

@@ -1,0 +1,525 @@
+"""Quantised checkpoints on the CPU: they compute what their dequantised weights do, packed, and bad ones are named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantised_checkpoints as made
+import tiny_models
+import torch
+from model_driver import Driver
+from rank_threads import pool_for_each_rank
+from safetensors.torch import load_file, save_file
+from test_cpu_decoder import LIMITS
+from test_parallel_model import THREADS, first_logprobs
+from torch import Tensor
+
+from headrace.core.options.engine_options import Options
+from headrace.executor.checkpoints.checkpoint import open_checkpoint
+from headrace.executor.checkpoints.quantisation.document import DOCS_PAGE, quantisation_page
+from headrace.executor.cpu.decoder import CpuDecoder
+from headrace.executor.cpu.weights import CpuLinear
+from headrace.executor.models.decoder import Decoder
+from headrace.executor.models.families import spec_from_config
+from headrace.ipc.failure import ModelError, OptionError
+from headrace.kernels.cpu import build
+from headrace.kernels.cpu.linear import PackedLinear, runtime
+from headrace.kernels.cpu.moe import PackedExperts
+from headrace.kernels.grouped import InputRounding
+from headrace.kernels.reference.quantised import REFERENCES, QuantisedLinear
+from headrace.kernels.reference.rows import DenseLinear
+from headrace.kernels.registry import choose_reference
+
+__all__ = ["pool_for_each_rank"]  # a fixture
+
+pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+
+PROMPT = [5, 81, 17, 200, 33, 9, 264, 301, 12, 77]
+MOST_ERROR = 1e-3
+"""RMS error of logits over their spread where weights are exact and activations are rounded to 16 bits in blocks of 32
+(relative 2^-15): tiny random models multiply that from layer to layer."""
+EXACT_ERROR = 2e-5
+"""The same where activations stay fp32: float codes."""
+
+
+def opened(folder: Path, **options: Any) -> CpuDecoder:
+    checkpoint = open_checkpoint(Options(model=str(folder), **options))
+    spec = spec_from_config(checkpoint.config)
+    return CpuDecoder(spec, checkpoint.weights(), torch.float32, LIMITS, keep_packed=True, used=runtime(num_threads=1))
+
+
+def exact_greedy(model: Any, steps: int) -> tuple[list[int], Tensor]:
+    """Tokens after PROMPT and their logits in float64."""
+    ids, logits = list(PROMPT), []
+    with torch.no_grad():
+        for _ in range(steps):
+            logits.append(model(torch.tensor([ids]), use_cache=False).logits[0, -1])
+            ids.append(int(logits[-1].argmax()))
+    return ids[len(PROMPT) :], torch.stack(logits)
+
+
+def error_of(decoder: CpuDecoder | Decoder, model: Any, steps: int = 6) -> float:
+    """Of the logits over their spread, after the greedy tokens were found equal."""
+    expected, exact = exact_greedy(model, steps)
+    (tokens,), (logits,) = Driver(decoder).greedy([PROMPT], steps, chunk=64)
+    assert tokens == expected
+    return float((logits.double() - exact).square().mean().sqrt() / exact.std())
+
+
+def kinds_of(decoder: CpuDecoder) -> set[str]:
+    """The types of all matrices of layers."""
+    found = set()
+    for layer in decoder._model.layers:
+        for held in (*layer.mixer.values(), *layer.ffn.values()):
+            if isinstance(held, CpuLinear):
+                found |= {weight.type_name for weight in held.weights}
+            elif isinstance(held, PackedExperts):
+                found |= {weight.type_name for weight in (*held.gate_up, *held.down)}
+    return found
+
+
+Case = tuple[Callable[[], tuple[dict[str, Any], made.Writer]], set[str], float]
+CASES: dict[str, Case] = {
+    "gptq 4 bits": (made.gptq, {"int4"}, MOST_ERROR),
+    "gptq 4 bits, zeros": (lambda: made.gptq(symmetric=False), {"int4"}, MOST_ERROR),
+    "gptq 8 bits": (lambda: made.gptq(8), {"int8"}, MOST_ERROR),
+    "gptq 3 bits": (lambda: made.gptq(3), {"int4"}, MOST_ERROR),
+    "gptq 2 bits, zeros": (lambda: made.gptq(2, symmetric=False), {"int4"}, MOST_ERROR),
+    "gptq desc_act": (lambda: made.gptq(desc_act=True), {"int4"}, MOST_ERROR),
+    "gptq rows, v2": (lambda: made.gptq(group=-1, symmetric=False, v2=True), {"int4"}, MOST_ERROR),
+    "awq": (made.awq, {"int4"}, MOST_ERROR),
+    "fp8 matrix": (lambda: made.fp8("matrix"), {"e4m3"}, EXACT_ERROR),
+    "fp8 rows": (lambda: made.fp8("rows"), {"e4m3"}, EXACT_ERROR),
+    "fp8 blocks": (lambda: made.fp8("blocks"), {"e4m3"}, EXACT_ERROR),
+    "modelopt fp8": (lambda: made.modelopt("FP8"), {"e4m3"}, EXACT_ERROR),
+    "modelopt nvfp4": (lambda: made.modelopt("NVFP4"), {"float4"}, EXACT_ERROR),
+    "quark fp8": (lambda: made.quark("fp8_e4m3"), {"e4m3"}, EXACT_ERROR),
+    "quark int8": (lambda: made.quark("int8"), {"int8"}, MOST_ERROR),
+    "quark mxfp4": (lambda: made.quark("fp4"), {"float4"}, EXACT_ERROR),
+    "compressed W4A16": (lambda: made.compressed("W4A16", **made.W4), {"int4"}, MOST_ERROR),
+    "compressed W4A16 zeros": (lambda: made.compressed("W4A16 zeros", **made.W4), {"int4"}, MOST_ERROR),
+    "compressed W4A16 ordered": (lambda: made.compressed("W4A16 ordered", **made.W4), {"int4"}, MOST_ERROR),
+    "compressed W8A16": (lambda: made.compressed("W8A16", **made.W8), {"int8"}, MOST_ERROR),
+    "compressed W8A8": (lambda: made.compressed("W8A8", **made.W8), {"int8"}, MOST_ERROR),
+    "compressed fp8": (lambda: made.compressed("fp8", **(made.W8 | {"type": "float"})), {"e4m3"}, EXACT_ERROR),
+    "compressed nvfp4": (lambda: made.compressed("NVFP4", **made.F4), {"float4"}, EXACT_ERROR),
+    "compressed mxfp4": (lambda: made.compressed("MXFP4", **made.F4), {"float4"}, EXACT_ERROR),
+    "torchao int8": (lambda: made.torchao("Int8WeightOnly"), {"int8"}, MOST_ERROR),
+    "torchao 4 bits, zeros": (lambda: made.torchao("IntxWeightOnly"), {"int4"}, MOST_ERROR),
+    "torchao fp8": (lambda: made.torchao("Float8WeightOnly"), {"e4m3"}, EXACT_ERROR),
+    "hqq 8 bits": (lambda: made.hqq(8), {"int8"}, MOST_ERROR),
+    "hqq 4 bits": (lambda: made.hqq(4), {"int4"}, MOST_ERROR),
+    "hqq 2 bits": (lambda: made.hqq(2), {"int4"}, MOST_ERROR),
+    "bitsandbytes int8": (lambda: made.bitsandbytes("int8"), {"int8"}, MOST_ERROR),
+    "bitsandbytes nf4": (lambda: made.bitsandbytes("nf4"), {"float4"}, EXACT_ERROR),
+    "bitsandbytes nf4 double": (lambda: made.bitsandbytes("nf4 double"), {"float4"}, EXACT_ERROR),
+    "bitsandbytes fp4": (lambda: made.bitsandbytes("fp4"), {"float4"}, EXACT_ERROR),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_dequantised_model_and_weights_stay_packed(case: str, tmp_path: Path) -> None:
+    make, kinds, bound = CASES[case]
+    model = made.write(tmp_path, tiny_models.build("llama"), *make())
+    decoder = opened(tmp_path)
+    assert kinds_of(decoder) == kinds
+    assert error_of(decoder, model) < bound
+
+
+ROUNDINGS = {
+    "token": InputRounding(),
+    "shifted token": InputRounding(shifted=True),
+    "static": InputRounding(0.03),
+    "static, zero": InputRounding(0.03, -5),
+}
+ROUNDED_ERROR = 5e-3
+"""RMS error of logits over their spread where inputs are int8. It is EXACT_ERROR but where an input lies at the border
+between two codes, and may become either. Inputs that are not rounded err by 0.02 and more."""
+
+
+@pytest.mark.parametrize(("family", "rounding"), [*(("llama", each) for each in ROUNDINGS), ("qwen3_moe", "token")])
+def test_inputs_become_int8_where_the_checkpoint_means_it(family: str, rounding: str, tmp_path: Path) -> None:
+    inputs = ROUNDINGS[rounding]
+    model = made.write(tmp_path, tiny_models.build(family), *made.compressed("W8A8", inputs, **made.W8))
+    decoder = opened(tmp_path)
+    assert "int8" in kinds_of(decoder)
+    with made.inputs_rounded(model, inputs):
+        assert error_of(decoder, model) < ROUNDED_ERROR
+        rounded = exact_greedy(model, 1)[1]
+    unrounded = exact_greedy(model, 1)[1]
+    assert float((rounded - unrounded).square().mean().sqrt() / unrounded.std()) > 3 * ROUNDED_ERROR
+
+
+def test_torchaos_inputs_become_int8_where_its_config_means_it(tmp_path: Path) -> None:
+    model = made.write(tmp_path, tiny_models.build("llama"), *made.torchao("Int8DynamicActivationInt8Weight"))
+    with made.inputs_rounded(model, InputRounding()):
+        assert error_of(opened(tmp_path), model) < ROUNDED_ERROR
+
+
+def test_experts_with_a_static_scale_each_keep_finer_inputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    config = made.compressed("W8A8", InputRounding(0.03), **made.W8)
+    made.write(tmp_path, tiny_models.build("qwen3_moe"), *config)
+    decoder = opened(tmp_path)
+    assert "inputs of experts keep 16 bits: their static scales are of one expert each" in caplog.text
+    assert not any(weight.descriptor.rounding for weight in _experts_of(decoder))
+
+
+def _experts_of(decoder: CpuDecoder) -> list[PackedLinear]:
+    found: list[PackedLinear] = []
+    for layer in decoder._model.layers:
+        for held in layer.ffn.values():
+            if isinstance(held, PackedExperts):
+                found += [*held.gate_up, *held.down]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("case", ["gptq 4 bits, zeros", "awq", "fp8 blocks", "compressed nvfp4", "compressed W8A8"])
+def test_experts_stay_packed_too(case: str, tmp_path: Path) -> None:
+    make, kinds, bound = CASES[case]
+    model = made.write(tmp_path, tiny_models.build("qwen3_moe"), *make())
+    decoder = opened(tmp_path)
+    assert kinds_of(decoder) == kinds | {"F32"}, "the router stays in floats"
+    assert error_of(decoder, model) < bound
+
+
+def test_experts_whose_inputs_are_ordered_are_kept_as_floats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = made.write(tmp_path, tiny_models.build("qwen3_moe"), *made.gptq(desc_act=True))
+    assert error_of(opened(tmp_path), model) < MOST_ERROR
+    assert "each expert has its inputs in an order of its own" in caplog.text
+
+
+@pytest.mark.parametrize("case", ["gptq desc_act", "awq"])
+def test_op_by_op_the_weights_are_dequantised(case: str, tmp_path: Path) -> None:
+    model = made.write(tmp_path, tiny_models.build("llama"), *CASES[case][0]())
+    checkpoint = open_checkpoint(Options(model=str(tmp_path)))
+    decoder = Decoder(spec_from_config(checkpoint.config), checkpoint.weights(), torch.float32, "cpu")
+    assert error_of(decoder, model) < EXACT_ERROR
+
+
+@pytest.mark.parametrize("case", ["gptq 4 bits", "awq", "bitsandbytes nf4"])
+def test_matrices_that_are_stored_as_one_stay_packed_too(case: str, tmp_path: Path) -> None:
+    model = made.write(
+        tmp_path, tiny_models.build("phi3", hidden_size=64, intermediate_size=128, vocab_size=320), *CASES[case][0]()
+    )
+    decoder = opened(tmp_path)
+    assert kinds_of(decoder) == CASES[case][1]
+    assert error_of(decoder, model) < MOST_ERROR
+
+
+@pytest.mark.parametrize(
+    ("case", "layer"),
+    [
+        ("gptq 4 bits, zeros", QuantisedLinear),
+        ("gptq 8 bits", QuantisedLinear),
+        ("fp8 rows", QuantisedLinear),
+        ("compressed W8A8", QuantisedLinear),
+        ("gptq desc_act", DenseLinear),
+        ("modelopt nvfp4", DenseLinear),
+    ],
+)
+def test_a_gpus_kernels_take_the_packed_forms_that_they_know(case: str, layer: type, tmp_path: Path) -> None:
+    model = made.write(tmp_path, tiny_models.build("llama"), *CASES[case][0]())
+    checkpoint = open_checkpoint(Options(model=str(tmp_path)))
+    spec = spec_from_config(checkpoint.config)
+
+    def fast(op: str, **_: Any) -> Any:
+        """The references of quantised products, as functions that pass for a device's own."""
+        return partial(choose_reference(op)) if op in REFERENCES else choose_reference(op)
+
+    decoder = Decoder(spec, checkpoint.weights(), torch.float32, "cpu", choose=fast)
+    layers: Any = decoder._layers
+    held = [part for each in layers for part in (each._held.mixer["output"], each._held.ffn["down"])]
+    assert {type(part.weight) for part in held} == {layer}
+    assert error_of(decoder, model) < EXACT_ERROR
+
+
+def test_gpt_oss_is_read_from_its_stacks_of_4_bit_floats_which_the_program_keeps(tmp_path: Path) -> None:
+    model = tiny_models.build("gpt_oss", hidden_size=64, intermediate_size=64, vocab_size=320)
+    state, stored = model.state_dict(), dict[str, Tensor]()
+    for name, tensor in state.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = tensor.clone()
+            continue
+        rows = tensor.transpose(1, 2).flatten(0, 1).contiguous()  # [experts * out, in]
+        exponents, scales = made.mxfp4_scales(rows)
+        codes, values = made.in_fp4(rows, scales)
+        count, _, out = tensor.shape
+        stored[f"{name}_blocks"] = codes.view(count, out, -1, 16)
+        stored[f"{name}_scales"] = exponents.view(count, out, -1)
+        state[name] = values.view(count, out, -1).transpose(1, 2)
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, tmp_path / "model.safetensors")
+    config = model.config.to_dict() | {"architectures": ["GptOssForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    model.load_state_dict(state)
+    model.config._experts_implementation = "eager"
+    checkpoint = open_checkpoint(Options(model=str(tmp_path)))
+    by_op = Decoder(spec_from_config(checkpoint.config), checkpoint.weights(), torch.float32, "cpu")
+    assert error_of(by_op, model.double()) < EXACT_ERROR
+    decoder = opened(tmp_path)
+    assert kinds_of(decoder) == {"float4", "F32"}
+    assert error_of(decoder, model) < MOST_ERROR
+
+
+def test_what_a_gptq_config_says_of_single_modules_counts(tmp_path: Path) -> None:
+    (config, four), (_, eight) = made.gptq(4), made.gptq(8, 16 * 4)
+    config |= {"dynamic": {r"+:.*\.mlp\.down_proj": {"bits": 8, "group_size": -1}, r"-:.*k_proj": {}}}
+    _, eight = made.gptq(8, -1)
+    model = made.write(
+        tmp_path,
+        tiny_models.build("llama"),
+        config,
+        lambda module, weight: (eight if "down_proj" in module else four)(module, weight),
+        skip=("k_proj",),
+    )
+    decoder = opened(tmp_path)
+    assert kinds_of(decoder) == {"int4", "int8", "F32"}
+    assert error_of(decoder, model) < MOST_ERROR
+
+
+def test_compressed_tensors_stores_each_module_by_its_target_and_leaves_what_it_ignores(tmp_path: Path) -> None:
+    config, four = made.compressed("W4A16", **made.W4)
+    _, eight = made.compressed("fp8")
+    first = {"targets": ["re:.*down_proj$"], "weights": made.W8 | {"type": "float"}, "format": "float-quantized"}
+    config["config_groups"] = {"group_0": config["config_groups"]["group_0"], "group_1": first}
+    config["ignore"] = ["lm_head", "re:.*v_proj"]
+    model = made.write(
+        tmp_path,
+        tiny_models.build("llama"),
+        config,
+        lambda module, weight: (eight if "down_proj" in module else four)(module, weight),
+        skip=("v_proj",),
+    )
+    decoder = opened(tmp_path)
+    assert kinds_of(decoder) == {"int4", "e4m3", "F32"}
+    assert error_of(decoder, model) < MOST_ERROR
+
+
+def test_modelopts_config_may_lie_beside_the_models(tmp_path: Path) -> None:
+    model = made.write(tmp_path, tiny_models.build("llama"), *made.modelopt("FP8"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    beside = {"producer": {"name": "modelopt", "version": "0.31"}, "quantization": {"quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    assert error_of(opened(tmp_path, quantization="modelopt"), model) < EXACT_ERROR
+
+
+@pytest.mark.parametrize(("layout", "writer"), [("auto_round:auto_gptq", made.gptq), ("auto_round:auto_awq", made.awq)])
+def test_autoround_stores_in_the_layouts_of_gptq_and_awq(layout: str, writer: Any, tmp_path: Path) -> None:
+    _, write_one = writer()
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "packing_format": layout}
+    model = made.write(tmp_path, tiny_models.build("llama"), config, write_one)
+    assert error_of(opened(tmp_path, quantization="inc"), model) < MOST_ERROR
+
+
+def test_scales_of_a_quantised_cache_are_named_as_without_effect(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    made.write(tmp_path, tiny_models.build("llama"), *made.gptq())
+    tensors = load_file(tmp_path / "model.safetensors")
+    layer = "model.layers.0.self_attn"
+    scales = {f"{layer}.{name}": torch.ones(()) for name in ("k_proj.k_scale", "v_proj.v_scale")}
+    save_file(tensors | scales, tmp_path / "model.safetensors")
+    opened(tmp_path)
+    assert f"2 scales of a quantised cache ({layer}.k_proj.k_scale ...) have no effect" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def gptq_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gptq")
+    made.write(folder, tiny_models.build("llama"), *made.gptq())
+    return folder
+
+
+def changed(folder: Path, into: Path, **config: Any) -> dict[str, Tensor]:
+    """A copy of the checkpoint with another quantization_config; returns the tensors."""
+    whole = json.loads((folder / "config.json").read_text())
+    whole["quantization_config"] |= config
+    (into / "config.json").write_text(json.dumps(whole))
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("asked", ["gptq", "gptq_marlin", None])
+def test_vllms_names_of_the_format_may_be_asked_for(gptq_folder: Path, asked: str | None) -> None:
+    assert open_checkpoint(Options(model=str(gptq_folder), quantization=asked)).quantisation is not None
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("awq", "quantization=awq does not fit this checkpoint, whose weights are stored as gptq"),
+        ("squeezellm", "quantization=squeezellm is not to be had: vLLM took it out in 0.8; quantise the model anew"),
+        ("gqtp", "quantization=gqtp is unknown; there are gguf, int8, int4, fp8, "),
+    ],
+)
+def test_another_format_than_the_checkpoints_is_refused(gptq_folder: Path, asked: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        open_checkpoint(Options(model=str(gptq_folder), quantization=asked))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "aqlm"}, r"by the method aqlm, which is not supported: vLLM took it out in 0\.10"),
+        ({"quant_method": "mystery"}, "by the method mystery, which is not supported: known are auto-round, "),
+        ({"bits": 5}, "GPTQ weights of 5 bits are not supported; 2, 3, 4 and 8 bits are"),
+        ({"bits": "four"}, "the GPTQ config's bits is 'four'; a whole number is expected"),
+        ({"checkpoint_format": "marlin"}, "in the layout marlin, which is one kernel's own"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused(
+    gptq_folder: Path, tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    save_file(changed(gptq_folder, tmp_path, **config), tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        open_checkpoint(Options(model=str(tmp_path)))
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        ({"bits": 8}, {}, rf"weight {Q_PROJ}.weight has shape \[64, 32\], but the config needs \[64, 64\]"),
+        ({"group_size": 48}, {}, f"weights of {Q_PROJ} do not fit their config: groups of 48 do not divide 64 inputs"),
+        (
+            {"group_size": 64},
+            {},
+            rf"{Q_PROJ} do not fit their config: scales are \[2, 64\], and \[64, 64\] of 4 ",
+        ),
+        ({}, {"scales": None}, f"the quantised weights of {Q_PROJ} lack {Q_PROJ}.scales"),
+        ({}, {"qzeros": torch.zeros(1, 8, dtype=torch.int32)}, r"zero points are \[1, 8\]; \[2, 8\] is expected"),
+        ({}, {"scales": torch.full((2, 64), torch.nan).half()}, f"the scales of {Q_PROJ} are not all finite"),
+        ({}, {"g_idx": torch.arange(64, dtype=torch.int32) % 3}, "g_idx does not have 32 inputs in each of 2 groups"),
+    ],
+)
+def test_config_and_tensors_that_disagree_are_named_before_serving(
+    gptq_folder: Path, tmp_path: Path, config: dict[str, Any], change: dict[str, Tensor | None], message: str
+) -> None:
+    tensors = changed(gptq_folder, tmp_path, **config)
+    for part, tensor in change.items():
+        del tensors[f"{Q_PROJ}.{part}"]
+        if tensor is not None:
+            tensors[f"{Q_PROJ}.{part}"] = tensor
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("case", "part", "tensor", "message"),
+    [
+        ("fp8 matrix", "weight_scale", None, rf"{Q_PROJ}.weight is stored as torch.float8_e4m3fn, .* no scales for it"),
+        (
+            "fp8 blocks",
+            "weight_scale_inv",
+            torch.ones(1, 1),
+            r"scales are \[1, 1\], and \[64, 64\] in blocks of 32 x 64",
+        ),
+        (
+            "fp8 rows",
+            "weight_scale",
+            torch.ones(3),
+            r"scales are \[3\]; \[64, 64\] needs one, one for each row, or whole",
+        ),
+        ("fp8 rows", "weight", torch.full((64, 64), torch.nan).to(torch.float8_e4m3fn), "hold NaN"),
+        ("modelopt nvfp4", "weight_scale_2", None, f"the quantised weights of {Q_PROJ} lack {Q_PROJ}.weight_scale_2"),
+        (
+            "compressed W4A16",
+            "weight_scale",
+            torch.ones(64, 3).half(),
+            r"scales are \[64, 3\], and \[64, 64\] in groups",
+        ),
+        ("hqq 4 bits", "W_q", torch.zeros(3, 32).byte(), r"W_q is torch.uint8 \[3, 32\], and \[64, 64\] of 4 bits in"),
+        ("hqq 4 bits", "scale", torch.ones(5, 1), "scale has 5 numbers, and there are 128 groups"),
+        ("torchao int8", "_weight_scale", None, "lack .*_weight_scale"),
+        ("compressed W8A8 static", "input_scale", None, f"lack {Q_PROJ}.input_scale"),
+        ("compressed W8A8 static", "input_scale", torch.zeros(1), r"the scale of its inputs is 0\.0; a number above 0"),
+        ("bitsandbytes nf4", "weight.absmax", None, f"lack {Q_PROJ}.weight.absmax"),
+        ("bitsandbytes nf4", "weight", torch.zeros(9, 1).byte(), r"9 bytes cannot be \[64, 64\] codes of 4 bits"),
+    ],
+)
+def test_each_format_names_tensors_that_do_not_fit(
+    case: str, part: str, tensor: Tensor | None, message: str, tmp_path: Path
+) -> None:
+    static = made.compressed("W8A8", InputRounding(0.03), **made.W8)
+    made.write(tmp_path, tiny_models.build("llama"), *(CASES[case][0]() if case in CASES else static))
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[f"{Q_PROJ}.{part}"]
+    if tensor is not None:
+        tensors[f"{Q_PROJ}.{part}"] = tensor
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}, "AWQ weights in the layout gemv"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "ModelOpt's W4A8_AWQ is not supported; FP8, "),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp6_e2m3"}}},
+            "Quark weights of fp6_e2m3",
+        ),
+        ({"quant_method": "compressed-tensors"}, "the compressed-tensors config has no config_groups"),
+        (made.compressed("W4A16", **made.W4)[0] | {"format": "marlin-24"}, "layout marlin-24 .*: 2:4 sparse weights"),
+        (
+            {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:fp8"},
+            "AutoRound's layout auto_round:fp8",
+        ),
+        ({"quant_method": "torchao", "quant_type": "int4"}, "quant_type is 'int4'; one of torchao's own configs"),
+        ({"quant_method": "hqq", "nbits": 3, "group_size": 32}, "HQQ weights of 3 bits are not supported; 1, 2, 4 and"),
+        ({"quant_method": "hqq", "nbits": 4, "group_size": 32, "axis": 0}, "in groups along the outputs"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size is 128; two whole numbers are expected"),
+    ],
+)
+def test_each_format_names_a_config_that_it_cannot_serve(
+    gptq_folder: Path, tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    whole = json.loads((gptq_folder / "config.json").read_text()) | {"quantization_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    (tmp_path / "model.safetensors").write_bytes((gptq_folder / "model.safetensors").read_bytes())
+    with pytest.raises(ModelError, match=message):
+        open_checkpoint(Options(model=str(tmp_path)))
+
+
+def test_a_config_of_quantised_weights_over_floats_is_refused(tmp_path: Path) -> None:
+    folder = tiny_models.save("llama", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": made.gptq()[0]}))
+    with pytest.raises(ModelError, match=r"weights are quantised \(gptq\), and none of them is stored so"):
+        opened(folder)
+
+
+def test_the_page_of_formats_is_what_the_formats_say() -> None:
+    page = Path(__file__).parents[2] / DOCS_PAGE
+    assert page.read_text(encoding="utf-8") == quantisation_page(), "run make docs"
+
+
+def test_ranks_divide_packed_weights_between_groups(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made.write(tmp_path, tiny_models.build("llama"), *made.gptq(symmetric=False))
+    one = first_logprobs(tmp_path, dtype="float32")
+    two = first_logprobs(tmp_path, dtype="float32", distributed_executor_backend=THREADS, tensor_parallel_size=2)
+    assert two == pytest.approx(one, abs=0.06)
+    assert "it has 128 for 96 inner columns of an MLP" in caplog.text
+    assert "no whole number of blocks" not in caplog.text
+    staged = first_logprobs(tmp_path, dtype="float32", distributed_executor_backend=THREADS, pipeline_parallel_size=2)
+    assert staged == pytest.approx(one, abs=0.06)
+
+
+def test_ranks_turn_what_is_ordered_across_them_into_floats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made.write(tmp_path, tiny_models.build("llama"), *made.gptq(desc_act=True))
+    one = first_logprobs(tmp_path, dtype="float32")
+    two = first_logprobs(tmp_path, dtype="float32", distributed_executor_backend=THREADS, tensor_parallel_size=2)
+    assert two == pytest.approx(one, abs=0.06)
+    assert "weights of type int4 in groups of 32 is no whole number of blocks; they are kept in float32" in caplog.text

@@ -1,0 +1,216 @@
+"""Requests outlive their engines: what comes after a move is what would have come without."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import tiny_models
+from fleet_parts import Session
+
+from headrace import SamplingParams, StructuredOutputsParams
+from headrace.core.engine.engine import EngineThread
+from headrace.core.options.parsing import parse_options
+from headrace.frontend.api.inputs.prompts import Prompt
+from headrace.frontend.api.outputs import RequestOutput
+from headrace.frontend.client.request import RequestStream
+from headrace.frontend.fleet.decisions import Affinity
+from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.fleet.router import RouterOptions
+from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, QueueFullError
+from headrace.ipc.messages import Finish, FinishReason, Load
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 30}}, "required": ["name"]}
+LONG = {"max_tokens": 60, "ignore_eos": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "seeded": {"seed": 5, **LONG},
+    "greedy": {"temperature": 0.0, **LONG},
+    "log-probabilities": {"seed": 6, "logprobs": 3, **LONG},
+    "prompt log-probabilities": {"seed": 7, "prompt_logprobs": 2, **LONG},
+    "three outputs": {"seed": 8, "n": 3, "logprobs": 1, **LONG},
+    "a schema": {
+        "seed": 9,
+        "max_tokens": 60,
+        "structured_outputs": StructuredOutputsParams(json=PERSON, disable_any_whitespace=True),
+    },
+    "penalties": {"seed": 10, "repetition_penalty": 1.3, "presence_penalty": 0.5, "min_tokens": 40, "max_tokens": 60},
+    "a stop string": {"seed": 11, "stop": ["zzzz", "qqqq"], **LONG},
+    "in pieces": {"seed": 12, "stream_interval": 7, **LONG},
+}
+PROMPT = list(range(20, 60))
+
+
+@pytest.fixture(scope="module")
+def thread(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineThread]:
+    folder = tiny_models.save("llama", tmp_path_factory.mktemp("model"), tokenizer=True)
+    sizes = {"block_size": 8, "max_num_seqs": 16, "max_model_len": 128, "num_gpu_blocks_override": 200}
+    thread = EngineThread(parse_options(model=str(folder), dtype="float32", **sizes))
+    # Starts what tries grammars, which ends with the engine.
+    run(thread, [SamplingParams(max_tokens=2, structured_outputs=StructuredOutputsParams(choice=["a"]))])
+    yield thread
+    thread.stop()
+
+
+def run(
+    thread: EngineThread,
+    params: list[SamplingParams],
+    disturb: Callable[[EnginePool, list[Session], list[RequestStream]], Any] | None = None,
+    *,
+    num_engines: int = 2,
+    options: RouterOptions | None = None,
+) -> tuple[list[RequestOutput | HeadraceError], EnginePool, list[RequestStream]]:
+    """The final outputs (or errors) of as many requests as there are params, begun on engine 0."""
+
+    async def main() -> Any:
+        sessions = [Session(thread) for _ in range(num_engines)]
+        pool = EnginePool(sessions, options)
+        pool.start()
+        await asyncio.wait_for(pool.started.wait(), 60)
+        model = pool.names[0]
+        streams = [
+            pool.submit(str(index), Prompt(token_ids=PROMPT), each, model=model, affinity=Affinity(rank=0))
+            for index, each in enumerate(params)
+        ]
+        try:
+            if disturb is not None:
+                await asyncio.wait_for(_until(lambda: all(stream.num_tokens >= 10 for stream in streams)), 60)
+                disturb(pool, sessions, streams)
+            outputs = await asyncio.wait_for(
+                asyncio.gather(*(stream.final() for stream in streams), return_exceptions=True), 60
+            )
+            return outputs, pool, streams
+        finally:
+            await pool.close(0.0)
+
+    return asyncio.run(main())
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def told(output: Any) -> Any:
+    assert isinstance(output, RequestOutput), output
+    return (
+        output.prompt_logprobs,
+        [
+            (each.text, each.token_ids, each.logprobs, each.finish_reason, each.cumulative_logprob)
+            for each in output.outputs
+        ],
+    )
+
+
+def close(one: Any, other: Any) -> bool:
+    """Equal but for the last digits of log-probabilities: a prompt that is computed again rounds otherwise."""
+    if isinstance(one, float):
+        return one == pytest.approx(other, abs=1e-4)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(close(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(close, one, other))
+    if hasattr(one, "logprob"):
+        return close((one.logprob, one.rank, one.decoded_token), (other.logprob, other.rank, other.decoded_token))
+    return bool(one == other)
+
+
+def kill_first(pool: EnginePool, sessions: list[Session], streams: list[RequestStream]) -> None:
+    sessions[0].kill()
+
+
+def test_requests_of_every_kind_go_on_with_the_same_tokens(thread: EngineThread) -> None:
+    params = [SamplingParams(**each) for each in KINDS.values()]
+    expected, _, _ = run(thread, params, num_engines=1)
+    outputs, pool, _ = run(thread, params, kill_first)
+    for name, output, undisturbed in zip(KINDS, outputs, expected, strict=True):
+        assert close(told(output), told(undisturbed)), name
+    assert pool.router.migrations == {"died": len(KINDS)}
+    assert not pool.router.held
+    assert all(not member.requests for member in pool.router.members.values())
+
+
+def test_a_request_without_a_seed_goes_on_with_the_one_that_was_drawn(thread: EngineThread) -> None:
+    outputs, _, (stream,) = run(thread, [SamplingParams(**LONG)], kill_first)
+    seed = stream.sequences[0].seed
+    assert seed is not None
+    expected, _, _ = run(thread, [SamplingParams(seed=seed, **LONG)], num_engines=1)
+    assert told(outputs[0]) == told(expected[0])
+
+
+def test_a_silent_engine_loses_its_requests_and_what_it_says_later_is_ignored(thread: EngineThread) -> None:
+    def freeze(pool: EnginePool, sessions: list[Session], streams: list[RequestStream]) -> None:
+        sessions[0].is_deaf = True
+
+    expected, _, _ = run(thread, [SamplingParams(seed=1, **LONG)], num_engines=1)
+    options = RouterOptions(suspect_after_s=0.3)
+    outputs, pool, _ = run(thread, [SamplingParams(seed=1, **LONG)], freeze, options=options)
+    assert told(outputs[0]) == told(expected[0])
+    assert pool.router.migrations["silent"] == 1
+
+
+def test_a_paused_engine_says_so_and_keeps_its_requests(thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[Load] = []
+    monkeypatch.setattr(thread.port, "set_load", lambda load, clients: loads.append(load))
+    tasks: list[asyncio.Task[None]] = []
+
+    async def pause_for_a_while(pool: EnginePool) -> None:
+        engine = pool.engines[0]
+        assert engine.client is not None
+        await engine.client.pause_generation("keep")
+        await _until(lambda: loads[-1].is_paused)
+        for _ in range(10):  # as a port over ZeroMQ tells it, again and again
+            pool._on_load(engine, loads[-1])
+            await asyncio.sleep(0.1)
+        await engine.client.resume_generation()
+
+    def pause(pool: EnginePool, sessions: list[Session], streams: list[RequestStream]) -> None:
+        tasks.append(asyncio.ensure_future(pause_for_a_while(pool)))
+
+    params = [SamplingParams(seed=1, max_tokens=80, ignore_eos=True)]
+    expected, _, _ = run(thread, params, num_engines=1)
+    outputs, pool, _ = run(thread, params, pause, options=RouterOptions(stalled_after_s=0.3))
+    tasks[0].result()
+    assert told(outputs[0]) == told(expected[0])
+    assert not pool.router.migrations
+
+
+def test_without_migrations_a_request_ends_with_its_engine(thread: EngineThread) -> None:
+    (error,), _, _ = run(thread, [SamplingParams(**LONG)], kill_first, options=RouterOptions(max_migrations=0))
+    assert isinstance(error, EngineDeadError)
+    assert "it was killed" in str(error)
+
+
+def test_without_another_engine_a_request_fails_with_the_cause(thread: EngineThread) -> None:
+    (error,), pool, _ = run(thread, [SamplingParams(**LONG)], kill_first, num_engines=1)
+    assert isinstance(error, EngineDeadError)
+    assert "it was killed" in str(error)
+    assert pool.failure is not None
+
+
+def test_an_abort_reaches_a_request_where_it_went(thread: EngineThread) -> None:
+    def kill_and_abort(pool: EnginePool, sessions: list[Session], streams: list[RequestStream]) -> None:
+        kill_first(pool, sessions, streams)
+        asyncio.get_running_loop().call_later(0.0, lambda: pool.abort(["0"]))
+
+    (output,), pool, _ = run(thread, [SamplingParams(seed=3, max_tokens=80, ignore_eos=True)], kill_and_abort)
+    assert isinstance(output, RequestOutput)
+    assert output.outputs[0].finish_reason == "abort"
+    assert not len(pool)
+
+
+def test_a_request_that_one_engine_refuses_goes_to_another(thread: EngineThread) -> None:
+
+    full = Failure(message="the queue is full", type=QueueFullError.__name__, retry_after_s=5.0)
+
+    def refuse(pool: EnginePool, sessions: list[Session], streams: list[RequestStream]) -> None:
+        client = pool.engines[0].client
+        assert client is not None
+        slot = streams[0].sequences[0].slot
+        client.requests._on_finish(streams[0].sequences[0], Finish(slot=slot, reason=FinishReason.FAILED, failure=full))
+
+    expected, _, _ = run(thread, [SamplingParams(seed=1, **LONG)], num_engines=1)
+    outputs, pool, _ = run(thread, [SamplingParams(seed=1, **LONG)], refuse)
+    assert told(outputs[0]) == told(expected[0])
+    assert pool.router.migrations == {"refused": 1}

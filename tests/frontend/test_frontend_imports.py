@@ -1,0 +1,136 @@
+"""What a client costs before it does anything: the modules it loads, and how a script may end."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from source_tree import PYTHONPATH
+
+import headrace
+
+HEAVY = ("torch", "transformers", "numpy", "triton", "huggingface_hub", "safetensors", "gguf")
+
+
+def run_python(script: str, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script, *arguments] if stdin is None else [sys.executable, "-"]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, check=False)
+
+
+def loaded_by(script: str) -> list[str]:
+    result = run_python(script + "\nimport sys, json; print(json.dumps(sorted(sys.modules)))")
+    assert result.returncode == 0, result.stderr
+    modules: list[str] = json.loads(result.stdout.splitlines()[-1])
+    return modules
+
+
+def test_importing_the_package_loads_next_to_nothing() -> None:
+    loaded = [name for name in loaded_by("import headrace") if name.startswith(("headrace.", "zmq", "msgspec"))]
+    assert loaded == ["headrace.vllm_modules"]
+
+
+def test_the_public_face_loads_nothing_heavy() -> None:
+    modules = loaded_by("import headrace; [getattr(headrace, name) for name in headrace.__all__]")
+    assert "headrace.frontend.api.llm" in modules
+    assert [name for name in HEAVY if name in modules] == []
+    assert [name for name in ("tokenizers", "jinja2", "tqdm", "uvloop") if name in modules] == [], "too early"
+
+
+def test_vllms_module_names_give_the_same_classes_and_load_nothing_heavy() -> None:
+    modules = loaded_by(
+        """
+import headrace, headrace.inputs, headrace.outputs, headrace.sampling_params
+assert headrace.inputs.TokensPrompt is headrace.TokensPrompt
+assert headrace.outputs.RequestOutput is headrace.RequestOutput
+assert headrace.sampling_params.SamplingParams is headrace.SamplingParams
+for module in (headrace.inputs, headrace.outputs, headrace.sampling_params):
+    assert all(hasattr(module, name) for name in module.__all__)
+"""
+    )
+    assert [name for name in (*HEAVY, "tokenizers", "jinja2", "tqdm", "uvloop") if name in modules] == []
+
+
+def test_a_session_from_connect_to_close_loads_nothing_heavy() -> None:
+    modules = loaded_by(
+        f"""
+import sys
+sys.path[:0] = {PYTHONPATH!r}.split(':')
+from fake_core import memory_core
+import headrace
+with memory_core() as core, headrace.LLM.attach(core.transport) as llm:
+    llm.generate("Hello")
+    llm.chat([{{"role": "user", "content": "x"}}])
+"""
+    )
+    assert [name for name in HEAVY if name in modules] == []
+    assert "uvloop" in modules
+
+
+def test_the_public_names_are_there() -> None:
+    assert set(headrace.__all__) <= set(dir(headrace))
+    assert headrace.SamplingParams.__name__ == "SamplingParams"
+    assert headrace.__version__ == importlib.metadata.version("headrace")
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    assert not hasattr(headrace, "LLMs")
+
+
+def test_what_vllm_has_and_headrace_lacks_is_named_with_the_reason() -> None:
+    with pytest.raises(ImportError, match="'PoolingParams': only generation is supported"):
+        from headrace import PoolingParams  # noqa: F401
+    llm: Any = object.__new__(headrace.LLM)
+    with pytest.raises(AttributeError, match="LLM has no 'embed': only generation is supported"):
+        llm.embed(["x"])
+    with pytest.raises(AttributeError, match=r"LLM has no 'generrate'$"):
+        llm.generrate("x")
+
+
+def test_the_package_runs_as_the_command_does() -> None:
+    done = subprocess.run([sys.executable, "-m", "headrace", "version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"headrace {headrace.__version__} ")
+
+
+SCRIPT = f"""
+import sys
+sys.path[:0] = {PYTHONPATH!r}.split(':')
+from fake_core import MemoryCore, FakeCore
+from headrace import LLM, SamplingParams
+core = MemoryCore(FakeCore())
+llm = LLM.attach(core.transport)
+print(llm.generate("Hello", use_tqdm=False)[0].outputs[0].text)
+"""
+
+
+def test_a_script_from_stdin_that_never_closes_ends_cleanly() -> None:
+    result = run_python("", stdin=SCRIPT)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert len(result.stdout) == len("4!mtBM1m\n")
+
+
+def test_a_script_that_ends_in_the_middle_of_a_stream_ends_cleanly() -> None:
+    result = run_python(SCRIPT + "core.pause(); stream = llm.stream('x', SamplingParams(max_tokens=99)); sys.exit(3)")
+    assert (result.returncode, result.stderr) == (3, "")
+
+
+def test_ctrl_c_in_a_script_shows_a_keyboard_interrupt_and_nothing_else() -> None:
+    script = (
+        SCRIPT
+        + """
+import os, signal, threading
+core.pause()
+def interrupt():
+    while not core.core.running: pass
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt).start()
+llm.generate("Hello", use_tqdm=False)
+"""
+    )
+    result = run_python(script)
+    assert result.returncode != 0
+    assert result.stderr.rstrip().endswith("KeyboardInterrupt")
+    assert result.stderr.count("Traceback") == 1

@@ -1,0 +1,65 @@
+"""The engine as a thread of the user's process: the same messages, the same answers, the same failures."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from headrace import LLM, EngineDeadError, SamplingParams
+from headrace.frontend.api.inputs.prompts import Prompt
+from headrace.frontend.api.parameters.sampling_params import RequestOutputKind
+from headrace.ipc.failure import OptionError, RequestFailedError
+
+NULL = {"distributed_executor_backend": "headrace.executor.testing.null:NullExecutor", "skip_tokenizer_init": True}
+
+
+def test_a_thread_and_a_child_give_the_same_tokens():
+    params = SamplingParams(max_tokens=20, temperature=0)
+    prompts = [[5, 6, 7], [8], [9] * 40]
+    answers = []
+    for in_process in (True, False):
+        with LLM("null", in_process=in_process, **NULL) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
+
+
+def test_a_crash_ends_the_call_with_its_cause():
+    with LLM("null", in_process=True, hf_overrides={"crash_token_id": 77}, **NULL) as llm:
+        with pytest.raises(EngineDeadError, match="told to crash"):
+            llm.generate([[77]], use_tqdm=False)
+        with pytest.raises(EngineDeadError, match="told to crash"):
+            llm.generate([[5]], use_tqdm=False)
+
+
+def test_a_start_that_fails_leaves_no_thread():
+    before = threading.active_count()
+    with pytest.raises(OptionError, match="no_such"):
+        LLM("null", in_process=True, hf_overrides={"no_such": 1}, **NULL)
+    assert threading.active_count() == before
+
+
+def test_closing_ends_the_threads():
+    before = threading.active_count()
+    LLM("null", in_process=True, **NULL).close()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("params", [{}, {"n": 2}, {"max_tokens": 1}], ids=str)
+def test_a_request_that_fails_raises_however_it_is_read(kind, params):
+    params = SamplingParams(output_kind=kind, **params)
+    with LLM("null", in_process=True, hf_overrides={"fail_token_id": 13}, **NULL) as llm:
+        with pytest.raises(RequestFailedError):
+            llm.generate([[5, 13]], params, use_tqdm=False)
+        with pytest.raises(RequestFailedError):
+            list(llm.stream([5, 13], params))
+        with pytest.raises(RequestFailedError):
+            llm._background.run(_last_output(llm._client, params))
+
+
+async def _last_output(client, params):
+    """As AsyncLLM.generate reads a request."""
+    async for output in client.submit("own name", Prompt(token_ids=[5, 13]), params):
+        assert not output.finished

@@ -1,0 +1,61 @@
+"""The whole of a GPU's step, with its Triton kernels interpreted on the CPU, gives the tokens of the CPU's path.
+
+The interpreter is chosen by an environment variable before triton is imported, hence the process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import interpreted_decode
+import pytest
+import torch
+from interpreted_decode import dtype_of, model_and_spec, quantised, tokens_of
+from model_driver import DictSource
+from triton_cases import why_not_interpreted
+
+from headrace.executor.cpu.batch import BatchState
+from headrace.executor.cpu.runner import ModelRunner
+from headrace.executor.models import kv_cache
+from headrace.executor.models.decoder import Decoder
+from headrace.kernels.registry import choose_reference
+
+pytestmark = pytest.mark.system
+
+if reason := why_not_interpreted():
+    pytest.skip(reason, allow_module_level=True)
+
+RUNNER = Path(interpreted_decode.__file__)
+NAMES = (
+    *("llama_biases+linear", "qwen3", "gemma2"),
+    *("llama_gqa_tied+cache_fp8_e4m3", "qwen3+cache_int8", "llama_gqa_tied+int8", "llama_gqa_tied+int4"),
+)
+FUSED = {"activate_and_multiply", "embed", "paged_attention", "rms_norm", "rotary_and_write"}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, dict[str, list[list[int]]]]:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, str(RUNNER), *NAMES], capture_output=True, text=True, timeout=280, check=False, env=environment
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    return {line["name"]: line for line in lines}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_through_interpreted_kernels_are_the_cpu_paths(name: str, outcomes: dict[str, dict[str, list]]) -> None:
+    model, _, kind = name.partition("+")
+    built, spec = model_and_spec(model)
+    chosen = quantised(choose_reference, kind)
+    decoder = Decoder(spec, DictSource(built.state_dict()), torch.float32, choose=chosen)
+    cache = kv_cache.allocate(spec, 32, 16, dtype_of(kind))
+    reference = ModelRunner(decoder, cache, BatchState(2, 32, 16), vocab_size=spec.vocab_size)
+    assert outcomes[name]["tokens"] == tokens_of(reference.step)
+    linear = {f"linear_{kind}".removesuffix("_linear")} if kind in ("int8", "int4", "linear") else set()
+    assert set(outcomes[name]["served"]) >= FUSED | linear, "what is not served by Triton is not tested here"

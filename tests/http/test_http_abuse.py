@@ -1,0 +1,344 @@
+"""What a hostile or careless client sends: it is refused in a sentence, and costs others neither time nor memory.
+
+Times are processor seconds of this process, where a machine's load does not show. benchmarks/abuse.py is the long run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from fake_tokenizers import bundle_of, byte_level_tokenizer
+from http_server import Server, ask, connection, read_all, serving, wait_until
+
+from headrace.frontend.http.errors import LONGEST_MESSAGE, LONGEST_PARAM, ApiError
+from headrace.frontend.http.exchange import MOST_CONTAINERS, LargeBodies, check_shape
+from headrace.frontend.http.openai.prompts import tokenize_texts
+from headrace.frontend.http.openai.requests import ChatCompletionRequest, CompletionRequest, RequestDecoder
+from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.process.server import read_keys
+from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.failure import OptionError
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
+READ_TIMEOUT_S = 2.0
+MOST_LEFT_BYTES = 150 << 20
+LONG_NAME = " - at `$" * 40_000
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    arguments = ("--read-timeout", str(READ_TIMEOUT_S), "--enable-log-requests", "--max-model-len", "4096")
+    with serving(*arguments, null_model={"step_delay_s": 0.002}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+def memory_bytes(server: Server) -> int:
+    return int(psutil.Process(server.process.pid).memory_info().rss)
+
+
+def post(path: str, body: bytes, *headers: bytes) -> bytes:
+    lines = (b"POST %b HTTP/1.1" % path.encode(), b"host: x", b"content-type: application/json")
+    return b"\r\n".join((*lines, b"content-length: %d" % len(body), *headers, b"", body))
+
+
+# --- time ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": "x", LONG_NAME: 1}),
+        (CompletionRequest, {"prompt": "x", "stream": True, "stream_options": {LONG_NAME: 1}}),
+        (CompletionRequest, {"prompt": "x", "stream_options": {"`" * 400_000: 1}}),
+        (CompletionRequest, {"prompt": "x", "logit_bias": {LONG_NAME: "x"}}),
+        (ChatCompletionRequest, {"messages": [{"role": "user", LONG_NAME: 1}]}),
+        (ChatCompletionRequest, {"messages": [{"role": {LONG_NAME: 1}}]}),
+        (ChatCompletionRequest, {"messages": [], "m" * 400_000: 1}),
+        (CompletionRequest, {"prompt": "x", **{f"temperatur{'tem' * 10}{i}": 1 for i in range(250)}}),
+        (CompletionRequest, {"prompt": "x", **{f"k{i}": 1 for i in range(100_000)}}),
+    ],
+)
+def test_a_long_name_costs_no_time_and_is_not_repeated(kind, body):
+    encoded = json.dumps(body).encode()
+    began_s = time.process_time()
+    with pytest.raises(ApiError) as refused:
+        RequestDecoder(strict=True).decode(encoded, kind)
+    assert time.process_time() - began_s < 0.5
+    assert len(refused.value.body.message) <= LONGEST_MESSAGE
+    assert len(refused.value.body.param or "") <= LONGEST_PARAM
+
+
+def test_long_names_and_values_are_cut_in_every_answer(client):
+    for path, body in (
+        (COMPLETIONS, {"prompt": "x", "model": "m" * 300_000}),
+        (COMPLETIONS, {"prompt": "x", "stop": ["s" * 300_000] * 3}),
+        (COMPLETIONS, {"prompt": "x", "request_id": "r" * 300_000}),
+        (COMPLETIONS, {"prompt": "x", "stream_options": {LONG_NAME: 1}}),
+        (COMPLETIONS, {"prompt": "x", "stop_token_ids": [-1] * 1000}),
+        (COMPLETIONS, {"prompt": "x", "bad_words": [" " * 50_000]}),
+        (CHAT, {"messages": [{"role": "r" * 300_000, "content": [{"type": "t" * 300_000}]}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages" * 9999: 1}}),
+    ):
+        answer = client.post(path, json=body)
+        assert answer.status_code in (200, 400, 404), answer.text[:300]
+        assert len(answer.content) < 2 * LONGEST_MESSAGE or answer.status_code == 200
+    assert client.get("/" + "v1/" * 10_000).status_code == 404
+
+
+def test_a_large_body_is_decoded_and_tokenised_off_the_event_loop():
+    import asyncio
+
+    async def threads_of(*sizes: int) -> list[str]:
+        bodies = LargeBodies(1 << 20)
+        return [await bodies.run(b"x" * size, lambda body: threading.current_thread().name) for size in sizes]
+
+    small, large = asyncio.run(threads_of(100, 300_000))
+    assert small == threading.current_thread().name
+    assert large.startswith("large-body")
+
+
+@pytest.mark.parametrize("value", [b"[]", b'""', b'{"a":1}'])
+def test_a_body_of_too_many_values_is_refused_before_it_is_decoded(value):
+    body = b'{"prompt":[' + b",".join([value] * (MOST_CONTAINERS + 10)) + b"]}"
+    with pytest.raises(ApiError, match="several requests") as refused:
+        check_shape(body)
+    assert refused.value.status == 413
+    check_shape(b'{"prompt":[' + b",".join([value] * (MOST_CONTAINERS // 4)) + b"]}")
+
+
+def test_rules_on_tokens_times_outputs_are_bounded(client):
+    rules = {str(token): 1 for token in range(300)}
+    refused = client.post(COMPLETIONS, json={"prompt": [[5]] * 2048, "max_tokens": 1, "logit_bias": rules})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "logit_bias"
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(client, server):
+    before = memory_bytes(server)
+    for text in ("x" * 8_000_000, "ab " * 2_000_000):
+        for path, body in (
+            (COMPLETIONS, {"prompt": text, "max_tokens": 1}),
+            (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}], "max_tokens": 1}),
+            ("/tokenize", {"prompt": text}),
+        ):
+            refused = client.post(path, json=body)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["code"] == "context_length_exceeded"
+    wait_until(lambda: memory_bytes(server) - before < 60 << 20, 10, "giving memory back")
+
+
+@pytest.mark.system
+@pytest.mark.timeout(600)
+def test_a_thousand_bodies_of_every_size_leave_the_server_as_it_was(client, server):
+    """Sizes from one byte to the limit, each as often in every power of two; texts, tokens, conversations, nonsense."""
+    limit = ServeOptions().max_body_bytes
+    before, peak = memory_bytes(server), 0
+    for number in range(1000):
+        size = max(1, round(limit ** ((number // 5 + 1) / 200)))
+        path, body = _body_of(number % 5, size)
+        assert len(body) <= limit
+        assert client.post(path, content=body, headers=JSON).status_code < 500
+        peak = max(peak, memory_bytes(server))
+    print(f"peak {(peak - before) >> 20} MiB, left {(memory_bytes(server) - before) >> 20} MiB above the start")
+    wait_until(lambda: memory_bytes(server) - before < MOST_LEFT_BYTES, 10, "giving memory back")
+
+
+def _body_of(kind: int, size: int) -> tuple[str, bytes]:
+    """A body of so many bytes, or a little more where its frame alone is longer."""
+    frames = {
+        0: (COMPLETIONS, b'{"max_tokens":1,"prompt":"', b"a ", b'"}'),
+        1: (COMPLETIONS, b'{"max_tokens":1,"prompt":[5', b",5", b"]}"),
+        2: (CHAT, b'{"max_tokens":1,"messages":[{"role":"user","content":"', b"ab", b'"}]}'),
+        3: (
+            CHAT,
+            b'{"max_tokens":1,"messages":[',
+            b'{"role":"user","content":"x"},',
+            b'{"role":"user","content":"y"}]}',
+        ),
+        4: ("/tokenize", b"", b"\x7b\x22", b""),
+    }
+    path, head, piece, tail = frames[kind]
+    return path, head + piece * max(0, (size - len(head) - len(tail)) // len(piece)) + tail
+
+
+def test_the_length_of_a_text_is_bounded_by_its_vocabulary_and_probed_by_its_beginning():
+    tokenizer = Tokenizer(bundle_of(byte_level_tokenizer(400)))
+    longest = tokenizer.longest_token
+
+    def tokens_of(text: str, max_tokens: int) -> int:
+        (token_ids,) = tokenize_texts([text], tokenizer, special=False, max_tokens=max_tokens, param="prompt")
+        return len(token_ids)
+
+    assert tokens_of("a" * 100, 100) <= 100
+    with pytest.raises(ApiError, match=r"maximum context length is 10 tokens.*characters"):
+        tokens_of("a" * (10 * longest + 1), 10)
+
+
+def test_trailers_and_requests_sent_ahead_take_no_memory(server):
+    before = memory_bytes(server)
+    body = json.dumps({"prompt": [5], "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
+    chunked = post(COMPLETIONS, b"", b"transfer-encoding: chunked").replace(b"content-length: 0\r\n", b"")
+    cases = (
+        (chunked + b"%x\r\n%b\r\n0\r\n" % (len(body), body), b"a: %b\r\n" % (b"b" * 1000)),
+        (chunked + b"%x\r\n%b\r\n0\r\na: " % (len(body), body), b"b" * 1000),
+        (post(COMPLETIONS, body), b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n" * 20),
+        (post(COMPLETIONS, body) + b"GET / HTTP/1.1\r\nhost: x\r\n", b"a: %b\r\n" % (b"b" * 1000)),
+        (b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n" * 17, b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n" * 20),
+    )
+    for head, more in cases:
+        with connection(server) as sock:
+            sock.sendall(head)
+            sock.settimeout(1.0)
+            sent = 0
+            with contextlib.suppress(OSError):  # closed, or read no further
+                while sent < 40 << 20:
+                    sent += sock.send(more * 60)
+            assert memory_bytes(server) - before < 30 << 20, (head[:100], sent)
+
+
+def test_a_whole_answer_that_nobody_reads_is_let_go(client, server):
+    def connections() -> int:
+        kind = psutil.Process(server.process.pid).net_connections("tcp")
+        return sum(each.status == psutil.CONN_ESTABLISHED for each in kind)
+
+    before = connections()
+    asked = {"prompt": [5] * 4000, "echo": True, "max_tokens": 1, "n": 128, "logprobs": 1}
+    with connection(server) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.sendall(post(COMPLETIONS, json.dumps(asked).encode()))  # some 30 MB, more than the kernel takes
+        wait_until(lambda: connections() > before, 60, "their connections")
+        wait_until(lambda: connections() <= before, 120, "letting them go")
+
+
+# --- HTTP itself ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", ["whole", "split", "chunked"])
+def test_a_wish_for_http_2_is_ignored_and_the_body_read(server, length):
+    """Java's HttpClient sends it with every first request."""
+    body = json.dumps({"prompt": [5], "max_tokens": 3, "seed": 1}).encode()
+    wish = (b"connection: Upgrade, HTTP2-Settings", b"upgrade: h2c", b"http2-settings: AAMAAABkAAQAAP__")
+    with connection(server) as sock:
+        if length == "chunked":
+            head = post(COMPLETIONS, b"", b"transfer-encoding: chunked", *wish).replace(b"content-length: 0\r\n", b"")
+            sock.sendall(head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
+        elif length == "split":
+            request = post(COMPLETIONS, body, *wish)
+            for part in (request[:40], request[40:-20], request[-20:]):
+                sock.sendall(part)
+                time.sleep(0.05)
+        else:
+            sock.sendall(post(COMPLETIONS, body, *wish))
+        first = sock.recv(65536)
+        assert first.startswith(b"HTTP/1.1 200"), first
+        sock.sendall(post(COMPLETIONS, body, b"connection: close"))  # and the connection goes on
+        assert b"HTTP/1.1 200" in read_all(sock)
+
+
+@pytest.mark.parametrize(
+    ("request_head", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\n\r\n", b"400"),
+        (b"GET /health HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", b"400"),
+        (b"GET /health\r\n\r\n", b"505"),
+        (b"GET /health HTTP/0.9\r\nhost: a\r\n\r\n", b"505"),
+        (b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n", b"405"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"400"),
+        (b"GET /health HTTP/1.0\r\n\r\n", b"200"),
+        (b"GET /health HTTP/1.1\r\nhost: a\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n", b"200"),
+    ],
+)
+def test_what_is_no_proper_request_is_refused(server, request_head, status):
+    with connection(server) as sock:
+        sock.sendall(request_head)
+        assert sock.recv(65536).split(b" ")[1] == status
+
+
+def test_pipelined_requests_are_answered_in_order(server):
+    with connection(server) as sock:
+        bodies = [json.dumps({"prompt": [5], "max_tokens": n, "ignore_eos": True}).encode() for n in (9, 1, 5)]
+        for body in bodies:
+            sock.sendall(post(COMPLETIONS, body))
+        sock.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+        answers = read_all(sock)
+        assert re.findall(rb'"completion_tokens":(\d)', answers) == [b"9", b"1", b"5"]
+        assert answers.endswith(b'{"status":"ok"}')
+
+
+# --- keys, logs and values -----------------------------------------------------------------------------------------
+
+
+def test_a_line_of_the_log_cannot_be_forged(client, server):
+    client.get("/a%0aERROR%20forged%1b[31m%E2%80%AE")
+    server.wait_log(r"GET /a\\nERROR forged\\x1b\[31m\\u202e: 404")
+
+
+def test_a_key_of_any_characters_opens(monkeypatch):
+    with serving("--api-key", "schlüssel-π") as server, server.client() as client:
+        for key, status in (("schlüssel-π", 200), ("schlüssel", 401)):
+            headers = {"authorization": f"Bearer {key}".encode()}
+            assert client.get("/v1/models", headers=headers).status_code == status
+
+
+@pytest.mark.parametrize("name", ["HEADRACE_API_KEY", "VLLM_API_KEY"])
+def test_a_key_of_the_environment_guards_and_an_empty_one_opens_nothing(monkeypatch, name):
+    monkeypatch.delenv("HEADRACE_API_KEY", raising=False)
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    assert read_keys(ServeOptions()) == []
+    monkeypatch.setenv(name, "secret")
+    assert read_keys(ServeOptions()) == ["secret"]
+    assert read_keys(ServeOptions(api_key=("mine",))) == ["mine"]
+    monkeypatch.setenv(name, " ")
+    with pytest.raises(OptionError, match=name):
+        read_keys(ServeOptions())
+    with pytest.raises(OptionError, match="api_key is empty"):
+        read_keys(ServeOptions(api_key=("",)))
+
+
+def nested(depth: int) -> Any:
+    value: Any = {}
+    for _ in range(depth):
+        value = {"properties": value}
+    return value
+
+
+@pytest.mark.parametrize("depth", [100, 500, 900, 5000])
+def test_tools_of_any_depth_are_an_answer_or_a_refusal(client, depth):
+    tool = {"type": "function", "function": {"name": "f", "parameters": None}}
+    encoded = json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "tools": [tool]})
+    deep = '{"properties":' * depth + "{}" + "}" * depth
+    answer = client.post(CHAT, content=encoded.replace("null", deep), headers=JSON)
+    assert answer.status_code in (200, 400), answer.text[:300]
+
+
+@pytest.mark.parametrize("name", ["self", "conversation", "template", "add_generation_prompt", "loop", "tokenizer"])
+def test_a_template_variable_may_have_any_name(client, name):
+    answer = client.post(
+        CHAT, json={"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "chat_template_kwargs": {name: 1}}
+    )
+    assert answer.status_code in (200, 400), answer.text[:300]
+
+
+def test_after_all_this_the_server_serves_as_before(client):
+    assert ask(client, COMPLETIONS, prompt=[5], max_tokens=2)["usage"]["completion_tokens"] == 2
+    assert client.get("/load").json() == {"server_load": 0}

@@ -1,0 +1,394 @@
+"""Starts, drains, deaths, disconnects: what a server does when something ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from http_server import (
+    Server,
+    address_of_engine,
+    engine_of,
+    metric,
+    null_engine_arguments,
+    processor_share,
+    serving,
+    wait_until,
+)
+
+from headrace.frontend.http.metrics import Pages
+from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.process.server import HttpServer, listen
+from headrace.frontend.http.process.worker import ParentEngine
+
+COMPLETIONS = "/v1/completions"
+ENDLESS = {"prompt": [5, 6], "max_tokens": 30_000, "ignore_eos": True}
+REQUEST_HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+)
+SLOW = {"step_delay_s": 0.01}
+
+
+@contextlib.contextmanager
+def streaming(client: httpx.Client, **more: Any) -> Iterator[Iterator[str]]:
+    """The lines of a stream that has begun."""
+    with client.stream("POST", COMPLETIONS, json={**ENDLESS, **more, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        yield lines
+
+
+@pytest.fixture(scope="module")
+def slow_server() -> Iterator[Server]:
+    with serving("--max-num-seqs", "8", "--max-waiting-requests", "2", null_model=SLOW) as server:
+        yield server
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_phases_sum_to_the_time_until_the_address(processes):
+    untold_s = 1.0
+    for _ in range(3):  # a busy machine may take its time between their clock and this one
+        began_s = time.time()
+        with serving("--api-server-count", processes) as server:
+            wall_s = time.time() - began_s
+            phases = [float(seconds) for seconds in re.findall(r"\[ *([\d.]+) s\]", server.log)]
+            (total,) = re.findall(r"ready: .* \(([\d.]+) s\)", server.log)
+            assert len(phases) >= 5, server.log
+            assert sum(phases) == pytest.approx(float(total), abs=0.02)
+            untold_s = abs(wall_s - float(total))
+        if untold_s <= 0.15:
+            break
+    assert untold_s <= 0.15
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_server_that_loads_says_so_and_is_not_ready(processes):
+    server = Server("--port", "0", "--api-server-count", processes, null_model={"load_delay_s": 60})
+    try:
+        server.wait_log("load weights|allocate|read config")
+        wait_until(lambda: len(set(listening_ports(server))) == 1, 10, "listening")
+        (port,) = set(listening_ports(server))
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+            assert client.get("/health/live").status_code == 200
+            refused = client.get("/health/ready")
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) > 0
+            body = client.post(COMPLETIONS, json={"prompt": [5]})
+            assert body.status_code == 503
+            assert body.json()["error"]["code"] == "loading"
+        server.signal()
+        assert server.wait_exit() == 0
+    finally:
+        server.close()
+
+
+def test_a_server_told_to_stop_before_it_runs_ends_at_once() -> None:
+    """As an HTTP process is whose parent is stopped while it still starts."""
+    options = ServeOptions(port=0)
+    with listen(options) as sock:
+        server = HttpServer(options, sock, Pages(1))
+        server.stop_threadsafe(30.0)
+        assert asyncio.run(asyncio.wait_for(server.run([ParentEngine(lambda lost: None)]), 10.0)) == 0
+
+
+def listening_ports(server: Server) -> list[int]:
+    process = psutil.Process(server.process.pid)
+    connections = [each for one in (process, *process.children()) for each in one.net_connections("tcp")]
+    return [each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN]
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_an_engine_that_cannot_start_ends_the_server_with_its_cause(processes):
+    server = Server("--distributed-executor-backend", "nowhere:Nothing", "--api-server-count", processes)
+    assert server.wait_exit(30) == 1
+    assert "nowhere:Nothing" in server.log
+
+
+@pytest.mark.parametrize("how", ["stream", "whole"])
+def test_a_client_that_leaves_is_aborted_at_once(slow_server, how):
+    with slow_server.client() as watcher:
+        if how == "stream":
+            with slow_server.client() as client, streaming(client):
+                assert metric(watcher, "headrace:num_requests_running") == 1
+        else:
+            with slow_server.client() as client, pytest.raises(httpx.ReadTimeout):
+                client.post(COMPLETIONS, json=ENDLESS, timeout=httpx.Timeout(30, read=0.3))
+        left_s = time.monotonic()
+        wait_until(lambda: metric(watcher, "headrace:num_requests_running") == 0, 5, "the abort")
+        assert time.monotonic() - left_s < 1.0
+        assert metric(watcher, "headrace:kv_cache_usage_perc") == 0
+
+
+def test_what_is_computed_for_nobody_is_counted():
+    """The step that is under way when a client leaves brings a token that nobody wants."""
+    with serving(null_model={"step_delay_s": 0.4}) as server, server.client() as watcher:
+        with server.client() as client, streaming(client):
+            assert metric(watcher, "headrace:tokens_after_disconnect_total") == 0
+        wait_until(lambda: metric(watcher, "headrace:tokens_after_disconnect_total") == 1, 5, "the step's end")
+        assert metric(watcher, "headrace:http_disconnects_total") == 1
+
+
+def test_two_requests_of_one_name_are_both_answered(slow_server):
+    with slow_server.client() as client, streaming(client, request_id="twin") as lines, slow_server.client() as other:
+        answer = other.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1, "request_id": "twin"})
+        assert answer.status_code == 200
+        assert next(line for line in lines if line).startswith("data: "), "the first goes on"
+
+
+def test_a_full_queue_answers_429_with_a_time_to_come_back(slow_server):
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(streaming(stack.enter_context(slow_server.client())))
+        with slow_server.client() as watcher:
+
+            async def crowd() -> list[httpx.Response]:
+                async with httpx.AsyncClient(base_url=slow_server.url, timeout=30) as client:
+                    waiting = [
+                        asyncio.create_task(client.post(COMPLETIONS, json={**ENDLESS, "max_tokens": 5}))
+                        for _ in range(2)
+                    ]
+                    while metric(watcher, "headrace:num_requests_waiting") < 2:
+                        await asyncio.sleep(0.01)
+                    refused = [
+                        await client.post(COMPLETIONS, json={"prompt": [5], "stream": stream})
+                        for stream in (False, True)
+                    ]
+                    stack.close()
+                    return [*refused, *await asyncio.gather(*waiting)]
+
+            whole, streamed, *served = asyncio.run(crowd())
+    for refused in (whole, streamed):
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert [response.status_code for response in served] == [200, 200]
+
+
+def test_one_of_several_prompts_that_fails_ends_the_stream_with_the_cause():
+    with (
+        serving("--max-num-batched-tokens", "32", null_model={"step_delay_s": 0.02, "fail_token_id": 77}) as server,
+        server.client() as client,
+    ):
+        # The second prompt takes several steps of 32 tokens, so the first one streams by then.
+        with streaming(client, prompt=[[5, 6], [77] * 200]) as lines:
+            rest = [line for line in lines if line]
+        assert "told to fail" in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+        wait_until(lambda: metric(client, "headrace:num_requests_running") == 0, 5, "the other's end")
+
+
+def test_sigterm_drains():
+    with serving(null_model=SLOW) as server, server.client() as client, server.client() as other:
+        with streaming(client, max_tokens=100) as lines:
+            server.signal()
+            wait_until(lambda: other.get("/health/ready").status_code == 503, 5, "readiness to turn off")
+            assert other.get("/health/live").status_code == 200
+            assert other.post(COMPLETIONS, json={"prompt": [5]}).json()["error"]["code"] == "shutting_down"
+            rest = [line for line in lines if line]
+        assert '"finish_reason":"length"' in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+        assert server.wait_exit() == 0
+
+
+def test_a_drain_ends_at_its_deadline_with_a_last_event():
+    with serving("--shutdown-timeout", "0.3", null_model=SLOW) as server, server.client() as client:
+        with streaming(client) as lines:
+            server.signal()
+            rest = [line for line in lines if line]
+        assert "shut down" in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+        assert server.wait_exit() == 0
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_second_signal_does_not_wait(processes):
+    with serving("--api-server-count", processes, null_model=SLOW) as server, server.client() as client:
+        with streaming(client) as lines:
+            server.signal()
+            server.wait_log("stopping; ")
+            server.signal(signal.SIGINT)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert server.wait_exit() == 0
+
+
+def test_several_processes_share_a_port_an_engine_and_metrics():
+    with serving("--api-server-count", "2", null_model=SLOW) as server:
+        for _ in range(40):  # each a connection of its own: the kernel deals them out
+            with server.client() as client:
+                assert client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1}).status_code == 200
+        with server.client() as client:  # much that is new at once, for the engine's garbage collector to look at
+            body = {"prompt": [5], "max_tokens": 2, "n": 128, "temperature": 1.0, "ignore_eos": True}
+            assert client.post(COMPLETIONS, json=body).status_code == 200
+        workers = [
+            each for each in psutil.Process(server.process.pid).children() if "process.worker" in str(each.cmdline())
+        ]
+        pids = {worker.pid for worker in workers if worker.cpu_times().user > 0}
+        assert len(pids) == 2
+        with server.client() as client:
+            for _ in range(4):
+                assert metric(client, "headrace:http_requests_total") == 41
+                assert metric(client, "headrace:e2e_request_latency_seconds_count") == 41
+                assert metric(client, "headrace:num_clients") == 2
+                assert metric(client, "headrace:engine_gc_pauses_total") > 0
+                assert metric(client, "headrace:engine_gc_pause_seconds_total") > 0
+        with server.client() as client, streaming(client, max_tokens=50) as lines:
+            server.signal()
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert server.wait_exit() == 0
+
+
+def test_attached_servers_leave_the_engine_running_and_share_its_load():
+    with serving(null_model=SLOW) as owner:
+        address = address_of_engine(owner)
+        with (
+            serving("--engine", address, "--engine", address, attached=True) as server,
+            server.client() as client,
+        ):
+            # Two sessions with one core count as two engines, so the second stream goes to the idle one.
+            with streaming(client), server.client() as other, streaming(other), owner.client() as watcher:
+                assert metric(watcher, "headrace:num_requests_running") == 2
+                running = [server_engine_tokens(server, index) for index in ("0", "1")]
+                assert all(count > 0 for count in running)
+            server.signal()
+            assert server.wait_exit() == 0
+        with owner.client() as client:
+            assert client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1}).status_code == 200
+
+
+def test_of_two_engines_the_one_that_lives_is_named_and_serves():
+    with serving("--served-model-name", "A") as first, serving("--served-model-name", "B") as second:
+        engines = [option for each in (first, second) for option in ("--engine", address_of_engine(each))]
+        with serving(*engines, attached=True) as server, server.client() as client:
+            assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["A", "B"]
+            engine_of(first).kill()
+            wait_until(lambda: client.get("/v1/models/A").status_code == 404, 5, "A's end")
+            assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["B"]
+            answer = client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1})
+            assert (answer.status_code, answer.json()["model"]) == (200, "B")
+
+
+def test_several_processes_do_not_share_a_port_with_another_server():
+    with serving("--api-server-count", "2") as server:
+        second = Server("--port", str(httpx.URL(server.url).port), "--api-server-count", "2")
+        assert second.wait_exit() == 2
+        assert "another program does; choose another --port" in second.log
+
+
+def server_engine_tokens(server: Server, index: str) -> float:
+    with server.client() as client:
+        wait_until(
+            lambda: metric(client, "headrace:inter_token_latency_seconds_count", engine=index) > 0,
+            5,
+            f"tokens of engine {index}",
+        )
+        return metric(client, "headrace:inter_token_latency_seconds_count", engine=index)
+
+
+def test_an_engine_that_is_not_there_fails_the_start():
+    server = Server("--engine", "ipc:///nonexistent/engine.sock", attached=True)
+    assert server.wait_exit() == 1
+    assert "no engine-core listens" in server.log
+
+
+def test_options_of_an_engine_do_not_go_with_an_attached_one():
+    server = Server("--engine", "ipc:///nonexistent/engine.sock", *null_engine_arguments(), attached=True)
+    assert server.wait_exit() == 2
+    assert "leave out" in server.log
+    assert "--hf-overrides" in server.log
+
+
+def test_a_frozen_engine_makes_no_progress():
+    with (
+        serving("--progress-timeout", "0.5", null_model={"step_delay_s": 1000}) as server,
+        server.client() as client,
+        server.client() as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        assert client.get("/health/progress").status_code == 200
+        answer = pool.submit(other.post, COMPLETIONS, json=ENDLESS)
+        wait_until(lambda: client.get("/health/progress").status_code == 503, 10, "the stall to be noticed")
+        assert client.get("/health/live").status_code == 200
+        engine_of(server).kill()
+        assert answer.result(10).status_code == 503
+        assert server.wait_exit() == 70
+
+
+def test_random_disconnects_leave_nothing_behind():
+    """No request, block, task or descriptor; the memory of a long run is a benchmark's business."""
+    with serving("--max-num-seqs", "64", null_model={"step_delay_s": 0.001}) as server, server.client() as watcher:
+        process, rng = psutil.Process(server.process.pid), random.Random(0)
+        assert watcher.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1}).status_code == 200
+        descriptors = process.num_fds()
+
+        async def one(port: int) -> None:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            body = b'{"prompt":[5,6],"max_tokens":500,"stream":%b}' % rng.choice((b"true", b"false"))
+            request = REQUEST_HEAD % len(body) + body
+            writer.write(request[: rng.choice((len(request), len(request), rng.randrange(len(request))))])
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(reader.read(rng.choice((1, 2000, 20000))), rng.random() * 0.05)
+            writer.transport.abort() if rng.random() < 0.5 else writer.close()
+
+        async def crowd() -> None:
+            port = int(server.url.rsplit(":", 1)[1])
+            for _ in range(8):
+                await asyncio.gather(*(one(port) for _ in range(50)))
+
+        asyncio.run(crowd())
+        wait_until(lambda: metric(watcher, "headrace:num_requests_running") == 0, 5, "every abort")
+        wait_until(lambda: process.num_fds() <= descriptors, 5, "every connection to close")
+        assert metric(watcher, "headrace:num_requests_waiting") == 0
+        assert metric(watcher, "headrace:kv_cache_usage_perc") == 0
+        assert metric(watcher, "headrace:http_disconnects_total") > 100
+        assert watcher.get("/load").json() == {"server_load": 0}
+        server.signal()
+        assert server.wait_exit() == 0
+        assert "Traceback" not in server.log, server.log
+
+
+def test_a_thousand_streams_at_once():
+    with serving("--max-num-seqs", "1024") as server:
+
+        async def one(port: int, token_id: int) -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            body = b'{"prompt":[5,%d],"max_tokens":32,"ignore_eos":true,"stream":true}' % token_id
+            writer.write(REQUEST_HEAD % len(body) + body)
+            text = await reader.readuntil(b"0\r\n\r\n")
+            writer.close()
+            return text
+
+        async def crowd() -> list[bytes]:
+            port = int(server.url.rsplit(":", 1)[1])
+            return await asyncio.gather(*(one(port, 3 + index % 300) for index in range(1000)))
+
+        for text in asyncio.run(crowd()):
+            assert text.startswith(b"HTTP/1.1 200")
+            assert text.count(b'"finish_reason":"length"') == 1
+            assert b"data: [DONE]" in text
+            assert b'"error"' not in text
+
+
+def test_an_idle_server_uses_no_processor_time():
+    """Under 1 % of a core, all processes together; benchmarks/disconnects.py has it over 10 s, of one process."""
+    with serving("--api-server-count", "2") as server, server.client() as client:
+        assert client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 4}).status_code == 200
+        process = psutil.Process(server.process.pid)
+        pids = [process.pid, *(each.pid for each in process.children(recursive=True))]
+        shares: list[float] = []
+
+        def at_rest() -> bool:
+            shares.append(processor_share(pids, 1.0))
+            return shares[-1] < 0.01
+
+        wait_until(at_rest, 10, f"coming to rest {shares}")

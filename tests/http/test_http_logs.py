@@ -1,0 +1,101 @@
+"""What a server logs for operators: its engines' cache and load, requests, at the level that was asked for."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+
+import pytest
+from http_server import ask, serving
+
+from headrace.frontend.client.stats_log import StatsLog
+from headrace.frontend.http.process.options import ServeOptions, with_environment
+from headrace.frontend.http.process.server import listen
+from headrace.ipc.failure import OptionError
+from headrace.ipc.messages import EngineStats
+from headrace.ipc.process.log import set_up_logging
+
+COUNTERS = (
+    "num_running",
+    "num_waiting",
+    "num_clients",
+    "num_blocks",
+    "num_free_blocks",
+    "num_cached_blocks",
+    "steps",
+    "num_finished",
+    "num_preemptions",
+    "num_prompt_tokens",
+    "num_cached_prompt_tokens",
+    "num_generated_tokens",
+)
+
+
+def stats(**values: int) -> EngineStats:
+    return EngineStats(**{**dict.fromkeys(COUNTERS, 0), "num_blocks": 100, "num_free_blocks": 100, **values})
+
+
+def test_a_line_has_the_rates_since_the_line_before() -> None:
+    log = StatsLog(2)
+    log.line(stats(steps=1, num_prompt_tokens=100, num_generated_tokens=50), 10.0)
+    busy = stats(
+        steps=9,
+        num_prompt_tokens=140,
+        num_cached_prompt_tokens=35,
+        num_generated_tokens=75,
+        num_running=3,
+        num_waiting=1,
+        num_free_blocks=60,
+    )
+    assert log.line(busy, 20.0) == (
+        "Engine 002: Avg prompt throughput: 4.0 tokens/s, Avg generation throughput: 2.5 tokens/s, Running: 3 reqs, "
+        "Waiting: 1 reqs, KV cache usage: 40.0%, Prefix cache hit rate: 25.0%"
+    )
+    assert not log.is_idle
+    log.line(stats(steps=9), 30.0)
+    assert not log.is_idle  # the first line of a rest shows that the rates are 0 now
+    log.line(stats(steps=9), 40.0)
+    assert log.is_idle
+    assert "prompt throughput: 0.0" in log.line(stats(steps=2, num_prompt_tokens=7), 50.0)  # of another engine
+
+
+def test_the_server_tells_cache_load_and_requests() -> None:
+    with serving("--log-stats-interval", "0.2", "--enable-log-requests", "--log-level", "debug") as server:
+        server.wait_log(r"Engine 000: KV cache size: [\d,]+ tokens, Maximum concurrency for [\d,]+ tokens per request")
+        with server.client() as client:
+            ask(client, "/v1/completions", prompt="hi", max_tokens=20)
+        server.wait_log(r"Avg generation throughput: [1-9][\d.]* tokens/s, Running: \d+ reqs, Waiting: 0 reqs")
+        server.wait_log(r"POST /v1/completions: done in")
+        assert re.search(r"DEBUG [\d:]+ server: ", server.log)
+
+
+def test_host_and_levels_come_from_the_environment_unless_options_say_else() -> None:
+    given = {"HEADRACE_HOST": "127.0.0.2", "HEADRACE_LOG_LEVEL": "DEBUG", "HEADRACE_LOG_STATS_INTERVAL": "3"}
+    options = with_environment(ServeOptions(port=0), given)
+    assert (options.host, options.log_level, options.log_stats_interval) == ("127.0.0.2", "debug", 3.0)
+    with listen(options) as sock:
+        assert sock.getsockname()[0] == "127.0.0.2"
+    assert with_environment(ServeOptions(host="127.0.0.3"), given).host == "127.0.0.3"
+    with pytest.raises(OptionError, match="HEADRACE_LOG_STATS_INTERVAL=often"):
+        with_environment(ServeOptions(), {"HEADRACE_LOG_STATS_INTERVAL": "often"})
+    with listen(ServeOptions(port=0)) as sock:
+        assert (sock.family, sock.getsockname()[0]) == (socket.AF_INET, "127.0.0.1")
+
+
+def test_a_level_that_is_none_is_told_and_the_default_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_LOG_LEVEL", "chatty")
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    records: list[str] = []
+    monkeypatch.setattr(
+        logging.getLogger("headrace.ipc.process.log"), "warning", lambda text, *args: records.append(text % args)
+    )
+    root.handlers[:] = []
+    try:
+        set_up_logging("test", "WARNING")
+        assert root.level == logging.WARNING
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    assert records == ["HEADRACE_LOG_LEVEL=CHATTY is none of debug, info, warning, error, critical"]

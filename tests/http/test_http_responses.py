@@ -1,0 +1,365 @@
+"""OpenAI's Responses API by its official client: whole, streamed, stored, followed, in the background; and every
+response and event is what the client's own types say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from http_server import Server, serving, wait_until
+from null_with_tokenizer import PARROT
+from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+from headrace.frontend.http.openai.responses import TokenLogprob
+from headrace.frontend.http.responses_api.run import _Turn
+
+END = "STOPHERE"
+TEMPLATE = (
+    '{# <tool_call> "arguments" #}{% for m in messages %}{% if not loop.last %}[{{ m.role }}:'
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}]"
+    "{% endif %}{% endfor %}{{ messages[-1]['content'] }}"
+)
+WEATHER: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "of a city",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Zürich"}}</tool_call>'
+SAID = f"<think>hm</think>Sure.\n{CALL}"
+ARGUMENTS = (
+    *("--distributed-executor-backend", PARROT, "--chat-template", TEMPLATE),
+    *("--reasoning-parser", "qwen3", "--max-model-len", "1024"),
+)
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Of a model that says its last message, up to the stop string."""
+    with serving(*ARGUMENTS, "--api-key", "k", "--api-key", "other", "--response-store-bytes", "30000") as server:
+        with server.client(headers={"authorization": "Bearer k"}) as client:
+            # The engine's process that tries grammars stays.
+            tried = client.post("/v1/responses", json=body_of("hm", tools=[WEATHER], tool_choice="required"))
+            assert tried.status_code == 200, tried.text
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with client_of(server) as client:
+        yield client
+
+
+def client_of(server: Server, key: str = "k") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+def body_of(said: str, **more: Any) -> dict[str, Any]:
+    extra = {"extra_body": {"stop": [END]}} if "extra" in more else {"stop": [END]}
+    more.pop("extra", None)
+    return {"model": "null", "input": said + END, "max_output_tokens": 200, **extra, **more}
+
+
+def ask(client: openai.OpenAI, said: str, **more: Any) -> Response:
+    response = client.responses.create(**body_of(said, extra=True, **more))
+    return Response.model_validate(response.to_dict(), strict=True)
+
+
+def raw_events(server: Server, **body: Any) -> list[dict[str, Any]]:
+    with httpx.Client(base_url=server.url, headers={"authorization": "Bearer k"}, timeout=30) as client:
+        answer = client.post("/v1/responses", json={**body, "stream": True})
+    assert answer.status_code == 200, answer.text
+    return events_in(answer.text)
+
+
+def events_in(text: str) -> list[dict[str, Any]]:
+    """Checked against the client's types, with the names and numbers that they come under."""
+    events = []
+    for part in text.strip().split("\n\n"):
+        name, data = part.split("\n", 1)
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert events[-1]["type"] == name.removeprefix("event: ")
+        EVENT.validate_python(events[-1])
+    numbers = [event["sequence_number"] for event in events]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    return events
+
+
+def test_a_response_has_items_of_reasoning_text_and_calls(client):
+    response = ask(client, SAID, tools=[WEATHER], metadata={"a": "b"}, user="me")
+    reasoning, message, call = response.output
+    assert [part.text for part in reasoning.content] == ["hm"]
+    assert [part.text for part in message.content] == [response.output_text]
+    assert response.output_text == "Sure."
+    assert (call.name, json.loads(call.arguments), call.status) == ("get_weather", {"city": "Zürich"}, "completed")
+    assert call.call_id.startswith("call_")
+    assert (response.status, response.user, response.metadata) == ("completed", "me", {"a": "b"})
+    assert response.usage is not None
+    assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
+    assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
+    assert ask(client, "hello").output_text == "hello"
+
+
+def test_an_answer_that_was_cut_off_is_incomplete_and_one_without_text_is_an_empty_message(client):
+    response = ask(client, SAID, max_output_tokens=4)
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert [item.status for item in response.output] == ["incomplete"]
+    empty = ask(client, "")
+    assert (empty.output_text, [item.type for item in empty.output]) == ("", ["message"])
+
+
+def test_events_add_up_to_the_response(server):
+    events = raw_events(server, **body_of(SAID, tools=[WEATHER]))
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds[:2] == ["created", "in_progress"]
+    assert kinds[-1] == "completed"
+    assert kinds.count("output_item.added") == kinds.count("output_item.done") == 3
+    assert kinds.count("content_part.added") == kinds.count("content_part.done") == 2
+    final = events[-1]["response"]
+    assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == final["output"]
+    for kind, item in (("reasoning_text", 0), ("output_text", 1), ("function_call_arguments", 2)):
+        own = [event for event in events if event["type"].startswith(f"response.{kind}.")]
+        assert {(event["item_id"], event["output_index"]) for event in own} == {(final["output"][item]["id"], item)}
+        told = "".join(event["delta"] for event in own[:-1])
+        assert told == own[-1]["arguments" if kind == "function_call_arguments" else "text"]
+        assert own[-1]["type"].endswith(".done")
+    assert "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta") == "Sure."
+
+
+def test_the_clients_stream_helper_gives_the_same_as_the_whole(client):
+    whole = ask(client, SAID, tools=[WEATHER])
+    with client.responses.stream(**body_of(SAID, extra=True, tools=[WEATHER])) as stream:
+        kinds = {event.type for event in stream}
+        streamed = stream.get_final_response()
+    assert "response.function_call_arguments.delta" in kinds
+    unique = {"id", "call_id", "parsed_arguments", "parsed"}
+    assert [without(item.to_dict(), unique) for item in streamed.output] == [
+        without(item.to_dict(), unique) for item in whole.output
+    ]
+    assert streamed.usage == whole.usage
+
+
+def without(value: Any, names: set[str]) -> Any:
+    if isinstance(value, dict):
+        return {name: without(each, names) for name, each in value.items() if name not in names}
+    return [without(each, names) for each in value] if isinstance(value, list) else value
+
+
+def test_a_response_follows_another(server, client):
+    first = ask(client, "one", instructions="never repeated")
+    second = ask(client, "two", previous_response_id=first.id)
+    third = ask(client, "", previous_response_id=second.id, instructions="now")
+    assert second.output_text == "[user:one"  # it says its prompt up to the stop string
+    assert third.output_text == "[system:now][user:one"
+    assert second.previous_response_id == first.id
+    assert third.usage is not None
+    said = f"[system:now][user:one{END}][assistant:{first.output_text}][user:two{END}][assistant:[user:one]{END}"
+    tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": said}, headers={"authorization": "Bearer k"}).json()
+    assert third.usage.input_tokens == tokens["count"], "all turns, and the instructions of none but the last"
+
+
+def test_items_of_an_earlier_turn_reach_the_template(client):
+    items: Any = [
+        {"role": "developer", "content": "d"},
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b", "annotations": []}]},
+        {"type": "function_call", "call_id": "1", "name": "get_weather", "arguments": '{"city": "x"}'},
+        {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "sunny"}]},
+        {"role": "user", "content": END},
+    ]
+    response = ask(client, "", input=items, instructions="i", tools=[WEATHER])
+    assert response.output_text == '[system:i\n\nd][user:a][assistant:(t)bget_weather{"city": "x"}][tool:sunny]'
+    stored = client.responses.input_items.list(response.id, order="asc", limit=3)
+    assert [item.type for item in stored.data] == ["message", "message", "reasoning"]
+    assert stored.has_more
+    rest = client.responses.input_items.list(response.id, order="asc", after=stored.data[-1].id)
+    assert [item.type for item in rest.data] == ["message", "function_call", "function_call_output", "message"]
+    ResponseItemList.model_validate(stored.model_dump(), strict=True)
+
+
+def test_reasoning_comes_back_as_its_encrypted_content(client):
+    response = ask(client, "<think>hm</think>yes", include=["reasoning.encrypted_content"], store=False)
+    reasoning = response.output[0].to_dict()
+    del reasoning["content"]
+    again = ask(client, "", input=[reasoning, {"role": "assistant", "content": "x"}, {"role": "user", "content": END}])
+    assert again.output_text == "[assistant:(hm)x]"
+    with pytest.raises(openai.BadRequestError, match="was not written by this server"):
+        ask(client, "", input=[{**reasoning, "encrypted_content": "?"}])
+
+
+class Weather(BaseModel):
+    city: str
+    days: int
+
+
+def test_an_answer_has_the_form_that_was_asked_for(client):
+    text = '{"city": "Zürich", "days": 3}'
+    response = client.responses.parse(**body_of(text, extra=True), text_format=Weather)
+    if response.status == "completed":
+        assert isinstance(response.output_parsed, Weather)
+    forced = ask(client, "hm", tools=[WEATHER], tool_choice={"type": "function", "name": "get_weather"}, temperature=1)
+    if forced.status == "completed":
+        assert [item.name for item in forced.output if item.type == "function_call"] == ["get_weather"]
+
+
+def test_log_probabilities_are_of_the_texts_own_tokens(server, client):
+    more = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    (part,) = ask(client, "<think>hm</think>yes", **more).output[1].content
+    assert "".join(each.token for each in part.logprobs) == part.text == "yes"
+    events = raw_events(server, **body_of("yes", **more))
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [each["token"] for event in deltas for each in event["logprobs"]] == ["y", "e", "s"]
+
+
+def test_stored_responses_are_read_and_deleted_by_their_owner_alone(server, client):
+    response = ask(client, "hello")
+    again = client.responses.retrieve(response.id)
+    assert again.to_dict() == response.to_dict()
+    with client_of(server, "other") as other:
+        for forbidden in (other.responses.retrieve, other.responses.delete, other.responses.input_items.list):
+            with pytest.raises(openai.NotFoundError):
+                forbidden(response.id)
+        with pytest.raises(openai.NotFoundError, match="is not here"):
+            ask(other, "x", previous_response_id=response.id)
+    client.responses.delete(response.id)
+    with pytest.raises(openai.NotFoundError, match="was deleted, was not stored, or had to make room"):
+        client.responses.retrieve(response.id)
+    with pytest.raises(openai.NotFoundError) as gone:
+        ask(client, "x", previous_response_id=response.id)
+    assert gone.value.param == "previous_response_id"
+    unstored = ask(client, "hello", store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(unstored.id)
+
+
+def test_the_least_recently_used_make_room(client):
+    first, second = ask(client, "first"), ask(client, "second")
+    for _ in range(40):
+        ask(client, "x" * 100)
+        client.responses.retrieve(first.id)
+    assert client.responses.retrieve(first.id).output_text == "first"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(second.id)
+
+
+def test_a_conversation_that_is_too_long_loses_its_oldest_turns_where_it_may(client):
+    turns: Any = [{"role": "user", "content": f"{number}:" + "x" * 300} for number in range(5)]
+    items = [{"role": "system", "content": "s"}, *turns, {"role": "user", "content": END}]
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 1024"):
+        ask(client, "", input=items)
+    response = ask(client, "", input=items, truncation="auto", max_output_tokens=20)
+    assert response.output_text.startswith("[system:s][user:2:x")
+    assert response.truncation == "auto"
+
+
+def test_a_background_response_is_read_until_it_is_there(client):
+    response = ask(client, "hello", background=True)
+    assert response.status == "queued"
+    wait_until(lambda: client.responses.retrieve(response.id).status == "completed", 20, "the end")
+    done = client.responses.retrieve(response.id)
+    assert (done.output_text, done.background) == ("hello", True)
+    assert client.responses.cancel(response.id).status == "completed"
+
+
+def test_the_events_of_a_background_response_wait_for_their_reader(server, client):
+    with client.responses.create(**body_of("hello", extra=True, background=True, stream=True)) as stream:
+        first = next(iter(stream))
+    assert first.type == "response.created"
+    wait_until(lambda: client.responses.retrieve(first.response.id).status == "completed", 20, "the end")
+    rest = httpx.get(
+        f"{server.url}/v1/responses/{first.response.id}?stream=true&starting_after=0",
+        headers={"authorization": "Bearer k"},
+    )
+    events = events_in(rest.text)
+    assert [event["type"] for event in events][:2] == ["response.queued", "response.in_progress"]
+    assert events[-1]["type"] == "response.completed"
+    assert "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta") == "hello"
+    plain = ask(client, "hello", background=True)
+    with pytest.raises(openai.BadRequestError, match="not created with background and stream"):
+        client.responses.retrieve(plain.id, stream=True)
+
+
+def test_a_background_response_is_cancelled(client):
+    endless: Any = {"extra_body": {"ignore_eos": True}, "background": True, "max_output_tokens": 1000}
+    response = client.responses.create(model="null", input="on and on", **endless)
+    cancelled = client.responses.cancel(response.id)
+    if cancelled.status != "completed":  # it had not ended yet
+        assert cancelled.status == client.responses.retrieve(response.id).status == "cancelled"
+        with pytest.raises(openai.BadRequestError, match="is not complete, and nothing can follow it"):
+            ask(client, "x", previous_response_id=response.id)
+    with pytest.raises(openai.BadRequestError, match="only a response with background: true"):
+        client.responses.cancel(ask(client, "x").id)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "param"),
+    [
+        (
+            {"input": [{"type": "web_search_call"}]},
+            "items of type 'web_search_call' are not supported",
+            "input[0].type",
+        ),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input_image'", "input[0].content[0]"),
+        ({"input": [{"role": "king", "content": "x"}]}, "role must be user", "input[0].role"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "must be a text", "input[0].call_id"),
+        ({"input": []}, "messages is empty", "messages"),
+        ({"tools": [{"type": "web_search"}]}, "'web_search' are run by OpenAI", "tools[0].type"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "names the tool 'x'", "tool_choice"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format must be", "text.format"),
+        ({"text": {"verbosity": "high"}}, "text.verbosity", "text.verbosity"),
+        ({"include": ["all"]}, "include[0] is 'all'; known are", "include[0]"),
+        ({"background": True, "store": False}, "must be stored", "background"),
+        ({"conversation": "c"}, "use previous_response_id", "conversation"),
+        ({"temperature": -1}, "temperature", "temperature"),
+        ({"model": "x"}, "does not exist", "model"),
+    ],
+)
+def test_bad_requests_are_refused_by_name(server, changes, words, param):
+    with httpx.Client(base_url=server.url, headers={"authorization": "Bearer k"}) as client:
+        answer = client.post("/v1/responses", json={**body_of("x"), **changes})
+    assert answer.status_code in (400, 404), answer.text
+    assert words in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == param
+
+
+def test_processes_of_a_server_share_what_is_stored():
+    """Each connection comes to one of two processes; and a file of one's own outlives the server."""
+    with serving(*ARGUMENTS, "--api-server-count", "2") as server:
+        with client_of(server) as client:
+            response = ask(client, "hello")
+        for _ in range(16):
+            with client_of(server) as client:
+                assert client.responses.retrieve(response.id).output_text == "hello"
+
+
+def test_a_file_keeps_responses_beyond_the_servers_end(tmp_path):
+    path = str(tmp_path / "responses.sqlite")
+    with serving(*ARGUMENTS, "--response-store", path) as server, client_of(server) as client:
+        response = ask(client, "hello")
+    with serving(*ARGUMENTS, "--response-store", path) as server, client_of(server) as client:
+        assert client.responses.retrieve(response.id).output_text == "hello"
+        assert ask(client, "", previous_response_id=response.id).output_text == "[user:hello"
+
+
+def test_text_that_is_read_together_with_reasoning_keeps_its_log_probabilities():
+    """As on a busy machine, where both come at once."""
+    turn = object.__new__(_Turn)
+    turn._untold = [TokenLogprob(each, -1.0, None, []) for each in ("<think>", "h", "m", "</think>", "ye", "s", " pen")]
+    assert turn._take_logprobs("hm")
+    assert [each.token for each in turn._take_logprobs("yes")] == ["ye", "s"]
+    assert [each.token for each in turn._untold] == [" pen"]

@@ -1,0 +1,153 @@
+"""Engines over tcp:// with keys: who has one of theirs is served, nobody else is, and each refusal says why."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_parts import make_plan, welcome_of
+
+from headrace.core.engine.sessions import Inbox, Sessions
+from headrace.core.engine.zmq_port import ZmqPort
+from headrace.frontend.cli.main import main
+from headrace.frontend.client.client import CoreClient
+from headrace.frontend.client.transport import ZmqTransport
+from headrace.ipc.failure import EngineDeadError
+from headrace.ipc.transport.keys import KeyFileError, add_client, make_key_file, read_keys
+from headrace.ipc.transport.sockets import AddressError, check_address
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "deployment.keys"
+    make_key_file(path)
+    return path
+
+
+@pytest.fixture
+def address(keys: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of a port that listens with `keys`, in an environment that names none."""
+    with monkeypatch.context() as patched:
+        patched.setenv("HEADRACE_KEYS", str(keys))
+        port = ZmqPort("tcp://127.0.0.1:*")
+        port.serve(Sessions(Inbox(), welcome_of(*make_plan()), None))
+    yield port.address
+    port.close()
+
+
+def greet(address: str, keys: Path | None) -> str:
+    """The model that the engine at `address` welcomes us with."""
+
+    async def attach() -> str:
+        client = CoreClient(ZmqTransport(address, keys=keys))
+        await client.start(10.0, with_tokenizer=False)
+        model = client.welcome.model
+        await client.close()
+        return model
+
+    return asyncio.run(attach())
+
+
+def test_a_client_with_the_deployments_keys_is_welcomed(
+    address: str, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert greet(address, keys)
+    monkeypatch.setenv("HEADRACE_KEYS", str(keys))
+    assert greet(address, None)
+
+
+def test_a_client_without_keys_is_told_that_the_engine_wants_some(address: str) -> None:
+    with pytest.raises(EngineDeadError, match="wants keys"):
+        greet(address, None)
+
+
+def test_a_client_with_another_deployments_keys_is_refused(address: str, tmp_path: Path) -> None:
+    make_key_file(tmp_path / "other.keys")
+    with pytest.raises(EngineDeadError, match=r"other keys than .*other\.keys"):
+        greet(address, tmp_path / "other.keys")
+
+
+def test_a_client_with_keys_tells_of_an_engine_without(keys: Path) -> None:
+    port = ZmqPort("tcp://127.0.0.1:*")
+    try:
+        port.serve(Sessions(Inbox(), welcome_of(*make_plan()), None))
+        with pytest.raises(EngineDeadError, match="or none"):
+            greet(port.address, keys)
+    finally:
+        port.close()
+
+
+def test_a_clients_own_keys_work_from_when_they_are_added_until_their_line_goes(
+    address: str, keys: Path, tmp_path: Path
+) -> None:
+    alice = tmp_path / "alice.keys"
+    assert main(["keys", str(keys), "--client", "alice", "--out", str(alice)]) == 0
+    assert not read_keys(alice).engine.secret_key
+    assert greet(address, alice)
+    keys.write_text("".join(line for line in keys.read_text().splitlines(True) if not line.startswith("alice")))
+    with pytest.raises(EngineDeadError, match=r"admits no client with the keys of .*alice\.keys"):
+        greet(address, alice)
+    assert greet(address, keys), "the others are still admitted"
+
+
+def test_an_engine_whose_key_file_was_damaged_admits_nobody(
+    address: str, keys: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (copy := tmp_path / "copy.keys").write_text(keys.read_text())
+    copy.chmod(0o600)
+    keys.write_text("[engine")
+    with pytest.raises(EngineDeadError, match="admits no client"):
+        greet(address, copy)
+    assert "no client is admitted" in caplog.text
+
+
+def test_a_clients_keys_do_not_open_an_engine(keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_client(keys, "alice", tmp_path / "alice.keys")
+    monkeypatch.setenv("HEADRACE_KEYS", str(tmp_path / "alice.keys"))
+    with pytest.raises(KeyFileError, match="is a client's"):
+        ZmqPort("tcp://127.0.0.1:*")
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "[engine]\n", '[engine]\npublic_key = "short"\n[client]\npublic_key = ""\n', "\xff"]
+)
+def test_what_is_no_key_file_is_named(tmp_path: Path, bad: str) -> None:
+    path = tmp_path / "bad.keys"
+    path.write_text(bad, encoding="latin-1")
+    path.chmod(0o600)
+    with pytest.raises(KeyFileError, match=r"bad\.keys"):
+        read_keys(path)
+
+
+def test_a_key_file_that_others_may_read_is_refused(keys: Path) -> None:
+    keys.chmod(0o644)
+    with pytest.raises(KeyFileError, match="chmod 600"):
+        read_keys(keys)
+
+
+def test_keys_are_never_written_over(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = keys.read_text()
+    assert main(["keys", str(keys)]) == 1
+    assert "exists already" in capsys.readouterr().err
+    assert main(["keys", str(keys), "--client", "alice", "--out", str(keys)]) == 1
+    assert keys.read_text() == before
+    assert main(["keys", str(keys), "--client", "no name", "--out", "elsewhere"]) == 1
+    assert main(["keys", str(keys), "--client", "alice"]) == 2
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://10.0.0.1:5000", "tcp://*:5000", "tcp://gpu-7.example:5000", "tcp://[fd00::1]:5000"]
+)
+def test_an_address_that_other_hosts_reach_wants_keys_or_a_plain_word(
+    address: str, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AddressError, match="headrace keys"):
+        check_address(address)
+    assert check_address(address, keys) == address
+    monkeypatch.setenv("HEADRACE_INSECURE", "1")
+    assert check_address(address) == address
+    monkeypatch.setenv("HEADRACE_INSECURE", "0")
+    with pytest.raises(AddressError):
+        check_address(address)

@@ -1,0 +1,109 @@
+"""The port on the core's side: clients that do not read, and what was sent by those that left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engine_parts import make_plan, welcome_of
+from wire_client import WireClient
+
+from headrace.core.engine.sessions import ClientGone, Inbox, Sessions
+from headrace.core.engine.zmq_port import ZmqPort
+from headrace.core.options.engine_options import Options
+from headrace.core.process.daemon import new_port
+from headrace.frontend.client.client import CoreClient
+from headrace.frontend.client.transport import ZmqTransport
+from headrace.ipc.codec import Tensor
+from headrace.ipc.failure import EngineDeadError
+from headrace.ipc.messages import Abort, Dismissed, Load, Refused, StepOutputs
+from headrace.ipc.transport import sockets
+
+BIG = Tensor.of("int32", [7] * 200_000)
+
+
+class Port:
+    """A port that is served by nobody but the test."""
+
+    def __init__(self) -> None:
+        self.inbox, self.port = Inbox(), ZmqPort("")
+        self.port.serve(Sessions(self.inbox, welcome_of(*make_plan()), None))
+
+    def fill(self, client: int) -> None:
+        """Sends until the client is given up."""
+        for _ in range(1000):
+            self.port.send(client, StepOutputs(step=1, slots=BIG, token_ids=BIG))
+            if client not in self.port.clients:
+                return
+        raise AssertionError("the client was never given up")
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[Port]:
+    monkeypatch.setattr(sockets, "QUEUE_MESSAGES", 2)
+    port = Port()
+    yield port
+    port.port.close()
+
+
+def test_a_client_that_does_not_read_is_dismissed_and_hears_why(port: Port) -> None:
+    with WireClient(port.port.address) as client:
+        port.fill(1)
+        assert port.inbox.get(timeout=5) == (1, ClientGone())
+        dismissed = client.receive(Dismissed)
+        assert "did not read its answers" in dismissed.failure.message
+
+
+def test_a_dismissed_clients_requests_end_with_the_cause_and_its_connection_closes(port: Port) -> None:
+    async def main() -> None:
+        transport = ZmqTransport(port.port.address)
+        client = CoreClient(transport)
+        await client.start()
+        stats = asyncio.ensure_future(client.get_stats())
+        await asyncio.sleep(0)
+        port.fill(1)  # this thread is the client's: it cannot read meanwhile
+        with pytest.raises(EngineDeadError, match="did not read its answers"):
+            await asyncio.wait_for(stats, 20)
+        assert transport._context is None
+
+    asyncio.run(main())
+
+
+def test_what_a_client_sent_before_it_could_know_that_it_is_gone_is_no_message_before_hello(port: Port) -> None:
+    with WireClient(port.port.address) as client:
+        port.fill(1)
+        client.add(1, [5, 6])
+        client.send(Abort(slots=(1,)))
+        client.receive(Dismissed)
+        assert not [message for message in client.heard if isinstance(message, Refused)]
+    with WireClient(port.port.address, greet=False) as stranger:
+        stranger.send(Abort(slots=(1,)))
+        assert "Abort before Hello" in stranger.receive(Refused).failure.message
+
+
+def test_a_busy_port_still_probes_its_clients(port: Port) -> None:
+    with WireClient(port.port.address) as client:
+        port.port.set_load(Load(num_running=1, num_waiting=0), frozenset({1}))
+        client.receive(Load)
+
+
+def test_how_much_one_client_may_leave_unread_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "QUEUE_MESSAGES", 2)  # of the client's side
+
+    def sent_before_dismissal(**options: Any) -> int:
+        port = new_port(Options(**options), "")
+        try:
+            port.serve(Sessions(Inbox(), welcome_of(*make_plan()), None))
+            with WireClient(port.address):
+                for count in range(2000):
+                    port.send(1, StepOutputs(step=1, slots=BIG, token_ids=BIG))
+                    if not port.clients:
+                        return count
+                raise AssertionError("the client was never given up")
+        finally:
+            port.close()
+
+    few, more = (sent_before_dismissal(max_client_unread_messages=most) for most in (1, 100))
+    assert few + 90 < more < few + 110

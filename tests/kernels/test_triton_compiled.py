@@ -1,0 +1,69 @@
+"""Triton's kernels compile for sm_80 and sm_90 without a GPU, and fit: registers and shared memory are on record."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton has no build for this platform", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+MOST_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+PROGRAM = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+from dataclasses import asdict
+import triton_resources as recorded
+from triton_compile import compile_launch, record
+found = []
+for name, architecture in (("attention Llama mixed", 90), ("attention Qwen mixed", 80), ("rotary_and_write", 90)):
+    for launch in record(recorded.all_cases()[name], architecture):
+        found.append({"kernel": launch.function.__name__, **asdict(compile_launch(launch, architecture))})
+print(json.dumps({"sources": recorded.sources_hash(), "compiled": found}))
+"""
+
+
+@pytest.fixture(scope="module")
+def record() -> dict[str, Any]:
+    return json.loads((ROOT / "benchmarks" / "results" / "triton_resources.json").read_text())["results"]
+
+
+def test_compiling_anew_gives_kernels_without_spills(record: dict[str, Any]) -> None:
+    """In a process of its own, which triton has not been told to interpret in."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT / "benchmarks")
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200, check=False, env=environment
+    )
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["sources"] == record["sources"], "run benchmarks/triton_resources.py: the kernels have changed"
+    kernels = [entry["kernel"] for entry in report["compiled"]]
+    assert kernels.count("attend_kernel") == 4
+    assert "rotary_cache_kernel" in kernels
+    for entry in report["compiled"]:
+        assert entry["spilled_bytes"] == 0, entry
+        if entry["kernel"] == "attend_kernel":
+            assert entry["tensor_core_instructions"] > 0, entry
+
+
+def test_every_kernel_is_on_record_for_both_architectures_and_fits(record: dict[str, Any]) -> None:
+    launched = set()
+    for path in (ROOT / "kernels" / "triton").glob("*.py"):
+        launched |= set(re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.M))
+    for architecture, most in MOST_SHARED_BYTES.items():
+        entries = [entry for entry in record["kernels"] if entry["architecture"] == architecture]
+        assert {entry["kernel"] for entry in entries} == launched
+        for entry in entries:
+            assert entry["spilled_bytes"] == 0, entry
+            assert entry["shared_bytes"] <= most, entry
+            assert entry["num_registers"] * entry["num_threads"] <= 65536, entry

@@ -1,0 +1,98 @@
+"""Writes docs/models.md from what the tests run: `python tests/models/models_document.py` (`make docs`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from test_mixture_families import FAMILIES as MIXTURES
+from tiny_families import FAMILIES, FOREIGN, foreign
+from tiny_models import COMMON, TINY_MODELS, TinyModel
+
+from headrace.executor.checkpoints.gguf.config import ARCHITECTURES, MIXTRAL
+from headrace.executor.cpu.decoder import why_not
+from headrace.executor.models.families import families, spec_from_config
+from headrace.executor.parallel.divisibility import check_shares
+from headrace.executor.parallel.rank_place import RankPlace
+from headrace.ipc.failure import HeadraceError
+
+DOCS_PAGE = Path(__file__).parents[2] / "docs/models.md"
+MARK = "<!-- what follows is written by tests/models/models_document.py: make docs -->\n"
+TABLES: tuple[tuple[str, dict[str, TinyModel]], ...] = (
+    ("test_models, test_parallel_model", TINY_MODELS),
+    ("test_dense_families", FAMILIES),
+    ("test_mixture_families", MIXTURES),
+)
+
+
+class Row(NamedTuple):
+    architecture: str
+    implementation: str
+    on_cpu: str
+    ranks: str
+    gguf: str
+    tests: str
+
+
+def native_rows() -> Iterator[Row]:
+    gguf = {each.architecture for each in (*ARCHITECTURES.values(), MIXTRAL)}
+    known = families()
+    tested: dict[str, tuple[str, TinyModel]] = {}
+    for tests, table in TABLES:
+        for tiny in table.values():
+            tested.setdefault(tiny.model_class, (tests, tiny))
+    for architecture in sorted(known, key=str.lower):
+        twin = next((name for name in tested if known.get(name) is known[architecture]), None)
+        assert twin is not None, f"no test runs a model of {architecture}"
+        tests, tiny = tested.get(architecture, tested[twin])
+        if architecture not in tested:
+            tests += f", as {twin}"
+        spec = spec_from_config(config_of(tiny))
+        on_cpu = "op by op" if why_not(spec, torch.float32) else "program"
+        found = "yes" if architecture in gguf else ""
+        yield Row(architecture, "headrace", on_cpu, divided(spec), found, tests)
+
+
+def foreign_rows() -> Iterator[Row]:
+    for name in FOREIGN:
+        architecture = foreign(name).model_class
+        if architecture not in families():
+            yield Row(architecture, "transformers", "op by op", "", "", "test_transformers_backend")
+
+
+def config_of(tiny: TinyModel) -> dict[str, Any]:
+    config = getattr(transformers, tiny.config_class)(**(COMMON | tiny.config))
+    return config.to_dict() | {"architectures": [tiny.model_class]}
+
+
+def divided(spec: Any) -> str:
+    """Which of both kinds of ranks can divide it."""
+    found = []
+    for kind, place in (("tensor", RankPlace.of(0, 2, 1)), ("pipeline", RankPlace.of(0, 1, 2))):
+        try:
+            check_shares(spec, place)
+        except HeadraceError:
+            continue
+        found.append(kind)
+    return ", ".join(found)
+
+
+def table() -> str:
+    rows = [*native_rows(), *foreign_rows()]
+    head = ("architecture", "implementation", "on a CPU", "ranks", "GGUF", "tests")
+    lines = [f"{len(rows)} architectures.", "", f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    return "\n".join([*lines, *(f"| {' | '.join((f'`{row[0]}`', *row[1:]))} |" for row in rows)]) + "\n"
+
+
+def page() -> str:
+    """The page with its table made anew."""
+    written, mark, _ = DOCS_PAGE.read_text(encoding="utf-8").partition(MARK)
+    assert mark, f"{DOCS_PAGE} has no line {MARK!r}"
+    return f"{written}{MARK}\n{table()}"
+
+
+if __name__ == "__main__":
+    DOCS_PAGE.write_text(page(), encoding="utf-8")

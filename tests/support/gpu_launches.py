@@ -1,0 +1,219 @@
+"""What the real runner launches for the shapes of real models, on tensors without memory: a GPU's kernels are chosen,
+and each launch is noted instead of run. Anything that waited for a value of the device would fail.
+
+`PYTHONPATH=tests/support:benchmarks python tests/support/gpu_launches.py NAME...` prints one line of JSON for each
+model: the kernels launched in forms for which Triton compiles anew, by the phase that saw them first.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from plan_maker import PlanMaker
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+from triton_compile import OPTIONS, LaunchRecord, pretended
+
+from headrace import kernels
+from headrace.executor.gpu.device_state import HostDevice
+from headrace.executor.gpu.hardware.memory import largest_prefill, visit_kernels
+from headrace.executor.gpu.kernels import Rounding, batch_invariant, quantising
+from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
+from headrace.executor.gpu.sampler import Choice
+from headrace.executor.models import kv_cache
+from headrace.executor.models.decoder import Decoder
+from headrace.executor.models.families import spec_from_config
+from headrace.executor.models.sizes import weight_shapes
+from headrace.kernels import registry
+from headrace.kernels.triton import versions
+
+META = torch.device("meta")
+GPU = torch.device("cuda", 0)
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu", "num_hidden_layers": 2,
+}  # fmt: skip
+QWEN3 = {
+    **LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024,
+    "intermediate_size": 3072, "num_attention_heads": 16, "head_dim": 128, "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+GEMMA2 = {
+    **LLAMA, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 3584, "head_dim": 256,
+    "num_attention_heads": 16, "vocab_size": 256000, "max_position_embeddings": 8192, "sliding_window": 4096,
+    "hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    "query_pre_attn_scalar": 256, "tie_word_embeddings": True,
+}  # fmt: skip
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Llama-3.1-8B": (LLAMA, {}),
+    "Llama-3.1-8B int4": (LLAMA, {"rounding": Rounding("int4", 32)}),
+    "Llama-3.1-8B int8": (LLAMA, {"rounding": Rounding("int8", 32)}),
+    "Llama-3.1-8B fp8": (LLAMA, {"rounding": Rounding("fp8", 32), "cached": torch.float8_e4m3fn}),
+    "Llama-3.1-8B invariant": (LLAMA, {"is_invariant": True}),
+    "Qwen3-0.6B": (QWEN3, {}),
+    "Gemma-2-9B": (GEMMA2, {}),
+}
+"""Two layers of each: (config, options of `LaunchNotes`)."""
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "random": {"temperature": 0.8},
+    "truncated": {"temperature": 0.8, "top_p": 0.9},
+    "penalised": {"temperature": 0.0, "repetition_penalty": 1.2},
+    "counted": {"temperature": 0.7, "frequency_penalty": 0.2, "logit_bias": {5: 1.0}},
+    "limited": {"temperature": 0.7, "min_tokens": 3, "allowed_token_ids": (5, 6, 7), "bad_words": ((5, 6),)},
+    "reported": {"temperature": 0.0, "logprobs": 3},
+    "reported with the prompt": {"temperature": 0.0, "logprobs": 20, "prompt_logprobs": 1},
+}
+MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE = 256, 8192, 16
+MOST_ROWS = 100
+
+
+class MetaDevice(HostDevice):
+    """Copies go nowhere."""
+
+    def __init__(self) -> None:
+        self.device = META
+
+    def to_host(self, into: Tensor, source: Tensor) -> None:
+        """Nothing is known."""
+
+    def to_device(self, source: Tensor) -> Tensor:
+        return torch.empty(source.shape, dtype=source.dtype, device=META)
+
+
+class Shapes:
+    """A `WeightSource` of tensors without memory."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        self._shapes, self._dtype = shapes, dtype
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        whole = torch.empty(self._shapes[name], dtype=self._dtype, device=META)
+        part = whole if rows is None else whole[rows]
+        return part if columns is None else part[..., columns]
+
+
+def form_of(launch: LaunchRecord) -> Hashable:
+    """What Triton keeps compiled kernels by: types, constants, and which numbers are 1, and which of them and of the
+    pointers are multiples of 16. (Memory that torch gives out is one.)"""
+    form: list[Hashable] = [launch.function.__name__, tuple(sorted(launch.options.items()))]
+    for parameter in launch.function.params:
+        value = launch.arguments.get(parameter.name, parameter.default)
+        is_free = parameter.do_not_specialize
+        if isinstance(value, Tensor):
+            form.append((value.dtype, is_free or value.storage_offset() * value.itemsize % 16 == 0))
+        elif parameter.is_constexpr or value is None or isinstance(value, bool):
+            form.append(value)
+        elif isinstance(value, int):
+            is_wide = not -(1 << 31) <= value < 1 << 31
+            form.append((is_wide, None if is_free else "one" if value == 1 else value % 16 == 0))
+        else:
+            form.append(type(value).__name__)
+    return tuple(form)
+
+
+class LaunchNotes:
+    """Runs one model's steps; `launches` has one launch of each form, with the phase that it came in first."""
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        architecture: int = 90,
+        rounding: Rounding | None = None,
+        is_invariant: bool = False,
+        cached: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.launches: dict[Hashable, tuple[str, LaunchRecord]] = {}
+        self._phase, self._architecture = "start", architecture
+        self._spec, self._cached, self._is_invariant = spec_from_config(config), cached, is_invariant
+        choose = batch_invariant(kernels.choose) if is_invariant else kernels.choose
+        self._choose = choose if rounding is None else quantising(choose, rounding)
+
+    def run(self) -> None:
+        with self._noting():
+            limits = RunnerLimits(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, self._spec.vocab_size, (2,))
+            source = Shapes(weight_shapes(self._spec), torch.bfloat16)
+            decoder = Decoder(self._spec, source, torch.bfloat16, META, choose=self._choose)
+            cache = kv_cache.allocate(self._spec, 1000, BLOCK_SIZE, self._cached, META)
+            device = MetaDevice()
+            runner = GpuRunner(decoder, cache, device, limits)
+            largest_prefill(runner, device, limits, MAX_MODEL_LEN)
+            runner.steps.decode(MAX_NUM_SEQS, Choice.TRUNCATE)
+            runner.choosing.visit(MAX_NUM_SEQS)
+            visit_kernels(runner, limits)
+            for name, sampling in SAMPLINGS.items():
+                self._phase = name
+                self._serve(runner, sampling)
+
+    def _serve(self, runner: GpuRunner, sampling: dict[str, Any]) -> None:
+        """More and more requests, of prompts of any length, and a few tokens of each batch."""
+        dice, maker = np.random.default_rng(0), PlanMaker(block_size=BLOCK_SIZE)
+        for count in (1, 1, 6, 30, MOST_ROWS):
+            for row in range(len(maker.tokens), min(MOST_ROWS, len(maker.tokens) + count)):
+                own = dice.integers(3, 999, int(dice.integers(1, 90))).tolist()
+                maker.enter(row, own, **sampling)
+            for _ in range(2):
+                for row in maker.tokens:
+                    maker.compute(row)
+                plan = maker.plan()
+                runner.submit(plan)
+                runner.collect()
+                for row in plan.rows[plan.sampled].tolist():
+                    maker.tokens[row].append(5)
+        for row in list(maker.tokens):
+            maker.release(row)
+        runner.submit(maker.plan())
+        runner.collect()
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        choose = registry.Op.choose
+
+        def note(function: JITFunction, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+            arguments = dict(zip(function.arg_names, args, strict=False))
+            options = {name: keywords.pop(name) for name in OPTIONS if name in keywords}
+            launch = LaunchRecord(function, tuple(grid), {**arguments, **keywords}, options)
+            self.launches.setdefault(form_of(launch), (self._phase, launch))
+
+        def for_a_gpu(op: registry.Op, **facts: Any) -> registry.Choice:
+            return choose(op, **{**facts, "device": GPU})
+
+        capability = divmod(self._architecture, 10)
+        with ExitStack() as stack:
+            stack.enter_context(pretended(self._architecture))
+            stack.enter_context(mock.patch.object(JITFunction, "run", note))
+            stack.enter_context(mock.patch.object(registry.Op, "choose", for_a_gpu))
+            for name in ("_why_not_started", "_why_scaled_mm_fails"):  # there is no driver
+                stack.enter_context(mock.patch.object(versions, name, return_value=""))
+            stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=capability))
+            yield
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for name in sys.argv[1:] or MODELS:
+        config, options = MODELS[name]
+        notes = LaunchNotes(config, **options)
+        notes.run()
+        by_phase: dict[str, list[str]] = {}
+        for phase, launch in notes.launches.values():
+            by_phase.setdefault(phase, []).append(launch.function.__name__)
+        print(json.dumps({"name": name, "forms": by_phase}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

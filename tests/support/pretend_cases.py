@@ -1,0 +1,292 @@
+"""The GPU's path, whole, on a GPU that is not there: `python FILE FOLDER [PART OF A NAME ...]`.
+
+FOLDER holds tiny checkpoints by name. Prints one line of JSON for each case: its name, the seconds it took, and what
+failed. `pretend_rules` has the cases that show what the harness refuses.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from case_process import cases_of, run_cases
+
+MODELS = ("llama_gqa_tied", "qwen3", "gemma2", "llama_dynamic", "opt_projected_post_norm", "llama_biases", "smollm3")
+"""Those of `tiny_models` that differ in what the device has to do."""
+LAYER_KERNELS = (
+    *("norm_kernel", "linear_kernel", "small_linear_kernel", "rotary_cache_kernel", "attend_kernel", "combine_kernel"),
+    "activation_kernel",
+)
+GREEDY = [7, 8, 9, 10, 11, 12, 13]
+
+
+def find_cases(folder: Path) -> dict[str, Callable[[], None]]:
+    cases: dict[str, Callable[[], None]] = {}
+    for module in (sys.modules[__name__], importlib.import_module("pretend_rules")):
+        cases |= {name: partial(case, folder) for name, case in cases_of(module).items()}
+    return cases
+
+
+def main() -> None:
+    from pretend_kernels import begin
+
+    begin()
+    run_cases(find_cases(Path(sys.argv[1])), sys.argv[2:])
+
+
+# --- what the cases share ---------------------------------------------------------------------------------------
+
+
+def requests() -> list[Any]:
+    from pretend_engine import Request
+
+    return [
+        Request(GREEDY),
+        Request([5], {"temperature": 0.9}, seed=4),
+        Request([20, 21, 22], {"temperature": 0.9, "top_p": 0.8, "top_k": 20}, seed=5),
+    ]
+
+
+def capture_all(executor: Any) -> None:
+    """Graphs of all sizes, for greedy steps and for those that `requests` need."""
+    from headrace.executor.gpu.sampler import Choice
+
+    graphs = executor.steps.graphs
+    for choice in (Choice.TRUNCATE, Choice.LOGITS):
+        graphs.find(1, choice)  # which notes that there is none
+    while executor.idle():
+        pass
+    assert not graphs.why_eager, graphs.why_eager
+    assert len(graphs) == 3 * len(graphs.sizes)
+
+
+def check_steps(answers: Any) -> None:
+    """Submitting waits for nothing, and collecting for the step's own event alone; decodes go through graphs."""
+    assert answers.num_replays >= 2, "too few steps go through graphs"
+    assert not answers.submit_syncs, answers.submit_syncs
+    others = [wait for wait in answers.collect_syncs if not wait.startswith("Event.synchronize at executor/gpu/")]
+    assert not others, others
+
+
+def compare(got: Any, wanted: Any) -> None:
+    assert got.tokens == wanted.tokens, (got.tokens, wanted.tokens)
+    assert len(got.logprobs) == len(wanted.logprobs)
+    for (row, ids, values), (wanted_row, wanted_ids, wanted_values) in zip(
+        sorted(got.logprobs), sorted(wanted.logprobs), strict=True
+    ):
+        assert (row, ids) == (wanted_row, wanted_ids)
+        assert all(a == b or abs(a - b) < 1e-3 for a, b in zip(values, wanted_values, strict=True)), (
+            values,
+            wanted_values,
+        )
+
+
+def tokens_of(folder: Path, wanted_on: str = "cpu", asked: Any = None, **options: Any) -> Any:
+    """Through graphs, with two steps in flight, as on a CPU one by one."""
+    from pretend_engine import drive, executor_for
+
+    asked = asked or requests()
+    wanted = drive(executor_for(folder, wanted_on, **options), asked, 1)
+    executor = executor_for(folder, **options)
+    capture_all(executor)
+    answers = drive(executor, asked, 2)
+    check_steps(answers)
+    compare(answers, wanted)
+    return executor
+
+
+# --- cases ------------------------------------------------------------------------------------------------------
+
+
+def case_tokens_of_gemma2(folder: Path) -> None:
+    tokens_of(folder / "gemma2")
+
+
+def case_tokens_of_llama_with_dynamic_rotary_scaling(folder: Path) -> None:
+    tokens_of(folder / "llama_dynamic")
+
+
+def long_case_tokens_of_llama_with_grouped_queries(folder: Path) -> None:
+    tokens_of(folder / "llama_gqa_tied")
+
+
+def long_case_tokens_of_qwen3(folder: Path) -> None:
+    tokens_of(folder / "qwen3")
+
+
+def long_case_tokens_of_opt_with_norms_after(folder: Path) -> None:
+    tokens_of(folder / "opt_projected_post_norm")
+
+
+def case_everything_that_follows_logits(folder: Path) -> None:
+    from pretend_engine import Request
+
+    rules = {"allowed_token_ids": tuple(range(0, 320, 2)), "logit_bias": {6: 2.0}, "bad_words": ((8,),)}
+    tokens_of(
+        folder / "llama",
+        asked=[
+            Request(GREEDY, {"logprobs": 3, "prompt_logprobs": 2}),
+            Request([5], {"temperature": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.4, **rules}, seed=4),
+            Request([20, 21, 22], {"repetition_penalty": 1.3, "min_tokens": 4, "logprobs": 0}, seed=5),
+            Request([9, 9, 4], {"temperature": 1.1, "min_p": 0.05, "top_k": 9, "prompt_logprobs": 0}, seed=6),
+        ],
+    )
+
+
+def case_bad_words_wait_for_the_tokens_before(folder: Path) -> None:
+    """Those of several tokens: the one documented exception to `check_steps`."""
+    from pretend_engine import Request, drive, executor_for
+
+    pairs = tuple((first, second) for first in range(320) for second in (first, 5, 77))
+    asked = [Request(GREEDY), Request([5], {"bad_words": pairs})]
+    answers = drive(executor_for(folder / "llama"), asked, 2)
+    compare(answers, drive(executor_for(folder / "llama", "cpu"), asked, 1))
+
+
+def long_case_bfloat16(folder: Path) -> None:
+    tokens_of(folder / "llama_biases", "reference", dtype="bfloat16")
+
+
+def case_fp8_weights_and_cache(folder: Path) -> None:
+    tokens_of(folder / "llama", "reference", dtype="bfloat16", quantization="fp8", kv_cache_dtype="fp8")
+
+
+def long_case_int8_weights_and_cache(folder: Path) -> None:
+    options = {"quantization": "int8", "quantization_group_size": 32, "kv_cache_dtype": "int8"}
+    tokens_of(folder / "llama", "reference", **options)
+
+
+def case_int4_weights(folder: Path) -> None:
+    tokens_of(folder / "llama", "reference", quantization="int4", quantization_group_size=32)
+
+
+def long_case_batch_invariant(folder: Path) -> None:
+    tokens_of(folder / "llama", "reference", batch_invariant=True)
+
+
+def case_layers_in_the_hosts_memory(folder: Path) -> None:
+    from headrace.executor.gpu.weights.offload import OffloadedLayer
+
+    executor = tokens_of(folder / "smollm3", "reference", cpu_offload_gb=2.5e-4)
+    layers = executor._residence.decoder._layers
+    assert sum(isinstance(layer, OffloadedLayer) and layer._order is not None for layer in layers) == 3
+
+
+def case_sleep_and_new_weights(folder: Path) -> None:
+    from pretend_cuda import GPU
+    from pretend_engine import drive, executor_for
+
+    from headrace.ipc.control import PrepareWeights, Sleep, UseWeights, WakeUp
+
+    executor = executor_for(folder / "llama", enable_sleep_mode=True)
+    asked = requests()
+    commands: tuple[list[Any], ...] = ([], [Sleep(level=1), WakeUp()], [Sleep(level=2), WakeUp()])
+    wanted = drive(executor_for(folder / "llama", "cpu"), asked, 1)
+    reload = [PrepareWeights(path=str(folder / "llama_other")), UseWeights(prepared=True)]
+    for orders in (*commands, reload):
+        for order in orders:
+            executor.control(order)
+        capture_all(executor)
+        GPU.syncs.clear()
+        answers = drive(executor, asked, 2)
+        check_steps(answers)
+        if orders is reload:
+            wanted = drive(executor_for(folder / "llama_other", "cpu"), asked, 1)
+        compare(answers, wanted)
+
+
+def engines(folder: Path, prompts: list[list[int]], gpu_options: dict[str, Any], **options: Any) -> Any:
+    """Both engines' tokens, and what describes the GPU's worker afterwards."""
+    from headrace import LLM, SamplingParams
+
+    settings: dict[str, Any] = {
+        "in_process": True, "device": "cpu", "skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 4,
+        "max_model_len": 48, "block_size": 4, **options,
+    }  # fmt: skip
+    asked: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+    params = [
+        SamplingParams(temperature=0.9 * (index % 2), seed=index, max_tokens=20, ignore_eos=True)
+        for index in range(len(prompts))
+    ]
+    answers = []
+    for backend, more in (("uni", {}), ("pretend_engine:PretendGpu", gpu_options)):
+        with LLM(str(folder / "llama"), distributed_executor_backend=backend, **settings, **more) as llm:
+            outputs = llm.generate(asked, params, use_tqdm=False)
+            answers.append([list(output.outputs[0].token_ids) for output in outputs])
+            stats = llm.get_stats()
+            found = {**llm.describe_engine().workers[0], "num_preemptions": stats.num_preemptions}
+            found["num_draft_tokens"] = stats.num_draft_tokens
+    assert answers[0] == answers[1]
+    return found
+
+
+def case_an_engine_whose_requests_give_way(folder: Path) -> None:
+    """The core, its blocks running out, with graphs that are captured while requests run."""
+    prompts = [[3 + index, *range(20, 29)] for index in range(4)]
+    assert engines(folder, prompts, {}, num_gpu_blocks_override=20)["num_preemptions"] > 0
+
+
+def case_an_engine_that_speculates(folder: Path) -> None:
+    """Decodes by graphs and steps with drafts take turns."""
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    prompts = [[3 + index, *[20, 21, 22] * 4] for index in range(4)]
+    found = engines(folder, prompts, {"speculative_config": config}, num_gpu_blocks_override=60)
+    assert found["num_draft_tokens"] > 5
+    assert found["graphs"] > 1
+
+
+def case_launches_of_a_captured_llama_step(folder: Path) -> None:
+    """Each costs a graph two microseconds or so: in a layer nothing but kernels, and few around the layers."""
+    import torch
+    from pretend_cuda import GPU
+    from pretend_engine import executor_for
+
+    from headrace.executor.gpu.sampler import Choice
+
+    def launches(name: str) -> Counter[str]:
+        executor = executor_for(folder / name, dtype="bfloat16")
+        backend, steps = executor._backend, executor.steps.steps
+        with backend.here(), torch.inference_mode():
+            backend.capturer().capture(lambda: steps.decode(4, Choice.ARGMAX))
+        return Counter(launch.partition(" ")[0] for launch in GPU.launches)
+
+    one, two = launches("llama_short"), launches("llama")
+    layer = two - one
+    assert set(layer) <= {*LAYER_KERNELS, "mm"}, layer
+    assert layer.total() <= 10, layer
+    assert one.total() - layer.total() <= 15, one - layer
+
+
+def long_case_kernels_are_interpreted(folder: Path) -> None:
+    """All of a step's launches as the device would be given them, on a device of few multiprocessors."""
+    import torch
+    from pretend_cuda import GPU
+    from pretend_engine import Request, drive, executor_for
+
+    from headrace.kernels.triton import configs
+
+    asked = [Request(GREEDY[:5]), Request([5], {"temperature": 0.9, "top_p": 0.8}, seed=4)]
+    wanted = drive(executor_for(folder / "llama_short", "cpu"), asked, 1, 3)
+    properties: Any = torch.cuda.get_device_properties(0)
+    properties.multi_processor_count, GPU.interpreting = 2, True
+    configs._cuda_device.cache_clear()
+    try:
+        executor = executor_for(folder / "llama_short", cudagraph_capture_sizes=(2,), max_num_batched_tokens=8)
+        capture_all(executor)
+        answers = drive(executor, asked, 2, 3)
+    finally:
+        properties.multi_processor_count, GPU.interpreting = 132, False
+        configs._cuda_device.cache_clear()
+    check_steps(answers)
+    compare(answers, wanted)
+
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+    main()

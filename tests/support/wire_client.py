@@ -1,0 +1,88 @@
+"""A client of an engine core's socket made of nothing but ipc/, for tests that watch the wire itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import zmq
+
+from headrace.ipc.codec import Codec, Tensor
+from headrace.ipc.messages import (
+    SCHEMA_HASH,
+    AddRequest,
+    CoreMessage,
+    EngineStats,
+    Finish,
+    Generate,
+    GetStats,
+    Hello,
+    Reply,
+    Sampling,
+    StepOutputs,
+    Welcome,
+)
+from headrace.ipc.transport.sockets import new_dealer
+
+M = TypeVar("M")
+
+
+class WireClient:
+    """Blocking, with a deadline on every receive."""
+
+    def __init__(self, address: str, *, greet: bool = True) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = new_dealer(self._context, address)
+        self.socket.connect(address)
+        self._codec: Codec[CoreMessage] = Codec(CoreMessage)
+        self.heard: list[Any] = []
+        if greet:
+            self.send(Hello(schema_hash=SCHEMA_HASH, version="test", pid=1))
+            self.welcome = self.receive(Welcome)
+
+    def send(self, message: Any) -> None:
+        self.socket.send_multipart(self._codec.encode(message))
+
+    def add(self, slot: int, prompt: list[int], **sampling: Any) -> None:
+        self.send(
+            AddRequest(
+                slot=slot,
+                request_id=f"r{slot}",
+                prompt_token_ids=Tensor.of("int32", prompt),
+                task=Generate(sampling=Sampling(**{"max_tokens": 8, **sampling})),
+            )
+        )
+
+    def receive(self, kind: type[M], where: Callable[[M], bool] = lambda message: True, timeout_s: float = 10.0) -> M:
+        """The next message of this kind that `where` accepts; those before it are kept in `heard`."""
+        end_s = time.monotonic() + timeout_s
+        while (left_s := end_s - time.monotonic()) > 0 and self.socket.poll(int(left_s * 1e3) + 1):
+            message = self._codec.decode(self.socket.recv_multipart())
+            self.heard.append(message)
+            if isinstance(message, kind) and where(message):
+                return message
+        raise AssertionError(f"no such {kind.__name__} within {timeout_s} s; heard {self.heard[-3:]}")
+
+    def finish(self, slot: int, timeout_s: float = 10.0) -> Finish:
+        def has(message: StepOutputs) -> bool:
+            return any(finish.slot == slot for finish in message.finished)
+
+        message = self.receive(StepOutputs, has, timeout_s)
+        return next(finish for finish in message.finished if finish.slot == slot)
+
+    def stats(self) -> EngineStats:
+        self.send(GetStats(call=7))
+        reply = self.receive(Reply)
+        assert isinstance(reply.result, EngineStats)
+        return reply.result
+
+    def close(self) -> None:
+        self.socket.close(0)
+        self._context.term()
+
+    def __enter__(self) -> WireClient:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
