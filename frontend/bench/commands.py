@@ -122,12 +122,12 @@ Parameter files hold a list of objects of options, or an object of such by name.
             arguments=_sweep_arguments,
         ),
         "compare": Command(
-            "compare",
+            "results.compare",
             "Compare two results, or two folders of runs, and say which differences are noise.",
             arguments=_compare_arguments,
         ),
         "plot": Command(
-            "plot",
+            "results.plot",
             """Draw results: PNG, SVG, and a self-contained HTML page.
 
 Several results of one benchmark are drawn over each other. A sweep's summary.json gives a Pareto plot.""",

@@ -63,7 +63,7 @@ def test_a_commit_is_compared_by_its_own_modules_and_by_its_own_cases_where_thos
         (tmp_path / "tree" / folder / "__init__.py").touch()
     (tmp_path / "tree" / check.CASES).write_text("import headrace.ipc")
     side = check.side_of(tmp_path / "tree", check.layout(tmp_path / "tree", tmp_path / "path"))
-    with pytest.raises(check.CaseError, match=r"No module named 'headrace\.ipc\.ring'"):
+    with pytest.raises(check.CaseError, match=r"No module named 'headrace\.ipc\.transport'"):
         check._run([sys.executable, "-c", "import headrace.ipc.transport.ring"], side.variables)
     assert side.program("ring") == tmp_path / "tree" / check.CASES
 

@@ -31,7 +31,7 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     arguments += ["--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--num-gpu-blocks-override", "512"]
     arguments += ["--server-dev-mode", "--profiler-config.torch_profiler_dir", str(profiles), "--scheduling-policy"]
     arguments += ["priority", "--enable-request-id-headers", "--trust-request-chat-template"]
-    arguments += ["--worker-extension-cls", "compat.worker_extension:Extension"]
+    arguments += ["--worker-extension-cls", "worker_extension:Extension"]
     with serving(str(folder), *arguments, attached=True) as server:
         yield server
 

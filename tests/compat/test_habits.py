@@ -76,7 +76,7 @@ def test_metrics_are_objects_with_vllms_names_and_count(llm: LLM) -> None:
 
 
 def test_a_worker_extensions_methods_are_called_by_name_or_as_they_are(llm: LLM) -> None:
-    from compat.worker_extension import Extension
+    from worker_extension import Extension
 
     assert llm.collective_rpc(Extension.add, args=(2, 5)) == [7]
     assert llm.call_extension({"a": 1}) == [{"echo": {"a": 1}}]

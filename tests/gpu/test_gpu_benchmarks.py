@@ -179,7 +179,7 @@ with torch.cuda.device(DEVICE):
 def test_decoding_is_measured_through_graphs_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     """What a dry run has no use for: limits with launches and fp8, captures, marks between graphs."""
     out = tmp_path / "gpu_decode.json"
-    paths = f"{ROOT / 'tests'}:{ROOT / 'benchmarks'}"
+    paths = f"{ROOT / 'tests' / 'support'}:{ROOT / 'benchmarks'}"
     asked = (
         "--model",
         "tiny",

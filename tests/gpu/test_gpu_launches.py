@@ -21,8 +21,8 @@ MODELS = ("Llama-3.1-8B int4", "Llama-3.1-8B invariant", "Gemma-2-9B")
 def test_what_serving_launches_was_compiled_at_the_start() -> None:
     """In a process of its own, which triton has not been told to interpret in."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = f"{ROOT / 'tests'}:{ROOT / 'benchmarks'}"
-    command = [sys.executable, str(ROOT / "tests" / "gpu_launches.py"), *MODELS]
+    environment["PYTHONPATH"] = f"{ROOT / 'tests' / 'support'}:{ROOT / 'benchmarks'}"
+    command = [sys.executable, str(ROOT / "tests" / "support" / "gpu_launches.py"), *MODELS]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
     assert result.returncode == 0, result.stderr
     reports = [json.loads(line) for line in result.stdout.splitlines()]

@@ -21,6 +21,7 @@ import pytest
 import tiny_models
 from multiproc_parts import HERE, bring_up, options, wait_until
 from plan_maker import PlanMaker
+from source_tree import PYTHONPATH
 from test_multiproc import tokens_of_one_process
 
 from headrace import LLM, SamplingParams
@@ -159,7 +160,11 @@ def test_a_node_ends_with_a_core_that_is_killed(tmp_path: Path) -> None:
         "sys.stdin.read()"
     )
     core = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
     )
     assert core.stdout is not None
     node = psutil.Process(int(core.stdout.readline()))
