@@ -187,6 +187,10 @@ class ResetPrefixCache(Message):
     call: int
 
 
+class FollowPrefixes(Message):
+    """From now on the client is told which beginnings of prompts the cache holds (PrefixEvents), all at first."""
+
+
 class Control(Message):
     """Answered by a Reply with what the command's own page says (see control.py)."""
 
@@ -198,7 +202,9 @@ class Goodbye(Message):
     """The client leaves; its unfinished requests are freed without an answer."""
 
 
-ClientMessage = Hello | AddRequest | Abort | FetchTokenizer | GetStats | ResetPrefixCache | Control | Goodbye
+ClientMessage = (
+    Hello | AddRequest | Abort | FetchTokenizer | GetStats | ResetPrefixCache | FollowPrefixes | Control | Goodbye
+)
 
 
 # --- core -> client ---------------------------------------------------------------------------------------------
@@ -396,6 +402,8 @@ class Welcome(Message):
     """Tokens of an output that its reader gets together; the first comes at once, and the end with all that is left."""
     reasoning_parser: str = ""
     """The format of reasoning where neither a request nor a server names one."""
+    max_waiting_requests: int = 1 << 30
+    """Requests that may wait besides those that run."""
     grammars_hold_in_reasoning: bool = False
     """Grammars of answers hold from the first token on."""
 
@@ -413,6 +421,18 @@ class Load(Message):
     num_waiting: int
     is_paused: bool = False
     """No tokens come because somebody asked for that."""
+
+
+class PrefixEvents(Message):
+    """Sent at most a few times a second to clients that follow them: soft state, of which some may be left out.
+
+    The names are those of ipc/prefix_names.py.
+    """
+
+    stored: Tensor
+    """[n] int64: the cache has come to hold these"""
+    evicted: Tensor
+    """[n] int64: it holds these no more"""
 
 
 class Refused(Message):
@@ -444,7 +464,7 @@ class EngineFailed(Message):
     failure: Failure
 
 
-CoreMessage = Welcome | StepOutputs | Reply | Load | Refused | Dismissed | Draining | EngineFailed
+CoreMessage = Welcome | StepOutputs | Reply | Load | PrefixEvents | Refused | Dismissed | Draining | EngineFailed
 
 
 # --- parent -> child program and back, on an inherited socket (see channel.py) -----------------------------------
@@ -496,8 +516,8 @@ ParentMessage = Start | Stop
 ChildMessage = Progress | Ready | ChildFailed
 
 
-def _schema_hash() -> str:
-    """Hash of every field's name and type in every union, so that any change of layout changes it."""
+def hash_of(*unions: Any) -> str:
+    """Of every field's name and type in these unions, so that any change of layout changes it."""
     seen: dict[str, list[str]] = {}
 
     def visit(info: Any) -> None:
@@ -511,10 +531,10 @@ def _schema_hash() -> str:
             if part is not None:
                 visit(part)
 
-    for union in (ClientMessage, CoreMessage, ParentMessage, ChildMessage):
+    for union in unions:
         visit(msgspec.inspect.type_info(union))
     text = f"{WIRE_VERSION}\n" + "\n".join(f"{name} {' '.join(fields)}" for name, fields in sorted(seen.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-SCHEMA_HASH = _schema_hash()
+SCHEMA_HASH = hash_of(ClientMessage, CoreMessage, ParentMessage, ChildMessage)

@@ -152,6 +152,7 @@ class EngineCore:
             block_size=plan.block_size,
             num_blocks=facts.num_blocks,
             max_num_seqs=plan.max_num_seqs,
+            max_waiting_requests=plan.options.max_waiting_requests,
             max_logprobs=plan.max_logprobs,
             eos_token_ids=plan.model.eos_token_ids,
             tokenizer=info,

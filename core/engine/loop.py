@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from headrace.core.engine.admission import Admission, signed
 from headrace.core.engine.control import Controller
+from headrace.core.engine.followers import PrefixFollowers
 from headrace.core.engine.gates import GateFailed, GateOpened, Gates
 from headrace.core.engine.outputs import (
     OutputBuilder,
@@ -54,6 +55,7 @@ from headrace.ipc.messages import (
     EngineStats,
     Finish,
     FinishReason,
+    FollowPrefixes,
     GetStats,
     Load,
     Reply,
@@ -132,6 +134,7 @@ class Loop:
         self._admission = Admission(plan, facts)
         self._controller = Controller(plan, facts, executor, self.scheduler, port.send)
         self._pause = self._controller.pause
+        self._followers = PrefixFollowers(self.scheduler, port.send)
         self._statistics = Statistics(self.scheduler, log_stats=not options.disable_log_stats)
         self._requests: dict[int, dict[int, Request]] = {}  # client -> slot -> request that has not finished
         self._load_changed = True
@@ -186,6 +189,7 @@ class Loop:
         """All that have come, or MESSAGES_BESIDE_STEPS while requests run; waits for one when there is no work."""
         if not self.has_work:
             self._report_load()
+            self._followers.tell()
             self._statistics.idle()
             message = self._held.popleft() if self._held else self._next_message()
             if message is not None:
@@ -255,8 +259,11 @@ class Loop:
             case Abort():
                 self._abort(client, message.slots)
             case ClientGone():
+                self._followers.forget(client)
                 for request in self._requests.pop(client, {}).values():
                     self._drop(request)
+            case FollowPrefixes():
+                self._followers.add(client)
             case GetStats():
                 self._port.send(client, Reply(call=message.call, result=self.stats()))
             case ResetPrefixCache():
@@ -421,6 +428,8 @@ class Loop:
         self._statistics.step(result, advance, num_prompt_tokens, now_s)
         if self._load_changed:
             self._report_load()
+        if now_s >= self._followers.due_s:
+            self._followers.tell(now_s)
 
     def _drain(self) -> None:
         """No step is in flight afterwards."""

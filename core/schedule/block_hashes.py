@@ -24,19 +24,23 @@ class BlockHasher:
         """`algorithm` is sha256, xxhash or builtin. Raises ModuleNotFoundError without the xxhash package."""
         self.block_size = block_size
         self._step = _ALGORITHMS[algorithm]()
+        self.on_hashed: Callable[[list[BlockHash], int, str, np.ndarray], None] | None = None
+        """Called with what `extend` was, once it has appended: the hashes, how many there were before, salt, tokens."""
 
     def extend(self, hashes: list[BlockHash], cache_salt: str, token_ids: np.ndarray, num_blocks: int) -> None:
         """Appends those of the sequence's next blocks, until there are num_blocks.
 
         hashes: of the sequence's first blocks; token_ids: [at least num_blocks * block_size] int32, all of it.
         """
-        size, step = self.block_size, self._step
+        size, step, num_before = self.block_size, self._step, len(hashes)
         # What stands for the parent of the first block is made of the salt.
         parent = hashes[-1] if hashes else step(b"headrace", cache_salt.encode())
         data = token_ids[len(hashes) * size : num_blocks * size].astype("<i4", copy=False).tobytes()
         for start in range(0, len(data), 4 * size):
             parent = step(parent, data[start : start + 4 * size])
             hashes.append(parent)
+        if self.on_hashed is not None:
+            self.on_hashed(hashes, num_before, cache_salt, token_ids)
 
 
 def _sha256() -> Step:

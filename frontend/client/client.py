@@ -36,9 +36,11 @@ from headrace.ipc.messages import (
     Draining,
     EngineFailed,
     FetchTokenizer,
+    FollowPrefixes,
     Goodbye,
     Hello,
     Load,
+    PrefixEvents,
     Refused,
     Reply,
     StepOutputs,
@@ -108,6 +110,8 @@ class CoreClient(AsyncControls):
         self.on_dead: Callable[[Failure], None] | None = None
         self.on_load: Callable[[Load], None] | None = None
         """Called with each Load."""
+        self.on_prefixes: Callable[[PrefixEvents], None] | None = None
+        """Called with each PrefixEvents; see `follow_prefixes`."""
         self.on_draining: Callable[[], None] | None = None
         """Called when the core has said that it takes no new requests."""
 
@@ -236,6 +240,10 @@ class CoreClient(AsyncControls):
         self._transport.close()
         self.fail(Failure(message="this client is closed", type="Closed", process="client", phase="close"))
 
+    def follow_prefixes(self) -> None:
+        """The core tells from now on what its prefix cache holds, `on_prefixes`."""
+        self._transport.send(FollowPrefixes())
+
     async def engine(self) -> Welcome:
         return self.welcome
 
@@ -270,6 +278,9 @@ class CoreClient(AsyncControls):
             self.load = message
             if self.on_load is not None:
                 self.on_load(message)
+        elif isinstance(message, PrefixEvents):
+            if self.on_prefixes is not None:
+                self.on_prefixes(message)
         elif isinstance(message, Reply):
             self._on_reply(message)
         elif isinstance(message, Welcome):

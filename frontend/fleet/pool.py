@@ -47,7 +47,7 @@ from headrace.ipc.failure import (
     InvalidRequestError,
     QueueFullError,
 )
-from headrace.ipc.messages import EngineStats, Load, Welcome
+from headrace.ipc.messages import EngineStats, Load, PrefixEvents, Welcome
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,8 @@ class Engine:
         self.names: tuple[str, ...] = ()
         self.failure: Failure | None = None
         """Why it is not there; None before its first start."""
+        self.follows_prefixes = False
+        """Whether it was asked what its cache holds, since it is there."""
         self.busy_since_s = 0.0
         """When this process last gave it work while it had none of ours (monotonic seconds)."""
         self._late_tokens_before = 0
@@ -105,7 +107,7 @@ class Engine:
 
     def disconnected(self, failure: Failure) -> None:
         self._late_tokens_before = self.num_late_tokens()
-        self.client, self.failure = None, failure
+        self.client, self.failure, self.follows_prefixes = None, failure, False
 
     async def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> EngineStats | None:
         """The core's own figures; None when it does not answer in time."""
@@ -364,6 +366,8 @@ class EnginePool:
         engine.client, engine.failure = client, None
         engine.names = client.welcome.served_model_names or (client.welcome.model,)
         self._carry_out(self.router.join(_facts(engine, client.welcome), time.monotonic()))
+        client.on_prefixes = lambda events: self._on_prefixes(engine, events)
+        self._follow_prefixes()
         if all(each.client is not None for each in self.engines):
             self.started.set()
         failure = await death
@@ -373,6 +377,20 @@ class EnginePool:
     def _on_draining(self, engine: Engine) -> None:
         if engine.name in self.router.members:
             self._carry_out(self.router.drain(engine.name, time.monotonic()))
+
+    def _follow_prefixes(self) -> None:
+        """Between several engines one chooses by what their caches hold."""
+        if len(self.router.members) < 2:
+            return
+        for name in self.router.members:
+            engine = self._by_name[name]
+            if engine.client is not None and not engine.follows_prefixes:
+                engine.follows_prefixes = True
+                engine.client.follow_prefixes()
+
+    def _on_prefixes(self, engine: Engine, events: PrefixEvents) -> None:
+        self.router.evicted(engine.name, events.evicted.tolist())
+        self.router.stored(engine.name, events.stored.tolist())
 
     def _on_load(self, engine: Engine, load: Load) -> None:
         self.router.load(engine.name, load.num_running, load.num_waiting, time.monotonic(), is_paused=load.is_paused)
@@ -395,6 +413,7 @@ def _facts(engine: Engine, welcome: Welcome) -> EngineFacts:
         version=f"{welcome.model} {welcome.dtype} {welcome.max_model_len} {welcome.vocab_size}",
         block_size=welcome.block_size,
         capacity=welcome.max_num_seqs,
+        max_waiting=welcome.max_waiting_requests,
         rank=engine.index,
     )
 

@@ -26,8 +26,9 @@ import msgspec
 
 from headrace.frontend.fleet.decisions import AllFullError, Decision, Fail, Move, NoEngineError, RoutedRequest, Wait
 from headrace.frontend.fleet.members import EngineFacts, Group, Member
-from headrace.frontend.fleet.prefixes import PrefixIndex, chunk_tokens, prefix_keys
+from headrace.frontend.fleet.prefixes import PrefixIndex
 from headrace.ipc.failure import Failure
+from headrace.ipc.prefix_names import chunk_tokens, prefix_keys
 
 MOST_SESSIONS = 1 << 14
 _HOLDERS_LOOKED_AT = 3

@@ -214,3 +214,32 @@ def test_a_request_that_one_engine_refuses_goes_to_another(thread: EngineThread)
     outputs, pool, _ = run(thread, [SamplingParams(seed=1, **LONG)], refuse)
     assert told(outputs[0]) == told(expected[0])
     assert pool.router.migrations == {"refused": 1}
+
+
+def test_a_frontend_chooses_by_what_others_have_left_in_the_engines_caches(thread: EngineThread) -> None:
+    """And not only by what it has sent there itself."""
+
+    async def main() -> tuple[int, str, dict[str, int]]:
+        long = [5 + each % 90 for each in range(100)]
+        sessions = [[Session(thread), Session(thread)] for _ in range(2)]
+        pools = [EnginePool(each) for each in sessions]
+        for pool in pools:
+            pool.start()
+            await asyncio.wait_for(pool.started.wait(), 60)
+        model = pools[0].names[0]
+        first = pools[0].submit("first", Prompt(token_ids=long), SamplingParams(max_tokens=2), model=model)
+        await asyncio.wait_for(first.final(), 60)
+        index = pools[1].router.prefixes
+        await asyncio.wait_for(_until(lambda: len(index) > 0), 60)
+        second = pools[1].submit("second", Prompt(token_ids=long), SamplingParams(max_tokens=2), model=model)
+        expected = second.route.expected_cached_tokens
+        await asyncio.wait_for(second.final(), 60)
+        counts = pools[1].router.counts()
+        for pool in pools:
+            await pool.close(0.0)
+        return expected, str(counts["choices"]), counts["prompt_tokens"]
+
+    expected, choices, tokens = asyncio.run(main())
+    assert expected == 64
+    assert "'prefix': 1" in choices
+    assert 64 <= tokens["cached"] <= 96

@@ -18,10 +18,11 @@ from headrace.frontend.fleet.decisions import (
     Wait,
 )
 from headrace.frontend.fleet.members import EngineFacts
-from headrace.frontend.fleet.prefixes import PrefixIndex, prefix_keys
+from headrace.frontend.fleet.prefixes import PrefixIndex
 from headrace.frontend.fleet.router import Router, RouterOptions
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import Failure
+from headrace.ipc.prefix_names import prefix_keys
 
 KILLED = Failure(message="killed", type="SIGKILL")
 

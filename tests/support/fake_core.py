@@ -35,6 +35,7 @@ from headrace.ipc.messages import (
     FetchTokenizer,
     Finish,
     FinishReason,
+    FollowPrefixes,
     GetStats,
     Goodbye,
     Hello,
@@ -145,6 +146,8 @@ class FakeCore:
             if self.faults.ignore_stats:
                 return []
             return [(client, Reply(call=message.call, result=self._stats()))]
+        if isinstance(message, FollowPrefixes):
+            return []
         assert isinstance(message, ResetPrefixCache)
         return [(client, Reply(call=message.call))]
 

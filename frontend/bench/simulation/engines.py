@@ -17,7 +17,6 @@ import msgspec
 
 from headrace import __version__
 from headrace.frontend.bench.simulation.network import Link
-from headrace.frontend.fleet.prefixes import prefix_keys
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import Failure, QueueFullError
 from headrace.ipc.messages import (
@@ -29,13 +28,16 @@ from headrace.ipc.messages import (
     Draining,
     Finish,
     FinishReason,
+    FollowPrefixes,
     Generate,
     Goodbye,
     Hello,
     Load,
+    PrefixEvents,
     StepOutputs,
     Welcome,
 )
+from headrace.ipc.prefix_names import prefix_keys
 
 MODEL = "simulated"
 POISON = 2
@@ -45,6 +47,9 @@ _VOCABULARY = 32_000
 _END_OF_256 = 3
 """Of 256 possible draws, how many end an answer that may end."""
 _LOAD_EVERY_S = 1.0
+_PREFIXES_EVERY_S = 0.25
+_PREFIXES_LOST = 0.1
+"""Share of what is told of caches that nobody hears: it may make choices worse, and nothing wrong."""
 
 
 class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +135,8 @@ class SimulatedEngine:
         self._waiting: deque[_Row] = deque()
         self._running: dict[_Row, None] = {}
         self._cache: OrderedDict[int, None] = OrderedDict()
+        self._prefix_changes: dict[int, bool] = {}
+        self._prefix_followers: dict[Link, None] = {}
         self._backlog: list[tuple[Link, ClientMessage]] = []
         self._step_due = self._step_is_late = False
         self._loop.call_later(_LOAD_EVERY_S, self._tell_load, self._life)
@@ -178,6 +185,7 @@ class SimulatedEngine:
 
     def closed(self, link: Link) -> None:
         self.links.pop(link, None)
+        self._prefix_followers.pop(link, None)
         for key in [key for key in self._rows if key[0] is link]:
             self._forget(self._rows[key])
 
@@ -188,6 +196,12 @@ class SimulatedEngine:
             link.push(self._welcome())
         elif isinstance(message, AddRequest):
             self._add(link, message)
+        elif isinstance(message, FollowPrefixes):
+            if not self._prefix_followers:
+                self._prefix_changes.clear()
+                self._loop.call_later(_PREFIXES_EVERY_S, self._tell_prefixes, self._life)
+            self._prefix_followers[link] = None
+            link.push(_prefix_events(dict.fromkeys(self._cache, True)))
         elif isinstance(message, Abort):
             ended = [row for slot in message.slots if (row := self._rows.get((link, slot))) is not None]
             for row in ended:
@@ -251,8 +265,10 @@ class SimulatedEngine:
             num_cached += chunk
         for key in keys[num_cached // chunk :]:
             self._cache[key] = None
+            self._prefix_changes[key] = True
         while len(self._cache) > self.shape.cached_chunks:
-            self._cache.popitem(last=False)
+            key, _ = self._cache.popitem(last=False)
+            self._prefix_changes[key] = False
         num_tokens = len(row.prompt) // 4
         row.num_cached = min(num_cached, num_tokens - 1)
         self.num_prompt_tokens += num_tokens
@@ -319,6 +335,16 @@ class SimulatedEngine:
                 link.push(load)
         self._loop.call_later(_LOAD_EVERY_S, self._tell_load, life)
 
+    def _tell_prefixes(self, life: int) -> None:
+        if life != self._life or not self._prefix_followers:
+            return
+        if not self._is_frozen:
+            changes, self._prefix_changes = self._prefix_changes, {}
+            for link in self._prefix_followers if changes else ():
+                if self._chance.random() >= _PREFIXES_LOST:
+                    link.push(_prefix_events(changes))
+        self._loop.call_later(_PREFIXES_EVERY_S, self._tell_prefixes, life)
+
     def _tell_all(self, message: CoreMessage) -> None:
         for link in list(self.links):
             link.push(message)
@@ -335,6 +361,7 @@ class SimulatedEngine:
             block_size=self.shape.block_size,
             num_blocks=1 << 16,
             max_num_seqs=self.shape.max_num_seqs,
+            max_waiting_requests=self.shape.max_waiting,
             max_logprobs=0,
             eos_token_ids=(),
             tokenizer=None,
@@ -353,3 +380,8 @@ def _outputs(
 ) -> StepOutputs:
     ids = [Tensor.of("int32", each) for each in (slots, token_ids)]
     return StepOutputs(step=step, slots=ids[0], token_ids=ids[1], finished=finished, admitted=admitted)
+
+
+def _prefix_events(changes: dict[int, bool]) -> PrefixEvents:
+    parts = [[key for key, stored in changes.items() if stored is wanted] for wanted in (True, False)]
+    return PrefixEvents(stored=Tensor.of("int64", parts[0]), evicted=Tensor.of("int64", parts[1]))

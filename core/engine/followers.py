@@ -1,0 +1,60 @@
+"""Clients that are told what the prefix cache holds: a few messages a second, the same for all of them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from headrace.core.schedule.prefix_events import PrefixEvents
+from headrace.core.schedule.scheduler import Scheduler
+from headrace.ipc import messages
+from headrace.ipc.codec import Tensor
+
+TELL_EVERY_S = 0.25
+MOST_TOLD_AT_FIRST = 1 << 16
+
+
+class PrefixFollowers:
+    """Costs nothing until somebody follows."""
+
+    def __init__(self, scheduler: Scheduler, send: Callable[[int, messages.CoreMessage], None]) -> None:
+        self._scheduler, self._send = scheduler, send
+        self._clients: set[int] = set()
+        self._events: PrefixEvents | None = None
+        self.due_s = math.inf
+        """When `tell` is next due, while steps run."""
+
+    def add(self, client: int) -> None:
+        """Tells it all that is known to be held."""
+        hasher = self._scheduler.hasher
+        if hasher is None:  # there is no prefix cache
+            return
+        if self._events is None:
+            self._events = PrefixEvents(self._scheduler.pool, hasher)
+        self.tell()
+        if not self._clients:  # what nobody was told may have gaps
+            self._events.take()
+        self._clients.add(client)
+        self.due_s = min(self.due_s, time.monotonic() + TELL_EVERY_S)
+        self._send(client, _message(self._events.held()[-MOST_TOLD_AT_FIRST:], []))
+
+    def forget(self, client: int) -> None:
+        self._clients.discard(client)
+        if not self._clients:
+            self.due_s = math.inf
+
+    def tell(self, now_s: float | None = None) -> None:
+        """Everybody, what has changed since the last time."""
+        if self._events is None or not self._clients:
+            return
+        self.due_s = (time.monotonic() if now_s is None else now_s) + TELL_EVERY_S
+        if not len(self._events):
+            return
+        message = _message(*self._events.take())
+        for client in tuple(self._clients):
+            self._send(client, message)
+
+
+def _message(stored: list[int], evicted: list[int]) -> messages.PrefixEvents:
+    return messages.PrefixEvents(stored=Tensor.of("int64", stored), evicted=Tensor.of("int64", evicted))
