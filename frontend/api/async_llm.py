@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from headrace.frontend.api.batch import params_for
 from headrace.frontend.api.beam_search import BeamSearchParams, as_request_output, beam_search
+from headrace.frontend.api.chat_answers import AnswerReader, take_parsers
 from headrace.frontend.api.engine_config import EngineConfig, ModelConfig, engine_config
 from headrace.frontend.api.helpers import EngineSignature, get_tokenizer
 from headrace.frontend.api.inputs.chat_prompts import chat_options, chat_prompt
@@ -26,7 +27,7 @@ from headrace.frontend.api.inputs.prompts import (
 )
 from headrace.frontend.api.inputs.streaming_input import StreamingInput, StreamingSession
 from headrace.frontend.api.outputs import RequestOutput
-from headrace.frontend.api.parameters.sampling_params import SamplingParams
+from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.api.stat_loggers import Factory, StatLoggers
 from headrace.frontend.api.unsupported import NamesWhatIsMissing, check_arguments
 from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient, RequestClient
@@ -233,15 +234,20 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         """Answers one conversation. `template_options` are those of `LLM.chat`; all else is as in `generate`."""
         check_arguments("chat", {"lora_request": lora_request})
         how = tokenization_of(template_options.pop("tokenization_kwargs", None))
+        parsers = take_parsers(template_options)
         options = chat_options(template_options)
-        render = functools.partial(chat_prompt, await self.get_tokenizer(), messages, options)
+        tokenizer = await self.get_tokenizer()
+        render = functools.partial(chat_prompt, tokenizer, messages, options)
         is_long = sum(len(str(message)) for message in messages) > _TOKENIZE_INLINE_CHARACTERS
         prompt = await asyncio.to_thread(render) if is_long else render()
+        reader = AnswerReader(tokenizer, prompt.text or "", options, parsers)
+        is_delta = sampling_params is not None and sampling_params.output_kind is RequestOutputKind.DELTA
         how.apply(prompt, await self.engine())
         given = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
         outputs = self.generate(given, sampling_params, request_id, priority=priority)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
+                reader.read(output, is_delta=is_delta)
                 yield output
 
     async def beam_search(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from headrace.frontend.api.batch import ProgressBar, enqueue_batch, finish_batch, params_for, run_batch
 from headrace.frontend.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from headrace.frontend.api.chat_answers import AnswerReader, take_parsers
 from headrace.frontend.api.engine_config import ModelConfig, engine_config
 from headrace.frontend.api.helpers import EngineSignature, get_tokenizer
 from headrace.frontend.api.inputs.chat_prompts import chat_options, chat_prompt
@@ -171,7 +172,8 @@ class LLM(Controls, NamesWhatIsMissing):
 
         `template_options`: add_generation_prompt (True unless continue_final_message), continue_final_message,
         chat_template (its text, or a name of the model's), tools, documents, and chat_template_kwargs, a dict of
-        what else the template should see. Raises as `generate` does.
+        what else the template should see. With tools, outputs have a `message` with the calls in it; tool_call_parser
+        (by default auto) and reasoning_parser name formats as the server's options do. Raises as `generate` does.
         """
         self._check_usable()
         check_arguments("chat", {"lora_request": lora_request})
@@ -180,11 +182,17 @@ class LLM(Controls, NamesWhatIsMissing):
         one = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else messages
         how = tokenization_of(template_options.pop("tokenization_kwargs", None))
+        parsers = take_parsers(template_options)
         options = chat_options(template_options)
-        prompts = [chat_prompt(self.get_tokenizer(), conversation, options) for conversation in conversations]
+        tokenizer = self.get_tokenizer()
+        prompts = [chat_prompt(tokenizer, conversation, options) for conversation in conversations]
+        readers = [AnswerReader(tokenizer, prompt.text or "", options, parsers) for prompt in prompts]
         prompts = self._tokenized(prompts, how)
         ids = self._request_ids
-        return self._background.run(run_batch(self._client, prompts, sampling_params, priority, ids, use_tqdm))
+        outputs = self._background.run(run_batch(self._client, prompts, sampling_params, priority, ids, use_tqdm))
+        for reader, output in zip(readers, outputs, strict=True):
+            reader.read(output)
+        return outputs
 
     def enqueue(
         self,

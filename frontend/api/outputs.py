@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import msgspec
 
@@ -86,6 +86,27 @@ class RequestMetrics(msgspec.Struct):
     num_preemptions: int = 0
 
 
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: str
+    """JSON text, as the model wrote it."""
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class AnswerMessage(msgspec.Struct):
+    """An answer as it was read: what a chat's next request gives back as the assistant's message."""
+
+    content: str | None
+    """None where there is nothing but calls."""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = []
+
+
 class CompletionOutput(msgspec.Struct):
     """One of a request's `n` outputs."""
 
@@ -100,6 +121,8 @@ class CompletionOutput(msgspec.Struct):
     """stop, length, repetition or abort; None while it runs."""
     stop_reason: int | str | None = None
     """The stop string or stop_token_ids entry that ended it; None for an end-of-sequence token."""
+    message: AnswerMessage | None = None
+    """Of an answer of `chat` that has ended and that may hold calls or reasoning: it was given tools, or a parser."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None

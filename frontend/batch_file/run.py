@@ -37,7 +37,6 @@ from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.openai.chat import ChatParts, prepare_chat
 from headrace.frontend.http.openai.completions import prepare_completion
 from headrace.frontend.http.openai.generation import PreparedRequest
-from headrace.frontend.http.openai.output_formats import OutputFormats
 from headrace.frontend.http.openai.prompts import ChatPrompts
 from headrace.frontend.http.openai.requests import (
     ChatCompletionRequest,
@@ -80,7 +79,7 @@ class BatchRun:
         self._options = ServeOptions()
         self._decoder = RequestDecoder(strict=False)
         # Templates run in a sandbox, and whoever runs a batch has chosen its lines.
-        self._chat = ChatParts(self._options, ChatPrompts(None, trusts_requests=True), OutputFormats(self._options))
+        self._chat = ChatParts.of(self._options, ChatPrompts(None, trusts_requests=True))
         self._seen_ids: set[str] = set()
         self._num_answered = self._num_failed = self._num_skipped = self._num_tokens = 0
         self._on_result: Callable[[], None] = _nothing

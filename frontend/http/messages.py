@@ -18,7 +18,8 @@ from msgspec import Meta
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.openai.requests import ChatCompletionRequest, ChatMessage, Few, Many
-from headrace.frontend.http.openai.responses import Answer, call_id
+from headrace.frontend.http.openai.responses import Answer
+from headrace.frontend.text.formats.message import call_id
 from headrace.frontend.text.formats.parser import Event, OutputParser
 
 # --- the request ------------------------------------------------------------------------------------------------------

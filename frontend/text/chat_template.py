@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.ipc.failure import InvalidRequestError
 
@@ -27,6 +27,13 @@ _TAKES_PARTS = re.compile(
     r"|content(['\"]\])?\[\d+\]\s*[.\[]"
 )
 """A template that walks through a message's parts, takes one of them, or asks whether it has any."""
+
+
+class RenderedChat(NamedTuple):
+    """A prompt, and the template that made it."""
+
+    text: str
+    template: str
 
 
 def render_chat(

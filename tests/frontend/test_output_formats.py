@@ -11,13 +11,15 @@ import httpx
 import jsonschema
 import numpy as np
 import pytest
-from fake_tokenizers import byte_level_tokenizer
+from fake_tokenizers import bundle_of, byte_level_tokenizer
 from http_server import ask, serving, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from null_with_tokenizer import PARROT
 
+from headrace.frontend.text.chat_template import RenderedChat
 from headrace.frontend.text.formats.channels import ChannelParser, ForcedChannelCalls
+from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
 from headrace.frontend.text.formats.declaration import (
     FormatError,
     OutputFormat,
@@ -28,6 +30,8 @@ from headrace.frontend.text.formats.declaration import (
 )
 from headrace.frontend.text.formats.grammar import ForcedCalls, StrictCalls
 from headrace.frontend.text.formats.parser import Event, OutputParser
+from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.failure import OptionError
 
 CHAT = "/v1/chat/completions"
 WEATHER = {
@@ -253,6 +257,25 @@ def test_a_format_of_ones_own_is_a_yaml_file(tmp_path):
         load_format("herms")
 
 
+def test_a_plugin_makes_a_format_known_by_its_files_name_and_to_templates(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("calls: {call: [CALL, END], body: json}\ntemplate_marks: [CALL]\n")
+    tokenizer = Tokenizer(bundle_of(byte_level_tokenizer()))
+    for name in ("mine", "auto"):
+        formats = OutputFormats(name, plugins={"tool_parser_plugin": str(path)})
+        prompt, choice = RenderedChat("", "{# CALL #}"), ToolChoice(TOOLS)
+        make_reader = formats.of(prompt, choice).reader(tokenizer, prompt, choice)
+        assert make_reader is not None
+        reader = make_reader()
+        assert Read.of([*reader.feed('x CALL{"name": "now"}END'), *reader.finish()]) == Read("x", "", [("now", "{}")])
+    with pytest.raises(OptionError, match=r"tool_parser_plugin=p\.py: a Python file is written against vLLM's parser"):
+        OutputFormats("mine", plugins={"tool_parser_plugin": "p.py"})
+    with pytest.raises(OptionError, match=r"tool_call_parser=hermse: no output format is called .* known are .*mine"):
+        OutputFormats("hermse", plugins={"tool_parser_plugin": str(path)})
+    with pytest.raises(OptionError, match=r"reasoning_parser=mine: that format has no reasoning"):
+        OutputFormats(reasoning_parser="mine", plugins={"reasoning_parser_plugin": str(path)})
+
+
 # --- over HTTP ------------------------------------------------------------------------------------------------------
 
 END = "STOPHERE"
@@ -297,6 +320,18 @@ def test_calls_are_streamed_as_openais_clients_join_them(client: httpx.Client):
     joined = ["".join(p["function"].get("arguments", "") for p in parts if p["index"] == index) for index in (0, 1)]
     assert [json.loads(each) for each in joined] == [ZURICH, {}]
     assert [event["choices"][0]["finish_reason"] for event in events if event["choices"]][-1] == "tool_calls"
+
+
+def test_usage_counts_the_tokens_of_reasoning(client: httpx.Client):
+    def count(said: str, **more: Any) -> Any:
+        return ask(client, CHAT, **body_of(said, **more))["usage"]["completion_tokens_details"]
+
+    thought = "<think>hm hm</think>" + SAID
+    assert count(thought) == count(thought, include_reasoning=False) == {"reasoning_tokens": 5}, "one for each letter"
+    streamed = stream(client, CHAT, body_of(thought, stream_options={"include_usage": True}))
+    assert streamed[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 5}
+    assert count(thought, n=2) == {"reasoning_tokens": 10}
+    assert count(SAID) == {"reasoning_tokens": 0}
 
 
 def test_requests_say_what_they_want_of_it(client: httpx.Client):
@@ -420,10 +455,10 @@ def special_ids(specials: tuple[str, ...]) -> dict[str, int]:
     return {each: tokenizer.token_to_id(each) for each in specials}
 
 
-def strict_grammar(name: str, specials: tuple[str, ...] = (), **more: Any) -> str:
+def strict_grammar(name: str, specials: tuple[str, ...] = (), or_json: Any = None) -> str:
     calls = load_format(name).calls
     assert calls is not None
-    return StrictCalls(calls, FORCED, special_ids(specials), several=True, **more).text()
+    return StrictCalls(calls, FORCED, special_ids(specials), several=True).text(or_json)
 
 
 GOOD, BAD = '{"city": "x", "days": 3}', '{"city": "x", "days": 30}'

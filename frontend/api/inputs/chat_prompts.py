@@ -27,7 +27,8 @@ def chat_options(given: dict[str, Any]) -> dict[str, Any]:
     others = {name: value for name, value in given.items() if name not in (*known, "chat_template_kwargs")}
     if unknown := [name for name in others if name not in ARGUMENTS]:
         raise InvalidRequestError(
-            f"chat has no argument {unknown[0]!r}; its arguments are {', '.join(known)} and chat_template_kwargs"
+            f"chat has no argument {unknown[0]!r}; its arguments are {', '.join(known)}, chat_template_kwargs, "
+            "tool_call_parser and reasoning_parser"
         )
     check_arguments("chat", others)
     options = {name: given[name] for name in known if given.get(name) is not None}

@@ -16,10 +16,8 @@ from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import bad_field
 from headrace.frontend.http.openai.generation import Job, PreparedRequest, ResponseText
-from headrace.frontend.http.openai.output_formats import OutputFormats
 from headrace.frontend.http.openai.prompts import (
     ChatPrompts,
-    RenderedChat,
     cache_salt,
     check_length,
     check_outputs,
@@ -36,16 +34,14 @@ from headrace.frontend.http.openai.responses import (
     ChatChunkChoice,
     ChatLogprobs,
     ChatResponse,
+    CompletionTokensDetails,
     Delta,
-    FunctionCall,
     FunctionDelta,
     OpenAIEvents,
     PromptLogprobs,
     TextEvent,
-    ToolCall,
     ToolCallDelta,
     Usage,
-    call_id,
     chat_logprobs,
     encoded_alone,
     event,
@@ -54,9 +50,11 @@ from headrace.frontend.http.openai.responses import (
     usage_of,
     usage_so_far,
 )
-from headrace.frontend.http.openai.tool_choice import ToolChoice, tool_choice_of
+from headrace.frontend.http.openai.tool_choice import tool_choice_of
 from headrace.frontend.http.process.options import ServeOptions
-from headrace.frontend.text.chat_template import text_parts
+from headrace.frontend.text.chat_template import RenderedChat, text_parts
+from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
+from headrace.frontend.text.formats.message import call_id, message_of, num_reasoning_tokens
 from headrace.frontend.text.formats.parser import Event, OutputParser
 
 _WHOLE, _CHUNK = "chat.completion", "chat.completion.chunk"
@@ -68,6 +66,20 @@ class ChatParts(NamedTuple):
     options: ServeOptions
     prompts: ChatPrompts
     formats: OutputFormats
+
+    @classmethod
+    def of(cls, options: ServeOptions, prompts: ChatPrompts) -> ChatParts:
+        """Raises OptionError for formats that cannot be."""
+        formats = OutputFormats(
+            options.tool_call_parser,
+            options.reasoning_parser,
+            enable_auto_tool_choice=options.enable_auto_tool_choice,
+            plugins={
+                "tool_parser_plugin": options.tool_parser_plugin,
+                "reasoning_parser_plugin": options.reasoning_parser_plugin,
+            },
+        )
+        return cls(options, prompts, formats)
 
 
 MakeAnswer = Callable[[ChatCompletionRequest, Answer, str, Callable[[], OutputParser] | None], ResponseText]
@@ -222,6 +234,8 @@ class ChatAnswer(OpenAIEvents):
         self._choices: dict[SequenceState, _Choice] = {}
         self._streams: Sequence[RequestStream] = ()
         self._is_prompt_told = False
+        self._thoughts: dict[int, list[str]] = {}
+        """The reasoning of each output, as it was read."""
         # Nothing but text changes from one event to the next.
         self._is_plain = not (request.logprobs or answer.continuous_usage or answer.return_token_ids)
 
@@ -237,14 +251,15 @@ class ChatAnswer(OpenAIEvents):
         (stream,) = self._streams
         answer = self._answer
         outputs = [sequence.read(delta=False, tokenizer=stream.tokenizer) for sequence in stream.sequences]
+        choices = encoded_alone([self._choice_of(output) for output in outputs])
         return msgspec.json.encode(
             ChatResponse(
                 answer.id,
                 _WHOLE,
                 answer.created,
                 answer.model,
-                encoded_alone([self._choice_of(output) for output in outputs]),
-                usage_of(self._streams),
+                choices,
+                self._usage(),
                 prompt_logprobs=self._prompt_logprobs(stream),
                 prompt_token_ids=self._prompt_token_ids(stream),
             )
@@ -262,7 +277,7 @@ class ChatAnswer(OpenAIEvents):
         deltas = [Delta(content=output.text)]
         finish_reason = output.finish_reason
         if choice.reader is not None:
-            events = self._read(choice.reader, output.text, ends=finish_reason is not None)
+            events = self._read(choice.reader, output, ends=finish_reason is not None)
             if self._is_plain and finish_reason is None:
                 return first + b"".join([self._event_of(choice, each, output.index) for each in events])
             deltas = [_delta_of(each) for each in events] or [Delta()]
@@ -285,9 +300,12 @@ class ChatAnswer(OpenAIEvents):
     def _reader(self) -> OutputParser | None:
         return None if self._make_reader is None else self._make_reader()
 
-    def _read(self, reader: OutputParser, text: str, *, ends: bool) -> list[Event]:
+    def _read(self, reader: OutputParser, output: CompletionOutput, *, ends: bool) -> list[Event]:
         """What is new of an output, as far as the request wants it."""
-        events = reader.feed(text) + (reader.finish() if ends else [])
+        events = reader.feed(output.text) + (reader.finish() if ends else [])
+        for each in events:
+            if each.reasoning:
+                self._thoughts.setdefault(output.index, []).append(each.reasoning)
         if self._request.include_reasoning is False:
             events = [each for each in events if not each.reasoning]
         if self._request.parallel_tool_calls is False:
@@ -304,7 +322,7 @@ class ChatAnswer(OpenAIEvents):
         return event(self._chunk([ChatChunkChoice(index=index, delta=_delta_of(told))]))
 
     def end(self) -> bytes:
-        last = event(self._chunk([], usage_of(self._streams))) if self._answer.include_usage else b""
+        last = event(self._chunk([], self._usage())) if self._answer.include_usage else b""
         return last + self.DONE
 
     def _first(self, stream: RequestStream, sequence: SequenceState) -> bytes:
@@ -322,6 +340,14 @@ class ChatAnswer(OpenAIEvents):
         echoed = ChatChunkChoice(index=sequence.index, delta=Delta(content=self._echoed))
         return event(chunk) + event(self._chunk([echoed]))
 
+    def _usage(self) -> Usage:
+        usage = usage_of(self._streams)
+        if self._make_reader is not None:
+            most, tokenizer = usage.completion_tokens, self._answer.tokenizer
+            each = [num_reasoning_tokens(tokenizer, "".join(texts), most) for texts in self._thoughts.values()]
+            usage.completion_tokens_details = CompletionTokensDetails(min(sum(each), most))
+        return usage
+
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
         answer = self._answer
         return ChatChunk(answer.id, _CHUNK, answer.created, answer.model, choices, usage or answer.no_usage())
@@ -329,7 +355,7 @@ class ChatAnswer(OpenAIEvents):
     def _choice_of(self, output: CompletionOutput) -> ChatChoice:
         message, finish_reason, reader = AssistantMessage(self._role, output.text), output.finish_reason, self._reader()
         if reader is not None:
-            message = _message_of(self._role, self._read(reader, output.text, ends=True))
+            message = _message_of(self._role, self._read(reader, output, ends=True))
             finish_reason = self._finish_reason(reader, finish_reason)
         if self._echoed:
             message.content = self._echoed + (message.content or "")
@@ -376,18 +402,8 @@ def _delta_of(told: Event) -> Delta:
 
 
 def _message_of(role: str, events: Sequence[Event]) -> AssistantMessage:
-    calls: list[ToolCall] = []
-    for each in events:
-        if each.name:
-            calls.append(ToolCall(call_id(each), FunctionCall(each.name, each.arguments)))
-        elif each.call >= 0:
-            calls[each.call].function.arguments += each.arguments
-    content = "".join(each.content for each in events)
-    reasoning = "".join(each.reasoning for each in events) or UNSET
+    read = message_of(events)
+    reasoning = read.reasoning or UNSET
     return AssistantMessage(
-        role,
-        content if content or not calls else None,
-        tool_calls=calls,
-        reasoning=reasoning,
-        reasoning_content=reasoning,
+        role, read.content, tool_calls=read.tool_calls, reasoning=reasoning, reasoning_content=reasoning
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -19,7 +19,7 @@ from headrace.frontend.api.parameters.token_rules import openai_bias
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.openai.requests import UNREAD_IN_MESSAGES, ChatMessage, GenerationRequest, StreamOptions
 from headrace.frontend.http.process.options import ServeOptions
-from headrace.frontend.text.chat_template import render_chat, text_parts
+from headrace.frontend.text.chat_template import RenderedChat, render_chat, text_parts
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError, OptionError
 from headrace.ipc.messages import Welcome
@@ -217,11 +217,6 @@ def load_template(option: str | None) -> str | None:
         return Path(option).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"chat_template={option}: neither a template nor a file that can be read ({error})") from None
-
-
-class RenderedChat(NamedTuple):
-    text: str
-    template: str
 
 
 class ChatPrompts:

@@ -38,17 +38,35 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: Annotated[bool | None, Meta(description="Taken, and not read: events are not padded")] = None
 
 
-class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a body has besides the fields of SamplingParams, and those of them that it spells in its own way."""
+class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the bodies of all generating routes have, besides the fields of SamplingParams or spelt in their own way."""
 
     model: Annotated[str | None, Meta(description="One of /v1/models; the first of them when left out")] = None
-    n: Annotated[int | None, Meta(description="Outputs for each prompt")] = None
-    max_tokens: Annotated[int | None, Meta(description="Most tokens to generate")] = None
     logit_bias: Annotated[
         Annotated[dict[str, float], Meta(max_length=MOST_BIASES)] | None,
         Meta(description="Token id: -100 to 100, added to its logit"),
     ] = None
     stop: Annotated[str | list[str] | None, Meta(description="Texts that end the output, and are not in it")] = None
+    stream: Annotated[bool | None, Meta(description="Send the answer as server-sent events while it grows")] = None
+    stream_options: StreamOptions | None = None
+    priority: Annotated[int | None, Meta(description="Smaller is sooner, under the policy `priority`")] = None
+    data_parallel_rank: Annotated[
+        int | None, Meta(description="Which of several engines begins it; also the header X-data-parallel-rank")
+    ] = None
+    prompt_cache_key: Annotated[
+        str | None,
+        Meta(description="Of several engines, requests of one key prefer one, which has their prefix cached"),
+    ] = None
+    cache_salt: Annotated[str | None, Meta(description="Cached prefixes are shared only under the same salt")] = None
+    request_id: Annotated[str | None, Meta(description="Name of the request; also the header X-Request-Id")] = None
+    vllm_xargs: Annotated[dict[str, Any] | None, Meta(description="What the engine's logits processors read")] = None
+
+
+class GenerationFields(SharedFields, kw_only=True):
+    """What completions and chat completions have besides."""
+
+    n: Annotated[int | None, Meta(description="Outputs for each prompt")] = None
+    max_tokens: Annotated[int | None, Meta(description="Most tokens to generate")] = None
     prompt_logprobs: Annotated[int | None, Meta(description="Likeliest tokens to report per prompt token")] = None
     structured_outputs: Annotated[
         dict[str, Any] | None,
@@ -65,20 +83,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     guided_whitespace_pattern: Annotated[
         str | None, Meta(description="structured_outputs.whitespace_pattern, retired")
     ] = None
-    vllm_xargs: Annotated[dict[str, Any] | None, Meta(description="What the engine's logits processors read")] = None
     add_special_tokens: Annotated[bool | None, Meta(description="Add special tokens to the prompt, such as BOS")] = None
-    stream: Annotated[bool | None, Meta(description="Send the output as server-sent events while it grows")] = None
-    stream_options: StreamOptions | None = None
-    priority: Annotated[int | None, Meta(description="Smaller is sooner, under the policy `priority`")] = None
-    data_parallel_rank: Annotated[
-        int | None, Meta(description="Which of several engines begins it; also the header X-data-parallel-rank")
-    ] = None
-    prompt_cache_key: Annotated[
-        str | None,
-        Meta(description="Of several engines, requests of one key prefer one, which has their prefix cached"),
-    ] = None
-    cache_salt: Annotated[str | None, Meta(description="Cached prefixes are shared only under the same salt")] = None
-    request_id: Annotated[str | None, Meta(description="Name of the request; also the header X-Request-Id")] = None
     return_token_ids: Annotated[bool | None, Meta(description="Give token ids besides the text")] = None
     return_tokens_as_token_ids: Annotated[
         bool | None, Meta(description="Spell tokens in logprobs as token_id:NUMBER")
@@ -96,7 +101,7 @@ else:
         kw_only=True,
         forbid_unknown_fields=True,
     )
-    """What completions and chat completions share: the above, and the fields of SamplingParams (`Field.in_body`)."""
+    """The above, and the fields of SamplingParams (`Field.in_body`)."""
 
 
 class CompletionRequest(GenerationRequest):
@@ -140,6 +145,8 @@ ContinueFinal = Annotated[bool | None, Meta(description="Go on with the last mes
 Template = Annotated[str | None, Meta(description="A template's name or, where the server trusts requests, its text")]
 TemplateVariables = Annotated[dict[str, Any] | None, Meta(description="What else the template sees")]
 Tools = Annotated[Few[dict[str, Any]] | None, Meta(description="Passed to the template")]
+Choice = Annotated[str | dict[str, Any] | None, Meta(description="none, auto, required, or which of the tools")]
+ParallelCalls = Annotated[bool | None, Meta(description="False: only the first call is answered")]
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -162,32 +169,22 @@ class ChatCompletionRequest(GenerationRequest):
         Meta(description="The template's variable of that name; none also sets enable_thinking to false"),
     ] = None
     tools: Tools = None
-    tool_choice: Annotated[
-        str | dict[str, Any] | None, Meta(description="none, auto, required, or which of the tools")
-    ] = None
-    parallel_tool_calls: Annotated[bool | None, Meta(description="False: only the first call is answered")] = None
+    tool_choice: Choice = None
+    parallel_tool_calls: ParallelCalls = None
     include_reasoning: Annotated[bool | None, Meta(description="False: the reasoning is left out")] = None
     documents: Annotated[Few[dict[str, Any]] | None, Meta(description="Passed to the template")] = None
 
 
-class ResponsesFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponsesFields(SharedFields, kw_only=True):
     """What OpenAI's Responses API has besides the fields of SamplingParams."""
 
     input: Annotated[str | Many[dict[str, Any]], Meta(description="A text, or items: messages, calls, their outputs")]
-    model: Annotated[str | None, Meta(description="One of /v1/models; the first of them when left out")] = None
     instructions: Annotated[str | None, Meta(description="A system message before all else")] = None
     previous_response_id: Annotated[str | None, Meta(description="The stored response that this one follows")] = None
     max_output_tokens: Annotated[int | None, Meta(description="Most tokens to generate, reasoning included")] = None
-    stop: Annotated[str | list[str] | None, Meta(description="Texts that end the output, and are not in it")] = None
-    logit_bias: Annotated[
-        Annotated[dict[str, float], Meta(max_length=MOST_BIASES)] | None,
-        Meta(description="Token id: -100 to 100, added to its logit"),
-    ] = None
     tools: Annotated[Few[dict[str, Any]] | None, Meta(description="Functions that the model may call")] = None
-    tool_choice: Annotated[
-        str | dict[str, Any] | None, Meta(description="none, auto, required, or which of the tools")
-    ] = None
-    parallel_tool_calls: Annotated[bool | None, Meta(description="False: only the first call is answered")] = None
+    tool_choice: Choice = None
+    parallel_tool_calls: ParallelCalls = None
     max_tool_calls: Annotated[
         Annotated[int, Meta(ge=1)] | None, Meta(description="Most calls that the server itself carries out")
     ] = None
@@ -200,8 +197,6 @@ class ResponsesFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
     include: Annotated[Few[str] | None, Meta(description="What else to give, such as log-probabilities")] = None
     top_logprobs: Annotated[int | None, Meta(description="Likeliest tokens to report with each")] = None
-    stream: Annotated[bool | None, Meta(description="Send the response as server-sent events while it grows")] = None
-    stream_options: StreamOptions | None = None
     store: Annotated[bool | None, Meta(description="Keep the response, to be read and followed by its id")] = None
     background: Annotated[bool | None, Meta(description="Answer at once, and generate meanwhile")] = None
     metadata: Annotated[
@@ -209,17 +204,6 @@ class ResponsesFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
     user: Annotated[str | None, Meta(description="Given back with the response")] = None
     chat_template_kwargs: TemplateVariables = None
-    priority: Annotated[int | None, Meta(description="Smaller is sooner, under the policy `priority`")] = None
-    data_parallel_rank: Annotated[
-        int | None, Meta(description="Which of several engines begins it; also the header X-data-parallel-rank")
-    ] = None
-    prompt_cache_key: Annotated[
-        str | None,
-        Meta(description="Of several engines, requests of one key prefer one, which has their prefix cached"),
-    ] = None
-    cache_salt: Annotated[str | None, Meta(description="Cached prefixes are shared only under the same salt")] = None
-    request_id: Annotated[str | None, Meta(description="Name of the request; also the header X-Request-Id")] = None
-    vllm_xargs: Annotated[dict[str, Any] | None, Meta(description="What the engine's logits processors read")] = None
 
 
 if TYPE_CHECKING:
@@ -281,7 +265,7 @@ _NO_CONVERSATIONS = "conversations are not kept as such"
 RANK_HEADER = b"x-data-parallel-rank"
 
 
-def take_rank(request: GenerationFields | ResponsesFields, header: str | None) -> None:
+def take_rank(request: SharedFields, header: str | None) -> None:
     """The header stands for the field where the body has none. Raises ApiError."""
     if header is None or request.data_parallel_rank is not None:
         return
@@ -290,7 +274,7 @@ def take_rank(request: GenerationFields | ResponsesFields, header: str | None) -
     request.data_parallel_rank = int(header)
 
 
-def affinity_of(request: GenerationFields) -> Affinity:
+def affinity_of(request: SharedFields) -> Affinity:
     """Which engine it wants."""
     if request.data_parallel_rank is None and request.prompt_cache_key is None:
         return ANYWHERE

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from headrace.frontend.api.outputs import Logprob, LogprobsOfPosition
+from headrace.frontend.api.outputs import Logprob, LogprobsOfPosition, ToolCall
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.http.errors import error_event
 from headrace.frontend.http.openai.requests import GenerationRequest
-from headrace.frontend.text.formats.parser import Event
 from headrace.frontend.text.tokenizer import Tokenizer
 
 
@@ -22,11 +20,17 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """Of answers in which reasoning is told apart."""
 
 
 class PromptLogprob(msgspec.Struct, gc=False):
@@ -95,18 +99,6 @@ class TokenLogprob(msgspec.Struct, gc=False):
 
 class ChatLogprobs(msgspec.Struct):
     content: list[TokenLogprob]
-
-
-class FunctionCall(msgspec.Struct):
-    name: str
-    arguments: str
-    """JSON text, as the model wrote it."""
-
-
-class ToolCall(msgspec.Struct):
-    id: str
-    function: FunctionCall
-    type: Literal["function"] = "function"
 
 
 class FunctionDelta(msgspec.Struct):
@@ -385,11 +377,6 @@ class OpenAIEvents:
 
     def failure(self, error: BaseException) -> bytes:
         return event(error_event(error)) + self.DONE
-
-
-def call_id(told: Event) -> str:
-    """A call's own id, where the model writes one; else one that no other call has."""
-    return told.id or f"call_{uuid.uuid4().hex[:24]}"
 
 
 def event(chunk: Any) -> bytes:

@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from headrace.frontend.http.errors import ApiError, bad_field
-
-Tools = list[dict[str, Any]]
-
-
-class ToolChoice(NamedTuple):
-    shown: Tools | None = None
-    """Those that the template gets."""
-    forced: Tools | None = None
-    """The answer has to call one of these; None: the model decides."""
-    is_named: bool = False
-    """There is one, chosen by its name."""
-
-    @property
-    def is_strict(self) -> bool:
-        """Calls that the model decides on have to fit their schemas: one tool asks for it, and all get it."""
-        return any(tool["function"].get("strict") for tool in self.shown or ())
+from headrace.frontend.text.formats.choice import ToolChoice, Tools
 
 
 def tool_choice_of(tools: Tools | None, choice: str | dict[str, Any] | None) -> ToolChoice:

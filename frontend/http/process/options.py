@@ -171,6 +171,16 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             default_text="reasoning stays part of the content",
         ),
     ] = None
+    tool_parser_plugin: Annotated[
+        str | None,
+        Option(
+            CHAT,
+            "A YAML file that declares a format of one's own, which tool_call_parser may then name by the file's name, "
+            "and auto finds by its template_marks; Python files, as vLLM takes them, are refused",
+            "file",
+        ),
+    ] = None
+    reasoning_parser_plugin: Annotated[str | None, Option(CHAT, "The same for reasoning_parser", "file")] = None
     enable_auto_tool_choice: Annotated[
         bool, Option(CHAT, "Read tool calls where a request gives tools and leaves the choice to the model")
     ] = True

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from headrace.frontend.http.openai.responses import call_id
+from headrace.frontend.text.formats.message import call_id
 from headrace.frontend.text.formats.parser import Event
 
 Item = dict[str, Any]

@@ -24,6 +24,7 @@ from headrace.frontend.http.openai.chat import ChatWork
 from headrace.frontend.http.openai.generation import KEEP_ALIVE, Generator, took_too_long
 from headrace.frontend.http.openai.responses import TokenLogprob, chat_logprobs
 from headrace.frontend.http.responses_api.items import Item, OutputItems
+from headrace.frontend.text.formats.message import num_reasoning_tokens
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.ipc.failure import HeadraceError
 
@@ -364,11 +365,8 @@ class _Turn:
         usage.input_tokens_details.cached_tokens += self._stream.num_cached_tokens or 0
         usage.output_tokens += num_output
         usage.total_tokens += num_prompt + num_output
-        thought = "".join(self._reasoning)
-        tokenizer = self._stream.tokenizer
-        if thought and tokenizer is not None:
-            num_thought = len(tokenizer.encode(thought, False))
-            usage.output_tokens_details.reasoning_tokens += min(num_thought, num_output)
+        thought = num_reasoning_tokens(self._stream.tokenizer, "".join(self._reasoning), num_output)
+        usage.output_tokens_details.reasoning_tokens += thought
 
 
 def calls_of(items: Sequence[Item]) -> list[Item]:

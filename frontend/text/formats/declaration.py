@@ -11,6 +11,8 @@ calls:                  what the model asks to be called
 from __future__ import annotations
 
 import functools
+import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -116,6 +118,9 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Other names for it."""
 
 
+NONE: Mapping[str, OutputFormat] = types.MappingProxyType({})
+
+
 @functools.cache
 def known_formats() -> dict[str, OutputFormat]:
     """All that come with Headrace, by name."""
@@ -126,23 +131,23 @@ def known_formats() -> dict[str, OutputFormat]:
     return found
 
 
-def load_format(name: str) -> OutputFormat:
-    """By its name, or a file of one's own. Raises FormatError."""
-    if (declared := known_formats().get(name)) is not None:
+def load_format(name: str, own: Mapping[str, OutputFormat] = NONE) -> OutputFormat:
+    """By its name, among a user's `own` first, or a file of one's own. Raises FormatError."""
+    if (declared := own.get(name) or known_formats().get(name)) is not None:
         return declared
     if name.endswith((".yaml", ".yml")):
         return _read(Path(name))
     raise FormatError(
-        f"no output format is called {name!r}; known are {', '.join(sorted(known_formats()))}, and a file that ends in "
-        f".yaml is read as a declaration"
+        f"no output format is called {name!r}; known are {', '.join(sorted({*own, *known_formats()}))}, and a file "
+        "that ends in .yaml is read as a declaration"
     )
 
 
-def format_of_template(template: str) -> str | None:
+def format_of_template(template: str, own: Mapping[str, OutputFormat] = NONE) -> str | None:
     """The name of the format with calls that a chat template's marks speak for: the one with most marks."""
     found = [
         (sum(map(len, declared.template_marks)), name)
-        for name, declared in known_formats().items()
+        for name, declared in {**known_formats(), **own}.items()
         if (declared.calls or declared.channels)
         and declared.template_marks
         and all(mark in template for mark in declared.template_marks)

@@ -70,11 +70,15 @@ class ForcedCalls(Rules):
         thinks_first: the prompt has opened reasoning of this kind."""
         super().__init__(special_ids)
         self._calls = calls
-        self._tools, self._several = tools, several
+        self._tools, self._several, self._thinks_first = tools, several, thinks_first
+
+    def text(self) -> str:
+        """Once."""
         start = self._answer()
-        if thinks_first is not None:
-            start = f'{self._text_until("thought", thinks_first.end)} "\\n"? "\\n"? {start}'
+        if self._thinks_first is not None:
+            start = f'{self._text_until("thought", self._thinks_first.end)} "\\n"? "\\n"? {start}'
         self._rules.append(f"start: {start}")
+        return super().text()
 
     def _answer(self) -> str:
         """After the reasoning."""
@@ -184,19 +188,12 @@ class ForcedCalls(Rules):
 class StrictCalls(ForcedCalls):
     """Of an answer that may say anything; but where it begins a call, that is one of the tools' and fits its schema."""
 
-    def __init__(
-        self,
-        calls: CallFormat,
-        tools: Sequence[Mapping[str, Any]],
-        special_ids: Mapping[str, int],
-        *,
-        several: bool,
-        thinks_first: ReasoningFormat | None = None,
-        or_json: Any = None,
-    ) -> None:
+    _or_json: Any = None
+
+    def text(self, or_json: Any = None) -> str:
         """or_json: the schema of an answer that is no call."""
         self._or_json = or_json
-        super().__init__(calls, tools, special_ids, several=several, thinks_first=thinks_first)
+        return super().text()
 
     def _answer(self) -> str:
         calls, ways = self._calls, []

@@ -1,15 +1,14 @@
-"""Which format an answer is read in: the server's options say it, or the chat template does."""
+"""Which format an answer is read in: options say it, or the chat template does."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.frontend.http.openai.prompts import RenderedChat
-from headrace.frontend.http.openai.tool_choice import ToolChoice
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.text.chat_template import RenderedChat
 from headrace.frontend.text.formats.channels import ChannelParser, ForcedChannelCalls
 from headrace.frontend.text.formats.declaration import (
     ChannelFormat,
@@ -26,26 +25,55 @@ from headrace.ipc.failure import OptionError
 
 logger = logging.getLogger(__name__)
 AUTO = "auto"
+Tools = list[dict[str, Any]]
+
+
+class ToolChoice(NamedTuple):
+    """What a request says of tools."""
+
+    shown: Tools | None = None
+    """Those that the template gets."""
+    forced: Tools | None = None
+    """The answer has to call one of these; None: the model decides."""
+    is_named: bool = False
+    """There is one, chosen by its name."""
+
+    @property
+    def is_strict(self) -> bool:
+        """Calls that the model decides on have to fit their schemas: one tool asks for it, and all get it."""
+        return any(tool["function"].get("strict") for tool in self.shown or ())
 
 
 class OutputFormats:
-    """The server's, by its options tool_call_parser and reasoning_parser."""
+    """A server's, or a call's of `LLM.chat`, by the options of these names."""
 
-    def __init__(self, options: ServeOptions) -> None:
-        """Raises OptionError for a format that nobody knows or that lacks what it is named for."""
+    def __init__(
+        self,
+        tool_call_parser: str = AUTO,
+        reasoning_parser: str | None = None,
+        *,
+        enable_auto_tool_choice: bool = True,
+        plugins: Mapping[str, str | None] | None = None,
+    ) -> None:
+        """plugins: files of declarations by the option that names them; they are known by their files' names.
+
+        Raises OptionError for a format that nobody knows or that lacks what it is named for."""
+        own: dict[str, OutputFormat] = {}
+        for option, file in (plugins or {}).items():
+            if file:
+                own |= _load_plugin(option, file)
         self._calls = self._reasoning = None
-        self._finds_calls = options.tool_call_parser == AUTO
-        self._finds_reasoning = options.reasoning_parser == AUTO
-        if options.tool_call_parser not in (AUTO, "none"):
-            self._calls = _load("tool_call_parser", options.tool_call_parser)
+        self._finds_calls, self._finds_reasoning = tool_call_parser == AUTO, reasoning_parser == AUTO
+        if tool_call_parser not in (AUTO, "none"):
+            self._calls = _load("tool_call_parser", tool_call_parser, own)
             if self._calls.calls is None and self._calls.channels is None:
-                raise OptionError(f"tool_call_parser={options.tool_call_parser}: that format has no tool calls")
-        if options.reasoning_parser not in (None, AUTO, ""):
-            self._reasoning = _load("reasoning_parser", options.reasoning_parser)
+                raise OptionError(f"tool_call_parser={tool_call_parser}: that format has no tool calls")
+        if reasoning_parser not in (None, AUTO, ""):
+            self._reasoning = _load("reasoning_parser", reasoning_parser, own)
             if self._reasoning.reasoning is None and self._reasoning.channels is None:
-                raise OptionError(f"reasoning_parser={options.reasoning_parser}: that format has no reasoning")
-        self._reads_calls = options.enable_auto_tool_choice
-        self._found = functools.lru_cache(maxsize=16)(_found)
+                raise OptionError(f"reasoning_parser={reasoning_parser}: that format has no reasoning")
+        self._reads_calls = enable_auto_tool_choice
+        self._found = functools.lru_cache(maxsize=16)(lambda template: _found(template, own))
 
     def of(self, prompt: RenderedChat, choice: ToolChoice) -> AnswerFormats:
         """Those of the answers to this prompt."""
@@ -101,9 +129,7 @@ class AnswerFormats(NamedTuple):
             return None
         # Of reasoning that is read, the engine knows the end.
         thinks_first = thinks_first if self.reading is None else None
-        return StrictCalls(
-            calls, choice.shown, special, several=several, thinks_first=thinks_first, or_json=or_json
-        ).text()
+        return StrictCalls(calls, choice.shown, special, several=several, thinks_first=thinks_first).text(or_json)
 
     def reader(
         self, tokenizer: Tokenizer, prompt: RenderedChat, choice: ToolChoice
@@ -121,17 +147,29 @@ class AnswerFormats(NamedTuple):
         )
 
 
-def _load(option: str, name: str) -> OutputFormat:
+def _load(option: str, name: str, own: Mapping[str, OutputFormat]) -> OutputFormat:
     try:
-        return load_format(name)
+        return load_format(name, own)
     except FormatError as error:
         raise OptionError(f"{option}={name}: {error}") from None
 
 
-def _found(template: str) -> OutputFormat | None:
-    name = format_of_template(template)
+def _load_plugin(option: str, file: str) -> dict[str, OutputFormat]:
+    """The format of a user's file, by its names."""
+    path = Path(file)
+    if path.suffix not in (".yaml", ".yml"):
+        raise OptionError(
+            f"{option}={file}: a Python file is written against vLLM's parser classes, which are not here; declare the "
+            "format in a YAML file (frontend/text/formats/README.md says how) and name that"
+        )
+    declared = _load(option, file, {})
+    return dict.fromkeys((path.stem, *declared.same_as), declared)
+
+
+def _found(template: str, own: Mapping[str, OutputFormat]) -> OutputFormat | None:
+    name = format_of_template(template, own)
     if name is None:
         logger.info("the chat template matches no known tool-call format: tool calls stay in the text")
         return None
     logger.info("answers are read as %s: the chat template speaks for it", name)
-    return load_format(name)
+    return load_format(name, own)
