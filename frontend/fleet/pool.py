@@ -133,7 +133,7 @@ class EnginePool:
         """Set when no engine is left and none will come back; `failure` says why."""
         self.failure: Failure | None = None
         self.on_death: Callable[[Failure], None] | None = None
-        """Told of each engine that ends after the start."""
+        """Told of each engine that ends after the start, and of each of ours that does not start again."""
         self.on_return: Callable[[str], None] | None = None
         """Told the address of each that is there again."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -337,9 +337,10 @@ class EnginePool:
                 failure = await self._serve(engine)
             except HeadraceError as error:
                 failure = Failure.of(error, process="server", phase="connect")
-            was_there = engine.client is not None
+            # An engine of somebody else that is not there yet is no news, one of ours that did not start is.
+            is_news = engine.client is not None or engine.source.is_awaited
             engine.disconnected(failure)
-            if was_there and self.on_death is not None and self.started.is_set():
+            if is_news and self.on_death is not None and self.started.is_set():
                 self.on_death(failure)
             if not engine.source.comes_back or not self.started.is_set():
                 break

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -191,6 +192,29 @@ def test_an_engine_that_dies_too_often_ends_the_server_and_fails_what_waited_wit
         answer = client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 5}, timeout=30)
         assert "told to crash in step 1" in answer.json()["error"]["message"]
         assert server.wait_exit() == 70
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("what", ["is open to others", "is gone"])
+def test_a_restart_says_what_is_wrong_with_the_runtime_directory_and_the_server_still_stops(
+    processes, what, runtime_directory
+):
+    options = ("--restart-engine", "9", "--api-server-count", processes)
+    with serving(*options, null_model=SLOW) as server, server.client() as client:
+        if what == "is gone":
+            shutil.rmtree(runtime_directory)
+        else:
+            runtime_directory.chmod(0o755)
+        engine_of(server).kill()
+        if what == "is gone":  # it is made anew
+            answer = client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 2})
+            assert answer.status_code == 200, answer.text
+        else:
+            server.wait_log(f"the engine has ended: .*{runtime_directory} must be a directory of yours .*mode 0700")
+        server.signal()
+        assert server.wait_exit() == 0
+        assert "Traceback" not in server.log
+        runtime_directory.mkdir(exist_ok=True)  # for the fixture's end
 
 
 # --- signals to all processes at once ------------------------------------------------------------------------------
