@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import itertools
+import re
 import subprocess
 import sys
 import tomllib
@@ -135,3 +136,11 @@ def test_ranges_hold_what_is_pinned_and_every_dependency_is_pinned() -> None:
     for requirement in map(Requirement, declared):
         version = pins[requirement.name.lower().replace("_", "-")]
         assert requirement.specifier.contains(version), f"{requirement} does not allow {version}, which is tested"
+
+
+def test_no_text_tells_anybody_to_install_headrace_from_an_index_where_the_name_is_not_ours() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    texts = [name for name in tracked if name.endswith((".py", ".md", ".toml", ".yaml")) and (ROOT / name).is_file()]
+    told = re.compile(r"pip install [-\w \"']*headrace\b(?!\.whl)")
+    found = [name for name in texts if told.search((ROOT / name).read_text(encoding="utf-8"))]
+    assert found == []

@@ -194,7 +194,7 @@ def load_executor(options: Options) -> Executor:
             importlib.import_module("headrace.executor.parallel.divisibility").check_world(options)
         executor: Executor = getattr(importlib.import_module(module), name)(options)
     except (ImportError, AttributeError) as error:
-        hint = "pip install 'headrace[engine]' installs what runs models" if backend in EXECUTORS else ""
+        hint = "in Headrace's clone, pip install '.[engine]' installs what runs models" if backend in EXECUTORS else ""
         raise OptionError(f"distributed_executor_backend {backend!r} cannot be loaded: {error}", hint=hint) from error
     return executor
 

@@ -43,7 +43,7 @@ try:
 except ModuleNotFoundError as missing:
     sys.exit(
         f"engine-core: {missing.name} is not installed, for this is Headrace's client alone; "
-        "to run models here: pip install 'headrace[engine]'"
+        "to run models here, in Headrace's clone: pip install '.[engine]'"
     )
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,8 @@ class RayExecutor(MultiNodeExecutor):
             import ray
         except ImportError as error:
             raise OptionError(
-                f"distributed_executor_backend=ray needs the package ray ({error}): pip install 'headrace[ray]'"
+                f"distributed_executor_backend=ray needs the package ray ({error}): pip install ray, or, in Headrace's "
+                "clone, pip install '.[ray]'"
             ) from error
         self._ray: Any = ray
         self._owns_ray = not ray.is_initialized()

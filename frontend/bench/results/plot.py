@@ -24,7 +24,7 @@ COLOURS = (
 )
 """Told apart on a screen and in print; a result keeps its colour in every panel."""
 NUM_BINS = 60
-_MISSING = "plots need matplotlib, which is not installed: pip install 'headrace[bench]'"
+_MISSING = "plots need matplotlib, which is not installed: in Headrace's clone, pip install '.[bench]'"
 
 
 class Named(NamedTuple):
