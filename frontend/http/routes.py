@@ -33,7 +33,12 @@ from headrace.frontend.http.metrics import Exposition, Pages
 from headrace.frontend.http.openai.chat import ChatParts, prepare_chat, render
 from headrace.frontend.http.openai.completions import prepare_completion
 from headrace.frontend.http.openai.generation import Generator, KeepAlive, PreparedRequest
-from headrace.frontend.http.openai.prompts import ChatPrompts, apply_server_defaults, tokenize_texts
+from headrace.frontend.http.openai.prompts import (
+    ChatPrompts,
+    apply_server_defaults,
+    template_variables,
+    tokenize_texts,
+)
 from headrace.frontend.http.openai.requests import (
     RANK_HEADER,
     ChatCompletionRequest,
@@ -87,7 +92,11 @@ class ServerState:
         self.keys = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
         self.decoder = RequestDecoder(strict=options.strict_requests)
         self.bodies = LargeBodies(options.max_body_bytes)
-        prompts = ChatPrompts(template, trusts_requests=options.trust_request_chat_template)
+        prompts = ChatPrompts(
+            template,
+            trusts_requests=options.trust_request_chat_template,
+            defaults=template_variables(options.default_chat_template_kwargs),
+        )
         self.chat = ChatParts.of(options, prompts)
         self.responses = ResponsesState(options.response_store, options.response_store_bytes)
         self.exposition = Exposition(pages, pool, options.metrics_prefix)

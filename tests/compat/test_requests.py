@@ -15,6 +15,8 @@ from http_server import ask
 
 from headrace import LLM, AsyncLLM, InvalidRequestError, LLMEngine, RequestOutputKind, SamplingParams
 from headrace.exceptions import VLLMClientError, VLLMError, VLLMValidationError
+from headrace.frontend.http.openai.prompts import template_variables
+from headrace.ipc.failure import OptionError
 
 COMPLETIONS = "/v1/completions"
 
@@ -157,6 +159,16 @@ def test_tokenise_and_detokenise_with_tools(client: httpx.Client, llm: LLM) -> N
         body = {"messages": [{"role": "user", "content": "hello"}], "tools": tools, "chat_template": template}
         told = ask(client, "/tokenize", **body)
         assert tokenizer.decode(told["tokens"]) == text
+
+
+# tests/entrypoints/openai/chat_completion/test_serving_chat.py: default_chat_template_kwargs, which requests override
+def test_the_servers_template_variables_count_where_a_request_sets_none(client: httpx.Client, llm: LLM) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ mark }}{{ other }}"}
+    for given, text in ((None, "!?"), ({"mark": "one"}, "one?")):
+        told = ask(client, "/tokenize", chat_template_kwargs=given, **body)
+        assert llm.get_tokenizer().decode(told["tokens"]) == text
+    with pytest.raises(OptionError, match="default_chat_template_kwargs sets tools"):
+        template_variables({"tools": []})
 
 
 # tests/v1/core/test_reset_prefix_cache_e2e.py, /reset_prefix_cache

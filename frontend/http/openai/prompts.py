@@ -5,7 +5,8 @@ A conversation becomes a prompt by the model's chat template, the server's or (w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Protocol
@@ -187,6 +188,7 @@ def as_api_error(error: InvalidRequestError, index: int, count: int) -> ApiError
     return answer
 
 
+NO_VARIABLES: Mapping[str, Any] = types.MappingProxyType({})
 _RESERVED = (
     "messages",
     "conversation",
@@ -219,11 +221,22 @@ def load_template(option: str | None) -> str | None:
         raise OptionError(f"chat_template={option}: neither a template nor a file that can be read ({error})") from None
 
 
+def template_variables(option: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The option default_chat_template_kwargs. Raises OptionError."""
+    for name in option or {}:
+        if name in _RESERVED:
+            raise OptionError(f"default_chat_template_kwargs sets {name}, which is a field of each request")
+    return option or {}
+
+
 class ChatPrompts:
     """Renders conversations with the server's template, the model's, or (where trusted) the request's."""
 
-    def __init__(self, template: str | None, *, trusts_requests: bool) -> None:
-        self._template, self._trusts_requests = template, trusts_requests
+    def __init__(
+        self, template: str | None, *, trusts_requests: bool, defaults: Mapping[str, Any] = NO_VARIABLES
+    ) -> None:
+        """defaults: variables that every template sees, unless a request sets them."""
+        self._template, self._trusts_requests, self._defaults = template, trusts_requests, defaults
 
     def render(
         self,
@@ -263,7 +276,7 @@ class ChatPrompts:
             continue_final_message=continues,
             tools=tools,
             documents=documents,
-            variables={**tokenizer.special_tokens_map, **variables},
+            variables={**tokenizer.special_tokens_map, **self._defaults, **variables},
         )
         return RenderedChat(text, template)
 

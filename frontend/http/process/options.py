@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -155,6 +155,12 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trust_request_chat_template: Annotated[
         bool, Option(CHAT, "Let requests bring a chat template of their own; it runs in a sandbox")
     ] = False
+    default_chat_template_kwargs: Annotated[
+        dict[str, Any] | None,
+        Option(
+            CHAT, "JSON object of what every chat template sees, such as enable_thinking; a request's own values win"
+        ),
+    ] = None
     tool_call_parser: Annotated[
         str,
         Option(
