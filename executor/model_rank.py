@@ -22,6 +22,7 @@ from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.implementations import FoundModel, find_model
 from headrace.executor.parallel.divisibility import check_experts, check_shares
+from headrace.executor.parallel.expert_exchange import ExpertExchange
 from headrace.executor.parallel.rank_place import Collectives, RankPlace
 from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.rank import Rank, Report, reader_of
@@ -127,6 +128,17 @@ class ModelRank(Rank):
 
     def _link(self, meeting: Rendezvous) -> Collectives:
         return meeting.link()
+
+    def share_experts(self, exchange: ExpertExchange) -> None:
+        """Before `load`, where engine cores divide the experts. Raises OptionError where that cannot be computed."""
+        raise OptionError(
+            f"enable_expert_parallel with data_parallel_size divides experts among engines on a CPU, not on "
+            f"{self._device.type}: with tensor_parallel_size=2 or more they are divided among an engine's ranks"
+        )
+
+    def compute_for_others(self) -> None:
+        """This core's part of a step in which it has no tokens, and others that share its experts do."""
+        raise NotImplementedError
 
     def control(self, command: WorkerCommand) -> WorkerAnswer:
         answer = WorkerAnswer(rank=self._place.rank)

@@ -87,6 +87,8 @@ class ModelError(HeadraceError):
     """The model cannot be found, read or served: a missing, foreign or truncated file, an unsupported kind."""
 
 
+PEER_LOST = "PeerError"
+"""A Failure's type: what failed had waited for another process, whose own failure is the cause."""
 SHUT_DOWN = "ShutDown"
 """A Failure's type: the engine ends in order, and does not finish or take the request."""
 

@@ -18,7 +18,7 @@ import msgspec
 from headrace.core.engine.control import profile_folder
 from headrace.core.engine.loop import Loop, scheduler_class
 from headrace.core.engine.memory_port import MemoryPort
-from headrace.core.engine.sessions import ExecutorFailed, Inbox, Sessions, StopOrder
+from headrace.core.engine.sessions import ExecutorFailed, Inbox, PeersStep, Sessions, StopOrder
 from headrace.core.engine.zmq_port import ZmqPort
 from headrace.core.options.engine_options import Options
 from headrace.core.options.memory import fit_cache, ledger
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 EXECUTORS = {
     "uni": "headrace.executor.placement.in_process:InProcessExecutor",
+    "uni with shared experts": "headrace.executor.placement.shared_experts:SharedExpertsExecutor",
     "mp": "headrace.executor.placement.multiproc:MultiprocExecutor",
     "external_launcher": "headrace.executor.placement.torchrun:ExternalExecutor",
     "ray": "headrace.executor.placement.ray_cluster:RayExecutor",
@@ -119,6 +120,7 @@ class EngineCore:
         vocabulary = Vocabulary(tokenizer_json, plan.model.vocab_size, plan.model.eos_token_ids)
         self._loop.follow_grammars(Backends(plan.structured_outputs, vocabulary))
         executor.watch(lambda failure: self._inbox.put((0, ExecutorFailed(failure))))
+        executor.on_call(lambda: self._inbox.put((0, PeersStep())))
         self.port.serve(Sessions(self._inbox, self._welcome(plan, facts, bundle), bundle))
 
     def run(self) -> None:
@@ -179,6 +181,8 @@ def load_executor(options: Options) -> Executor:
         backend = "mp on several nodes"
     if backend == "uni":
         _check_uni(options, world_size)
+    if backend == "uni" and options.shares_experts:
+        backend = "uni with shared experts"
     module, colon, name = EXECUTORS.get(backend, backend).partition(":")
     if not colon:
         entry = plugins().get(backend)

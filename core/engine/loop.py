@@ -30,7 +30,7 @@ from headrace.core.engine.outputs import (
     only_finished,
     partial_outputs,
 )
-from headrace.core.engine.sessions import ClientGone, ExecutorFailed, Inbox, InboxMessage, StopOrder
+from headrace.core.engine.sessions import ClientGone, ExecutorFailed, Inbox, InboxMessage, PeersStep, StopOrder
 from headrace.core.engine.statistics import Statistics
 from headrace.core.engine.timeline import Stages
 from headrace.core.options.engine_options import Options
@@ -92,6 +92,8 @@ class Runs(Capacity, Protocol):
     def collect(self) -> StepResult: ...
     def idle(self) -> bool: ...
     def agree(self, count: int) -> int: ...
+    def take_part(self) -> None: ...
+    def may_leave(self) -> bool: ...
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]: ...
 
 
@@ -277,6 +279,8 @@ class Loop:
             case GateFailed():
                 for request in self.gates.fail(message.gate):
                     self._end_gated(request, message.failure)
+            case PeersStep():
+                self._executor.take_part()
             case ExecutorFailed():
                 raise EngineDeadError(failure=message.failure)
             case StopOrder():
@@ -365,7 +369,9 @@ class Loop:
     def _stopped(self) -> bool:
         if self._stop_at_s is None:
             return False
-        return not (self.has_work or self.gates) or time.monotonic() >= self._stop_at_s
+        if time.monotonic() >= self._stop_at_s:
+            return True
+        return not (self.has_work or self.gates) and self._executor.may_leave()
 
     def _end_what_is_left(self) -> None:
         """An answer cut short must not look like a whole one: it fails, and says why."""

@@ -45,13 +45,17 @@ class StopOrder(msgspec.Struct, frozen=True):
     deadline_s: float
 
 
+class PeersStep(msgspec.Struct, frozen=True):
+    """Not a wire message: other cores wait for this one's part of a step, or for nothing more."""
+
+
 class ExecutorFailed(msgspec.Struct, frozen=True):
     """Not a wire message: what runs the model, or hears clients, is gone, and the engine ends with it."""
 
     failure: Failure
 
 
-InboxMessage = ClientMessage | ClientGone | StopOrder | ExecutorFailed | GateOpened | GateFailed
+InboxMessage = ClientMessage | ClientGone | StopOrder | PeersStep | ExecutorFailed | GateOpened | GateFailed
 InboxItem = tuple[int, InboxMessage]
 
 

@@ -420,10 +420,20 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         bool,
         Option(
             PARALLEL,
-            "Divide the experts of a mixture among the tensor-parallel ranks whole, in runs of neighbours, instead of "
-            "each expert's rows",
+            "Divide the experts of a mixture whole, in runs of neighbours: among the tensor-parallel ranks, instead of "
+            "each expert's rows; or, with data_parallel_size and one rank per engine, among the engines, which then "
+            "compute every step together and fail together",
         ),
     ] = False
+    data_parallel_meeting: Annotated[
+        str,
+        Option(
+            PARALLEL,
+            "Name by which engines of this machine that share experts find each other, the same for all that are "
+            "started one by one",
+            default_text="a new one, of engines that are started together",
+        ),
+    ] = ""
     disable_custom_all_reduce: Annotated[
         bool,
         Option(
@@ -541,3 +551,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Option(PROCESS, 'Where start_profile writes, such as {"torch_profiler_dir": "/tmp/profiles"}'),
     ] = {}
     disable_log_stats: Annotated[bool, Option(PROCESS, "Do not log load and throughput every 10 s")] = False
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether engine cores divide the experts among them. Cores of several ranks divide theirs among these."""
+        world_size = self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.enable_expert_parallel and self.data_parallel_size > 1 and world_size == 1

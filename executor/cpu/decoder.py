@@ -32,6 +32,8 @@ def why_not(spec: ArchSpec, dtype: torch.dtype, place: RankPlace = SINGLE) -> st
         return f"the program adds up over its ranks in memory that they share, and these {place.tp_size} share none."
     if place.tp_size > 1 and spec.embedding_width > spec.hidden_size:
         return f"ranks have room for rows of {spec.hidden_size} values, and an embedding's have {spec.embedding_width}."
+    if place.dp_size > 1:
+        return "its experts are shared with other engines, whose tokens come and go between the ops."
     if dtype not in FLOAT_TYPES or dtype not in CACHE_TYPES:
         return f"the program computes in float32, float16 and bfloat16, not in {dtype}."
     if spec.uses_prompt_lens:

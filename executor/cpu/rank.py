@@ -9,6 +9,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -29,6 +30,7 @@ from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.decoder import Decoder
 from headrace.executor.models.implementations import load_foreign
 from headrace.executor.models.sizes import activation_bytes, weight_elements
+from headrace.executor.parallel.expert_exchange import ExpertExchange
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.executor.parallel.stages import LastStageRunner, StageRunner, make_runner
 from headrace.executor.rank import Report
@@ -119,6 +121,13 @@ class CpuRank(ModelRank):
 
     def collect(self) -> StepResult:
         return self.runner.step(self._submitted.popleft()) if self._thread is None else self._thread.collect()
+
+    def share_experts(self, exchange: ExpertExchange) -> None:
+        self._place = replace(self._place, exchange=exchange)
+
+    def compute_for_others(self) -> None:
+        assert isinstance(self._model, Decoder), "why_not has a reason against a program"
+        self._model.compute_for_others()
 
     @property
     def runner(self) -> ModelRunner | StageRunner | LastStageRunner:

@@ -76,9 +76,12 @@ class Decoder:
         if place.is_first_stage:
             self._read_beginning(checked, prefix)
         self._layers: list[CallLayer] = []
+        self._sharing: list[Layer] = []  # whose experts are divided among engine cores
         for i in place.layers(spec.num_layers):
             layer = Layer(checked, spec.names.layer(prefix, i), spec, spec.layers[i])
             self._layers.append(layer if keep is None else keep(i, layer))
+            if place.exchange is not None:
+                self._sharing.append(layer)
         if place.is_last_stage:
             self._read_end(checked, prefix)
         self._rotaries = tuple(Rotary(rope, self.device) for rope in spec.ropes)
@@ -113,6 +116,12 @@ class Decoder:
             return step_in_two(self, inputs, kv_cache)
         self.forward(inputs, kv_cache)
         return no_logits()
+
+    @torch.inference_mode()
+    def compute_for_others(self) -> None:
+        """This core's part of a step in which it has no tokens, and others that share its experts do."""
+        for layer in self._sharing:
+            layer.compute_for_others(self.dtype)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, kv_cache: KVCache) -> Tensor:

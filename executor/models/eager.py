@@ -346,8 +346,8 @@ class EagerExperts:
             gate, up, last = (f"{prefix}{names[expert]}.weight" for names in _names(declared))
             gate_up[index] = weights.stack([(name, Part(name, inner, own)) for name in (gate, up)], hidden, None)
             down[index] = weights.stack([(last, Part(last, hidden))], inner, own)
-        self._num_experts = len(declared.gates)
-        self._route = weights.kernel("route_experts", num_experts=self._num_experts)
+        self.are_divided = count < len(declared.gates)
+        self._route = weights.kernel("route_experts", num_experts=len(declared.gates))
         biases = weights.expert_biases(declared, prefix) if declared.bias else None
         pack = weights.kernel(
             "experts",
@@ -373,7 +373,7 @@ class EagerExperts:
             bias=correction,
             groups=routing.groups,
         )
-        if len(self._own) < self._num_experts:
+        if self.are_divided:
             is_own = (expert_ids >= self._own.start) & (expert_ids < self._own.stop)
             expert_ids = torch.where(is_own, expert_ids - self._own.start, -1)
         return self._experts.apply(x, expert_ids, shares)
@@ -412,7 +412,11 @@ class EagerOps:
     def experts(
         self, stack: EagerExperts, x: Tensor, logits: Tensor, routing: Routing, correction: Tensor | None = None
     ) -> Tensor:
-        return stack(x, logits, routing, correction)
+        exchange = self._place.exchange
+        if exchange is None or not stack.are_divided:
+            return stack(x, logits, routing, correction)
+        parts = stack(exchange.gather(x), exchange.gather(logits), routing, correction)
+        return exchange.own_sum(parts)
 
     def call(self, function: Callable[..., Tensor], *values: Tensor) -> Tensor:
         return function(*values)
@@ -502,6 +506,14 @@ class Layer:
         ops = kind(self._place, hidden, delta, step, cache)
         emit_layer(self._spec, self._layer, self._held, ops)
         return ops.hidden, ops.delta
+
+    def compute_for_others(self, dtype: torch.dtype) -> None:
+        """What this rank's experts make of the tokens of other engine cores, in a step without tokens of its own."""
+        if any(isinstance(each, EagerExperts) and each.are_divided for each in self._held.ffn.values()):
+            nothing = torch.empty(0, self._spec.hidden_size, dtype=dtype)
+            # Attention, which needs a step and a cache, is left out.
+            ops = EagerOps(self._place, nothing, None, Step(None, ()), None)  # type: ignore[arg-type]
+            self._layer.ffn.emit(ops, self._held.ffn, nothing)
 
     def _rows_to_fuse(self) -> int:
         """Up to how many tokens `FusedOps` compute this layer; 0 for none."""

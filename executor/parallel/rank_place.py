@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from headrace.core.options.engine_options import Options
     from headrace.core.options.plan import Plan
+    from headrace.executor.parallel.expert_exchange import ExpertExchange
 
 DEADLINE_S = 300.0
 """How long a rank waits for another within a step."""
@@ -127,6 +128,11 @@ class RankPlace:
     """Layers of each stage; empty divides them evenly."""
     expert_parallel: bool = False
     """Experts are divided whole, and not their rows."""
+    dp_rank: int = 0
+    dp_size: int = 1
+    """Engine cores that divide the experts among them; see `Options.shares_experts`."""
+    exchange: ExpertExchange | None = None
+    """By which tokens reach the experts of other cores; needed to compute where dp_size is above 1."""
 
     def __post_init__(self) -> None:
         for rank, size, what in ((self.tp_rank, self.tp_size, "tensor"), (self.pp_rank, self.pp_size, "pipeline")):
@@ -150,7 +156,10 @@ class RankPlace:
         """The place of a rank of the world that the options ask for. Raises OptionError for a wrong partition."""
         sizes = options.tensor_parallel_size, options.pipeline_parallel_size
         place = cls.of(rank, *sizes, options.pipeline_layer_partition)
-        return replace(place, expert_parallel=options.enable_expert_parallel)
+        place = replace(place, expert_parallel=options.enable_expert_parallel)
+        if not options.shares_experts:
+            return place
+        return replace(place, dp_rank=options.data_parallel_rank, dp_size=options.data_parallel_size)
 
     def with_collectives(self, collectives: Collectives) -> RankPlace:
         return replace(self, collectives=collectives)
@@ -207,9 +216,10 @@ class RankPlace:
     def experts(self, count: int) -> range:
         """This rank's of a layer's experts: all of them, of each a part, but with expert parallelism. Where experts are
         fewer than ranks, they are divided by rows all the same."""
-        if not self.expert_parallel or count < self.tp_size:
+        rank, size = (self.dp_rank, self.dp_size) if self.dp_size > 1 else (self.tp_rank, self.tp_size)
+        if not self.expert_parallel or count < size:
             return range(count)
-        return range(self.tp_rank * count // self.tp_size, (self.tp_rank + 1) * count // self.tp_size)
+        return range(rank * count // size, (rank + 1) * count // size)
 
     def layers(self, num_layers: int) -> range:
         """This stage's layers. A remainder goes to the stages before the last, from the back: the last has the head.

@@ -35,6 +35,16 @@ class Executor(ModelHost):
         """
         return count
 
+    def take_part(self) -> None:
+        """Computes what other cores need of this one, if they wait for it now. With no step in flight."""
+
+    def may_leave(self) -> bool:
+        """No more steps of its own will come; whether no other core needs this one either. Asked until it is true."""
+        return True
+
+    def on_call(self, callback: Callable[[], None]) -> None:
+        """Calls back, from another thread, when `take_part` is due, or what `may_leave` says has changed."""
+
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
         """Carries out a command on every worker, with no step in flight; their answers, by rank.
 

@@ -12,15 +12,13 @@ import msgspec
 from headrace.core.process.supervisor import Child, ChildOptions, ask_for_stacks
 from headrace.executor.placement.messages import WAIT_FOR_CORE, WAIT_FOR_TURN, FromWorker, LargeMessage, StartWorker
 from headrace.executor.rank import Report, reader_of
-from headrace.ipc.failure import EngineDeadError, EngineStartError, Failure, HeadraceError
+from headrace.ipc.failure import PEER_LOST, EngineDeadError, EngineStartError, Failure, HeadraceError
 from headrace.ipc.messages import Message, Progress
 from headrace.ipc.transport.channel import ChannelClosedError
 from headrace.ipc.wait import Deadline
 
 M = TypeVar("M", bound=Message)
 PROGRAM = ("-m", "headrace.executor.placement.worker", "--parent-fd")
-FROM_ANOTHER = "PeerError"
-"""What a worker raises because another one failed: not the cause."""
 CAUSE_GRACE_S = 1.0
 """How long a worker that failed itself may take to be noticed after one that only heard of it."""
 COMMAND_GRACE_S = 5.0
@@ -181,7 +179,7 @@ class WorkerGroup:
         with self._changed:
             self._failures[rank] = failure
             self._changed.notify_all()
-        if failure.type != FROM_ANOTHER:
+        if failure.type != PEER_LOST:
             self.fail(failure)
             return
         timer = threading.Timer(CAUSE_GRACE_S, self._trace_echo, args=(failure,))
@@ -199,7 +197,7 @@ class WorkerGroup:
         with self._changed:
             if len(ranks) > 1:
                 self._changed.wait_for(lambda: len(self._failures.keys() & set(ranks)) >= len(ranks) - 1, CAUSE_GRACE_S)
-            return {rank for rank in ranks if rank in self._failures and self._failures[rank].type == FROM_ANOTHER}
+            return {rank for rank in ranks if rank in self._failures and self._failures[rank].type == PEER_LOST}
 
 
 class Replies:

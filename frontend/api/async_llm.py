@@ -34,7 +34,7 @@ from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient, Reque
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
 from headrace.frontend.client.own_engine import CAUSE_GRACE_S, STOP_DEADLINE_S, parse_own
 from headrace.frontend.client.transport import Transport, ZmqTransport
-from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, start_ranks
+from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, start_ranks, with_meeting
 from headrace.frontend.fleet.sources import Owned
 from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError
 
@@ -68,7 +68,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
 
         Raises OptionError for a bad or unknown option. The first call raises EngineStartError with what went wrong.
         """
-        parsed = parse_own(model, dict(options))
+        parsed = with_meeting(parse_own(model, dict(options)))
         children = start_ranks(parsed)
         fleet = owned_ranks(parsed, children, RESTARTS) if len(children) > 1 else []
         self._prepare(fleet or children, FleetClient(fleet) if fleet else None)

@@ -40,7 +40,7 @@ from headrace.frontend.client.own_engine import (
     run_in_process,
 )
 from headrace.frontend.client.transport import Transport, ZmqTransport
-from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, start_ranks
+from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, start_ranks, with_meeting
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class LLM(Controls, NamesWhatIsMissing):
             thread, transport = run_in_process(model, dict(options))
             self._open(_own_client(transport), thread)
             return
-        parsed = parse_own(model, dict(options))
+        parsed = with_meeting(parse_own(model, dict(options)))
         children = start_ranks(parsed)
         try:
             if len(children) > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,13 @@ if TYPE_CHECKING:
 
 RESTARTS = 10
 """How often in a row a dead engine of several is started again."""
+
+
+def with_meeting(options: Options) -> Options:
+    """With a name at which engines that share experts meet, now and whenever they are started again."""
+    if options.data_parallel_size == 1 or not options.enable_expert_parallel or options.data_parallel_meeting:
+        return options
+    return msgspec.structs.replace(options, data_parallel_meeting=secrets.token_hex(8))
 
 
 def start_ranks(options: Options) -> list[Child]:

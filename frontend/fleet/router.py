@@ -27,7 +27,7 @@ import msgspec
 from headrace.frontend.fleet.decisions import AllFullError, Decision, Fail, Move, NoEngineError, RoutedRequest, Wait
 from headrace.frontend.fleet.members import EngineFacts, Group, Member
 from headrace.frontend.fleet.prefixes import PrefixIndex
-from headrace.ipc.failure import Failure
+from headrace.ipc.failure import PEER_LOST, Failure
 from headrace.ipc.prefix_names import chunk_tokens, prefix_keys
 
 MOST_SESSIONS = 1 << 14
@@ -125,7 +125,8 @@ class Router:
         self.prefixes.forget(member.bit)
         decisions: list[Decision] = []
         for request in list(member.requests):
-            self._note_death(request)
+            if failure.type != PEER_LOST:
+                self._note_death(request)
             decisions.append(self._part(request, member, "died", now_s, failure))
         return decisions + self._fail_hopeless(group)
 
@@ -382,13 +383,15 @@ class Router:
     def _part(self, request: RoutedRequest, member: Member, reason: str, now_s: float, failure: Failure) -> Decision:
         """What becomes of a request that has lost its engine."""
         limit = self.options.max_migrations
-        if request.deaths >= 2:
+        # Of engines that fail together, the first alone counts: what was on board of the others caused nothing.
+        counts = failure.type != PEER_LOST
+        if counts and request.deaths >= 2:
             self.num_quarantined += 1
             return self._fail(request, member, _quarantine(request, failure))
-        if request.num_migrations >= limit:
+        if not limit or (counts and request.num_migrations >= limit):
             return self._fail(request, member, _used_up(request, limit, failure))
         self._disembark(request, now_s)
-        request.num_migrations += 1
+        request.num_migrations += counts
         return self._resume(request, member, reason, now_s, failure)
 
     def _resume(

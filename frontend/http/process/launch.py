@@ -23,7 +23,7 @@ from headrace.core.options.vllm_environment import take_vllm_variables
 from headrace.core.process.child_output import startup_table
 from headrace.core.process.supervisor import Child
 from headrace.frontend.client.event_loop import run_async
-from headrace.frontend.fleet.client import owned_ranks, start_ranks
+from headrace.frontend.fleet.client import owned_ranks, start_ranks, with_meeting
 from headrace.frontend.http.process.options import LOOPBACK, ServeOptions, with_environment
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import Ready
@@ -95,6 +95,7 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
     if not options.engine:
         several = engine_options.data_parallel_size > 1
         phases.enter("start the engines' processes" if several else "start the engine's process")
+        engine_options = with_meeting(engine_options)
         children = start_ranks(engine_options)
     try:
         if options.api_server_count > 1:

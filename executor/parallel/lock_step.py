@@ -1,0 +1,457 @@
+"""Engine cores that share the experts of a model compute every step together. Imports no torch.
+
+Nobody has to count waves or idle steps: a step begins when the first core that has tokens votes for it, and the others
+are called. A core that has none votes for none, and computes what its experts make of the others' tokens.
+
+    core 0 (has work)        hub, a thread of core 0        core 1 (idle)
+      step(7) -- Vote(1, 7) -->                               waits for a message
+                               -- Call(1) -->                 its loop wakes: step(0)
+                               <-- Vote(1, 0) --
+      <-- Go(1, (7, 0)) --        all have voted              -- Go(1, (7, 0)) -->
+      computes its tokens, and with its experts also the others'; so does core 1
+
+What takes experts away, or gives other ones (to sleep, to wake up, to use other weights, to stop), is done once all
+cores are ready for it; until then those that are take part in the steps of the others. A pause needs no agreement: a
+paused core has no tokens of its own. When one core is lost, all fail, as they cannot compute without it.
+
+The cores of one machine meet at a name in the kernel's abstract socket namespace, of which nothing stays behind, and
+rank 0 gives each the memory through which tokens go (`expert_exchange`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from headrace.executor.parallel.rank_place import DEADLINE_S, PeerError, mark_failed
+from headrace.ipc.failure import PEER_LOST, EngineStartError, Failure, HeadraceError, OptionError
+
+MOST_BYTES = 1 << 16
+RETRY_S = 0.05
+STOP = "stop"
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """First of each member: who it is, and what must be the same of all."""
+
+    rank: int
+    model: str
+
+
+class Vote(msgspec.Struct, frozen=True, tag=True):
+    step: int
+    num_tokens: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """To do what all must do together; or, if not `can`, that this one is unable to."""
+
+    what: str
+    can: bool
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag=True):
+    """It was ready, and waits no longer."""
+
+
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """With the memory's descriptor, once all have come; or why this member may not join."""
+
+    refusal: str = ""
+
+
+class Call(msgspec.Struct, frozen=True, tag=True):
+    """Another core has tokens for this step."""
+
+    step: int
+
+
+class Go(msgspec.Struct, frozen=True, tag=True):
+    step: int
+    counts: tuple[int, ...]
+    """Tokens of each rank."""
+
+
+class Agreed(msgspec.Struct, frozen=True, tag=True):
+    what: str
+    can: bool
+    """All can."""
+
+
+class Withdrawn(msgspec.Struct, frozen=True, tag=True):
+    """The answer to Withdraw, unless Agreed was on its way."""
+
+
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    rank: int
+
+
+ToHub = Join | Vote | Ready | Withdraw
+FromHub = Joined | Call | Go | Agreed | Withdrawn | Lost
+
+
+def meet(name: str, rank: int, size: int, *, model: str, shared_bytes: int, limit_s: float) -> LockStep:
+    """Waits until all have come to the name. model: what must be the same of all. shared_bytes: of their memory.
+
+    Raises EngineStartError when they do not come in time, and OptionError for a member that does not fit the others.
+    """
+    end_s = time.monotonic() + limit_s
+    hub = Hub(name, size, model, shared_bytes, end_s) if rank == 0 else None
+    try:
+        while True:
+            try:
+                return _join(name, rank, size, model, hub, end_s)
+            except (OSError, EOFError) as error:
+                if hub is not None or time.monotonic() > end_s:
+                    raise EngineStartError(
+                        f"the {size} engines that share experts (enable_expert_parallel, data_parallel_size) did not "
+                        f"meet within {limit_s:g} s: {error}"
+                    ) from error
+            time.sleep(RETRY_S)  # rank 0 listens as soon as it has seen the model
+    except BaseException:
+        if hub is not None:
+            hub.close()
+        raise
+
+
+def _join(name: str, rank: int, size: int, model: str, hub: Hub | None, end_s: float) -> LockStep:
+    """Raises OSError or EOFError where nobody listens, or rank 0 has gone before all came."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(max(0.01, end_s - time.monotonic()))
+        connection.connect(_address(name))
+        check_user(connection)
+        connection.send(msgspec.msgpack.encode(Join(rank, model)))
+        data, fds, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
+        if not data:
+            raise EOFError("rank 0 ended before all came")
+        joined = msgspec.msgpack.decode(data, type=Joined)
+        if joined.refusal:
+            raise OptionError(joined.refusal)
+        connection.settimeout(None)
+        return LockStep(connection, rank, size, fds[0], hub)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _address(name: str) -> str:
+    return f"\0headrace-experts-{name}"
+
+
+def check_user(connection: socket.socket) -> None:
+    """Raises ConnectionRefusedError where the other end is another user's, who may use any name."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    if uid != os.getuid():
+        raise ConnectionRefusedError(f"user {uid} is at the other end")
+
+
+class LockStep:
+    """One core's membership. `step`, `agree` and `announce` are for the core's loop; a thread hears the hub."""
+
+    def __init__(self, connection: socket.socket, rank: int, size: int, shared_fd: int, hub: Hub | None) -> None:
+        self._connection, self._rank, self._size, self._hub = connection, rank, size, hub
+        self.shared_fd = shared_fd
+        """Of the memory that all share."""
+        self.on_call: Callable[[], None] = lambda: None
+        """Comes from another thread: the loop should take part in a step, or look whether all are ready."""
+        self._on_lost: Callable[[Failure], None] = lambda failure: None
+        self._changed = threading.Condition()
+        self._step = self._called = self._begun = 0  # voted for, called for, begun by all
+        self._counts: tuple[int, ...] = ()
+        self._announced = ""
+        self._agreed: Agreed | None = None
+        self._is_withdrawn = False
+        self._is_over = False
+        self._failure: Failure | None = None
+        self._thread = threading.Thread(target=self._hear, name="lock step", daemon=True)
+        self._thread.start()
+
+    def watch(self, on_lost: Callable[[Failure], None]) -> None:
+        """Calls back once, from another thread, when a member is lost."""
+        self._on_lost = on_lost
+        if self._failure is not None:
+            on_lost(self._failure)
+
+    @property
+    def is_called(self) -> bool:
+        """Another core waits for this one's part in a step."""
+        return self._called > self._step
+
+    def step(self, num_tokens: int) -> tuple[int, ...]:
+        """Votes for the next step. How many tokens each rank has, once all have voted. Raises PeerError."""
+        self._step += 1
+        self._send(Vote(self._step, num_tokens))
+        self._wait(lambda: self._begun >= self._step, DEADLINE_S)
+        if self._begun < self._step:
+            raise PeerError(f"rank {self._rank} cannot go on: not all ranks came to a step within {DEADLINE_S:g} s")
+        return self._counts
+
+    def agree(self, what: str, can: bool, take_part: Callable[[], None], limit_s: float) -> bool:
+        """Waits until all are ready, and calls `take_part` for steps meanwhile; whether all can.
+
+        Raises HeadraceError when they are not within the limit, and PeerError when one is lost.
+        """
+        end_s = time.monotonic() + limit_s
+        self._agreed, self._is_withdrawn = None, False
+        self._send(Ready(what, can))
+        is_late = False
+        while (agreed := self._agreed) is None and not self._is_withdrawn:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0 and not is_late:
+                is_late = True
+                self._send(Withdraw())
+            self._wait(
+                lambda: self._agreed is not None or self._is_withdrawn or self.is_called,
+                DEADLINE_S if is_late else left_s,
+            )
+            if self.is_called:
+                take_part()
+        if agreed is None:
+            raise HeadraceError(
+                f"not all engines that share experts were ready to {what} within {limit_s:g} s: all must be asked to"
+            )
+        return agreed.can
+
+    def announce(self, what: str) -> bool:
+        """As `agree`, without waiting: whether all have announced it. `on_call` comes when they have."""
+        if not self._announced:
+            self._announced = what
+            self._send(Ready(what, True))
+        return self._agreed is not None and self._agreed.what == what
+
+    def close(self) -> None:
+        """Leaves; the others fail unless all have agreed to stop."""
+        with self._changed:
+            self._is_over = True
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._thread.join(1.0)
+        self._connection.close()
+        if self._hub is not None:
+            self._hub.close()
+        with suppress(OSError):
+            os.close(self.shared_fd)
+
+    def _send(self, message: ToHub) -> None:
+        try:
+            self._connection.send(msgspec.msgpack.encode(message))
+        except OSError as error:
+            self._wait(lambda: self._failure is not None, 1.0)  # the reader knows who was lost
+            raise PeerError(f"rank {self._rank} cannot go on: {error}") from error
+
+    def _wait(self, condition: Callable[[], bool], limit_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or condition(), max(0.0, limit_s))
+            if self._failure is not None and not condition():
+                raise PeerError(failure=self._failure)
+
+    def _hear(self) -> None:
+        while True:
+            try:
+                data = self._connection.recv(MOST_BYTES)
+            except OSError:
+                data = b""
+            message = msgspec.msgpack.decode(data, type=FromHub) if data else Lost(0)
+            if isinstance(message, Lost):
+                self._lose(message.rank)
+                return
+            with self._changed:
+                self._note(message)
+                self._changed.notify_all()
+            if isinstance(message, Call | Agreed):
+                self.on_call()
+
+    def _note(self, message: FromHub) -> None:
+        match message:
+            case Call():
+                self._called = message.step
+            case Go():
+                self._begun, self._counts = message.step, message.counts
+            case Agreed():
+                self._agreed = message
+                self._is_over = self._is_over or message.what == STOP
+            case Withdrawn():
+                self._is_withdrawn = True
+
+    def _lose(self, rank: int) -> None:
+        failure = Failure(
+            message=f"the engine of data_parallel_rank {rank}, which has experts that this one needs, is gone",
+            type=PEER_LOST,
+            process="engine-core",
+            rank=self._rank,
+            pid=os.getpid(),
+            phase="serve",
+        )
+        with self._changed:
+            if self._is_over:
+                return
+            self._failure = failure
+            self._changed.notify_all()
+        mark_failed(self.shared_fd, rank)
+        self._on_lost(failure)
+
+
+class Hub:
+    """Counts votes, on a thread of rank 0; ends with its first loss. Every decision is made here, so that all members
+    hear them in one order."""
+
+    def __init__(self, name: str, size: int, model: str, shared_bytes: int, end_s: float) -> None:
+        """Raises EngineStartError while another listens at the name until then (monotonic seconds)."""
+        self._size, self._model = size, model
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._shared_fd = os.memfd_create("headrace-experts")
+        os.ftruncate(self._shared_fd, shared_bytes)
+        self._members: dict[int, socket.socket] = {}
+        self._ranks: dict[socket.socket, int] = {}
+        self._step = 0
+        self._votes: dict[int, int] = {}
+        self._ready: dict[int, Ready] = {}
+        self._is_complete = self._is_over = False
+        self._bind(name, end_s)
+        self._listener.listen(size)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._stop_read, self._stop_write = os.pipe()
+        self._selector.register(self._stop_read, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="lock step hub", daemon=True)
+        self._thread.start()
+
+    def _bind(self, name: str, end_s: float) -> None:
+        while True:
+            try:
+                self._listener.bind(_address(name))
+                return
+            except OSError as error:  # the one before this, which is about to end
+                if error.errno != errno.EADDRINUSE or time.monotonic() > end_s:
+                    raise EngineStartError(
+                        f"the name {name!r} (data_parallel_meeting) cannot be had: {error}"
+                    ) from error
+            time.sleep(RETRY_S)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            os.write(self._stop_write, b"x")
+        self._thread.join(1.0)
+
+    def _serve(self) -> None:
+        try:
+            while not self._is_over:
+                for key, _ in self._selector.select():
+                    if key.fileobj == self._stop_read:
+                        return
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif isinstance(key.fileobj, socket.socket):
+                        self._hear(key.fileobj)
+        finally:
+            for connection in [*self._members.values(), self._listener]:
+                connection.close()
+            self._selector.close()
+            for fd in (self._shared_fd, self._stop_read, self._stop_write):
+                os.close(fd)
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        try:
+            check_user(connection)
+        except ConnectionRefusedError:
+            connection.close()
+        else:
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _hear(self, connection: socket.socket) -> None:
+        if connection.fileno() < 0:  # closed since it was selected
+            return
+        try:
+            data = connection.recv(MOST_BYTES)
+            message = msgspec.msgpack.decode(data, type=ToHub) if data else None
+        except (OSError, msgspec.MsgspecError):
+            message = None
+        rank = self._ranks.get(connection, -1)
+        if message is None:
+            self._lose(connection, rank)
+        elif isinstance(message, Join):
+            self._join(connection, message)
+        elif rank >= 0 and self._is_complete:
+            self._count(rank, message)
+
+    def _join(self, connection: socket.socket, join: Join) -> None:
+        refusal = ""
+        if not 0 <= join.rank < self._size:
+            refusal = f"data_parallel_rank {join.rank} came to a meeting of {self._size} engines"
+        elif join.model != self._model:
+            refusal = (
+                f"engines that share experts must be alike: rank {join.rank} has {join.model}, rank 0 {self._model}"
+            )
+        if refusal:
+            self._tell(connection, Joined(refusal))
+            self._selector.unregister(connection)
+            connection.close()
+            return
+        before = self._members.get(join.rank)
+        if before is not None:  # it has died since
+            self._lose(before, join.rank)
+        self._members[join.rank], self._ranks[connection] = connection, join.rank
+        if len(self._members) < self._size:
+            return
+        self._is_complete = True
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        joined = msgspec.msgpack.encode(Joined())
+        for each in self._members.values():
+            with suppress(OSError):  # its end is heard next
+                socket.send_fds(each, [joined], [self._shared_fd])
+
+    def _lose(self, connection: socket.socket, rank: int) -> None:
+        self._selector.unregister(connection)
+        connection.close()
+        if rank < 0:
+            return
+        del self._ranks[connection]
+        if self._members.get(rank) is connection:
+            del self._members[rank]
+        if self._is_complete:
+            self._is_over = True
+            self._tell_all(Lost(rank))
+
+    def _count(self, rank: int, message: ToHub) -> None:
+        match message:
+            case Vote():
+                self._votes[rank] = message.num_tokens
+                if len(self._votes) == self._size:
+                    self._step += 1
+                    counts = tuple(self._votes[each] for each in range(self._size))
+                    self._votes.clear()
+                    self._tell_all(Go(self._step, counts))
+                elif len(self._votes) == 1:
+                    for each, connection in self._members.items():
+                        if each != rank:
+                            self._tell(connection, Call(message.step))
+            case Ready():
+                self._ready[rank] = message
+                if len(self._ready) == self._size and len({each.what for each in self._ready.values()}) == 1:
+                    can = all(each.can for each in self._ready.values())
+                    self._ready.clear()
+                    self._tell_all(Agreed(message.what, can))
+            case Withdraw():
+                if self._ready.pop(rank, None) is not None:
+                    self._tell(self._members[rank], Withdrawn())
+
+    def _tell_all(self, message: FromHub) -> None:
+        for connection in self._members.values():
+            self._tell(connection, message)
+
+    def _tell(self, connection: socket.socket, message: FromHub) -> None:
+        with suppress(OSError):  # its end is heard next
+            connection.send(msgspec.msgpack.encode(message))

@@ -1,0 +1,238 @@
+"""Engines that divide the experts of a model among them: whatever each has to do, tokens are those of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tiny_models
+from http_server import wait_until
+
+from headrace import LLM, AsyncLLM, SamplingParams
+from headrace.core.engine.engine import load_executor
+from headrace.core.options.parsing import parse_options
+from headrace.executor.parallel.lock_step import STOP, LockStep, meet
+from headrace.executor.parallel.rank_place import PeerError
+from headrace.ipc.failure import PEER_LOST, EngineStartError, Failure, HeadraceError, OptionError
+
+LIMIT_S = 20.0
+TINY: dict[str, Any] = {
+    "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 8, "device": "cpu",
+    "num_gpu_blocks_override": 64,
+}  # fmt: skip
+SHARED = TINY | {"data_parallel_size": 2, "enable_expert_parallel": True}
+
+
+def join(name: str, rank: int, size: int = 2, *, model: str = "m", limit_s: float = LIMIT_S) -> LockStep:
+    return meet(name, rank, size, model=model, shared_bytes=4096, limit_s=limit_s)
+
+
+def members(size: int = 2) -> list[LockStep]:
+    name = secrets.token_hex(8)
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(join, name, rank, size) for rank in reversed(range(size))]
+    return [future.result() for future in reversed(futures)]
+
+
+class Idle:
+    """A core's loop without work of its own: takes part in what it is called for."""
+
+    def __init__(self, member: LockStep) -> None:
+        self.member, self.seen = member, [()]
+        self._called = threading.Event()
+        self._is_stopped = False
+        member.on_call = self._called.set
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_stopped:
+            self._called.wait(LIMIT_S)
+            self._called.clear()
+            if self.member.is_called:
+                self.seen.append(self.member.step(0))
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        self._called.set()
+        self._thread.join(LIMIT_S)
+
+
+def test_a_step_of_one_calls_those_that_are_idle_and_all_hear_the_same_counts() -> None:
+    busy, *idle = members(3)
+    idles = [Idle(each) for each in idle]
+    try:
+        for count in range(1, 200):
+            assert busy.step(count) == (count, 0, 0)
+        for each in idles:
+            wait_until(lambda each=each: len(each.seen) == 200, LIMIT_S, "all steps")  # type: ignore[misc]
+            assert each.seen[-1] == (199, 0, 0)
+    finally:
+        for each in idles:
+            each.stop()
+        for member in (busy, *idle):
+            member.close()
+
+
+def test_what_all_must_do_together_waits_for_all_and_steps_go_on_meanwhile() -> None:
+    first, second = members()
+    parts: list[tuple[int, ...]] = []
+
+    def take_part() -> None:
+        parts.append(first.step(0))
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first.agree, "sleep", True, take_part, LIMIT_S)
+        assert second.step(3) == (0, 3)
+        assert second.step(4) == (0, 4)
+        assert not waiting.done()
+        assert second.agree("sleep", False, lambda: None, LIMIT_S) is False
+        assert waiting.result(LIMIT_S) is False
+        assert parts == [(0, 3), (0, 4)]
+        waiting = pool.submit(first.agree, "sleep", True, take_part, 0.05)
+        with pytest.raises(HeadraceError, match="not all engines that share experts were ready to sleep"):
+            waiting.result(LIMIT_S)
+        waiting = pool.submit(first.agree, "wake up", True, take_part, LIMIT_S)  # what was withdrawn counts no more
+        assert second.agree("wake up", True, lambda: None, LIMIT_S) is waiting.result(LIMIT_S) is True
+    first.close()
+    second.close()
+
+
+def test_the_loss_of_one_fails_all_whether_they_wait_or_are_idle() -> None:
+    first, second, third = members(3)
+    heard: list[Failure] = []
+    third.watch(heard.append)
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(first.step, 5)
+        wait_until(lambda: second.is_called, LIMIT_S, "its call")
+        second.close()
+        with pytest.raises(PeerError, match="data_parallel_rank 1"):
+            step.result(LIMIT_S)
+    wait_until(lambda: bool(heard), LIMIT_S, "what is lost")
+    assert (heard[0].type, "data_parallel_rank 1" in heard[0].message) == (PEER_LOST, True)
+    first.close()
+    third.close()
+
+
+def test_leaving_in_agreement_is_no_loss() -> None:
+    first, second = members()
+    heard: list[Failure] = []
+    first.watch(heard.append)
+    assert not first.announce(STOP)
+    second.announce(STOP)
+    wait_until(lambda: first.announce(STOP) and second.announce(STOP), LIMIT_S, "agreement")
+    second.close()
+    first._thread.join(LIMIT_S)
+    assert not heard
+    first.close()
+
+
+def test_those_that_do_not_fit_or_do_not_come_are_named() -> None:
+    name = secrets.token_hex(8)
+    with ThreadPoolExecutor(1) as pool:
+        alone = pool.submit(join, name, 0, limit_s=1.0)
+        with pytest.raises(OptionError, match="rank 1 has other, rank 0 m"):
+            join(name, 1, model="other")
+        with pytest.raises(EngineStartError, match="did not meet within 1 s"):
+            alone.result(LIMIT_S)
+    with pytest.raises(EngineStartError, match=r"did not meet within 0\.2 s"):
+        join(secrets.token_hex(8), 1, limit_s=0.2)
+    options = parse_options(model="m", data_parallel_size=2, enable_expert_parallel=True)
+    with pytest.raises(OptionError, match="data_parallel_meeting"):
+        load_executor(options)
+
+
+def params(count: int) -> list[SamplingParams]:
+    """Greedy and random, of unequal lengths, so that ranks become idle at different times."""
+    return [
+        SamplingParams(
+            temperature=index % 2, seed=index, max_tokens=3 + 15 * index, ignore_eos=True, logprobs=1, detokenize=False
+        )
+        for index in range(count)
+    ]
+
+
+PROMPTS = [[5 + index, *range(9, 12 + 3 * index)] for index in range(6)]
+
+
+def tokens(outputs: list[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save("mixtral", tmp_path_factory.mktemp("model") / "mixtral")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    with LLM(str(model), **TINY) as llm:
+        return tokens(llm.generate(PROMPTS, params(len(PROMPTS)), use_tqdm=False))
+
+
+def test_tokens_are_those_of_one_engine_however_work_is_spread(model: Path, expected: list[list[int]]) -> None:
+    with LLM(str(model), **SHARED) as llm:
+        assert tokens(llm.generate(PROMPTS, params(len(PROMPTS)), use_tqdm=False)) == expected
+        for index in (5, 2):  # one is busy, and one is idle
+            assert tokens(llm.generate(PROMPTS[index], params(6)[index], use_tqdm=False)) == [expected[index]]
+
+
+def test_requests_that_come_late_and_are_aborted_change_nothing_for_the_others(
+    model: Path, expected: list[list[int]]
+) -> None:
+    async def ask(llm: AsyncLLM, number: int, most_tokens: int) -> list[int]:
+        index, found = number % 6, list[int]()
+        async for output in llm.generate({"prompt_token_ids": PROMPTS[index]}, params(6)[index], f"r{number}"):
+            found = list(output.outputs[0].token_ids)
+            if len(found) >= most_tokens:
+                break
+        return found
+
+    async def run() -> None:
+        llm = AsyncLLM(str(model), **SHARED)
+        try:
+            asked = []
+            for number in range(18):
+                asked.append(asyncio.ensure_future(ask(llm, number, 4 if number % 3 == 0 else 100)))
+                await asyncio.wait(asked, timeout=0.01)
+            for number, found in enumerate(await asyncio.gather(*asked)):
+                assert found == expected[number % 6][: len(found)]
+                assert number % 3 == 0 or len(found) == len(expected[number % 6])
+        finally:
+            await llm.close()
+
+    asyncio.run(run())
+
+
+def daemons() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if "headrace.core.process.daemon" in each.cmdline()]
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.system), 1])
+def test_when_one_is_killed_all_begin_anew_and_requests_go_on(
+    model: Path, expected: list[list[int]], victim: int
+) -> None:
+    with LLM(str(model), **SHARED) as llm:
+        before = daemons()
+        llm.enqueue(PROMPTS, params(len(PROMPTS)))
+        wait_until(lambda: llm.get_stats().num_generated_tokens > 30, LIMIT_S, "tokens of several")
+        before[victim].kill()
+        assert tokens(llm.wait_for_completion(use_tqdm=False)) == expected
+        assert not {each.pid for each in before} & {each.pid for each in daemons()}
+
+
+@pytest.mark.system
+def test_all_sleep_and_wake_together(model: Path, expected: list[list[int]]) -> None:
+    with LLM(str(model), **SHARED, enable_sleep_mode=True) as llm:
+        for level in (1, 2):
+            llm.sleep(level=level)
+            llm.wake_up()
+            assert tokens(llm.generate(PROMPTS, params(len(PROMPTS)), use_tqdm=False)) == expected
+        llm.reload_weights(str(model))
+        assert tokens(llm.generate(PROMPTS, params(len(PROMPTS)), use_tqdm=False)) == expected
