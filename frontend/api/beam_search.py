@@ -19,6 +19,7 @@ from headrace.frontend.api.outputs import CompletionOutput, LogprobsOfPosition, 
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.client.client import RequestClient
 from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.messages import Welcome
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -79,13 +80,7 @@ async def beam_search(
     if not isinstance(params, BeamSearchParams):
         raise InvalidRequestError(f"params must be a BeamSearchParams, not {type(params).__name__}")
     welcome = client.welcome
-    if 2 * params.beam_width > min(welcome.max_logprobs, welcome.vocab_size):
-        raise _bad(
-            "beam_width",
-            params.beam_width,
-            "needs twice as many log-probabilities per token, and the engine gives at most "
-            f"{welcome.max_logprobs} (its option max_logprobs)",
-        )
+    check_width(params, welcome)
     step = SamplingParams(
         logprobs=2 * params.beam_width, max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False
     )
@@ -104,6 +99,17 @@ async def beam_search(
     for sequence in (each for sequences in found for each in sequences):
         sequence.text = None if decode is None else decode(sequence.tokens)
     return [BeamSearchOutput(sequences) for sequences in found]
+
+
+def check_width(params: BeamSearchParams, welcome: Welcome) -> None:
+    """Raises InvalidRequestError where the engine gives too few log-probabilities."""
+    if 2 * params.beam_width > min(welcome.max_logprobs, welcome.vocab_size):
+        raise _bad(
+            "beam_width",
+            params.beam_width,
+            "needs twice as many log-probabilities per token, and the engine gives at most "
+            f"{welcome.max_logprobs} (its option max_logprobs)",
+        )
 
 
 class _Search:

@@ -35,6 +35,7 @@ from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.sources import Attached, Owned, Source
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.openai.chat import ChatParts, prepare_chat
+from headrace.frontend.http.openai.choosing import likeliest, search
 from headrace.frontend.http.openai.completions import prepare_completion
 from headrace.frontend.http.openai.generation import PreparedRequest
 from headrace.frontend.http.openai.prompts import ChatPrompts
@@ -178,18 +179,28 @@ class BatchRun:
 
     async def _complete(self, prepared: PreparedRequest, pool: EnginePool) -> bytes:
         """Submits the prompts and waits for the last. Whatever ends it early aborts them all."""
-        model = prepared.engine.names[0]
+        model, choosing = prepared.engine.names[0], prepared.choosing
         streams: list[RequestStream] = []
+        if choosing is not None and choosing.beams is not None:
+            client = prepared.engine.client
+            assert client is not None, "it was there when the request was prepared"
+            found = await search(prepared.jobs, choosing.beams, pool, model, client.welcome, client.tokenizer)
+            prepared.answer.attach(found)
+            self._num_tokens += sum(stream.num_tokens for stream in found)
+            return prepared.answer.whole()
         try:
             for job in prepared.jobs:
                 streams.append(pool.submit(job.name, job.prompt, job.params, job.priority, model=model))
-            prepared.answer.attach(streams)
+            if choosing is None:
+                prepared.answer.attach(streams)
             for stream in streams:
                 output = await stream.final()
                 self._num_tokens += sum(len(each.token_ids) for each in output.outputs)
         finally:
             for stream in streams:
                 pool.abort_stream(stream)
+        if choosing is not None:
+            prepared.answer.attach(likeliest(streams, choosing.num_outputs))
         return prepared.answer.whole()
 
     def _record(self, place: int, result: BatchResult | None) -> None:

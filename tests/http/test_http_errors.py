@@ -78,7 +78,7 @@ def check_error(response: httpx.Response, status: int, param: str | None, said: 
         ({"prompt": [5], "n": 0}, "n", "at least 1"),
         ({"prompt": [5], "n": 5, "temperature": 1}, "n", "at most 4"),
         ({"prompt": [5], "n": 2, "temperature": 0}, "n", "greedy"),
-        ({"prompt": [5], "best_of": 2}, "best_of", "not supported"),
+        ({"prompt": [5], "n": 3, "best_of": 2}, "best_of", "less than n"),
         ({"prompt": [5], "thinking_token_budget": 2}, "thinking_token_budget", "needs the model's format of reasoning"),
         ({"prompt": [5], "logprobs": 1000}, "logprobs", "at most 20"),
         ({"prompt": [5], "stop": [""]}, "stop", "not empty"),

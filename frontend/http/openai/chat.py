@@ -15,6 +15,7 @@ from headrace.frontend.api.parameters.structured_outputs import StructuredOutput
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import bad_field
+from headrace.frontend.http.openai.choosing import Choosing, check_choosing, choosing_of
 from headrace.frontend.http.openai.generation import Job, PreparedRequest, ResponseText
 from headrace.frontend.http.openai.prompts import (
     ChatPrompts,
@@ -123,6 +124,7 @@ class ChatWork(NamedTuple):
     """The request named the tool to call."""
     form_field: str
     """Which field of the body the answer's form comes from."""
+    choosing: Choosing | None
 
 
 def prepare_chat(
@@ -139,7 +141,12 @@ def prepare_chat(
     make_answer = make_answer or functools.partial(ChatAnswer, names_tool=work.names_tool)
     answer = make_answer(request, work.answer, parts.options.response_role, work.make_reader)
     return PreparedRequest(
-        engine=engine, jobs=[work.job], answer=answer, streams=bool(request.stream), form_field=work.form_field
+        engine=engine,
+        jobs=[work.job],
+        answer=answer,
+        streams=bool(request.stream),
+        form_field=work.form_field,
+        choosing=work.choosing,
     )
 
 
@@ -151,6 +158,7 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
         raise bad_field("top_logprobs", "top_logprobs needs logprobs: true")
     if request.top_logprobs is not None and request.top_logprobs < 0:
         raise bad_field("top_logprobs", f"top_logprobs is {request.top_logprobs}; it must be at least 0")
+    check_choosing(request, parts.options.max_n)
     # max_tokens is the retired name, which clients may send beside the new one.
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     params = sampling_params(
@@ -159,6 +167,7 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
         parts.options,
         max_tokens=asked,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        **({"n": 1} if request.use_beam_search else {}),
     )
     check_outputs(1, params)
     prompt, token_ids, choice = render(request, engine, parts)
@@ -188,10 +197,11 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
     )
     truncate(tokens, params, client.welcome)
     check_length(tokens, asked, client.welcome, "messages")
+    choosing = choosing_of(request, params, client.welcome)
     answer = Answer(request, id, request.model or engine.names[0], client.tokenizer)
     job = Job(id, tokens, params, request.priority or 0, affinity_of(request))
     form_field = "tool_choice" if grammar is not None else field_of_body(request)
-    return ChatWork(job, answer, reader, choice.is_named, form_field)
+    return ChatWork(job, answer, reader, choice.is_named, form_field, choosing)
 
 
 def _schema_of(form: StructuredOutputsParams | None) -> Any:

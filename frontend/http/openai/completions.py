@@ -13,6 +13,7 @@ from headrace.frontend.api.parameters.structured_outputs import field_of_body
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import bad_field
+from headrace.frontend.http.openai.choosing import check_choosing, choosing_of, outputs_of, width_of
 from headrace.frontend.http.openai.generation import Job, PreparedRequest
 from headrace.frontend.http.openai.prompts import (
     cache_salt,
@@ -53,8 +54,7 @@ def prepare_completion(
     assert engine.client is not None
     client = engine.client
     welcome = client.welcome
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise bad_field("best_of", "best_of is not supported, unless it equals n")
+    check_choosing(request, options.max_n)
     only_prompt = bool(request.echo) and request.max_tokens == 0
     asked = None if only_prompt else request.max_tokens
     # What generation_config or override_generation_config sets is applied with all other defaults.
@@ -66,9 +66,11 @@ def prepare_completion(
         options,
         max_tokens=1 if only_prompt else default_max_tokens if asked is None else asked,
         logprobs=request.logprobs,
+        n=1 if request.use_beam_search else width_of(request),
         prompt_logprobs=echoed if request.prompt_logprobs is None else request.prompt_logprobs,
     )
     prompts = _prompts(request, client.tokenizer, options, most_prompt_tokens(request, welcome))
+    choosing = choosing_of(request, params, welcome)
     check_outputs(len(prompts), params)
     salt = cache_salt(request, tenant)
     for prompt in prompts:
@@ -84,9 +86,14 @@ def prepare_completion(
         for index, prompt in enumerate(prompts)
     ]
     answer = Answer(request, id, request.model or engine.names[0], client.tokenizer)
-    texts = CompletionAnswer(request, answer, params.n, only_prompt=only_prompt)
+    texts = CompletionAnswer(request, answer, outputs_of(request), only_prompt=only_prompt)
     return PreparedRequest(
-        engine=engine, jobs=jobs, answer=texts, streams=bool(request.stream), form_field=field_of_body(request)
+        engine=engine,
+        jobs=jobs,
+        answer=texts,
+        streams=bool(request.stream),
+        form_field=field_of_body(request),
+        choosing=choosing,
     )
 
 

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headrace.frontend.api.beam_search import BeamSearchParams
 from headrace.frontend.api.inputs.prompts import Prompt, check_request
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
 from headrace.frontend.client.request import RequestStream, SequenceState
@@ -31,6 +32,7 @@ from headrace.frontend.fleet.pool import Engine, EnginePool
 from headrace.frontend.http.connection import Connection
 from headrace.frontend.http.errors import ApiError, unavailable
 from headrace.frontend.http.metrics import Pages, RequestMeter
+from headrace.frontend.http.openai.choosing import Choosing, likeliest, search
 from headrace.frontend.http.openai.prompts import as_api_error
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
 
@@ -257,6 +259,8 @@ class PreparedRequest(msgspec.Struct):
     streams: bool
     form_field: str = "structured_outputs"
     """The field by which the request asks for a form of its answer: errors name it."""
+    choosing: Choosing | None = None
+    """How outputs are chosen among those that are computed; None: all of them are given, as they come."""
 
 
 class Running:
@@ -337,6 +341,44 @@ class Running:
         return InvalidRequestError.from_failure(msgspec.structs.replace(error.failure, message=said))
 
 
+class RunningSearch(Running):
+    """The beam searches for the prompts of one request, in place of its jobs. Streams are there once all have ended."""
+
+    def __init__(self, prepared: PreparedRequest, beams: BeamSearchParams, pool: EnginePool, pages: Pages) -> None:
+        super().__init__(prepared.engine, prepared.jobs, pool, pages, prepared.form_field)
+        self._beams = beams
+        self._task: asyncio.Task[list[RequestStream]] | None = None
+
+    async def submit(self) -> None:
+        assert self._engine.client is not None, "it was there a moment ago"
+        model, tokenizer = self._engine.names[0], self._engine.client.tokenizer
+        searching = search(self._jobs, self._beams, self._pool, model, self._welcome, tokenizer)
+        self._task = asyncio.ensure_future(searching)
+        self._task.add_done_callback(self._on_found)
+
+    def abort(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        super().abort()
+
+    def _on_found(self, task: asyncio.Task[list[RequestStream]]) -> None:
+        if task.cancelled():
+            return
+        try:
+            self.streams = task.result()
+        except HeadraceError as error:
+            self.error = error
+        except Exception as error:  # whoever waits for the search is to hear of it
+            logger.exception("a beam search failed")
+            self.error = HeadraceError(f"the beam search failed: {type(error).__name__}: {error}")
+        meter = RequestMeter(self._pages.engines[self._engine.index])
+        for stream in self.streams:
+            meter.on_done(stream)
+        for each in (self.news, self.ended):
+            if not each.done():
+                each.set_result(None)
+
+
 class _Pace:
     """Gives other work of the event loop its turn within many small pieces of one request's."""
 
@@ -377,8 +419,12 @@ class Generator:
     @contextlib.asynccontextmanager
     async def running(self, engine: Engine, jobs: Sequence[Job], form_field: str) -> AsyncIterator[Running]:
         """Submitted; ended at the latest when the block is left. Raises ApiError and HeadraceError."""
+        async with self._counted(Running(engine, jobs, self._pool, self._pages, form_field)) as running:
+            yield running
+
+    @contextlib.asynccontextmanager
+    async def _counted(self, running: Running) -> AsyncIterator[Running]:
         self._pages.count("http_requests")
-        running = Running(engine, jobs, self._pool, self._pages, form_field)
         self._running.add(running)
         try:
             await running.submit()
@@ -412,8 +458,19 @@ class Generator:
     async def answer(self, prepared: PreparedRequest, connection: Connection, receive: Receive, send: Send) -> None:
         """Runs it and sends the response. Raises ApiError and HeadraceError while nothing has been sent."""
         deadline_s = self.deadline_s()
-        running_jobs = self.running(prepared.engine, prepared.jobs, prepared.form_field)
+        choosing = prepared.choosing
+        if choosing is not None and choosing.beams is not None:
+            running_jobs = self._counted(RunningSearch(prepared, choosing.beams, self._pool, self._pages))
+        else:
+            running_jobs = self.running(prepared.engine, prepared.jobs, prepared.form_field)
         async with self.reader(receive) as gone, running_jobs as running:
+            if choosing is not None:
+                if not await first_of(running.ended, gone, deadline_s):
+                    return
+                if running.error is not None:
+                    raise running.error
+                if choosing.beams is None:
+                    likeliest(running.streams, choosing.num_outputs)
             prepared.answer.attach(running.streams)
             if prepared.streams:
                 await self._stream(prepared, running, connection, gone, deadline_s, send)

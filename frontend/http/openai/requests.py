@@ -83,6 +83,12 @@ class GenerationFields(SharedFields, kw_only=True):
     guided_whitespace_pattern: Annotated[
         str | None, Meta(description="structured_outputs.whitespace_pattern, retired")
     ] = None
+    use_beam_search: Annotated[
+        bool | None, Meta(description="Give the n likeliest continuations that a search with so many beams finds")
+    ] = None
+    length_penalty: Annotated[
+        float | None, Meta(description="Of beams: over 1 prefers longer ones, below 1 shorter ones; default: 1")
+    ] = None
     add_special_tokens: Annotated[bool | None, Meta(description="Add special tokens to the prompt, such as BOS")] = None
     return_token_ids: Annotated[bool | None, Meta(description="Give token ids besides the text")] = None
     return_tokens_as_token_ids: Annotated[
@@ -112,7 +118,9 @@ class CompletionRequest(GenerationRequest):
         Meta(description="A text, a list of token ids, or a list of either"),
     ]
     echo: Annotated[bool | None, Meta(description="Begin the output with the prompt")] = None
-    best_of: Annotated[int | None, Meta(description="Only the value of n is supported")] = None
+    best_of: Annotated[
+        int | None, Meta(description="Compute so many outputs, or beams, and give the n best of them")
+    ] = None
     logprobs: Annotated[int | None, Meta(description="Likeliest tokens to report per token, besides its own")] = None
 
 
@@ -257,7 +265,7 @@ class Neutral(msgspec.Struct, frozen=True):
     """No answer depends on it: every value is taken, unless the server is strict."""
 
 
-_BEAMS = "beam search is LLM.beam_search and AsyncLLM.beam_search; bodies cannot ask for it yet"
+_BEAMS = "responses are sampled; completions and chat completions have use_beam_search"
 _TEXT_ONLY = "models read and write text alone"
 _STORED = "nothing is stored by this server"
 _NO_CONVERSATIONS = "conversations are not kept as such"
@@ -290,9 +298,7 @@ NEUTRAL: Mapping[str, Neutral] = types.MappingProxyType(
         "store": Neutral(_STORED, (False,), is_harmless=True),
         "service_tier": Neutral("there is one tier", ("auto", "default"), is_harmless=True),
         "guided_decoding_backend": Neutral("the engine's own is used (structured_outputs_config)", ("auto",)),
-        "use_beam_search": Neutral(_BEAMS, (False,)),
-        "length_penalty": Neutral(_BEAMS, (1.0,)),
-        "early_stopping": Neutral(_BEAMS, (False,)),
+        "early_stopping": Neutral("as in vLLM, a search goes on until max_tokens or the last beam's end", (False,)),
         "logits_processors": Neutral("code in requests is not supported", ([],)),
         "prompt_embeds": Neutral("not supported yet; give text or token ids"),
         "mm_processor_kwargs": Neutral(_TEXT_ONLY),
@@ -320,6 +326,8 @@ NEUTRAL_OF: Mapping[type[msgspec.Struct], Mapping[str, Neutral]] = types.Mapping
         ResponsesRequest: types.MappingProxyType(
             {name: NEUTRAL[name] for name in NEUTRAL if name not in ResponsesFields.__struct_fields__}
             | {
+                "use_beam_search": Neutral(_BEAMS, (False,)),
+                "length_penalty": Neutral(_BEAMS, (1.0,)),
                 "prompt_cache_options": Neutral("a hint; equal prefixes are cached without one", is_harmless=True),
                 "conversation": Neutral(f"{_NO_CONVERSATIONS}; use previous_response_id"),
                 "prompt": Neutral("templates of prompts are kept by OpenAI; give input and instructions"),

@@ -1,0 +1,226 @@
+"""Answers that are chosen among more outputs than are given: `use_beam_search`, and `best_of` of completions.
+
+best_of     the request's jobs run with n = best_of; once all have ended, the n likeliest per token are the answer
+beams       in place of the jobs a search runs, which asks for a token of each beam at a time; its n best sequences
+            are made into streams that have ended, so that an answer is written as any other
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import types
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headrace.frontend.api.beam_search import (
+    BeamSearchOutput,
+    BeamSearchParams,
+    BeamSearchSequence,
+    beam_search,
+    check_width,
+)
+from headrace.frontend.api.inputs.prompts import Prompt, check_request
+from headrace.frontend.api.outputs import LogprobsOfPosition
+from headrace.frontend.api.parameters.sampling_params import FIELDS, SamplingParams
+from headrace.frontend.client.request import LogprobRow, RequestStream, SequenceState
+from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
+from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.http.errors import bad_field
+from headrace.frontend.http.openai.requests import CompletionRequest, GenerationRequest
+from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.messages import Welcome
+
+if TYPE_CHECKING:
+    from headrace.frontend.http.openai.generation import Job
+
+BEAMS_READ = frozenset(
+    {
+        *("n", "temperature", "seed", "max_tokens", "ignore_eos", "include_stop_str_in_output", "detokenize"),
+        *("skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens", "stream_interval"),
+        *("skip_reading_prefix_cache", "logprobs"),
+    }
+)
+"""Fields that a search reads, or that nothing it finds could depend on. Others are refused."""
+
+
+class Choosing(msgspec.Struct, frozen=True):
+    """How an answer's outputs are chosen."""
+
+    num_outputs: int
+    """That are given for each prompt, of those that there are."""
+    beams: BeamSearchParams | None = None
+    """None: the likeliest of what was sampled."""
+
+
+_ALSO_UNREAD = types.MappingProxyType(
+    {"structured_outputs": "structured_outputs", "extra_args": "vllm_xargs", "prompt_logprobs": "prompt_logprobs"}
+)
+"""Fields that bodies spell in another way, or that others of their fields ask for."""
+
+
+def outputs_of(request: GenerationRequest) -> int:
+    """How many outputs are given for a prompt."""
+    return 1 if request.n is None else request.n
+
+
+def width_of(request: GenerationRequest) -> int:
+    """How many there are to be before some are chosen."""
+    best_of = request.best_of if isinstance(request, CompletionRequest) else None
+    return outputs_of(request) if best_of is None else best_of
+
+
+def check_choosing(request: GenerationRequest, most: int) -> None:
+    """What the fields say of each other. Raises ApiError. most: outputs that the server gives for a prompt."""
+    num_outputs, width = outputs_of(request), width_of(request)
+    if num_outputs > width:
+        raise bad_field("best_of", f"best_of is {width}, less than n, {num_outputs}")
+    if width > max(most, num_outputs):
+        raise bad_field(
+            "best_of",
+            f"best_of is {width}; this server computes at most {most} outputs for a prompt (its option max_n)",
+        )
+    if request.use_beam_search:
+        return
+    if request.length_penalty not in (None, 1.0):
+        raise bad_field("length_penalty", "length_penalty needs use_beam_search: true")
+    if width > num_outputs and request.stream:
+        raise bad_field("best_of", "best_of over n cannot be streamed: which outputs are the best is known at the end")
+
+
+def choosing_of(request: GenerationRequest, params: SamplingParams, welcome: Welcome) -> Choosing | None:
+    """None where outputs are given as they come. Raises ApiError, naming the field.
+
+    params: of the request's jobs; those of a search get the number of sequences that it gives."""
+    num_outputs, width = outputs_of(request), width_of(request)
+    if not request.use_beam_search:
+        if width == num_outputs:
+            return None
+        if params.logprobs is None and not params.logprob_token_ids:
+            params.logprobs = 0  # of the tokens themselves: what outputs are ranked by
+        return Choosing(num_outputs)
+    _refuse_unread(request, params)
+    if (params.logprobs or 0) > 2 * width:
+        raise bad_field(
+            "logprobs", f"logprobs is {params.logprobs}; a search with {width} beams knows the likeliest {2 * width}"
+        )
+    try:
+        beams = BeamSearchParams(
+            beam_width=width,
+            max_tokens=params.max_tokens or welcome.max_model_len,
+            ignore_eos=params.ignore_eos,
+            temperature=params.temperature,
+            length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+        )
+        check_width(beams, welcome)
+    except InvalidRequestError as error:
+        name = str(error).removeprefix("BeamSearchParams.").partition(" ")[0]
+        field = {"beam_width": "n" if width == num_outputs else "best_of"}.get(name, name)
+        raise bad_field(field, str(error).replace(f"BeamSearchParams.{name}", field, 1)) from error
+    params.n = num_outputs
+    return Choosing(num_outputs, beams)
+
+
+def _refuse_unread(request: GenerationRequest, params: SamplingParams) -> None:
+    for declared in FIELDS.values():
+        name = declared.name
+        if name in BEAMS_READ or getattr(request, name, None) is None:
+            continue
+        if getattr(params, name) not in (declared.default, None, [], {}):
+            raise bad_field(name, f"{name} does nothing with use_beam_search; leave it out")
+    for name, asked in _ALSO_UNREAD.items():
+        if getattr(params, name) is not None:
+            raise bad_field(asked, f"{asked} does nothing with use_beam_search; leave it out")
+
+
+def likeliest(streams: Sequence[RequestStream], num_outputs: int) -> Sequence[RequestStream]:
+    """The same, which have ended, each with its outputs of the highest log-probability per token, best first."""
+    for stream in streams:
+        stream.sequences = sorted(stream.sequences, key=_mean_logprob, reverse=True)[:num_outputs]
+        for index, sequence in enumerate(stream.sequences):
+            sequence.index = index
+    return streams
+
+
+def _mean_logprob(sequence: SequenceState) -> float:
+    """An empty output, which no token speaks against, comes first."""
+    rows = sequence.logprob_rows
+    return sum(logprobs[0] for _, logprobs, _ in rows) / len(rows) if rows else 0.0
+
+
+class EngineOfSearch:
+    """A `RequestClient` for the steps of one request's searches: all go where their prefixes are cached."""
+
+    def __init__(self, pool: EnginePool, model: str, job: Job, welcome: Welcome, tokenizer: Tokenizer | None) -> None:
+        self.welcome, self.tokenizer = welcome, tokenizer
+        self._pool, self._model, self._job = pool, model, job
+        self._name = f"{job.name}-{uuid.uuid4().hex}"
+        self._affinity = job.affinity if job.affinity != ANYWHERE else Affinity(session=self._name)
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        *,
+        max_tokens: int | None = None,
+    ) -> RequestStream:
+        return self._pool.submit(
+            f"{self._name}-{request_id}",
+            prompt,
+            params,
+            self._job.priority,
+            model=self._model,
+            max_tokens=max_tokens,
+            affinity=self._affinity,
+        )
+
+    def abort_stream(self, stream: RequestStream) -> None:
+        self._pool.abort_stream(stream)
+
+
+async def search(
+    jobs: Sequence[Job],
+    beams: BeamSearchParams,
+    pool: EnginePool,
+    model: str,
+    welcome: Welcome,
+    tokenizer: Tokenizer | None,
+) -> list[RequestStream]:
+    """The best sequences for each job's prompt, as streams that have ended. Raises what a request's end raises."""
+    engine = EngineOfSearch(pool, model, jobs[0], welcome, tokenizer)
+    for job in jobs:
+        check_request(job.prompt, SamplingParams(max_tokens=1), welcome)
+    found = await beam_search(engine, [job.prompt for job in jobs], beams, itertools.count())
+    return [_ended(job, each, beams, tokenizer) for job, each in zip(jobs, found, strict=True)]
+
+
+def _ended(job: Job, found: BeamSearchOutput, beams: BeamSearchParams, tokenizer: Tokenizer | None) -> RequestStream:
+    stream = RequestStream(job.name, job.prompt, job.params, tokenizer, first_slot=0)
+    del stream.sequences[len(found.sequences) :]  # of a small vocabulary there may be fewer
+    start = len(job.prompt.token_ids or ())
+    for sequence, beam in zip(stream.sequences, found.sequences, strict=False):
+        sequence.token_ids = beam.tokens[start:]
+        if job.params.logprobs is not None:
+            sequence.logprob_rows = _rows(sequence.token_ids, beam, job.params.logprobs)
+        is_silent = beam.finish_reason == "stop" and not beams.include_stop_str_in_output
+        sequence.finish(beam.finish_reason or "length", beam.stop_reason, silent_last_token=is_silent)
+    stream.num_unfinished = 0
+    stream.notify(time.monotonic())
+    return stream
+
+
+def _rows(token_ids: Sequence[int], beam: BeamSearchSequence, num_likeliest: int) -> list[LogprobRow]:
+    return [_row(own, position, num_likeliest) for own, position in zip(token_ids, beam.logprobs, strict=True)]
+
+
+def _row(own: int, position: LogprobsOfPosition, num_likeliest: int) -> LogprobRow:
+    ranked = sorted(position.items(), key=lambda each: each[1].rank or 0)
+    token_ids = [own, *(token_id for token_id, _ in ranked[:num_likeliest])]
+    return token_ids, [position[each].logprob for each in token_ids], position[own].rank or 0
