@@ -550,3 +550,9 @@ def test_a_choice_that_cannot_be_is_refused_by_name(client: httpx.Client, choice
     assert response.status_code == 400
     assert words in response.json()["error"]["message"]
     assert response.json()["error"]["param"].startswith("tool_choice")
+
+
+def test_a_header_is_none_beyond_its_longest_however_the_text_is_cut():
+    text = f"<|start|>{'a' * 400}<|channel|>final<|message|>yes"
+    assert read("openai", [text]) == read("openai", text)
+    assert read("openai", text).content.startswith("a" * 400)

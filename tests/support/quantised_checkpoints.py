@@ -66,17 +66,27 @@ def _put(state: dict[str, Tensor], name: str, values: Tensor) -> None:
 
 
 @contextmanager
-def inputs_rounded(model: Any, inputs: InputRounding) -> Iterator[None]:
-    """Inside, what transformers multiplies by weights of layers is rounded first."""
-    product = F.linear
+def inputs_rounded(model: Any, inputs: InputRounding) -> Iterator[list[float]]:
+    """Inside, what transformers multiplies by weights of layers is rounded first.
+
+    Gives the list to which each product adds how far its inputs are from the border between two codes, in codes: at a
+    border, an error of the last bit decides. A largest magnitude that is negative lies on one, at -127.5.
+    """
+    product, clearances = F.linear, []
     kept = {module.weight.data_ptr() for name, module in model.named_modules() if name.endswith(("lm_head", ".gate"))}
 
     def rounded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return product(x if weight.data_ptr() in kept else inputs.rounded(x.float()).to(x.dtype), weight, bias)
+        if weight.data_ptr() in kept:
+            return product(x, weight, bias)
+        _, scale, zero = inputs.of(x.double())
+        codes = x.double() / scale + zero
+        within = codes[(codes > -128) & (codes < 127)]  # what is outside is cut to the last code
+        clearances.append(float((within - within.floor() - 0.5).abs().min()))
+        return product(inputs.rounded(x.float()).to(x.dtype), weight, bias)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "linear", rounded)
-        yield
+        yield clearances
 
 
 def affine(

@@ -17,6 +17,8 @@ from headrace.frontend.text.formats.grammar import NO_ARGUMENTS, Rules, literal
 from headrace.frontend.text.formats.markers import make_markers
 from headrace.frontend.text.formats.parser import Event, OutputParser, Reads
 
+_LONGEST_HEADER = 300
+
 
 class ChannelParser(OutputParser):
     """One answer's, as OutputParser is. Text that has no header is content."""
@@ -71,8 +73,9 @@ class ChannelParser(OutputParser):
             self._events.append(Event(call=call, arguments="{}"))
 
     def _short_until_or_end(self, marker: str) -> Reads:
-        """A header; one that does not end is no message's."""
-        while (at := self._text.find(marker)) < 0 and not self._ended and len(self._text) <= _LONGEST_HEADER:
+        """A header; one that does not end, or only after _LONGEST_HEADER characters, is no message's."""
+        longest = _LONGEST_HEADER + len(marker)
+        while (at := self._text.find(marker, 0, longest)) < 0 and not self._ended and len(self._text) < longest:
             yield
         if at < 0:
             return ""
@@ -82,9 +85,6 @@ class ChannelParser(OutputParser):
 
     def _say(self, text: str) -> None:
         self._events.append(Event(content=text))
-
-
-_LONGEST_HEADER = 300
 
 
 class ForcedChannelCalls(Rules):
