@@ -23,11 +23,12 @@ from headrace.executor.models.kv_cache import KVCache
 from headrace.executor.parallel.collectives import SharedCollectives
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.kernels.cpu.collectives import GroupC
+from headrace.kernels.cpu.latent import NEVER, LatentLayer
 from headrace.kernels.cpu.linear import Runtime
 from headrace.kernels.cpu.moe import PackedExperts
 from headrace.kernels.cpu.ops import CacheScales
 from headrace.kernels.cpu.program import Builder
-from headrace.kernels.cpu.program_parts import AttentionLayer, Buffer, LatentLayer, LayerCache, Rotary
+from headrace.kernels.cpu.program_parts import AttentionLayer, Buffer, LayerCache, Rotary
 from headrace.kernels.cpu.program_ranks import rank_gather, rank_meet, rank_sum
 from headrace.kernels.cpu.program_run import Program, StepBuffers
 from headrace.kernels.cpu.sampling import SampleBuffers
@@ -184,7 +185,8 @@ class ProgramOps:
         return Product(weight, x)
 
     def attend_latent(self, attend: CpuLatent, query: Buffer, latent: Buffer) -> Buffer:
-        """In the absorbed form, which reads what the cache keeps once for all heads."""
+        """In the absorbed form, which reads what the cache keeps once for all heads; sequences that compute many tokens
+        in the expanded one, which multiplies less for each. In the last layer few rows are wanted of any."""
         declared, builder = attend.declared, self.builder
         rotary, num_heads = self._rotary(declared.rope), len(attend.keys)
         assert rotary is not None, "latent attention rotates"
@@ -197,11 +199,15 @@ class ProgramOps:
             builder.linear(weight, own, absorbed.part(head * layer.vector_dim, declared.latent_dim))
         builder.write_latent(query, absorbed, latent, layer)
         attended = self._room(num_heads * declared.latent_dim, self.inner)
-        compressed = self._attended(attended, partial(builder.attend_latent, absorbed, attended, layer), own=False)
+        least = NEVER if self._is_last else layer.least_expanded(declared.value_dim)
+        absorbing = partial(builder.attend_latent, absorbed, attended, layer, most_tokens=least - 1)
+        compressed = self._attended(attended, absorbing, own=False)
         out = self._room(num_heads * declared.value_dim, self.inner)
         for head, weight in enumerate(attend.values):
             own = compressed.part(head * declared.latent_dim, declared.latent_dim)
             builder.linear(weight, own, out.part(head * declared.value_dim, declared.value_dim))
+        if least < NEVER:
+            builder.attend_expanded(query, absorbed, latent, out, layer, attend.up)
         return out
 
     def experts(

@@ -102,6 +102,8 @@ class CpuLatent:
     """[latent_dim, nope_dim], which queries are multiplied with instead."""
     values: tuple[PackedLinear, ...]
     """[value_dim, latent_dim]"""
+    up: Tensor
+    """[heads of this rank, nope_dim + value_dim, latent_dim]: both at once, for the expanded form"""
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,7 @@ class CpuWeights(CheckedWeights):
             declared,
             tuple(self._pack(each.T.contiguous(), gated=False) for each in keys),
             tuple(self._pack(each.contiguous(), gated=False) for each in values),
+            heads,
         )
 
     def experts(self, declared: blocks.ExpertStack, prefix: str) -> PackedExperts:

@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "attention_worker.h"
+#include "latent_expanded.h"
 
 namespace headrace {
 namespace {
@@ -80,6 +81,7 @@ class Division {
     const bool all = args_.only_logits == 0 || fuses_decode(args_.source, step_) || step_.num_logits == step_.num_tokens;
     for (int64_t seq = 0; seq < step_.num_seqs; ++seq) {
       const int first = step_.query_start[seq], end = step_.query_start[seq + 1];
+      if (args_.most_tokens > 0 && end - first > args_.most_tokens) continue;
       const int past = step_.seq_lens[seq] - (end - first);
       for (int row = first; row < end; row += shape_.tokens_per_item) {
         Item item = {seq, row, std::min(shape_.tokens_per_item, end - row), past + row - first, 0, 0, 0};
@@ -166,14 +168,30 @@ void rotary_and_cache_write(const void* raw, const Step& step, int thread, int n
   }
 }
 
+// Every value stored in one byte is exact in bf16 too; fp16 ones are not.
+bool multiplies_bf16(CacheType type) {
+#if defined(HEADRACE_BF16_DOT)
+  return type == CacheType::kBf16 || is_scaled(type);
+#else
+  (void)type;
+  return false;
+#endif
+}
+
 void attention(const void* raw, const Step& step, int thread, int num_threads) {
   const AttentionArgs& args = *static_cast<const AttentionArgs*>(raw);
 #if defined(HEADRACE_BF16_DOT)
-  // Every value stored in one byte is exact in bf16 too; fp16 ones are not.
-  const CacheType type = args.source.cache.type;
-  if (type == CacheType::kBf16 || is_scaled(type)) return run<Bf16>(args, step, thread, num_threads);
+  if (multiplies_bf16(args.source.cache.type)) return run<Bf16>(args, step, thread, num_threads);
 #endif
   run<float>(args, step, thread, num_threads);
+}
+
+void latent_expanded(const void* raw, const Step& step, int thread, int num_threads) {
+  const LatentExpandedArgs& args = *static_cast<const LatentExpandedArgs*>(raw);
+#if defined(HEADRACE_BF16_DOT)
+  if (multiplies_bf16(args.latent.cache.type)) return run_expanded<Bf16>(args, step, thread, num_threads);
+#endif
+  run_expanded<float>(args, step, thread, num_threads);
 }
 
 }  // namespace headrace
@@ -192,4 +210,19 @@ HR_EXPORT void hr_op_attention(const void* args, const Step& step, int thread, i
 HR_EXPORT int64_t hr_attention_scratch_bytes(const AttentionArgs* args) {
   Scratch<float> scratch;  // at least as large as that of any other type
   return lay_out(shape_of(*args), nullptr, scratch) - static_cast<char*>(nullptr);
+}
+
+HR_EXPORT void hr_op_latent_expanded(const void* args, const Step& step, int thread, int num_threads) {
+  latent_expanded(args, step, thread, num_threads);
+}
+
+// Bytes of an element of LatentExpandedArgs' keys and values beside a cache of this type: 2 is bf16, 4 float.
+HR_EXPORT int64_t hr_latent_weight_bytes(int32_t cache_type) {
+  return multiplies_bf16(static_cast<CacheType>(cache_type)) ? 2 : 4;
+}
+
+// Bytes of thread scratch that hr_op_latent_expanded needs.
+HR_EXPORT int64_t hr_latent_expanded_scratch_bytes(const LatentExpandedArgs* args) {
+  ExpandedScratch<float> scratch;  // at least as large as that of any other type
+  return lay_out(*args, nullptr, scratch) - static_cast<char*>(nullptr);
 }

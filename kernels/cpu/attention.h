@@ -39,6 +39,7 @@ struct AttentionArgs {
   float soft_cap;  // 0: none
   int32_t window;  // a token sees itself and the window - 1 before it; 0: all
   int32_t value_dim;  // what a value has of its row: the cache's head_dim, or less where keys and values are one (latent)
+  int32_t most_tokens;  // sequences that compute more tokens are left out; 0: none is
   DType output_type;
   // 1: nothing but the rows in step.logits_rows need be computed; all keys and values are still written.
   int32_t only_logits;
@@ -52,6 +53,9 @@ inline bool fuses_decode(const RotaryArgs& args, const Step& step) {
 
 void rotary_and_cache_write(const void* args, const Step& step, int thread, int num_threads);
 void attention(const void* args, const Step& step, int thread, int num_threads);
+
+// Whether attention over a cache of this type multiplies bf16, and not floats.
+bool multiplies_bf16(CacheType type);
 
 // A query head of `row`, normalised and rotated, into to[head_dim].
 void prepare_query(const RotaryArgs& args, const Step& step, int64_t row, int head, float* to);

@@ -27,6 +27,22 @@ struct LatentArgs {
   int32_t interleaved;  // 1: dimensions 2i and 2i + 1 are a pair, else i and i + rotary_half; what is left has the latter
 };
 
+// The expanded form, of sequences that compute many tokens at once: each head's keys and values are made of the context
+// a tile at a time, and many queries read each. Attention of the absorbed form leaves these sequences out.
+struct LatentExpandedArgs {
+  LatentArgs latent;   // whose pass came before: queries, of which `absorbed` has the rotated part, and the cache
+  const void* keys;    // [num_heads, nope_dim, compressed] of what attention multiplies (hr_latent_weight_bytes)
+  const void* values;  // [num_heads, value_dim / kGroupKeys, compressed / pair, kGroupKeys, pair] of the same
+  int64_t keys_stride;  // elements from head to head
+  void* output;        // [num_tokens, output_stride]: num_heads heads of value_dim
+  int64_t output_stride;
+  float scale;
+  int32_t value_dim;
+  int32_t least_tokens;  // of a sequence that this form is for
+  DType output_type;
+};
+
 void latent_write(const void* args, const Step& step, int thread, int num_threads);
+void latent_expanded(const void* args, const Step& step, int thread, int num_threads);
 
 }  // namespace headrace

@@ -125,6 +125,7 @@ HR_EXPORT int64_t hr_size_of(const char* name) {
       {"RouteArgs", sizeof(RouteArgs)},      {"ExpertsArgs", sizeof(ExpertsArgs)},
       {"SoftCapArgs", sizeof(SoftCapArgs)},  {"SampleArgs", sizeof(SampleArgs)},
       {"LatentArgs", sizeof(LatentArgs)},    {"ProgramOp", sizeof(ProgramOp)},
+      {"LatentExpandedArgs", sizeof(LatentExpandedArgs)},
       {"ProgramC", sizeof(Program)},
       {"Step", sizeof(Step)},
   };

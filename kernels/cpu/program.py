@@ -16,6 +16,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor
 
+from .latent import LatentLayer, LatentUp, expanded_args, latent_args
 from .linear import ACTIVATIONS, ROWS_LOGITS, ROWS_TOKENS, EmbedArgs, LinearArgs, PackedLinear, Runtime
 from .moe import PackedExperts, RouteOptions, route_args, route_scratch_bytes
 from .ops import MOST_ROW_VALUES, WORKSPACE_BYTES
@@ -38,11 +39,9 @@ from .program_parts import (
     PANEL_ROWS,
     AttentionLayer,
     Buffer,
-    LatentLayer,
     Norm,
     address_of,
     check_vector,
-    latent_args,
     matrix_of,
     require_same,
     rotary_args,
@@ -78,7 +77,8 @@ class Builder:
         self._logits_start: tuple[int, int] | None = None
         self._vocab_size = 0
         self._max_position: int | None = None
-        runtime.library.dll.hr_attention_scratch_bytes.restype = ctypes.c_int64
+        for op in ("attention", "latent_expanded"):
+            getattr(runtime.library.dll, f"hr_{op}_scratch_bytes").restype = ctypes.c_int64
 
     def buffer(
         self,
@@ -325,8 +325,17 @@ class Builder:
         rotated = [absorbed.part(head * dim + first, dim - first) for head in range(layer.num_heads)]
         self._add("latent", "hr_op_latent_write", args, (query, latent, keys), (*rotated, keys), keep=(layer,))
 
-    def attend_latent(self, absorbed: Buffer, out: Buffer, layer: LatentLayer, *, only_logits: bool = False) -> None:
-        """Paged attention of absorbed queries, after `write_latent`: of each head layer.latent_dim columns."""
+    def attend_latent(
+        self,
+        absorbed: Buffer,
+        out: Buffer,
+        layer: LatentLayer,
+        *,
+        most_tokens: int = 0,
+        only_logits: bool = False,
+    ) -> None:
+        """Paged attention of absorbed queries, after `write_latent`: of each head layer.latent_dim columns. What it
+        leaves in rows of sequences that compute more than most_tokens (where that is not 0) means nothing."""
         require_same(out.columns, layer.num_heads * layer.latent_dim, "attention's output", "its heads'")
         source = RotaryArgs(
             query=absorbed.address,
@@ -336,7 +345,20 @@ class Builder:
             type=absorbed.type,
         )
         args = AttentionArgs(source=source, scale=layer.scale, value_dim=layer.latent_dim, only_logits=only_logits)
+        args.most_tokens = most_tokens
         self._attend(args, absorbed, out, layer)
+
+    def attend_expanded(
+        self, query: Buffer, absorbed: Buffer, latent: Buffer, out: Buffer, layer: LatentLayer, up: Tensor
+    ) -> None:
+        """The attention of sequences that compute `layer.least_expanded` tokens or more, after `write_latent`: of each
+        head its values' columns. Other rows stay as they are. up: [num_heads, nope_dim + values, latent_dim]."""
+        keys = layer.cache.keys
+        packed = LatentUp.of(up, layer.nope_dim, keys, self._runtime.library)
+        args = expanded_args(latent_args(query, absorbed, latent, layer), out, layer, packed)
+        self._need(0, self._runtime.library.dll.hr_latent_expanded_scratch_bytes(ctypes.byref(args)))
+        reads, name = (query, absorbed, keys.data_ptr()), "hr_op_latent_expanded"
+        self._add("attention", name, args, reads, (out,), keep=(layer, packed), skipped_when_single=True)
 
     def _attend(self, args: AttentionArgs, query: Buffer, out: Buffer, layer: AttentionLayer | LatentLayer) -> None:
         args.output, args.output_stride, args.output_type = out.address, out.stride, out.type

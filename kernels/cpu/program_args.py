@@ -63,6 +63,7 @@ class AttentionArgs(ctypes.Structure):
         ("soft_cap", ctypes.c_float),
         ("window", ctypes.c_int32),
         ("value_dim", ctypes.c_int32),
+        ("most_tokens", ctypes.c_int32),
         ("output_type", ctypes.c_int32),
         ("only_logits", ctypes.c_int32),
     )
@@ -268,6 +269,23 @@ class LatentArgs(ctypes.Structure):
         ("nope_dim", ctypes.c_int32),
         ("rotary_half", ctypes.c_int32),
         ("interleaved", ctypes.c_int32),
+    )
+
+
+class LatentExpandedArgs(ctypes.Structure):
+    """Mirror of `LatentExpandedArgs` in latent.h: the arguments of `hr_op_latent_expanded`."""
+
+    _fields_ = (
+        ("latent", LatentArgs),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("keys_stride", ctypes.c_int64),
+        ("output", ctypes.c_void_p),
+        ("output_stride", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("value_dim", ctypes.c_int32),
+        ("least_tokens", ctypes.c_int32),
+        ("output_type", ctypes.c_int32),
     )
 
 

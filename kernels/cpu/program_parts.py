@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .linear import DTYPES
 from .ops import CacheScales, best_layout, describe_cache
-from .program_args import KvCacheC, LatentArgs, RotaryArgs
+from .program_args import RotaryArgs
 
 FEW_ROWS = 16
 """Steps of at most this many tokens take the list in which each thread norms every row for itself."""
@@ -136,63 +136,6 @@ class AttentionLayer:
     """[num_heads] float32: of each head the score of a key that is not there."""
 
 
-@dataclass(frozen=True, eq=False)
-class LatentLayer:
-    """Heads of nope_dim and then 2 * len(rotary) dimensions over a cache whose values are the start of its keys."""
-
-    num_heads: int
-    nope_dim: int
-    cache: LayerCache
-    scale: float
-    rotary: Rotary
-    interleaved: bool
-
-    @property
-    def head_dim(self) -> int:
-        return self.nope_dim + 2 * self.rotary.cos.shape[1]
-
-    @property
-    def vector_dim(self) -> int:
-        """Of what the cache keeps of a token."""
-        return self.cache.keys.shape[3]
-
-    @property
-    def latent_dim(self) -> int:
-        """Of the part of it that is the value."""
-        return self.vector_dim - 2 * self.rotary.cos.shape[1]
-
-    def describe_cache(self) -> KvCacheC:
-        cache = describe_cache(self.cache.keys, self.cache.keys, self.cache.scales)
-        cache.slots_offset, cache.tables_offset = self.cache.slots_offset, self.cache.tables_offset
-        return cache
-
-
-def latent_args(query: Buffer, absorbed: Buffer, latent: Buffer, layer: LatentLayer) -> LatentArgs:
-    """What a layer's latent attention knows of its inputs. Raises ValueError for what does not fit."""
-    _check_tables(layer.rotary)
-    for buffer, columns, what in (
-        (query, layer.num_heads * layer.head_dim, "queries"),
-        (absorbed, layer.num_heads * layer.vector_dim, "absorbed queries"),
-        (latent, layer.vector_dim, "compressed vectors"),
-    ):
-        require_same((buffer.columns, buffer.tensor.dtype), (columns, torch.float32), f"the buffer of {what}", "theirs")
-    return LatentArgs(
-        query=query.address,
-        absorbed=absorbed.address,
-        latent=latent.address,
-        query_stride=query.stride,
-        absorbed_stride=absorbed.stride,
-        latent_stride=latent.stride,
-        cos=layer.rotary.cos.data_ptr(),
-        sin=layer.rotary.sin.data_ptr(),
-        cache=layer.describe_cache(),
-        num_heads=layer.num_heads,
-        nope_dim=layer.nope_dim,
-        rotary_half=layer.rotary.cos.shape[1],
-        interleaved=layer.interleaved,
-    )
-
-
 def rotary_args(qkv: Buffer, layer: AttentionLayer) -> RotaryArgs:
     """What a layer's attention knows of queries, keys and values. Raises ValueError for what does not fit."""
     cache = describe_cache(layer.cache.keys, layer.cache.values, layer.cache.scales, layer.cache.layout)
@@ -224,7 +167,7 @@ def rotary_args(qkv: Buffer, layer: AttentionLayer) -> RotaryArgs:
         cache=cache,
     )
     if layer.rotary is not None:
-        _check_tables(layer.rotary)
+        check_tables(layer.rotary)
         cos, sin = layer.rotary.cos, layer.rotary.sin
         if 2 * cos.shape[1] > head_dim:
             raise ValueError(f"rotation of {2 * cos.shape[1]} dimensions does not fit heads of {head_dim}.")
@@ -232,7 +175,7 @@ def rotary_args(qkv: Buffer, layer: AttentionLayer) -> RotaryArgs:
     return args
 
 
-def _check_tables(rotary: Rotary) -> None:
+def check_tables(rotary: Rotary) -> None:
     for table in (rotary.cos, rotary.sin):
         if table.dtype != torch.float32 or not table.is_contiguous() or table.shape != rotary.cos.shape:
             raise ValueError("cos and sin are contiguous float32 tables of one shape, [positions, half].")
