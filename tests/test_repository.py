@@ -28,7 +28,7 @@ MAY_IMPORT = MappingProxyType(
         "frontend": {
             *("headrace.frontend", "headrace.ipc", "headrace.core.options", "headrace.core.process"),
             *("msgspec", "zmq", "tokenizers", "jinja2", "psutil", "tqdm", "uvloop", "pynvml", "rich"),
-            *("starlette", "uvicorn", "httptools", "prometheus_client"),
+            *("starlette", "uvicorn", "httptools", "prometheus_client", "python_multipart"),
         },
     }
 )

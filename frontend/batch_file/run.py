@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import contextlib
 import sys
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,39 +16,21 @@ from headrace.core.options.engine_options import Options
 from headrace.core.options.parsing import flag, options_from_arguments
 from headrace.core.options.values import option_specs
 from headrace.core.process.supervisor import start_engine
-from headrace.frontend.batch_file.file import (
-    CHAT,
-    BatchRequest,
-    BatchResult,
-    Results,
-    answered,
-    custom_id_of,
-    decode_line,
-    failed,
-    read_lines,
-)
+from headrace.frontend.batch_file.file import BatchResult, Results, read_lines
+from headrace.frontend.batch_file.lines import LineAnswers
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.own_engine import STOP_DEADLINE_S
 from headrace.frontend.client.request import RequestStream
-from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.fleet.pool import Engine, EnginePool
 from headrace.frontend.fleet.sources import Attached, Owned, Source
-from headrace.frontend.http.errors import ApiError, bad_field
-from headrace.frontend.http.openai.chat import ChatParts, prepare_chat
+from headrace.frontend.http.openai.chat import ChatParts
 from headrace.frontend.http.openai.choosing import likeliest, search
-from headrace.frontend.http.openai.completions import prepare_completion
 from headrace.frontend.http.openai.generation import PreparedRequest
 from headrace.frontend.http.openai.prompts import ChatPrompts
-from headrace.frontend.http.openai.requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationRequest,
-    RequestDecoder,
-)
+from headrace.frontend.http.openai.requests import RequestDecoder
 from headrace.frontend.http.process.engines import engine_for
 from headrace.frontend.http.process.options import ServeOptions
-from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError, QueueFullError
-
-_RETRY_AFTER_S = 0.2
+from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 
 
 def engine_source(arguments: argparse.Namespace) -> Source:
@@ -78,10 +59,6 @@ class BatchRun:
         self._waiting: dict[int, BatchResult | None] = {}  # for those of earlier requests, by place
         self._num_written = 0
         self._options = ServeOptions()
-        self._decoder = RequestDecoder(strict=False)
-        # Templates run in a sandbox, and whoever runs a batch has chosen its lines.
-        self._chat = ChatParts.of(self._options, ChatPrompts(None, trusts_requests=True))
-        self._seen_ids: set[str] = set()
         self._num_answered = self._num_failed = self._num_skipped = self._num_tokens = 0
         self._on_result: Callable[[], None] = _nothing
 
@@ -106,76 +83,33 @@ class BatchRun:
         return 1 if self._num_failed or self._results.num_errors else 0
 
     async def _run_lines(self, pool: EnginePool, bound: int) -> None:
-        slots = asyncio.Semaphore(bound)
-
-        async def run_one(place: int, number: int, line: bytes) -> None:
-            try:
-                self._record(place, await self._result_of(number, line, pool))
-            finally:
-                slots.release()
-
+        # Templates run in a sandbox, and whoever runs a batch has chosen its lines.
+        chat = ChatParts.of(self._options, ChatPrompts(None, trusts_requests=True))
+        answers = LineAnswers(
+            chat,
+            RequestDecoder(strict=False),
+            lambda model: self._engine_for(pool, model),
+            lambda prepared: self._complete(prepared, pool),
+            done=self._results,
+        )
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for place, (number, line) in enumerate(read_lines(self._path)):
-                    await slots.acquire()
-                    tasks.create_task(run_one(place, number, line))
+            await answers.run(read_lines(self._path), asyncio.Semaphore(bound), self._record)
         except* (HeadraceError, OSError) as group:
             raise _first_error(group) from None
         finally:
             for place in sorted(self._waiting):  # of a run that is cut short: they need not be run again
                 self._write(self._waiting.pop(place))
 
-    async def _result_of(self, number: int, line: bytes, pool: EnginePool) -> BatchResult | None:
-        """None for a line that has its result already. Raises EngineDeadError."""
-        request_id = None
-        try:
-            request = decode_line(line)
-            custom_id: str | None = request.custom_id
-            if request.custom_id in self._results.done_ids:
-                return None
-            if request.custom_id in self._seen_ids:
-                raise bad_field("custom_id", f"custom_id {request.custom_id!r:.100} stands on an earlier line too")
-            self._seen_ids.add(request.custom_id)
-            request_id = uuid.uuid4().hex
-            body = await self._answer(request, request_id, pool)
-        except EngineDeadError:
-            raise
-        except (ApiError, HeadraceError) as error:
-            custom_id = custom_id_of(line)
-            done = self._results.done_lines if custom_id is None else self._results.done_ids
-            if (number if custom_id is None else custom_id) in done:
-                return None
-            return failed(custom_id, request_id, number, ApiError.of(error))
-        return answered(request.custom_id, request_id, body)
+    def _engine_for(self, pool: EnginePool, model: str | None) -> Engine:
+        self._check_alive(pool)
+        return engine_for(pool, model)
 
-    async def _answer(self, request: BatchRequest, request_id: str, pool: EnginePool) -> bytes:
-        """The response's JSON. Raises ApiError and HeadraceError."""
-        prepared = self._prepare(request, request_id, pool)
-        while True:
-            try:
-                return await self._complete(prepared, pool)
-            except QueueFullError as error:  # others use the engine too
-                retry_after_s = error.failure.retry_after_s if error.failure is not None else 0.0
-                await asyncio.sleep(max(retry_after_s, _RETRY_AFTER_S))
-
-    def _prepare(self, request: BatchRequest, request_id: str, pool: EnginePool) -> PreparedRequest:
-        decoded: GenerationRequest
-        if request.url == CHAT:
-            decoded = chat = self._decoder.decode(bytes(request.body), ChatCompletionRequest)
-        else:
-            decoded = completion = self._decoder.decode(bytes(request.body), CompletionRequest)
-        if decoded.stream or decoded.stream_options is not None:
-            name = "stream" if decoded.stream else "stream_options"
-            raise bad_field(name, f"{name}: a batch gives whole answers; leave it out")
-        name = decoded.request_id or request_id
+    def _check_alive(self, pool: EnginePool) -> None:
+        """Its death ends the run, where a server would answer 503."""
         (only,) = pool.engines
         if only.client is None:
             raise EngineDeadError.from_failure(only.failure or Failure(message="the engine is gone"))
-        only.client.check_alive()  # its death ends the run, where a server would answer 503
-        engine = engine_for(pool, decoded.model)
-        if request.url == CHAT:
-            return prepare_chat(chat, engine, self._chat, name, "")
-        return prepare_completion(completion, engine, self._options, name, "")
+        only.client.check_alive()
 
     async def _complete(self, prepared: PreparedRequest, pool: EnginePool) -> bytes:
         """Submits the prompts and waits for the last. Whatever ends it early aborts them all."""

@@ -24,7 +24,8 @@ from headrace.frontend.http.development import DEVELOPMENT_ROUTES, is_developmen
 from headrace.frontend.http.errors import ApiError, shortened
 from headrace.frontend.http.exchange import ClientGoneError, Exchange
 from headrace.frontend.http.openai.generation import Receive, Scope, Send
-from headrace.frontend.http.routes import ROUTES, RouteSpec, ServerState
+from headrace.frontend.http.route_spec import RouteSpec
+from headrace.frontend.http.routes import ROUTES, ServerState
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.process.log import printable
 
@@ -49,7 +50,6 @@ REASONS: Mapping[str, str] = types.MappingProxyType(
         **dict.fromkeys(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), _GENERATION),
         **dict.fromkeys(("/v1/moderations", "/v1/fine_tuning"), _GENERATION),
         **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _ADAPTERS),
-        **dict.fromkeys(("/v1/files", "/v1/batches"), f"{_NOTHING_STORED}; `headrace run-batch` runs a batch file"),
         **dict.fromkeys(("/v1/assistants", "/v1/threads", "/v1/vector_stores", "/v1/conversations"), _NOTHING_STORED),
         **dict.fromkeys(("/v1/completions/render", "/v1/chat/completions/render"), _RENDER),
         **dict.fromkeys(("/inference/v1/generate", "/generate", "/generate_stream"), _TEXT),

@@ -27,7 +27,8 @@ from headrace.frontend.http.exchange import Exchange
 from headrace.frontend.http.openai.requests import decode_query
 from headrace.frontend.http.process.engines import why_unavailable
 from headrace.frontend.http.process.options import ServeOptions
-from headrace.frontend.http.routes import Handler, RouteSpec, ServerState
+from headrace.frontend.http.route_spec import Handler, RouteSpec
+from headrace.frontend.http.routes import ServerState
 from headrace.ipc.control import (
     Commands,
     DescribeEngine,

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import ctypes
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -184,6 +184,20 @@ class Exchange:
             return await self._bodies.run(await self._json_body(), make)
         finally:
             self._bodies.release(self._num_body_bytes)
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """A body of any size, for a handler that bounds and keeps it elsewhere. Raises ApiError, ClientGoneError."""
+        while True:
+            try:
+                async with asyncio.timeout(self._read_timeout_s):
+                    part = await self._part()
+            except TimeoutError:
+                raise ApiError(
+                    HTTPStatus.REQUEST_TIMEOUT, f"nothing of the body came for {self._read_timeout_s:g} s"
+                ) from None
+            if part is None:
+                return
+            yield part
 
     def close(self) -> None:
         """The response is written, or nobody is there to read it."""

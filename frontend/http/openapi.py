@@ -16,7 +16,7 @@ from headrace.frontend.http.openai.requests import ANY, NEUTRAL_OF
 from headrace.frontend.http.openai.responses import ChatChunk
 
 if TYPE_CHECKING:
-    from headrace.frontend.http.routes import RouteSpec
+    from headrace.frontend.http.route_spec import RouteSpec
 
 _REF = "#/components/schemas/{name}"
 _JSON = "application/json"
@@ -70,6 +70,8 @@ def _operation(route: RouteSpec, *, guarded: bool) -> dict[str, Any]:
         ]
     if route.request is not None:
         operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": _ref(route.request)}}}
+    if route.form is not None:
+        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": route.form}}}
     refusals = {*route.refusals, *((401,) if guarded and not route.public else ())}
     for status in sorted(refusals):
         operation["responses"][str(status)] = {
@@ -151,15 +153,18 @@ def _section(method: str, path: str, operation: dict[str, Any], schemas: dict[st
         f"{html.escape(operation['summary'])}</summary>"
     ]
     if "requestBody" in operation:
-        parts.append("<h4>Request</h4>" + _table(operation["requestBody"]["content"][_JSON]["schema"], schemas))
+        (form,) = operation["requestBody"]["content"].values()
+        parts.append("<h4>Request</h4>" + _table(form["schema"], schemas))
     content = operation["responses"]["200"]["content"]
     if _JSON in content:
         parts.append("<h4>Response</h4>" + _table(content[_JSON]["schema"], schemas))
     return "".join(parts) + "</details>"
 
 
-def _table(reference: dict[str, str], schemas: dict[str, Any]) -> str:
-    schema = schemas[reference["$ref"].rpartition("/")[2]]
+def _table(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
+    """Of a schema, or of a reference to one."""
+    if "$ref" in schema:
+        schema = schemas[schema["$ref"].rpartition("/")[2]]
     rows = [
         f"<tr><td><code>{html.escape(name)}</code>{' *' if name in schema.get('required', ()) else ''}"
         f"<td>{html.escape(_type(field))}<td>{html.escape(field.get('description', ''))}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -19,6 +19,8 @@ from headrace.frontend.client.client import CoreClient
 from headrace.frontend.fleet.pool import Engine, EnginePool
 from headrace.frontend.http.errors import ApiError, bad_field, unavailable
 from headrace.frontend.http.exchange import Exchange, LargeBodies
+from headrace.frontend.http.files import handlers as files_api
+from headrace.frontend.http.files.batches import FilesState
 from headrace.frontend.http.load_report import LOAD_FORMAT_HEADER, load_headers
 from headrace.frontend.http.messages import (
     CountTokensRequest,
@@ -73,6 +75,7 @@ from headrace.frontend.http.responses_api.handlers import (
     RetrieveQuery,
 )
 from headrace.frontend.http.responses_api.run import ResponseObject
+from headrace.frontend.http.route_spec import RouteSpec, get, post
 
 
 class ServerState:
@@ -99,6 +102,7 @@ class ServerState:
         )
         self.chat = ChatParts.of(options, prompts)
         self.responses = ResponsesState(options.response_store, options.response_store_bytes)
+        self.files = FilesState(options.file_store, options.file_store_bytes)
         self.exposition = Exposition(pages, pool, options.metrics_prefix)
         self.generator = Generator(
             KeepAlive(options.sse_keep_alive), options.request_timeout, pages, pool, self.bodies.threads
@@ -130,7 +134,6 @@ class ServerState:
         return digest[:8].hex() if any(matches) else None
 
 
-Handler = Callable[[ServerState, Exchange], Awaitable[None]]
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -365,55 +368,14 @@ def _card(state: ServerState, name: str) -> ModelCard:
     )
 
 
-class RouteSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One route, as it is served and as it is described."""
-
-    method: str
-    path: str
-    handler: Handler
-    summary: str
-    request: Any = None
-    query: Any = None
-    """A struct of what may follow the ? of the address."""
-    response: Any = None
-    """A struct; None for what is no JSON."""
-    public: bool = False
-    """Answers without a key."""
-    tells_of_use: bool = False
-    """A public one that wants the key too with the option guard_metrics."""
-    error_body: Callable[[ApiError], bytes] = ApiError.json
-    """How its errors are written."""
-    refusals: tuple[int, ...] = ()
-    """Statuses of errors that it may answer with."""
-
-
 _GENERATION = (400, 404, 413, 415, 429, 500, 503, 504)
 _TOKENS = (400, 404, 413, 415, 503)
 _UNAVAILABLE = (int(HTTPStatus.SERVICE_UNAVAILABLE),)
 
 
-def _get(path: str, handler: Handler, summary: str, response: Any = None, **more: Any) -> RouteSpec:
-    return RouteSpec(method="GET", path=path, handler=handler, summary=summary, response=response, **more)
-
-
-def _post(
-    path: str, handler: Handler, summary: str, request: Any, response: Any, refusals: Any, **more: Any
-) -> RouteSpec:
-    return RouteSpec(
-        method="POST",
-        path=path,
-        handler=handler,
-        summary=summary,
-        request=request,
-        response=response,
-        refusals=refusals,
-        **more,
-    )
-
-
 ROUTES: tuple[RouteSpec, ...] = (
-    _post("/v1/completions", completions, "Continue prompts", CompletionRequest, CompletionResponse, _GENERATION),
-    _post(
+    post("/v1/completions", completions, "Continue prompts", CompletionRequest, CompletionResponse, _GENERATION),
+    post(
         "/v1/chat/completions",
         chat_completions,
         "Answer a conversation",
@@ -421,7 +383,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         ChatResponse,
         _GENERATION,
     ),
-    _post(
+    post(
         "/v1/messages",
         messages,
         "Answer a conversation, as Anthropic has it",
@@ -430,7 +392,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         _GENERATION,
         error_body=error_body,
     ),
-    _post(
+    post(
         "/v1/messages/count_tokens",
         count_tokens,
         "The tokens of a conversation, as Anthropic has it",
@@ -439,7 +401,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         _TOKENS,
         error_body=error_body,
     ),
-    _post(
+    post(
         "/v1/responses",
         responses_api.create,
         "Answer, with items that may be stored and followed",
@@ -447,7 +409,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         ResponseObject,
         _GENERATION,
     ),
-    _get(
+    get(
         "/v1/responses/{response_id}",
         responses_api.retrieve,
         "A stored response",
@@ -471,7 +433,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         response=ResponseObject,
         refusals=(400, 404),
     ),
-    _get(
+    get(
         "/v1/responses/{response_id}/input_items",
         responses_api.input_items,
         "What a stored response was asked with",
@@ -479,6 +441,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         query=InputItemsQuery,
         refusals=(400, 404),
     ),
+    *files_api.ROUTES,
     RouteSpec(
         method="POST",
         path="/invocations",
@@ -486,25 +449,25 @@ ROUTES: tuple[RouteSpec, ...] = (
         summary="Either of them, as the body has messages or a prompt; SageMaker's route",
         refusals=_GENERATION,
     ),
-    _get("/v1/models", models, "The models that are served", ModelList, refusals=_UNAVAILABLE),
-    _get("/v1/models/{model:path}", one_model, "One of them", ModelCard, refusals=(404, *_UNAVAILABLE)),
-    _post("/tokenize", tokenize, "A text's or a conversation's tokens", TokenizeRequest, TokenizeResponse, _TOKENS),
-    _post("/detokenize", detokenize, "The text of tokens", DetokenizeRequest, DetokenizeResponse, _TOKENS),
-    _get(
+    get("/v1/models", models, "The models that are served", ModelList, refusals=_UNAVAILABLE),
+    get("/v1/models/{model:path}", one_model, "One of them", ModelCard, refusals=(404, *_UNAVAILABLE)),
+    post("/tokenize", tokenize, "A text's or a conversation's tokens", TokenizeRequest, TokenizeResponse, _TOKENS),
+    post("/detokenize", detokenize, "The text of tokens", DetokenizeRequest, DetokenizeResponse, _TOKENS),
+    get(
         "/tokenizer_info",
         tokenizer_info,
         "Special tokens and chat template",
         TokenizerInfoResponse,
         refusals=(404, *_UNAVAILABLE),
     ),
-    _get("/version", version, "This server's version", VersionResponse, public=True, tells_of_use=True),
-    _get("/load", load, "Requests in progress", LoadResponse),
-    _get("/metrics", metrics, "Metrics in Prometheus' text format", public=True, tells_of_use=True),
-    _get("/health", health, "Whether an engine serves", HealthResponse, public=True, refusals=_UNAVAILABLE),
-    _get("/health/live", live, "Whether this server lives", HealthResponse, public=True, refusals=_UNAVAILABLE),
-    _get("/health/ready", ready, "Whether it takes requests", HealthResponse, public=True, refusals=_UNAVAILABLE),
-    _get("/health/progress", progress, "Whether tokens come", HealthResponse, public=True, refusals=_UNAVAILABLE),
-    _get("/ping", health, "The same as /health", HealthResponse, public=True, refusals=_UNAVAILABLE),
+    get("/version", version, "This server's version", VersionResponse, public=True, tells_of_use=True),
+    get("/load", load, "Requests in progress", LoadResponse),
+    get("/metrics", metrics, "Metrics in Prometheus' text format", public=True, tells_of_use=True),
+    get("/health", health, "Whether an engine serves", HealthResponse, public=True, refusals=_UNAVAILABLE),
+    get("/health/live", live, "Whether this server lives", HealthResponse, public=True, refusals=_UNAVAILABLE),
+    get("/health/ready", ready, "Whether it takes requests", HealthResponse, public=True, refusals=_UNAVAILABLE),
+    get("/health/progress", progress, "Whether tokens come", HealthResponse, public=True, refusals=_UNAVAILABLE),
+    get("/ping", health, "The same as /health", HealthResponse, public=True, refusals=_UNAVAILABLE),
     RouteSpec(
         method="POST",
         path="/ping",
@@ -514,6 +477,6 @@ ROUTES: tuple[RouteSpec, ...] = (
         public=True,
         refusals=_UNAVAILABLE,
     ),
-    _get("/openapi.json", openapi, "This API as an OpenAPI document"),
-    _get("/docs", docs, "This API as a page to read"),
+    get("/openapi.json", openapi, "This API as an OpenAPI document"),
+    get("/docs", docs, "This API as a page to read"),
 )

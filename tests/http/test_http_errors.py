@@ -249,7 +249,6 @@ def test_an_unknown_model_or_route_or_method(server, client):
         ("/v1/embeddings", "only generation is supported so far"),
         *((path, "only generation is supported") for path in ("/pooling", "/classify", "/score", "/rerank")),
         ("/v1/audio/transcriptions", "text alone"),
-        ("/v1/batches", "`headrace run-batch` runs a batch file"),
         ("/v1/load_lora_adapter", "LoRA adapters are not supported yet"),
         ("/collective_rpc", "one of the development routes"),
         ("/api/chat", "Ollama's API"),

@@ -451,6 +451,24 @@ class Generator:
             return prepared.answer.whole()
         return await asyncio.get_running_loop().run_in_executor(self._threads, prepared.answer.whole)
 
+    async def complete(self, prepared: PreparedRequest) -> bytes:
+        """Runs a request that no connection waits for; its whole answer. Raises ApiError and HeadraceError."""
+        choosing = prepared.choosing
+        async with self._jobs_of(prepared) as running:
+            await running.ended
+            if running.error is not None:
+                raise running.error
+            if choosing is not None and choosing.beams is None:
+                likeliest(running.streams, choosing.num_outputs)
+            prepared.answer.attach(running.streams)
+            return await self._whole(prepared, running.streams)
+
+    def _jobs_of(self, prepared: PreparedRequest) -> contextlib.AbstractAsyncContextManager[Running]:
+        choosing = prepared.choosing
+        if choosing is not None and choosing.beams is not None:
+            return self._counted(RunningSearch(prepared, choosing.beams, self._pool, self._pages))
+        return self.running(prepared.engine, prepared.jobs, prepared.form_field)
+
     def deadline_s(self) -> float | None:
         """Of a request that begins now."""
         return time.monotonic() + self._timeout_s if self._timeout_s else None
@@ -459,11 +477,7 @@ class Generator:
         """Runs it and sends the response. Raises ApiError and HeadraceError while nothing has been sent."""
         deadline_s = self.deadline_s()
         choosing = prepared.choosing
-        if choosing is not None and choosing.beams is not None:
-            running_jobs = self._counted(RunningSearch(prepared, choosing.beams, self._pool, self._pages))
-        else:
-            running_jobs = self.running(prepared.engine, prepared.jobs, prepared.form_field)
-        async with self.reader(receive) as gone, running_jobs as running:
+        async with self.reader(receive) as gone, self._jobs_of(prepared) as running:
             if choosing is not None:
                 if not await first_of(running.ended, gone, deadline_s):
                     return

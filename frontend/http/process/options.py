@@ -221,6 +221,25 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = 64 << 20
 
+    file_store: Annotated[
+        str | None,
+        Option(
+            STORED,
+            "Folder in which /v1/files and /v1/batches keep what they have, which then outlives the server",
+            "folder",
+            default_text="one that goes with the server",
+        ),
+    ] = None
+    file_store_bytes: Annotated[
+        int,
+        Option(
+            STORED,
+            "Most that all files together may have: uploads beyond it are refused. 0 takes none",
+            "bytes",
+            minimum=0,
+        ),
+    ] = 1 << 30
+
     server_dev_mode: Annotated[
         bool,
         Option(

@@ -197,6 +197,7 @@ class HttpServer:
             server.should_exit = True
             await asyncio.gather(serving, return_exceptions=True)
             await state.responses.close()
+            await state.files.close()
             await pool.close(max(0.0, (self._stop_at_s or 0.0) - time.monotonic()))
             if self._options.uds is not None:
                 Path(self._options.uds).unlink(missing_ok=True)

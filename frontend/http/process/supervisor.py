@@ -118,7 +118,7 @@ def serve_with_processes(engine_options: Options, options: ServeOptions, engine:
     events: Events = queue.SimpleQueue()
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: _on_signal(events, number, frame))
-    with sock, _shared_responses(options) as options:
+    with sock, _shared_stores(options) as options:
         keeper = _EngineKeeper(engine_options, options.num_restarts(1), engine, events)
         processes = [_HttpProcess(index) for index in range(options.api_server_count)]
         service = _Service(options, keeper, events, engine_options, processes)
@@ -136,13 +136,12 @@ def serve_with_processes(engine_options: Options, options: ServeOptions, engine:
 
 
 @contextlib.contextmanager
-def _shared_responses(options: ServeOptions) -> Iterator[ServeOptions]:
-    """A response that one process stored is asked of any of them: without a file of the user's, they share this one."""
-    if options.response_store is not None or not options.response_store_bytes:
-        yield options
-        return
-    with tempfile.TemporaryDirectory(prefix="headrace-responses-", ignore_cleanup_errors=True) as folder:
-        yield msgspec.structs.replace(options, response_store=os.path.join(folder, "responses.sqlite"))
+def _shared_stores(options: ServeOptions) -> Iterator[ServeOptions]:
+    """What one process stored is asked of any of them: without a place of the user's, they share this one."""
+    with tempfile.TemporaryDirectory(prefix="headrace-stores-", ignore_cleanup_errors=True) as folder:
+        places = {"response_store": "responses.sqlite", "file_store": "files"}
+        missing = {name: f"{folder}/{place}" for name, place in places.items() if getattr(options, name) is None}
+        yield msgspec.structs.replace(options, **missing)
 
 
 class _EngineKeeper:

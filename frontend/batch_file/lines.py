@@ -1,0 +1,137 @@
+"""Answers the lines of a batch, within a bound on how many are in flight.
+
+A line is read, planned and answered by the server's own code, so a batch gives what the server would have given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from headrace.frontend.batch_file.file import (
+    CHAT,
+    BatchRequest,
+    BatchResult,
+    Results,
+    answered,
+    custom_id_of,
+    decode_line,
+    failed,
+)
+from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.http.errors import ApiError, bad_field
+from headrace.frontend.http.openai.chat import ChatParts, prepare_chat
+from headrace.frontend.http.openai.completions import prepare_completion
+from headrace.frontend.http.openai.generation import PreparedRequest
+from headrace.frontend.http.openai.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    RequestDecoder,
+)
+from headrace.ipc.failure import EngineDeadError, HeadraceError, QueueFullError
+
+_RETRY_AFTER_S = 0.2
+Prepare = Callable[[bytes, Callable[[bytes], PreparedRequest]], Awaitable[PreparedRequest]]
+
+
+async def _at_once(body: bytes, make: Callable[[bytes], PreparedRequest]) -> PreparedRequest:
+    return make(body)
+
+
+class LineAnswers:
+    """Of one batch."""
+
+    def __init__(
+        self,
+        chat: ChatParts,
+        decoder: RequestDecoder,
+        engine_for: Callable[[str | None], Engine],
+        complete: Callable[[PreparedRequest], Awaitable[bytes]],
+        *,
+        tenant: str = "",
+        url: str | None = None,
+        done: Results | None = None,
+        prepare: Prepare = _at_once,
+    ) -> None:
+        """engine_for: that serves a model. complete: runs a request and gives its answer; both raise EngineDeadError
+        to end the run. url: the only one that lines may name. done: results that there are already. prepare: where
+        bodies are decoded."""
+        self._chat, self._decoder, self._tenant, self._url = chat, decoder, tenant, url
+        self._engine_for, self._complete, self._prepare_body = engine_for, complete, prepare
+        self._done_ids = done.done_ids if done is not None else set()
+        self._done_lines = done.done_lines if done is not None else set()
+        self._seen_ids: set[str] = set()
+
+    async def run(
+        self,
+        lines: Iterable[tuple[int, bytes]],
+        slots: asyncio.Semaphore,
+        record: Callable[[int, BatchResult | None], None],
+    ) -> None:
+        """record: gets each line's place and its result, None for one that has it already. Raises an ExceptionGroup
+        with EngineDeadError in it, or what `record` raises."""
+
+        async def run_one(place: int, number: int, line: bytes) -> None:
+            try:
+                record(place, await self._result_of(number, line))
+            finally:
+                slots.release()
+
+        async with asyncio.TaskGroup() as tasks:
+            for place, (number, line) in enumerate(lines):
+                await slots.acquire()
+                tasks.create_task(run_one(place, number, line))
+
+    async def _result_of(self, number: int, line: bytes) -> BatchResult | None:
+        """None for a line that has its result already. Raises EngineDeadError."""
+        request_id = None
+        try:
+            request = decode_line(line)
+            custom_id: str | None = request.custom_id
+            if request.custom_id in self._done_ids:
+                return None
+            if request.custom_id in self._seen_ids:
+                raise bad_field("custom_id", f"custom_id {request.custom_id!r:.100} stands on an earlier line too")
+            self._seen_ids.add(request.custom_id)
+            if self._url not in (None, request.url):
+                raise bad_field("url", f"url is {request.url!r:.100}; the batch is for {self._url}")
+            request_id = uuid.uuid4().hex
+            body = await self._answer(request, request_id)
+        except EngineDeadError:
+            raise
+        except (ApiError, HeadraceError) as error:
+            custom_id = custom_id_of(line)
+            done: Any = self._done_lines if custom_id is None else self._done_ids
+            if (number if custom_id is None else custom_id) in done:
+                return None
+            return failed(custom_id, request_id, number, ApiError.of(error))
+        return answered(request.custom_id, request_id, body)
+
+    async def _answer(self, request: BatchRequest, request_id: str) -> bytes:
+        """The response's JSON. Raises ApiError and HeadraceError."""
+        body = bytes(request.body)
+        prepared = await self._prepare_body(body, lambda body: self._prepared(request.url, body, request_id))
+        while True:
+            try:
+                return await self._complete(prepared)
+            except QueueFullError as error:  # others use the engine too
+                retry_after_s = error.failure.retry_after_s if error.failure is not None else 0.0
+                await asyncio.sleep(max(retry_after_s, _RETRY_AFTER_S))
+
+    def _prepared(self, url: str, body: bytes, request_id: str) -> PreparedRequest:
+        decoded: GenerationRequest
+        if url == CHAT:
+            decoded = chat = self._decoder.decode(body, ChatCompletionRequest)
+        else:
+            decoded = completion = self._decoder.decode(body, CompletionRequest)
+        if decoded.stream or decoded.stream_options is not None:
+            name = "stream" if decoded.stream else "stream_options"
+            raise bad_field(name, f"{name}: a batch gives whole answers; leave it out")
+        name = decoded.request_id or request_id
+        engine = self._engine_for(decoded.model)
+        if url == CHAT:
+            return prepare_chat(chat, engine, self._chat, name, self._tenant)
+        return prepare_completion(completion, engine, self._chat.options, name, self._tenant)

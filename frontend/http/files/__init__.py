@@ -1,0 +1,1 @@
+"""OpenAI's files and batches over a bounded folder (see README.md)."""

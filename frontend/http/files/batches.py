@@ -1,0 +1,231 @@
+"""Runs stored batches beside the server's own requests, by the code of `headrace run-batch`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headrace.frontend.batch_file.file import BatchResult, read_lines
+from headrace.frontend.batch_file.lines import LineAnswers
+from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.http.errors import ApiError
+from headrace.frontend.http.files.store import BatchObject, FileObject, FileStore, FullError, fail
+from headrace.frontend.http.process.engines import engine_for
+from headrace.ipc.failure import EngineDeadError, HeadraceError
+
+if TYPE_CHECKING:
+    from headrace.frontend.http.routes import ServerState
+
+logger = logging.getLogger(__name__)
+WINDOW_S = 24 * 3600.0
+_LOOK_S = 1.0
+"""How often the counts are written and the store is asked whether somebody has cancelled the batch."""
+
+
+class ResultFile:
+    """What a batch writes: its answers, or its errors. The file comes to be with its first line."""
+
+    def __init__(self, store: FileStore, name: str) -> None:
+        self._store, self._name = store, name
+        self.file: FileObject | None = None
+
+    def append(self, lines: list[bytes]) -> None:
+        """In the store's thread. Raises FullError."""
+        data = b"".join(lines)
+        if not data:
+            return
+        if self.file is None:
+            id = self._store.new_id()
+            made = int(time.time())
+            self.file = FileObject(id=id, bytes=0, created_at=made, filename=self._name, purpose="batch_output")
+        self._store.grow(self.file.id, len(data))
+        with self._store.path(self.file.id).open("ab") as file:
+            file.write(data)
+        self.file.bytes += len(data)
+
+
+class Batch:
+    """One that runs in this process."""
+
+    def __init__(self, state: ServerState, tenant: str, batch: BatchObject) -> None:
+        self._state, self._tenant, self.batch = state, tenant, batch
+        store = state.files.store
+        self._store = store
+        self._answers = ResultFile(store, f"{batch.id}_output.jsonl")
+        self._errors = ResultFile(store, f"{batch.id}_error.jsonl")
+        self._new: list[BatchResult] = []
+        self._work: asyncio.Task[None] | None = None
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        """Its end is asked for."""
+        self.is_cancelled = True
+        if self._work is not None:
+            self._work.cancel()
+
+    async def run(self) -> None:
+        """Until it has ended, in whatever way, and that is stored."""
+        batch = self.batch
+        saving = asyncio.create_task(self._save_again_and_again())
+        try:
+            async with asyncio.timeout(max(0.0, batch.expires_at - time.time())):
+                await self._run()
+            self._end("completed")
+        except TimeoutError:
+            self._end("expired")
+        except asyncio.CancelledError:
+            if self.is_cancelled:
+                self._end("cancelled")
+            else:
+                fail(batch, "server_error", "the server has shut down before this batch was complete")
+        except (FullError, OSError) as error:
+            self._failure = error
+        except Exception as error:
+            if not isinstance(error, ApiError | HeadraceError):
+                logger.exception("a batch could not be finished")
+            answer = ApiError.of(error).body
+            fail(batch, answer.code or "server_error", answer.message)
+        finally:
+            saving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await saving
+            await self._finish()
+
+    async def _run(self) -> None:
+        state, batch = self._state, self.batch
+        lines = await self._store.run(lambda: sum(1 for _ in read_lines(self._store.path(batch.input_file_id))))
+        batch.request_counts.total = lines
+        batch.status, batch.in_progress_at = "in_progress", int(time.time())
+        answers = LineAnswers(
+            state.chat,
+            state.decoder,
+            self._engine_for,
+            state.generator.complete,
+            tenant=self._tenant,
+            url=batch.endpoint,
+            prepare=state.bodies.run,
+        )
+        path = self._store.path(batch.input_file_id)
+        self._work = asyncio.create_task(answers.run(read_lines(path), state.files.slots(), self._record))
+        try:
+            await self._work
+        except* (ApiError, HeadraceError, OSError) as group:
+            raise _first(group) from None
+        finally:
+            self._work.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await self._work
+        batch.status, batch.finalizing_at = "finalizing", int(time.time())
+        await self._write()
+
+    def _engine_for(self, model: str | None) -> Engine:
+        if self._state.draining:
+            raise EngineDeadError("the server has shut down before this batch was complete")
+        return engine_for(self._state.pool, model)
+
+    def _record(self, place: int, result: BatchResult | None) -> None:
+        if result is None:
+            return
+        counts = self.batch.request_counts
+        counts.completed += result.error is None
+        counts.failed += result.error is not None
+        self._new.append(result)
+
+    async def _save_again_and_again(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                await self._write()
+                if not await self._store.put_batch(self._tenant, self.batch):
+                    self.cancel()
+            except (HeadraceError, OSError) as error:
+                if self._work is not None:
+                    self._failure = error
+                    self._work.cancel()
+                return
+
+    _failure: Exception | None = None
+    """What kept results from being written."""
+
+    async def _write(self) -> None:
+        """What has come since the last time. Raises FullError and OSError."""
+        new, self._new = self._new, []
+        told = [
+            [msgspec.json.encode(each) + b"\n" for each in new if (each.error is None) is ok] for ok in (True, False)
+        ]
+
+        def write() -> None:
+            self._answers.append(told[0])
+            self._errors.append(told[1])
+
+        await self._store.run(write)
+
+    def _end(self, status: str) -> None:
+        self.batch.status = status  # type: ignore[assignment]
+        setattr(self.batch, f"{status}_at", int(time.time()))
+
+    async def _finish(self) -> None:
+        batch = self.batch
+        try:
+            await self._write()
+        except (HeadraceError, OSError) as error:
+            self._failure = error
+        if self._failure is not None:
+            why = "file_store_full" if isinstance(self._failure, FullError) else "server_error"
+            fail(batch, why, f"results could not be written: {self._failure}")
+        for results, name in ((self._answers, "output_file_id"), (self._errors, "error_file_id")):
+            if results.file is not None:
+                await self._store.add(self._tenant, results.file)
+                setattr(batch, name, results.file.id)
+        await self._store.put_batch(self._tenant, batch)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> Exception:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = next((each for each in error.exceptions if isinstance(each, EngineDeadError)), error.exceptions[0])
+    assert isinstance(error, Exception)
+    return error
+
+
+class FilesState:
+    """What one HTTP process has for files and batches."""
+
+    def __init__(self, folder: str | None, most_bytes: int) -> None:
+        """Raises OptionError."""
+        self.store = FileStore(folder, most_bytes)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._batches: dict[str, Batch] = {}
+        self._slots: asyncio.Semaphore | None = None
+
+    def start(self, batch: Batch, most_in_flight: int) -> None:
+        """most_in_flight: requests of all batches together, so that others find room at the engine."""
+        if self._slots is None:
+            self._slots = asyncio.Semaphore(max(1, most_in_flight))
+        id = batch.batch.id
+        self._batches[id] = batch
+        task = self._tasks[id] = asyncio.create_task(batch.run())
+        task.add_done_callback(lambda _: self._ended(id))
+
+    def slots(self) -> asyncio.Semaphore:
+        assert self._slots is not None, "a batch runs, so one has begun"
+        return self._slots
+
+    def cancel(self, id: str) -> None:
+        if (batch := self._batches.get(id)) is not None:
+            batch.cancel()
+
+    async def close(self) -> None:
+        """What runs has failed, but for what it has answered."""
+        for task in list(self._tasks.values()):
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self.store.close()
+
+    def _ended(self, id: str) -> None:
+        del self._tasks[id], self._batches[id]

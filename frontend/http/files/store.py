@@ -1,0 +1,272 @@
+"""The folder that holds files, and its index of files and batches (SQLite), which several processes may share.
+
+Everything but reading happens in a thread of its own, since a disk may take its time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import sqlite3
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from headrace.frontend.http.errors import ApiError
+from headrace.ipc.failure import HeadraceError, OptionError
+
+T = TypeVar("T")
+SILENT_S = 30.0
+"""A batch that runs and whose process has not been heard of for so long has failed."""
+MOST_BATCHES = 4096
+"""Those that ended first are forgotten first."""
+_WAIT_S = 5.0
+_TABLES = """
+create table if not exists files (tenant text, id text, made real, expires real, size integer, object blob,
+    primary key (tenant, id));
+create table if not exists batches (tenant text, id text, made real, heard real, runs integer, object blob,
+    primary key (tenant, id));
+"""
+
+
+class FileObject(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+    expires_at: int | None = None
+
+
+class RequestCounts(msgspec.Struct):
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+BatchStatus = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+]
+RUNNING = ("validating", "in_progress", "finalizing", "cancelling")
+
+
+class BatchObject(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    errors: dict[str, Any] | None = None
+    input_file_id: str
+    completion_window: str
+    status: BatchStatus
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    created_at: int
+    in_progress_at: int | None = None
+    expires_at: int
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None = None
+
+
+class FullError(HeadraceError):
+    """The store has no room for more."""
+
+
+class FileStore:
+    def __init__(self, folder: str | None, most_bytes: int) -> None:
+        """folder: None is one that goes with this object. Raises OptionError for one that cannot be used."""
+        self.most_bytes = most_bytes
+        self._is_own = folder is None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="file-store")
+        self.folder = Path(folder or tempfile.mkdtemp(prefix="headrace-files-"))
+        self._growing: dict[str, int] = {}
+        """Bytes of files that are being written here, by id."""
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._database = sqlite3.connect(
+                self.folder / "index.sqlite", timeout=_WAIT_S, isolation_level=None, check_same_thread=False
+            )
+            self._database.execute("pragma journal_mode = wal")
+            self._database.execute("pragma synchronous = normal")
+            self._database.executescript(_TABLES)
+        except (OSError, sqlite3.Error) as error:
+            raise OptionError(f"file_store={folder}: no folder that can be used ({error})") from None
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        with contextlib.suppress(sqlite3.Error):
+            self._database.close()
+        if self._is_own:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def path(self, id: str) -> Path:
+        """Of a file that this store has named."""
+        return self.folder / f"{id}.data"
+
+    async def run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def new_id(self) -> str:
+        """Of a file that begins to be written."""
+        id = f"file-{uuid.uuid4().hex}"
+        self._growing[id] = 0
+        return id
+
+    def grow(self, id: str, num_bytes: int) -> None:
+        """In the store's thread, before so many bytes are written. Raises FullError where there is no room."""
+        (kept,) = self._database.execute("select coalesce(sum(size), 0) from files").fetchone()
+        if kept + sum(self._growing.values()) + num_bytes > self.most_bytes:
+            raise FullError(f"the server keeps {self.most_bytes} bytes of files at most, and they are full")
+        self._growing[id] += num_bytes
+
+    def drop(self, id: str) -> None:
+        """In the store's thread: a file that is not wanted after all."""
+        self._growing.pop(id, None)
+        self.path(id).unlink(missing_ok=True)
+
+    async def add(self, tenant: str, file: FileObject) -> None:
+        """One that has been written."""
+
+        def add() -> None:
+            self._forget_expired()
+            values = (tenant, file.id, time.time(), file.expires_at, file.bytes, msgspec.json.encode(file))
+            self._database.execute("insert into files values (?,?,?,?,?,?)", values)
+            self._growing.pop(file.id, None)
+
+        await self.run(add)
+
+    async def file(self, tenant: str, id: str) -> FileObject | None:
+        def find() -> FileObject | None:
+            self._forget_expired()
+            wanted = "select object from files where tenant = ? and id = ?"
+            row = self._database.execute(wanted, (tenant, id)).fetchone()
+            return None if row is None else msgspec.json.decode(row[0], type=FileObject)
+
+        return await self.run(find)
+
+    async def files(self, tenant: str) -> list[FileObject]:
+        """Oldest first."""
+
+        def find() -> list[FileObject]:
+            self._forget_expired()
+            rows = self._database.execute("select object from files where tenant = ? order by made, id", (tenant,))
+            return [msgspec.json.decode(row[0], type=FileObject) for row in rows]
+
+        return await self.run(find)
+
+    async def delete(self, tenant: str, id: str) -> bool:
+        def delete() -> bool:
+            gone = "delete from files where tenant = ? and id = ?"
+            if not self._database.execute(gone, (tenant, id)).rowcount:
+                return False
+            self.path(id).unlink(missing_ok=True)
+            return True
+
+        return await self.run(delete)
+
+    def _forget_expired(self) -> None:
+        expired = self._database.execute("select id from files where expires < ?", (time.time(),)).fetchall()
+        for (id,) in expired:
+            self._database.execute("delete from files where id = ?", (id,))
+            self.path(id).unlink(missing_ok=True)
+
+    # --- batches ------------------------------------------------------------------------------------------------------
+
+    async def add_batch(self, tenant: str, batch: BatchObject) -> None:
+        def add() -> None:
+            values = (tenant, batch.id, time.time(), time.time(), 1, msgspec.json.encode(batch))
+            self._database.execute("insert into batches values (?,?,?,?,?,?)", values)
+            self._database.execute(
+                "delete from batches where runs = 0 and rowid not in "
+                "(select rowid from batches order by made desc limit ?)",
+                (MOST_BATCHES,),
+            )
+
+        await self.run(add)
+
+    async def put_batch(self, tenant: str, batch: BatchObject) -> bool:
+        """By the process that runs it; False once somebody has asked for its end, which is then not overwritten with
+        anything but an end."""
+
+        def put() -> bool:
+            runs = batch.status in RUNNING
+            kept = self._find_batch(tenant, batch.id)
+            is_cancelled = kept is not None and kept.status == "cancelling"
+            if is_cancelled and runs:
+                hear = "update batches set heard = ? where tenant = ? and id = ?"
+                self._database.execute(hear, (time.time(), tenant, batch.id))
+                return False
+            if kept is not None:
+                batch.cancelling_at = kept.cancelling_at
+            self._write_batch(tenant, batch)
+            return not is_cancelled
+
+        return await self.run(put)
+
+    async def cancel_batch(self, tenant: str, id: str) -> BatchObject | None:
+        """As it is then; None where there is no such."""
+
+        def cancel() -> BatchObject | None:
+            batch = self._find_batch(tenant, id)
+            if batch is not None and batch.status in RUNNING and batch.status != "cancelling":
+                batch.status, batch.cancelling_at = "cancelling", int(time.time())
+                self._write_batch(tenant, batch)
+            return batch
+
+        return await self.run(cancel)
+
+    async def batch(self, tenant: str, id: str) -> BatchObject | None:
+        return await self.run(lambda: self._find_batch(tenant, id))
+
+    async def batches(self, tenant: str) -> list[BatchObject]:
+        """Oldest first."""
+
+        def find() -> list[BatchObject]:
+            rows = self._database.execute("select id from batches where tenant = ? order by made, id", (tenant,))
+            found = [self._find_batch(tenant, id) for (id,) in rows.fetchall()]
+            return [batch for batch in found if batch is not None]
+
+        return await self.run(find)
+
+    def _find_batch(self, tenant: str, id: str) -> BatchObject | None:
+        wanted = "select object, heard from batches where tenant = ? and id = ?"
+        row = self._database.execute(wanted, (tenant, id)).fetchone()
+        if row is None:
+            return None
+        batch = msgspec.json.decode(row[0], type=BatchObject)
+        if batch.status in RUNNING and time.time() - row[1] > SILENT_S:
+            fail(batch, "server_error", "the process that ran this batch has ended")
+            self._write_batch(tenant, batch)
+        return batch
+
+    def _write_batch(self, tenant: str, batch: BatchObject) -> None:
+        change = "update batches set heard = ?, runs = ?, object = ? where tenant = ? and id = ?"
+        values = (time.time(), batch.status in RUNNING, msgspec.json.encode(batch), tenant, batch.id)
+        self._database.execute(change, values)
+
+
+def fail(batch: BatchObject, code: str, message: str) -> None:
+    batch.status, batch.failed_at = "failed", int(time.time())
+    batch.errors = {"object": "list", "data": [{"code": code, "message": message, "param": None, "line": None}]}
+
+
+def no_room(error: FullError) -> ApiError:
+    why = f"{error}: delete some, or start the server with more --file-store-bytes"
+    return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why, code="file_store_full")

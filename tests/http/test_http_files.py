@@ -1,0 +1,238 @@
+"""OpenAI's files and batches by its official client: kept within bounds, by key, and answered as run-batch answers."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from http_server import Server, serving, wait_until
+from null_with_tokenizer import PARROT
+
+from headrace.frontend.http.files.store import FileStore
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+END = "STOPHERE"
+TEMPLATE = "{{ messages[-1]['content'] }}"
+STORE_BYTES = 60_000
+ENDED = ("completed", "failed", "cancelled", "expired")
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Of a model that says its last message, up to the stop string, slowly."""
+    arguments = (
+        *("--distributed-executor-backend", PARROT, "--chat-template", TEMPLATE, "--max-model-len", "4096"),
+        *("--api-key", "k", "--api-key", "other", "--file-store-bytes", str(STORE_BYTES)),
+    )
+    with serving(*arguments, null_model={"step_delay_s": 0.002}) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with client_of(server) as client:
+        yield client
+        for file in client.files.list():
+            client.files.delete(file.id)
+
+
+def client_of(server: Server, key: str = "k") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+def line(custom_id: str, url: str = CHAT, **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def said(custom_id: str, text: str, **more: Any) -> dict[str, Any]:
+    return line(custom_id, messages=[{"role": "user", "content": text + END}], stop=[END], **more)
+
+
+def upload(client: openai.OpenAI, *lines: Any, **more: Any) -> Any:
+    text = b"\n".join(each if isinstance(each, bytes) else json.dumps(each).encode() for each in lines)
+    return client.files.create(file=("some/where/in.jsonl", io.BytesIO(text)), purpose="batch", **more)
+
+
+def start(client: openai.OpenAI, *lines: Any, endpoint: Any = CHAT, **more: Any) -> Any:
+    file = upload(client, *lines)
+    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **more)
+
+
+def end_of(client: openai.OpenAI, batch: Any) -> Any:
+    wait_until(lambda: client.batches.retrieve(batch.id).status in ENDED, 30, "the end of the batch")
+    return client.batches.retrieve(batch.id)
+
+
+def rows(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
+    assert file_id is not None
+    return {row["custom_id"]: row for row in map(json.loads, client.files.content(file_id).text.splitlines())}
+
+
+def test_a_file_is_kept_as_it_came_until_it_is_deleted(client):
+    made = upload(client, b"x" * 5000, expires_after={"anchor": "created_at", "seconds": 3600})
+    assert (made.bytes, made.filename, made.purpose, made.status) == (5000, "in.jsonl", "batch", "processed")
+    assert made.expires_at == made.created_at + 3600
+    assert client.files.retrieve(made.id) == made
+    assert client.files.content(made.id).content == b"x" * 5000
+    second = upload(client, b"")
+    assert [file.id for file in client.files.list(order="asc")] == [made.id, second.id]
+    assert [file.id for file in client.files.list(order="desc", limit=1)] == [second.id, made.id], "in two pages"
+    assert client.files.delete(made.id).deleted
+    for ask in (client.files.retrieve, client.files.content, client.files.delete):
+        with pytest.raises(openai.NotFoundError, match="is not here"):
+            ask(made.id)
+
+
+def test_a_batch_answers_each_line_and_sets_errors_apart(client):
+    batch = start(
+        client, said("a", "hello"), b"  ", said("b", "ü" * 9000), b"{", said("c", "", n=2), metadata={"a": "b"}
+    )
+    assert (batch.status, batch.metadata, batch.endpoint) == ("validating", {"a": "b"}, CHAT)
+    batch = end_of(client, batch)
+    assert (batch.status, batch.errors) == ("completed", None)
+    assert batch.request_counts.to_dict() == {"total": 4, "completed": 2, "failed": 2}
+    assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
+    answers, errors = rows(client, batch.output_file_id), rows(client, batch.error_file_id)
+    assert set(answers) == {"a", "c"}
+    answer = openai.types.chat.ChatCompletion.model_validate(answers["a"]["response"]["body"])
+    assert answer.choices[0].message.content == "hello"
+    assert len(answers["c"]["response"]["body"]["choices"]) == 2
+    assert errors["b"]["error"]["message"].startswith("line 3: This model's maximum context length")
+    assert "line 4: the line is not valid JSON" in errors[None]["error"]["message"]
+    assert batch in list(client.batches.list())
+    output = client.files.retrieve(batch.output_file_id)
+    assert (output.purpose, output.filename) == ("batch_output", f"{batch.id}_output.jsonl")
+
+
+def test_a_batch_is_for_one_endpoint(client):
+    lines = (line("a", COMPLETIONS, prompt="hi", max_tokens=3), said("b", "x"))
+    batch = end_of(client, start(client, *lines, endpoint=COMPLETIONS))
+    assert set(rows(client, batch.output_file_id)) == {"a"}
+    assert "the batch is for /v1/completions" in rows(client, batch.error_file_id)["b"]["error"]["message"]
+
+
+def test_a_cancelled_batch_keeps_what_it_has_answered(client):
+    batch = start(
+        client, said("a", "hello"), line("long", messages=[{"role": "user", "content": "x"}], max_tokens=4000)
+    )
+    wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 1, 20, "the first answer")
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    batch = end_of(client, batch)
+    assert batch.status == "cancelled"
+    assert batch.cancelling_at <= batch.cancelled_at
+    assert set(rows(client, batch.output_file_id)) == {"a"}
+    with pytest.raises(openai.ConflictError, match="the batch has ended: it is cancelled"):
+        client.batches.cancel(batch.id)
+
+
+def test_keys_see_what_they_made_and_nothing_else(server, client):
+    batch = end_of(client, start(client, said("a", "hello")))
+    with client_of(server, "other") as other:
+        assert list(other.files.list()) == list(other.batches.list()) == []
+        for ask in (other.files.retrieve, other.files.content, other.files.delete):
+            with pytest.raises(openai.NotFoundError):
+                ask(batch.output_file_id)
+        for ask in (other.batches.retrieve, other.batches.cancel):
+            with pytest.raises(openai.NotFoundError):
+                ask(batch.id)
+        with pytest.raises(openai.NotFoundError, match="is not here"):
+            other.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h")
+
+
+def test_the_store_takes_no_more_than_its_bound(client):
+    kept = upload(client, b"x" * (STORE_BYTES - 10_000))
+    with pytest.raises(openai.APIStatusError, match="and they are full") as error:
+        upload(client, b"x" * 11_000)
+    assert (error.value.status_code, error.value.code) == (413, "file_store_full")
+    upload(client, b"x" * 9_000)
+    client.files.delete(kept.id)
+    upload(client, b"x" * 11_000)
+
+
+def test_a_batch_that_fills_the_store_fails_and_keeps_what_was_written(client):
+    body = {"messages": [{"role": "user", "content": "hello there"}], "max_tokens": 300, "logprobs": True}
+    batch = end_of(client, start(client, said("a", "hello"), *(line(f"r{index}", **body) for index in range(4))))
+    assert batch.status == "failed"
+    assert batch.errors.data[0].code == "file_store_full"
+    assert sum(file.bytes for file in client.files.list()) <= STORE_BYTES
+
+
+FORM = "multipart/form-data; boundary=b"
+GOOD = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+FILE = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nx\r\n'
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "words"),
+    [
+        (b"{}", {"content-type": "application/json"}, 415, "must be multipart/form-data"),
+        (b"x", {"content-type": "multipart/form-data"}, 415, "must be multipart/form-data"),
+        (b"nothing", {"content-type": FORM}, 400, "the body is no multipart/form-data"),
+        (GOOD + FILE, {"content-type": FORM}, 400, "ends within a part"),
+        (GOOD + b"--b--\r\n", {"content-type": FORM}, 400, "file is required"),
+        (FILE + b"--b--\r\n", {"content-type": FORM}, 400, "purpose is required"),
+        (GOOD.replace(b"batch", b"vision") + FILE + b"--b--\r\n", {"content-type": FORM}, 400, "it must be batch"),
+        (GOOD + FILE + FILE + b"--b--\r\n", {"content-type": FORM}, 400, "file must be one part"),
+        (FILE * 40 + b"--b--\r\n", {"content-type": FORM}, 400, "file must be one part"),
+        (GOOD * 40 + b"--b--\r\n", {"content-type": FORM}, 413, "more than 32 parts"),
+        (GOOD.replace(b"batch", b"x" * 70_000) + b"--b--\r\n", {"content-type": FORM}, 413, "are too large"),
+        (GOOD.replace(b'"purpose"', b'"more"') + GOOD + FILE + b"--b--\r\n", {"content-type": FORM}, 400, "'more'"),
+        (GOOD + FILE + b"--b--\r\n", {"content-type": FORM, "origin": "https://evil"}, 403, "pages of this origin"),
+    ],
+)
+def test_other_bodies_are_refused_and_leave_nothing(server, client, body, headers, status, words):
+    answer = httpx.post(
+        f"{server.url}/v1/files", content=body, headers={"authorization": "Bearer k", **headers}, timeout=30
+    )
+    assert (answer.status_code, words in answer.text) == (status, True), answer.text
+    assert list(client.files.list()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"endpoint": "/v1/embeddings"}, "endpoint is '/v1/embeddings'"),
+        ({"completion_window": "1h"}, "completion_window must be 24h"),
+        ({"input_file_id": "file-../../etc/passwd"}, "is not here"),
+        ({"metadata": {"a": 1}}, "metadata"),
+    ],
+)
+def test_batches_that_cannot_be_are_refused_by_name(client, changes, words):
+    file = upload(client, said("a", "x"))
+    asked = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"} | changes
+    with pytest.raises(openai.APIStatusError) as error:
+        client.batches.create(**asked)
+    assert words in error.value.message
+
+
+def test_a_batch_whose_server_ends_has_failed_and_its_folder_keeps_what_it_answered(tmp_path: Path):
+    folder = tmp_path / "files"
+    arguments = ("--distributed-executor-backend", PARROT, "--chat-template", TEMPLATE, "--max-model-len", "4096")
+    with serving(
+        *arguments, "--file-store", str(folder), "--shutdown-timeout", "0", null_model={"step_delay_s": 0.002}
+    ) as server:
+        with client_of(server) as client:
+            long = line("long", messages=[{"role": "user", "content": "x"}], max_tokens=4000)
+            batch = start(client, said("a", "hello"), long)
+            wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 1, 20, "the first answer")
+        server.signal()
+        assert server.wait_exit() == 0
+
+    async def look() -> tuple[Any, bytes]:
+        store = FileStore(str(folder), 1 << 20)
+        try:
+            found = await store.batch("", batch.id)
+            assert found is not None
+            return found, store.path(found.output_file_id or "").read_bytes()
+        finally:
+            store.close()
+
+    found, written = asyncio.run(look())
+    assert (found.status, found.request_counts.completed) == ("failed", 1)
+    assert [json.loads(each)["custom_id"] for each in written.splitlines()] == ["a"]
