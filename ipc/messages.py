@@ -406,6 +406,8 @@ class Welcome(Message):
     """Requests that may wait besides those that run."""
     grammars_hold_in_reasoning: bool = False
     """Grammars of answers hold from the first token on."""
+    enable_prefix_caching: bool = False
+    max_num_batched_tokens: int = 0
 
 
 class Reply(Message):

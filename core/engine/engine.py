@@ -163,6 +163,8 @@ class EngineCore:
             stream_interval=plan.options.stream_interval,
             reasoning_parser=plan.structured_outputs.reasoning_parser,
             grammars_hold_in_reasoning=plan.structured_outputs.enable_in_reasoning,
+            enable_prefix_caching=plan.enable_prefix_caching,
+            max_num_batched_tokens=plan.max_num_batched_tokens,
         )
 
 

@@ -22,7 +22,7 @@ from headrace.ipc.failure import InvalidRequestError
 from headrace.ipc.messages import Welcome
 
 
-class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class BeamSearchParams(msgspec.Struct, forbid_unknown_fields=True):
     """How to search. Raises InvalidRequestError, which names the field, when it is made."""
 
     beam_width: int
@@ -34,6 +34,11 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """Over 1 prefers longer sequences, below 1 shorter ones."""
     include_stop_str_in_output: bool = False
     """Keep the end-of-sequence token in the text."""
+    structured_outputs: None = None
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    watermarking: None = None
+    allowed_token_ids: None = None
 
     def __post_init__(self) -> None:
         for name, low in (("beam_width", 1), ("max_tokens", 1)):
@@ -46,9 +51,12 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
                 raise _bad(name, value, "must be a finite number")
         if self.temperature < 0:
             raise _bad("temperature", self.temperature, "must be at least 0")
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, getattr(self, name), "must be True or False")
+        for name in ("structured_outputs", "watermarking", "allowed_token_ids"):
+            if getattr(self, name):
+                raise _bad(name, getattr(self, name), "is not supported; leave it out")
 
 
 class BeamSearchSequence(msgspec.Struct):
@@ -97,7 +105,7 @@ async def beam_search(
     decode = tokenizer.decode if tokenizer is not None else None
     found = [search.best() for search in searches]
     for sequence in (each for sequences in found for each in sequences):
-        sequence.text = None if decode is None else decode(sequence.tokens)
+        sequence.text = None if decode is None else decode(sequence.tokens, params.skip_special_tokens)
     return [BeamSearchOutput(sequences) for sequences in found]
 
 
@@ -159,7 +167,7 @@ def as_request_output(
         outputs.append(
             CompletionOutput(
                 index=index,
-                text="" if tokenizer is None else tokenizer.decode(shown),
+                text="" if tokenizer is None else tokenizer.decode(shown, params.skip_special_tokens),
                 token_ids=token_ids,
                 cumulative_logprob=sequence.cum_logprob,
                 logprobs=sequence.logprobs,

@@ -45,10 +45,12 @@ class ModelConfig(Explained, frozen=True, kw_only=True):
 class CacheConfig(Explained, frozen=True, kw_only=True):
     block_size: int
     num_gpu_blocks: int
+    enable_prefix_caching: bool
 
 
 class SchedulerConfig(Explained, frozen=True, kw_only=True):
     max_num_seqs: int
+    max_num_batched_tokens: int
     max_model_len: int
 
 
@@ -73,6 +75,14 @@ def engine_config(welcome: Welcome) -> EngineConfig:
     )
     return EngineConfig(
         model_config=model,
-        cache_config=CacheConfig(block_size=welcome.block_size, num_gpu_blocks=welcome.num_blocks),
-        scheduler_config=SchedulerConfig(max_num_seqs=welcome.max_num_seqs, max_model_len=welcome.max_model_len),
+        cache_config=CacheConfig(
+            block_size=welcome.block_size,
+            num_gpu_blocks=welcome.num_blocks,
+            enable_prefix_caching=welcome.enable_prefix_caching,
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=welcome.max_num_seqs,
+            max_num_batched_tokens=welcome.max_num_batched_tokens,
+            max_model_len=welcome.max_model_len,
+        ),
     )

@@ -152,6 +152,8 @@ class ZmqTransport:
         self._forgotten = weakref.finalize(
             self, _detach, os.getpid(), self._codec.encode(Goodbye()), self._context, self._socket, self._monitor
         )
+        # When Python ends, a loop's thread may be using the sockets. Who runs such a thread closes first.
+        self._forgotten.atexit = False
         self._descriptors = (int(self._socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD)))
         self._loop.add_reader(self._descriptors[0], self._receive)
         self._loop.add_reader(self._descriptors[1], self._watch)

@@ -32,6 +32,7 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     arguments += ["--server-dev-mode", "--profiler-config.torch_profiler_dir", str(profiles), "--scheduling-policy"]
     arguments += ["priority", "--enable-request-id-headers", "--trust-request-chat-template"]
     arguments += ["--worker-extension-cls", "worker_extension:Extension"]
+    arguments += ["--max-logprobs", "-1"]
     arguments += ["--default-chat-template-kwargs", '{"mark": "!", "other": "?"}']
     with serving(str(folder), *arguments, attached=True) as server:
         yield server

@@ -82,7 +82,9 @@ def test_metrics_and_version_are_open_beside_keys_and_closed_by_option(
 
 
 # tests/entrypoints/openai/chat_completion/test_enable_force_include_usage.py
-def test_usage_ends_every_stream_whatever_it_asks_for(guarded: Server, trusting: httpx.Client) -> None:
+def test_usage_is_in_every_event_and_at_the_end_whatever_a_stream_asks_for(
+    guarded: Server, trusting: httpx.Client
+) -> None:
     client = sdk(f"{guarded.url}/v1", trusting)
     for options in (None, {"include_usage": False}):
         more = {} if options is None else {"stream_options": options}
@@ -96,6 +98,8 @@ def test_usage_ends_every_stream_whatever_it_asks_for(guarded: Server, trusting:
         assert last.choices == []
         assert last.usage is not None
         assert last.usage.total_tokens == last.usage.prompt_tokens + last.usage.completion_tokens
+        counted = [event.usage.completion_tokens for event in events]
+        assert counted == sorted(counted)
         assert all(event.choices for event in events)
 
 

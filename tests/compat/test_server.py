@@ -77,8 +77,9 @@ def test_log_probabilities_of_prompt_and_answer_have_as_many_entries_as_vllms(cl
 
 # tests/entrypoints/openai/test_chat.py::test_zero_logprobs_chat ... test_choice_logprobs
 def test_top_log_probabilities_of_chat_are_as_many_as_asked_for(client: httpx.Client) -> None:
-    for asked in (0, 1, 5):
-        body = {"messages": USER, "logprobs": True, "top_logprobs": asked, **GREEDY}
+    for asked in (0, 1, 5, 320):
+        given = -1 if asked == 320 else asked  # tests/entrypoints/openai/chat_completion/test_chat_echo.py
+        body = {"messages": USER, "logprobs": True, "top_logprobs": given, **GREEDY}
         content = ask(client, CHAT, **body)["choices"][0]["logprobs"]["content"]
         assert len(content) == 5
         assert {len(each["top_logprobs"]) for each in content} == {asked}

@@ -114,9 +114,16 @@ def test_the_asynchronous_face_gives_one_output(llm: LLM, folder: str) -> None:
     assert output.request_id == "name"
 
 
+def test_fields_of_newer_versions_that_ask_for_nothing_pass() -> None:
+    """tests/samplers/test_beam_search_online.py of vLLM makes such."""
+    params = BeamSearchParams(2, 4, structured_outputs=None, watermarking=None, allowed_token_ids=None)
+    assert params == BeamSearchParams(beam_width=2, max_tokens=4, skip_special_tokens=True)
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
+        ({"allowed_token_ids": [5]}, "allowed_token_ids = [5]: is not supported"),
         ({"beam_width": 0}, "beam_width = 0: must be an integer of at least 1"),
         ({"max_tokens": None}, "max_tokens = None: must be an integer"),
         ({"length_penalty": float("nan")}, "length_penalty = nan: must be a finite number"),

@@ -112,6 +112,18 @@ def test_a_script_from_stdin_that_never_closes_ends_cleanly() -> None:
     assert len(result.stdout) == len("4!mtBM1m\n")
 
 
+def test_python_s_end_closes_an_llm_in_order_and_detaches_nothing_under_its_running_loop() -> None:
+    """Sockets that another thread closes under the loop's would be read on: an error for each event, at best."""
+    script = SCRIPT.replace("MemoryCore, FakeCore", "ZmqCore, FakeCore").replace(
+        "MemoryCore(FakeCore())", "ZmqCore(FakeCore())"
+    )
+    script = script.replace("LLM.attach(core.transport)", "LLM.connect(core.address)")
+    code = "import warnings\nwarnings.simplefilter('always', ResourceWarning)\n" + script
+    result = run_python(code)
+    assert result.returncode == 0
+    assert "was not closed" not in result.stderr
+
+
 def test_a_script_that_ends_in_the_middle_of_a_stream_ends_cleanly() -> None:
     result = run_python(SCRIPT + "core.pause(); stream = llm.stream('x', SamplingParams(max_tokens=99)); sys.exit(3)")
     assert (result.returncode, result.stderr) == (3, "")

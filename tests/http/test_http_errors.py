@@ -141,7 +141,7 @@ def test_a_bad_field_of_a_completion_is_named(client, body, param, said):
             "image_url: multimodal",
         ),
         ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs", "logprobs: true"),
-        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": -1}, "top_logprobs", "at least 0"),
+        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": -2}, "top_logprobs", "at least 0, or -1"),
         ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"messages": MESSAGES, "chat_template": "{{ x }}"}, "chat_template", "trust_request_chat_template"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "field of the request"),

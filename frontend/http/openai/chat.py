@@ -156,8 +156,8 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
     client = engine.client
     if request.top_logprobs is not None and not request.logprobs:
         raise bad_field("top_logprobs", "top_logprobs needs logprobs: true")
-    if request.top_logprobs is not None and request.top_logprobs < 0:
-        raise bad_field("top_logprobs", f"top_logprobs is {request.top_logprobs}; it must be at least 0")
+    if request.top_logprobs is not None and request.top_logprobs < -1:
+        raise bad_field("top_logprobs", f"top_logprobs is {request.top_logprobs}; it must be at least 0, or -1 for all")
     check_choosing(request, parts.options.max_n)
     # max_tokens is the retired name, which clients may send beside the new one.
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
@@ -381,7 +381,8 @@ class ChatAnswer(OpenAIEvents):
     def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
         if output.logprobs is None:
             return None
-        num_top = None if getattr(self._request, "logprob_token_ids", None) else self._request.top_logprobs or 0
+        asked = self._request.top_logprobs or 0
+        num_top = None if asked == -1 or getattr(self._request, "logprob_token_ids", None) else asked
         return chat_logprobs(output.token_ids, output.logprobs, self._answer.spell, num_top)
 
     def _prompt_token_ids(self, stream: RequestStream) -> list[int] | None:

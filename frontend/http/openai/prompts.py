@@ -50,7 +50,7 @@ def apply_server_defaults(request: GenerationRequest, options: ServeOptions) -> 
         request.return_tokens_as_token_ids = options.return_tokens_as_token_ids
     if options.enable_force_include_usage and request.stream:
         asked = request.stream_options or StreamOptions()
-        request.stream_options = msgspec.structs.replace(asked, include_usage=True)
+        request.stream_options = msgspec.structs.replace(asked, include_usage=True, continuous_usage_stats=True)
 
 
 def sampling_params(

@@ -196,7 +196,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool, Option(CHAT, "Spell tokens in log-probabilities as token_id:NUMBER, unless a request says else")
     ] = False
     enable_force_include_usage: Annotated[
-        bool, Option(CHAT, "Count tokens at the end of every stream, whatever its stream_options say")
+        bool,
+        Option(CHAT, "Count tokens in every event of every stream and at its end, whatever its stream_options say"),
     ] = False
 
     enable_tokenizer_info_endpoint: Annotated[
