@@ -57,6 +57,9 @@ def test_whole_answers_have_a_null_for_what_was_not_asked_for(client: httpx.Clie
     assert [choice[name] for name in ("prompt_token_ids", "token_ids", "prompt_logprobs")] == [None] * 3
     chat = ask(client, CHAT, messages=USER, **GREEDY)
     assert (chat["prompt_token_ids"], chat["prompt_logprobs"], chat["choices"][0]["token_ids"]) == (None, None, None)
+    # chat_completion/test_completion_with_function_calling.py: a client's message.reasoning is there, tool_calls None
+    message = chat["choices"][0]["message"]
+    assert (message["reasoning"], message.get("tool_calls")) == (None, None)
     for event in stream(client, COMPLETIONS, {"prompt": "a", **GREEDY}):
         assert "token_ids" not in event["choices"][0]
 

@@ -414,7 +414,10 @@ def _delta_of(told: Event) -> Delta:
 
 def _message_of(role: str, events: Sequence[Event]) -> AssistantMessage:
     read = message_of(events)
-    reasoning = read.reasoning or UNSET
     return AssistantMessage(
-        role, read.content, tool_calls=read.tool_calls, reasoning=reasoning, reasoning_content=reasoning
+        role,
+        read.content,
+        tool_calls=read.tool_calls or UNSET,
+        reasoning=read.reasoning or None,
+        reasoning_content=read.reasoning or UNSET,
     )

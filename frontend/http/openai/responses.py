@@ -119,8 +119,8 @@ class AssistantMessage(msgspec.Struct):
     role: str
     content: str | None
     refusal: None = None
-    tool_calls: list[ToolCall] = []
-    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning: str | None = None
     reasoning_content: str | UnsetType = UNSET
     """The older name of reasoning, which clients still read."""
 
