@@ -41,6 +41,7 @@ MAY_IMPORT_LAZILY = MappingProxyType(
         "frontend": {
             *("headrace.core.engine.engine", "headrace.core.engine.memory_port"),  # a core on a thread of this process
             "matplotlib",  # headrace bench plot
+            "mcp",  # an extra: tools of /v1/responses
         },
     }
 )

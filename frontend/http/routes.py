@@ -101,7 +101,7 @@ class ServerState:
             defaults=template_variables(options.default_chat_template_kwargs),
         )
         self.chat = ChatParts.of(options, prompts)
-        self.responses = ResponsesState(options.response_store, options.response_store_bytes)
+        self.responses = ResponsesState(options.response_store, options.response_store_bytes, options.tool_server)
         self.files = FilesState(options.file_store, options.file_store_bytes)
         self.exposition = Exposition(pages, pool, options.metrics_prefix)
         self.generator = Generator(
@@ -407,7 +407,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         "Answer, with items that may be stored and followed",
         ResponsesRequest,
         ResponseObject,
-        _GENERATION,
+        (*_GENERATION, 424),
     ),
     get(
         "/v1/responses/{response_id}",

@@ -187,6 +187,15 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = None
     reasoning_parser_plugin: Annotated[str | None, Option(CHAT, "The same for reasoning_parser", "file")] = None
+    tool_server: Annotated[
+        tuple[str, ...],
+        Option(
+            CHAT,
+            "MCP servers whose tools /v1/responses may call: LABEL=URL, a URL, or HOST:PORT for http://HOST:PORT/mcp; "
+            "several with commas, or repeated. Needs the package mcp",
+            "server",
+        ),
+    ] = ()
     enable_auto_tool_choice: Annotated[
         bool, Option(CHAT, "Read tool calls where a request gives tools and leaves the choice to the model")
     ] = True

@@ -170,9 +170,20 @@ def _messages(items: Sequence[Item]) -> list[ChatMessage]:
                 messages.append(ChatMessage(role="tool", content=text, tool_call_id=item["call_id"]))
             case "mcp_call":
                 _add_call(messages, item["id"], item)
-                text = item["output"] if item["output"] is not None else f"error: {item['error']}"
+                text = item["output"] if item["output"] is not None else f"error: {_said_of(item['error'])}"
                 messages.append(ChatMessage(role="tool", content=text, tool_call_id=item["id"]))
     return [each for each in messages if each.content is not None or each.tool_calls or each.reasoning_content]
+
+
+def _said_of(error: Any) -> str:
+    """The text of an mcp_call's error."""
+    content = error.get("content") if isinstance(error, dict) else None
+    content = content if isinstance(content, list) else []
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+    ):
+        return "\n".join(part["text"] for part in content)
+    return error if isinstance(error, str) else msgspec.json.encode(error).decode()
 
 
 def _open_message(messages: list[ChatMessage], *, is_new: bool = False) -> ChatMessage:

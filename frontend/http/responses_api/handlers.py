@@ -6,8 +6,9 @@ import asyncio
 import collections
 import contextlib
 import time
+from collections.abc import Callable, Coroutine, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -31,6 +32,7 @@ from headrace.frontend.http.responses_api.conversation import (
 from headrace.frontend.http.responses_api.items import Item, new_id
 from headrace.frontend.http.responses_api.run import EventLog, Follower, ResponseObject, ResponseRun
 from headrace.frontend.http.responses_api.store import IN_PROGRESS, ResponseStore, Stored
+from headrace.frontend.http.responses_api.tool_servers import MOST_CALLS, Tool, ToolServers, by_name, failure, listing
 
 if TYPE_CHECKING:
     from headrace.frontend.http.routes import ServerState
@@ -77,9 +79,10 @@ class BackgroundRuns:
 class ResponsesState:
     """What one HTTP process has for this API."""
 
-    def __init__(self, path: str | None, most_bytes: int) -> None:
+    def __init__(self, path: str | None, most_bytes: int, tool_servers: Sequence[str]) -> None:
         """Raises OptionError."""
         self.store = ResponseStore(path, most_bytes)
+        self.tool_servers = ToolServers(tool_servers)
         self.runs = BackgroundRuns()
 
     async def close(self) -> None:
@@ -129,7 +132,16 @@ async def create(state: ServerState, exchange: Exchange) -> None:
     asked = stored_form(request.input)
     items = [*await _history(own.store, tenant, request.previous_response_id), *asked]
     id, name = new_id("resp"), f"resp_{exchange.request_id(request.request_id)}"
-    work = await state.bodies.work(size_of(items), lambda: _work(state, request, items, engine, name, tenant))
+    functions = _function_tools(request)
+    called = await _mcp_tools(own.tool_servers, request, functions)
+    turns = _Turns(
+        state,
+        request,
+        items,
+        lambda request, items, tools: _work(state, request, items, tools, engine, name, tenant),
+        AnswerTools(functions, called),
+    )
+    work = await turns.first()
     response = _response_of(request, id, work)
     stored = Stored(id, response.status, request.previous_response_id, b"", msgspec.json.encode(asked))
 
@@ -142,14 +154,23 @@ async def create(state: ServerState, exchange: Exchange) -> None:
         return True
 
     log = EventLog(keeps=response.background) if request.stream else None
-    run = ResponseRun(response, state.generator, log, save, with_encrypted=ENCRYPTED in (request.include or ()))
+    run = ResponseRun(
+        response,
+        state.generator,
+        log,
+        save,
+        with_encrypted=ENCRYPTED in (request.include or ()),
+        servers={name: tool.label for name, tool in called.items()},
+    )
+    listings = [listing(label, called) for label in dict.fromkeys(tool.label for tool in called.values())]
+    running = run.run(engine, work, turns.next if called else None, listings)
     if response.background:
         await own.store.add(tenant, msgspec.structs.replace(stored, response=msgspec.json.encode(response)))
         body = msgspec.json.encode(response)
-        own.runs.add(tenant, run, asyncio.create_task(_in_background(own, tenant, run, engine, work)))
+        own.runs.add(tenant, run, asyncio.create_task(_in_background(own, tenant, run, running)))
         await (exchange.answer(body) if log is None else _follow(state, exchange, log, 0, run.take_news))
     else:
-        await _in_foreground(state, exchange, run, asyncio.create_task(run.run(engine, work)))
+        await _in_foreground(state, exchange, run, asyncio.create_task(running))
 
 
 def _check(request: ResponsesRequest, store: ResponseStore) -> None:
@@ -182,10 +203,15 @@ async def _history(store: ResponseStore, tenant: str, previous: str | None) -> l
 
 
 def _work(
-    state: ServerState, request: ResponsesRequest, items: list[Item], engine: Engine, name: str, tenant: str
+    state: ServerState,
+    request: ResponsesRequest,
+    items: list[Item],
+    tools: list[Item] | None,
+    engine: Engine,
+    name: str,
+    tenant: str,
 ) -> ChatWork:
     """The prompt, without its oldest turns where the request allows it and they do not fit. Raises ApiError."""
-    tools = _function_tools(request)
 
     def attempt(kept: list[Item]) -> ChatWork | ApiError:
         try:
@@ -210,16 +236,74 @@ def _work(
     return best
 
 
-def _function_tools(request: ResponsesRequest) -> list[Item] | None:
-    """Raises ApiError for tools that are not functions."""
+def _function_tools(request: ResponsesRequest) -> list[Item]:
+    """Raises ApiError for tools that are neither functions nor MCP servers."""
     for index, tool in enumerate(request.tools or ()):
-        if tool.get("type") != "function":
+        if tool.get("type") not in ("function", "mcp"):
             raise bad_field(
                 f"tools[{index}].type",
                 f"tools[{index}]: tools of type {str(tool.get('type'))[:80]!r} are run by OpenAI, not here; "
-                "functions are called by their name",
+                "functions are called by their name, and the tools of MCP servers that --tool-server names",
             )
-    return [function_tool(tool) for tool in request.tools or ()] or None
+    return [function_tool(tool) for tool in request.tools or () if tool["type"] == "function"]
+
+
+async def _mcp_tools(servers: ToolServers, request: ResponsesRequest, functions: Sequence[Item]) -> dict[str, Tool]:
+    """What this server calls, by name. Raises ApiError."""
+    found: list[Tool] = []
+    for index, tool in enumerate(request.tools or ()):
+        if tool["type"] == "mcp":
+            found += await servers.tools(tool, f"tools[{index}]")
+    return by_name(found, functions)
+
+
+class _Turns:
+    """What one response asks the model: once, and again after each turn whose calls this server has carried out."""
+
+    def __init__(
+        self, state: ServerState, request: ResponsesRequest, items: list[Item], make: MakeWork, tools: AnswerTools
+    ) -> None:
+        self._state, self._request, self._items, self._make, self._tools = state, request, items, make, tools
+        self._calls_left = min(request.max_tool_calls or MOST_CALLS, MOST_CALLS)
+
+    async def first(self) -> ChatWork:
+        return await self._work(self._request, self._items)
+
+    async def next(self, run: ResponseRun) -> ChatWork | None:
+        """None where there is nothing to answer: no calls, or some that the client has to carry out."""
+        if not run.items.calling:
+            return None
+        calls = [item for _, item in run.items.calling]
+        for item in calls[self._calls_left :]:
+            item["error"] = failure("not carried out: the response has made as many calls as it may (max_tool_calls)")
+        carried_out = calls[: self._calls_left]
+        self._calls_left -= len(carried_out)
+        await asyncio.gather(*map(self._state.responses.tool_servers.call, carried_out))
+        run.items.called()
+        if any(item["type"] == "function_call" for item in run.items.done):
+            return None
+        # A call that had to be made has been.
+        request = msgspec.structs.replace(self._request, tool_choice=None)
+        if request.max_output_tokens is not None:
+            request.max_output_tokens -= run.usage.output_tokens
+            run.is_cut = request.max_output_tokens <= 0
+        return None if run.is_cut else await self._work(request, [*self._items, *run.items.done])
+
+    async def _work(self, request: ResponsesRequest, items: list[Item]) -> ChatWork:
+        called = [tool.as_function() for tool in self._tools.called.values()] if self._calls_left > 0 else []
+        tools = [*self._tools.functions, *called] or None
+        return await self._state.bodies.work(size_of(items), lambda: self._make(request, items, tools))
+
+
+MakeWork = Callable[[ResponsesRequest, list[Item], list[Item] | None], ChatWork]
+"""Of a request, the conversation's items and the tools that the model sees."""
+
+
+class AnswerTools(NamedTuple):
+    functions: list[Item]
+    """The client's, as chat completions have them."""
+    called: dict[str, Tool]
+    """Those of MCP servers, by name."""
 
 
 def _response_of(request: ResponsesRequest, id: str, work: ChatWork) -> ResponseObject:
@@ -273,9 +357,11 @@ async def _in_foreground(state: ServerState, exchange: Exchange, run: ResponseRu
             await task
 
 
-async def _in_background(own: ResponsesState, tenant: str, run: ResponseRun, engine: Engine, work: ChatWork) -> None:
+async def _in_background(
+    own: ResponsesState, tenant: str, run: ResponseRun, running: Coroutine[Any, Any, None]
+) -> None:
     """Until its end, or until somebody does not want it any more."""
-    task = asyncio.create_task(run.run(engine, work))
+    task = asyncio.create_task(running)
     try:
         while not task.done():
             await asyncio.wait([task], timeout=_LOOK_S if own.store.is_shared else None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -23,7 +23,7 @@ from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.openai.chat import ChatWork
 from headrace.frontend.http.openai.generation import KEEP_ALIVE, Generator, took_too_long
 from headrace.frontend.http.openai.responses import TokenLogprob, chat_logprobs
-from headrace.frontend.http.responses_api.items import Item, OutputItems
+from headrace.frontend.http.responses_api.items import NO_SERVERS, Item, OutputItems
 from headrace.frontend.text.formats.message import num_reasoning_tokens
 from headrace.frontend.text.formats.parser import OutputParser
 from headrace.ipc.failure import HeadraceError
@@ -177,31 +177,41 @@ class ResponseRun:
         save: Callable[[ResponseObject], Awaitable[bool]],
         *,
         with_encrypted: bool = False,
+        servers: Mapping[str, str] = NO_SERVERS,
     ) -> None:
-        """log: where events go; None: nobody reads any. save: before the last event is told; False: it is cancelled."""
+        """log: where events go; None: nobody reads any. save: before the last event is told; False: it is cancelled.
+        servers: see OutputItems."""
         self.response, self.log, self._save = response, log, save
         self._generator = generator
-        self.items = OutputItems(self._tell, with_encrypted=with_encrypted)
+        self.items = OutputItems(self._tell, with_encrypted=with_encrypted, servers=servers)
         self.usage = ResponseUsage()
         self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done with the first token, or the end."""
         self.error: Exception | None = None
         self._turn: _Turn | None = None
+        self.is_cut = False
+        """There are no tokens left for another turn, which there would be."""
 
-    async def run(self, engine: Engine, work: ChatWork, next_turn: NextTurn | None = None) -> None:
-        """Until the response is complete, failed or cancelled, and saved. next_turn: see `NextTurn`."""
+    async def run(
+        self, engine: Engine, work: ChatWork, next_turn: NextTurn | None = None, listings: Sequence[Item] = ()
+    ) -> None:
+        """Until the response is complete, failed or cancelled, and saved. next_turn: see `NextTurn`. listings: items
+        of tools that it begins with."""
         self._tell_response("created")
         if self.response.status == "queued":
             self._tell_response("queued")
         try:
             async with asyncio.timeout_at(self._deadline()):
                 await self._begin()
+                for item in listings:
+                    self.items.add_listing(item)
                 while True:
                     finish_reason = await self._generate(engine, work)
                     following = None if next_turn is None or finish_reason == "length" else await next_turn(self)
                     if following is None:
                         break
                     work = following
+                finish_reason = "length" if self.is_cut else finish_reason
             self.items.finish(is_complete=finish_reason != "length")
             if finish_reason == "length":
                 self.response.incomplete_details = {"reason": "max_output_tokens"}

@@ -1,0 +1,210 @@
+"""Tools of an MCP server, which the Responses API calls by the official client library."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+import uvicorn
+from http_server import Server, serving, wait_until
+from mcp.server.mcpserver import MCPServer
+from null_with_tokenizer import PARROT
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from headrace.frontend.http.responses_api.tool_servers import parse_servers
+from headrace.ipc.failure import OptionError
+
+END = "STOPHERE"
+TEMPLATE = (
+    '{# <tool_call> "arguments" #}{% for m in messages[:-1] %}[{{ m.role }}]{% endfor %}{{ messages[-1].content }}'
+    "{% if messages[-1].role == 'tool' %}" + END + "{% endif %}"
+)
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+LAB: Any = {"type": "mcp", "server_label": "lab", "require_approval": "never"}
+NOW: Any = {"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}}
+
+
+def call_of(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}</tool_call>"
+
+
+@contextlib.contextmanager
+def tool_server() -> Iterator[str]:
+    """The address of a real MCP server, in a thread."""
+    lab = MCPServer("lab")
+
+    @lab.tool()
+    def add(a: int, b: int) -> str:
+        """Adds two numbers."""
+        return f"ü{a + b}"
+
+    @lab.tool()
+    def again() -> str:
+        """Says that it is to be called again."""
+        return call_of("again")
+
+    @lab.tool()
+    def fail() -> str:
+        raise ValueError("no such luck")
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(lab.streamable_http_app(), log_level="error")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        try:
+            wait_until(lambda: server.started, 20, "the start of the MCP server")
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}/mcp"
+        finally:
+            server.should_exit = True
+            thread.join(20)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """Of a model that says its last message, up to the stop string."""
+    with tool_server() as url:
+        arguments = ("--distributed-executor-backend", PARROT, "--chat-template", TEMPLATE, "--max-model-len", "1024")
+        with serving(*arguments, "--tool-server", f"lab={url},gone=http://127.0.0.1:9/mcp") as server:
+            yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def asked(said: str, tools: list[Any], **more: Any) -> Any:
+    return {"model": "null", "input": said + END, "max_output_tokens": 300, "tools": tools, **more}
+
+
+def ask(client: openai.OpenAI, said: str, *tools: Any, **more: Any) -> Response:
+    response = client.responses.create(**asked(said, list(tools or [LAB]), **more), extra_body={"stop": [END]})
+    return Response.model_validate(response.to_dict(), strict=True)
+
+
+def test_a_call_is_carried_out_and_the_model_answers_with_its_result(client: openai.OpenAI) -> None:
+    response = ask(client, "Sure." + call_of("add", a=1, b=2))
+    listing, said, call, answer = response.output
+    assert (listing.type, listing.server_label) == ("mcp_list_tools", "lab")
+    assert {tool.name: tool.description for tool in listing.tools} == {
+        "add": "Adds two numbers.",
+        "again": "Says that it is to be called again.",
+        "fail": "",
+    }
+    assert "a" in listing.tools[0].input_schema["properties"]
+    assert said.content[0].text == "Sure."
+    assert (call.type, call.server_label, call.name, call.status) == ("mcp_call", "lab", "add", "completed")
+    assert (json.loads(call.arguments), call.output, call.error) == ({"a": 1, "b": 2}, "ü3", None)
+    assert answer.content[0].text == response.output_text.removeprefix("Sure.") == "[user][assistant]ü3"
+    assert response.status == "completed"
+    following = ask(client, "more", previous_response_id=response.id)
+    assert following.output_text == "[user][assistant][tool][assistant]more"
+
+
+def test_events_tell_of_listing_and_calls_and_add_up(client: openai.OpenAI) -> None:
+    events = list(
+        client.responses.create(**asked(call_of("add", a=1, b=2), [LAB]), stream=True, extra_body={"stop": [END]})
+    )
+    for number, event in enumerate(events):
+        EVENT.validate_python(event.to_dict(), strict=True)
+        assert event.sequence_number == number
+    kinds = [event.type.removeprefix("response.") for event in events]
+    listed = ["output_item.added", "mcp_list_tools.in_progress", "mcp_list_tools.completed", "output_item.done"]
+    assert kinds[:6] == ["created", "in_progress", *listed]
+    own = [kind for kind in kinds[6:] if kind != "mcp_call_arguments.delta"]
+    assert own[:5] == [
+        *("output_item.added", "mcp_call.in_progress", "mcp_call_arguments.done"),
+        *("mcp_call.completed", "output_item.done"),
+    ]
+    told: Any = events
+    deltas = "".join(event.delta for event in told if event.type == "response.mcp_call_arguments.delta")
+    assert json.loads(deltas) == {"a": 1, "b": 2}
+    final = told[-1].response
+    assert [event.item.to_dict() for event in told if event.type == "response.output_item.done"] == [
+        item.to_dict() for item in final.output
+    ]
+
+
+def test_a_tool_that_fails_is_told_to_the_model(client: openai.OpenAI) -> None:
+    call, answer = ask(client, call_of("fail")).output[1:]
+    assert (call.status, call.output) == ("failed", None)
+    (why,) = call.error.content
+    assert (call.error.type, "fail" in why["text"]) == ("mcp_tool_execution_error", True)
+    assert answer.content[0].text == f"[user][assistant]error: {why['text']}"
+    wrong = ask(client, call_of("add", a="x", b=2)).output[1]
+    assert wrong.status == "failed"
+
+
+def test_a_response_makes_as_many_calls_as_it_may(client: openai.OpenAI) -> None:
+    response = ask(client, call_of("again"), max_tool_calls=3)
+    calls = [item for item in response.output if item.type == "mcp_call"]
+    assert [call.status for call in calls] == ["completed"] * 3
+    assert response.output_text.endswith(call_of("again")), "the last is text, as there is nothing to call any more"
+    both = ask(client, call_of("again") + call_of("add", a=1, b=1), max_tool_calls=1)
+    calls = [item for item in both.output if item.type == "mcp_call"]
+    assert [call.status for call in calls] == ["completed", "failed"]
+    assert "max_tool_calls" in calls[1].error.content[0]["text"]
+
+
+def test_tokens_of_all_turns_count(client: openai.OpenAI) -> None:
+    response = ask(client, call_of("again"), max_output_tokens=120)
+    assert (response.status, response.usage.output_tokens <= 120) == ("incomplete", True)
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert {item.status for item in response.output if item.type == "mcp_call"} <= {"completed", "incomplete"}
+
+
+def test_a_call_of_the_clients_own_function_ends_the_response(client: openai.OpenAI) -> None:
+    response = ask(client, call_of("add", a=1, b=2) + call_of("now"), LAB, NOW)
+    assert [item.type for item in response.output] == ["mcp_list_tools", "mcp_call", "function_call"]
+    assert response.output[1].output == "ü3"
+
+
+@pytest.mark.parametrize(
+    ("tool", "status", "words"),
+    [
+        ({**LAB, "server_label": "x"}, 400, "names the tool server 'x'; this server has lab, gone"),
+        ({**LAB, "server_url": "http://127.0.0.1:1/mcp"}, 400, "server_url is refused"),
+        ({**LAB, "require_approval": "always"}, 400, "require_approval must be never"),
+        ({"type": "mcp", "server_label": "lab"}, 400, "require_approval must be never"),
+        ({**LAB, "connector_id": "c"}, 400, "connector_id is refused"),
+        ({**LAB, "headers": {"a": "b"}}, 400, "headers is refused"),
+        ({**LAB, "allowed_tools": ["add", "sub"]}, 400, "allowed_tools has 'sub'; lab has add, again, fail"),
+        ({**LAB, "allowed_tools": {"read_only": True}}, 400, "allowed_tools must be a list of names"),
+        ({**LAB, "server_label": "gone"}, 424, "the tools of gone could not be listed"),
+        ({"type": "web_search"}, 400, "tools of type 'web_search' are run by OpenAI"),
+    ],
+)
+def test_other_tools_are_refused_by_name(client: openai.OpenAI, tool: Any, status: int, words: str) -> None:
+    with pytest.raises(openai.APIStatusError) as error:
+        ask(client, "x", tool)
+    assert (error.value.status_code, words in error.value.message) == (status, True), error.value.message
+
+
+def test_allowed_tools_are_all_that_the_model_sees(client: openai.OpenAI) -> None:
+    response = ask(client, call_of("fail"), {**LAB, "allowed_tools": {"tool_names": ["add"]}})
+    assert [tool.name for tool in response.output[0].tools] == ["add"]
+    assert [item.type for item in response.output[1:]] == ["function_call"], "of a name that nobody gave"
+    with pytest.raises(openai.BadRequestError, match="two tools are called 'add'"):
+        ask(client, "x", LAB, {**NOW, "name": "add"})
+
+
+def test_servers_are_named_by_label_or_address() -> None:
+    assert parse_servers(["a=http://h:1/mcp?x=1, h:2", "https://h/x"]) == {
+        "a": "http://h:1/mcp?x=1",
+        "h:2": "http://h:2/mcp",
+        "h": "https://h/x",
+    }
+    with pytest.raises(OptionError, match="there are no demonstration tools"):
+        parse_servers(["demo"])
+    with pytest.raises(OptionError, match="names another server already"):
+        parse_servers(["a=h:1,a=h:2"])
