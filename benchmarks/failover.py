@@ -1,11 +1,19 @@
-"""How long a stream stands still when its engine is killed or stopped, and whether its tokens stay the same.
+"""How long a stream stands still when its engine is killed or stopped, what of that is what, and whether its tokens
+stay the same.
 
     python benchmarks/failover.py [--rounds 10] [--streams 8] [--signal KILL|STOP] [--out FILE]
 
 Two engines of the demo model serve one AsyncLLM. In each round all streams run undisturbed once, then again while one
-engine gets the signal; a stream's gap is from its last token before the signal to its first one after, of those that
-the engine had. What the other engine takes to compute prompt and tokens again is told apart: the time to a first token
-of a prompt of that length, with the same streams running. To reach at p99, without it: 100 ms killed, 3 s stopped.
+engine gets the signal. The router says which streams that engine had; the gap of such a stream is from its last token
+before the signal to its first one after:
+
+    last token    signal     moved to the other engine                first token there
+        |-----------|------ noticed ----|------------- resumed ------------|      gap = from the first to the last
+                                        |--- computed again ---|
+
+The other engine computes prompt and tokens again. What that takes is measured by giving it, right after, as many new
+requests of those very tokens, at once and beside as many streams: their times to a first token. No prefix is cached, or
+either could find what the other left. To reach at p99, gap without what is computed again: 100 ms killed, 3 s stopped.
 """
 
 from __future__ import annotations
@@ -16,6 +24,7 @@ import json
 import signal
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +33,8 @@ import psutil
 from headrace import AsyncLLM, RequestOutputKind, SamplingParams
 from headrace.frontend.bench.results.metrics import percentile
 from headrace.frontend.bench.results.record import surroundings
+from headrace.frontend.fleet.client import FleetClient
+from headrace.frontend.fleet.pool import EnginePool
 
 PROMPT = "The history of the city begins with a river, a bridge and a market."
 NUM_TOKENS = 160
@@ -36,22 +47,27 @@ class Stream:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.request_id = ""
+        self.prompt_ids: list[int] = []
         self.token_ids: list[int] = []
         self.times_s: list[float] = []
 
     async def run(self, llm: AsyncLLM, name: str, prompt: Any = PROMPT, num_tokens: int = NUM_TOKENS) -> Stream:
+        self.request_id = f"{name}-{self.number}"
         params = SamplingParams(
             max_tokens=num_tokens, ignore_eos=True, seed=self.number, output_kind=RequestOutputKind.DELTA
         )
-        async for output in llm.generate(prompt, params, f"{name}-{self.number}"):
+        async for output in llm.generate(prompt, params, self.request_id):
+            self.prompt_ids = list(output.prompt_token_ids or ())
             self.token_ids += output.outputs[0].token_ids
             self.times_s.append(time.monotonic())
         return self
 
-    def gap_s(self, since_s: float) -> float:
-        """From the last piece before this time to the first one after it."""
-        before = max(each for each in self.times_s if each <= since_s)
-        return min(each for each in self.times_s if each > since_s) - before
+    def last_before_s(self, at_s: float) -> float:
+        return max(each for each in self.times_s if each <= at_s)
+
+    def first_after_s(self, at_s: float) -> float:
+        return min(each for each in self.times_s if each > at_s)
 
 
 def engines() -> list[psutil.Process]:
@@ -59,32 +75,77 @@ def engines() -> list[psutil.Process]:
     return [each for each in children if "headrace.core.process.daemon" in " ".join(each.cmdline())]
 
 
+def pool_of(llm: AsyncLLM) -> EnginePool:
+    assert isinstance(llm._client, FleetClient)
+    return llm._client.pool
+
+
+async def all_have(streams: Sequence[Stream], num_tokens: int) -> None:
+    while any(len(each.token_ids) < num_tokens for each in streams):
+        await asyncio.sleep(0.001)
+
+
 async def one_round(llm: AsyncLLM, index: int, num_streams: int, number: signal.Signals) -> dict[str, Any]:
-    """Gaps of the streams that moved, the usual time between two tokens, and how many streams changed."""
+    """Of each stream that moved its gap and the parts of it, and how many streams changed."""
     quiet = await asyncio.gather(*(Stream(each).run(llm, f"quiet-{index}") for each in range(num_streams)))
     streams = [Stream(each) for each in range(num_streams)]
     running = [asyncio.ensure_future(each.run(llm, f"loud-{index}")) for each in streams]
-    while any(len(each.token_ids) < SIGNAL_AFTER_TOKENS for each in streams):
-        await asyncio.sleep(0.001)
-    victim = engines()[index % 2]
+    await all_have(streams, SIGNAL_AFTER_TOKENS)
+    pool = pool_of(llm)
+    engine = pool.engines[index % 2]
+    routes = [pool._streams[each.request_id].route for each in streams]
+    lost = [n for n, route in enumerate(routes) if route.member.facts.name == engine.name]
+    num_tokens = [len(each.token_ids) for each in streams]
+    victim = psutil.Process(engine.source.pid)  # type: ignore[attr-defined]
     sent_s = time.monotonic()
     victim.send_signal(number)
+    moved_s: dict[int, float] = {}
+    while len(moved_s) < len(lost):
+        await asyncio.sleep(0.001)
+        moved_s |= {n: time.monotonic() for n in lost if n not in moved_s and routes[n].num_migrations}
     await asyncio.gather(*running)
+    usual_s = statistics.median(b - a for each in quiet for a, b in zip(each.times_s, each.times_s[1:], strict=False))
+    again_s = await computed_again(llm, index, [streams[n] for n in lost], num_streams - len(lost), num_tokens)
     if number == signal.SIGSTOP:
         victim.send_signal(signal.SIGCONT)
-    usual_s = statistics.median(b - a for each in quiet for a, b in zip(each.times_s, each.times_s[1:], strict=False))
-    gaps_s = sorted(each.gap_s(sent_s) for each in streams)
-    moved = gaps_s[-(num_streams // 2) :]  # requests are divided evenly
-    again = Stream(1000 + index)  # what the other engine computes again, beside as many streams
-    beside = [asyncio.ensure_future(Stream(each).run(llm, f"beside-{index}")) for each in range(num_streams // 2)]
-    await asyncio.sleep(0.2)
-    began_s = time.monotonic()
-    await again.run(llm, f"again-{index}", {"prompt_token_ids": streams[0].token_ids[:SIGNAL_AFTER_TOKENS]}, 1)
-    first_token_s = again.times_s[0] - began_s
-    await asyncio.gather(*beside)
     await rejoined()
+    gaps = []
+    for n, took_s in zip(lost, again_s, strict=True):
+        last_s, first_s = streams[n].last_before_s(sent_s), streams[n].first_after_s(moved_s[n])
+        gaps.append(
+            {
+                "gap_s": first_s - last_s,
+                "noticed_s": moved_s[n] - sent_s,
+                "resumed_s": first_s - moved_s[n],
+                "computed_again_s": took_s,
+                "without_s": first_s - last_s - took_s,
+            }
+        )
     changed = sum(one.token_ids != other.token_ids for one, other in zip(quiet, streams, strict=True))
-    return {"gaps_s": moved, "usual_s": usual_s, "computed_again_s": first_token_s, "changed": changed}
+    return {"gaps": gaps, "usual_s": usual_s, "changed": changed}
+
+
+async def computed_again(
+    llm: AsyncLLM, index: int, moved: Sequence[Stream], num_beside: int, num_tokens: Sequence[int]
+) -> list[float]:
+    """What the engine that is left takes until the first token of as many requests as moved to it, of their tokens."""
+    beside = [Stream(100 + each) for each in range(num_beside)]
+    running = [asyncio.ensure_future(each.run(llm, f"beside-{index}")) for each in beside]
+    await all_have(beside, 2)
+    began_s = time.monotonic()
+    again = await asyncio.gather(
+        *(
+            Stream(1000 + each.number).run(
+                llm,
+                f"again-{index}",
+                {"prompt_token_ids": each.prompt_ids + each.token_ids[: num_tokens[each.number]]},
+                1,
+            )
+            for each in moved
+        )
+    )
+    await asyncio.gather(*running)
+    return [each.times_s[0] - began_s for each in again]
 
 
 async def rejoined() -> None:
@@ -98,22 +159,20 @@ async def rejoined() -> None:
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     number = signal.Signals[f"SIG{arguments.signal}"]
-    llm = AsyncLLM(arguments.model, data_parallel_size=2) if arguments.model else AsyncLLM(data_parallel_size=2)
+    options: dict[str, Any] = {"data_parallel_size": 2, "enable_prefix_caching": False}
+    llm = AsyncLLM(arguments.model, **options) if arguments.model else AsyncLLM(**options)
     try:
         await Stream(0).run(llm, "first")
         rounds = [await one_round(llm, index, arguments.streams, number) for index in range(arguments.rounds)]
     finally:
         await llm.close()
-    gaps_s = sorted(gap_s for each in rounds for gap_s in each["gaps_s"])
-    again_s = statistics.median(each["computed_again_s"] for each in rounds)
+    gaps = [gap for each in rounds for gap in each["gaps"]]
+    result = {"signal": number.name, "streams": arguments.streams, "num_gaps": len(gaps)}
+    for name in ("gap_s", "noticed_s", "resumed_s", "computed_again_s", "without_s"):
+        values = sorted(gap[name] for gap in gaps)
+        result |= {f"{name.removesuffix('_s')}_p{share}_s": percentile(values, share) for share in (50, 99)}
     return {
-        "signal": number.name,
-        "streams": arguments.streams,
-        "num_gaps": len(gaps_s),
-        "gap_p50_s": percentile(gaps_s, 50),
-        "gap_p99_s": percentile(gaps_s, 99),
-        "computed_again_s": again_s,
-        "gap_p99_without_s": percentile(gaps_s, 99) - again_s,
+        **result,
         "usual_s": statistics.median(each["usual_s"] for each in rounds),
         "changed_streams": sum(each["changed"] for each in rounds),
         "rounds": rounds,

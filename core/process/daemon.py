@@ -54,6 +54,19 @@ def main() -> None:
     """The `engine-core` command."""
     if sys.argv[1:2] == ["--parent-fd"]:
         leave(run_as_child(int(sys.argv[2])))
+    parser = make_parser()
+    try:
+        arguments = parser.parse_args()
+        options = options_from_arguments(arguments)
+    except OptionError as error:
+        print(f"engine-core: {error}", file=sys.stderr)
+        sys.exit(2)
+    use_keys(arguments.keys, arguments.insecure)
+    leave(run_alone(options, arguments.address))
+
+
+def make_parser() -> OptionParser:
+    """Of the command line."""
     parser = OptionParser(
         prog="engine-core",
         description="Runs a model and serves it to Headrace clients: headrace.connect(ADDRESS), headrace --engine.",
@@ -74,14 +87,7 @@ def main() -> None:
         "--insecure", action="store_true", help="Let everybody who reaches a tcp:// address use the engine, unencrypted"
     )
     add_options(parser, positional_model=True)
-    try:
-        arguments = parser.parse_args()
-        options = options_from_arguments(arguments)
-    except OptionError as error:
-        print(f"engine-core: {error}", file=sys.stderr)
-        sys.exit(2)
-    use_keys(arguments.keys, arguments.insecure)
-    leave(run_alone(options, arguments.address))
+    return parser
 
 
 def run_alone(options: Options, address: str) -> int:

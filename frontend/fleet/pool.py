@@ -52,6 +52,10 @@ from headrace.ipc.messages import EngineStats, Load, PrefixEvents, Welcome
 logger = logging.getLogger(__name__)
 
 _RETRY_LONGEST_S = 30.0
+_ATTACH_RETRY_LONGEST_S = 2.0
+"""To an engine that somebody else runs: to look for it costs little."""
+HELD_S = 30.0
+"""So long requests wait for one of several engines that somebody else runs, when none is left."""
 SILENT_AFTER_S = 5.0
 """Health tells of an engine that says nothing for so long."""
 STATS_TIMEOUT_S = 2.0
@@ -76,6 +80,8 @@ class Engine:
         """Whether it was asked what its cache holds, since it is there."""
         self.busy_since_s = 0.0
         """When this process last gave it work while it had none of ours (monotonic seconds)."""
+        self.hold: asyncio.TimerHandle | None = None
+        """Ends the wait of requests for it."""
         self._late_tokens_before = 0
 
     @property
@@ -87,6 +93,11 @@ class Engine:
         except EngineDeadError:
             return False
         return True
+
+    @property
+    def is_foreign(self) -> bool:
+        """Somebody else runs it: nobody here knows whether it will be there, but it may."""
+        return self.source.comes_back and not self.source.is_awaited
 
     @property
     def is_silent(self) -> bool:
@@ -128,7 +139,8 @@ class EnginePool:
         self.engines = [Engine(index, source) for index, source in enumerate(sources)]
         self.router = Router(options or RouterOptions(), chance or random.Random())
         self.started = asyncio.Event()
-        """Set when every engine is ready for the first time."""
+        """Set when every engine is ready for the first time; of several that others run, when one is, and the others
+        have been looked for."""
         self.dead = asyncio.Event()
         """Set when no engine is left and none will come back; `failure` says why."""
         self.failure: Failure | None = None
@@ -290,7 +302,12 @@ class EnginePool:
 
     def _rescue(self, engine: Engine, streams: Sequence[RequestStream], failure: Failure) -> None:
         """The engine has died with these requests."""
-        decisions = self.router.leave(engine.name, failure, time.monotonic(), is_awaited=engine.source.is_awaited)
+        is_awaited = engine.source.is_awaited
+        if engine.is_foreign and len(self.engines) > 1:
+            is_awaited = True  # for a while
+            loop = asyncio.get_running_loop()
+            engine.hold = loop.call_later(HELD_S, lambda: self._carry_out(self.router.give_up(engine.name, failure)))
+        decisions = self.router.leave(engine.name, failure, time.monotonic(), is_awaited=is_awaited)
         self._carry_out(decisions)
         for stream in streams:
             if stream.route is None:  # of somebody who uses the client alone
@@ -342,16 +359,31 @@ class EnginePool:
             engine.disconnected(failure)
             if is_news and self.on_death is not None and self.started.is_set():
                 self.on_death(failure)
-            if not engine.source.comes_back or not self.started.is_set():
+            self._note_start()
+            if not engine.source.comes_back or not (self.started.is_set() or self._may_start_without(engine)):
                 break
             stable = time.monotonic() - began_s > STABLE_AFTER_S
-            delay_s = 0.0 if stable else min(max(1.0, 2 * delay_s), _RETRY_LONGEST_S) if delay_s else 0.1
+            longest_s = _ATTACH_RETRY_LONGEST_S if engine.is_foreign else _RETRY_LONGEST_S
+            delay_s = 0.0 if stable else min(max(1.0, 2 * delay_s), longest_s) if delay_s else 0.1
             await asyncio.sleep(delay_s)
         self._carry_out(self.router.give_up(engine.name, failure))
         # One engine that does not come up fails the start; later, the last one that dies ends the server.
         if not self.started.is_set() or not any(each.client is not None for each in self.engines):
             self.failure = failure
             self.dead.set()
+
+    def _note_start(self) -> None:
+        """Of several engines that others run, some may come later."""
+        is_settled = all(
+            each.client is not None or (each.failure is not None and each.is_foreign) for each in self.engines
+        )
+        if is_settled and any(each.client is not None for each in self.engines):
+            self.started.set()
+
+    def _may_start_without(self, engine: Engine) -> bool:
+        """Another engine is there, or has not been looked for to the end."""
+        others = [each for each in self.engines if each is not engine]
+        return engine.is_foreign and any(each.client is not None or each.failure is None for each in others)
 
     async def _serve(self, engine: Engine) -> Failure:
         """From one connection to its death, which is returned."""
@@ -365,12 +397,13 @@ class EnginePool:
         if engine.failure is not None and self.on_return is not None:
             self.on_return(engine.source.address)
         engine.client, engine.failure = client, None
+        if engine.hold is not None:
+            engine.hold.cancel()
         engine.names = client.welcome.served_model_names or (client.welcome.model,)
         self._carry_out(self.router.join(_facts(engine, client.welcome), time.monotonic()))
         client.on_prefixes = lambda events: self._on_prefixes(engine, events)
         self._follow_prefixes()
-        if all(each.client is not None for each in self.engines):
-            self.started.set()
+        self._note_start()
         failure = await death
         await client.close()  # an engine that told of its failure leaves the connection open
         return failure

@@ -243,3 +243,78 @@ def test_a_frontend_chooses_by_what_others_have_left_in_the_engines_caches(threa
     assert expected == 64
     assert "'prefix': 1" in choices
     assert 64 <= tokens["cached"] <= 96
+
+
+class Foreign(Session):
+    """Of an engine that somebody else runs: nobody knows whether it will be there again."""
+
+    is_awaited = False  # type: ignore[assignment]
+
+
+def test_requests_wait_for_one_of_several_foreign_engines_when_none_is_left(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(seed=5, **LONG)
+
+    async def main(comes_back: bool) -> Any:
+        sessions = [Foreign(thread, num_lives=2 if comes_back else 100) for _ in range(2)]
+        pool = EnginePool(sessions)
+        pool.start()
+        await asyncio.wait_for(pool.started.wait(), 60)
+        stream = pool.submit("0", Prompt(token_ids=PROMPT), params, model=pool.names[0])
+        try:
+            await asyncio.wait_for(_until(lambda: stream.num_tokens >= 10), 60)
+            if not comes_back:
+                for session in sessions:
+                    session.open = _nobody  # type: ignore[method-assign]
+            has_it = pool.engine_of(stream)
+            assert has_it is not None
+            for index in (1 - has_it.index, has_it.index):  # or two would have died with it
+                sessions[index].kill()
+            return await asyncio.wait_for(stream.final(), 60)
+        finally:
+            await pool.close(0.0)
+
+    ((expected,), _, _) = run(thread, [params])
+    assert close(told(asyncio.run(main(True))), told(expected))
+    monkeypatch.setattr("headrace.frontend.fleet.pool.HELD_S", 0.3)
+    with pytest.raises(EngineDeadError, match="it was killed"):
+        asyncio.run(main(False))
+
+
+async def _nobody() -> Any:
+    raise EngineDeadError("nobody listens there")
+
+
+class Late(Foreign):
+    """Of an engine that is not there at first."""
+
+    num_misses = 3
+
+    async def open(self) -> Any:
+        if self.num_misses:
+            self.num_misses -= 1
+            raise EngineDeadError("nobody listens there yet")
+        return await super().open()
+
+
+def test_of_several_foreign_engines_some_may_come_after_the_start(thread: EngineThread) -> None:
+    async def main(sessions: list[Session], num_engines: int) -> HeadraceError | None:
+        pool = EnginePool(sessions)
+        pool.start()
+        try:
+            dead = asyncio.ensure_future(pool.dead.wait())
+            started = asyncio.ensure_future(pool.started.wait())
+            await asyncio.wait([dead, started], timeout=60, return_when=asyncio.FIRST_COMPLETED)
+            if dead.done():
+                assert pool.failure is not None
+                assert not started.done()
+                return HeadraceError.from_failure(pool.failure)
+            await asyncio.wait_for(_until(lambda: len(pool.router.members) == num_engines), 60)
+            return None
+        finally:
+            await pool.close(0.0)
+
+    assert asyncio.run(main([Foreign(thread, num_lives=9), Late(thread, num_lives=9)], 2)) is None
+    for none_there in ([Late(thread, num_lives=9)], [Late(thread, num_lives=9), Late(thread, num_lives=9)]):
+        assert "nobody listens there yet" in str(asyncio.run(main(list(none_there), 0)))

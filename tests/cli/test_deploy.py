@@ -1,0 +1,154 @@
+"""The manifests of docs/deploy: Kubernetes accepts them, and what they say of our programs is true."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from headrace.core.options.parsing import OptionParser, options_from_arguments, struct_from_arguments
+from headrace.core.process.daemon import make_parser
+from headrace.frontend.cli.commands import ps, serve
+from headrace.frontend.client.engine_metrics import ENGINE_METRICS
+from headrace.frontend.http.process.options import ServeOptions, check_serve_options
+from headrace.frontend.http.routes import ROUTES
+
+DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
+CHART = DEPLOY / "helm"
+KUBERNETES = "1.31"
+RENDERED: dict[str, dict[str, Any]] = {
+    "kubernetes.yaml": {},
+    "kubernetes-several-nodes.yaml": {
+        "engines": {"nodes": 2, "tensorParallelSize": 2, "maxReplicas": 2},
+        "apiKeySecret": "headrace-api-key",
+    },
+}
+"""What the chart makes of these values."""
+VARIABLES = {"$(LWS_LEADER_ADDRESS)": "headrace-engine-0.headrace-engine", "$(LWS_WORKER_INDEX)": "1"}
+"""What a LeaderWorkerSet's controller sets in each pod."""
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return [each for each in yaml.safe_load_all((DEPLOY / name).read_text()) if each]
+
+
+def of_kind(name: str, kind: str) -> dict[str, Any]:
+    (found,) = [each for each in documents(name) if each["kind"] == kind]
+    return found
+
+
+def pod_templates(document: dict[str, Any]) -> list[dict[str, Any]]:
+    if document["kind"] == "LeaderWorkerSet":
+        group = document["spec"]["leaderWorkerTemplate"]
+        return [group["leaderTemplate"], group["workerTemplate"]]
+    return [document["spec"]["template"]] if "template" in document.get("spec", {}) else []
+
+
+def containers(name: str) -> Iterator[dict[str, Any]]:
+    for document in documents(name):
+        for template in pod_templates(document):
+            yield from template["spec"]["containers"]
+
+
+def arguments_of(container: dict[str, Any]) -> argparse.Namespace:
+    """By the program's own parser, which refuses what it does not know."""
+    args = list(container["args"])
+    for variable, value in VARIABLES.items():
+        args = [each.replace(variable, value) for each in args]
+    if container["command"] == ["engine-core"]:
+        parsed = make_parser().parse_args(args)
+        options_from_arguments(parsed)
+        return parsed
+    assert container["command"] == ["headrace", "serve"]
+    parser = OptionParser()
+    serve.add_arguments(parser)
+    parsed = parser.parse_args(args)
+    check_serve_options(struct_from_arguments(parsed, ServeOptions))
+    return parsed
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_kubernetes_accepts_the_manifests(name: str) -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install 'headrace[dev]' brings it")
+    for document in documents(name):
+        if document["kind"] == "LeaderWorkerSet":  # of another API; its pods are ordinary ones
+            for template in pod_templates(document):
+                pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": template["spec"]}
+                kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+        else:
+            kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_every_flag_port_and_probe_is_one_of_ours(name: str) -> None:
+    probes = argparse.ArgumentParser()
+    ps.add_arguments(probes)
+    paths = {route.path for route in ROUTES if route.method == "GET"}
+    for container in containers(name):
+        parsed = arguments_of(container)
+        ports = [each["containerPort"] for each in container.get("ports", ())]
+        if container["name"] == "engine":
+            assert parsed.address.endswith(f":{ports[0]}")
+        elif container["name"] == "frontend":
+            assert [int(parsed.port)] == ports
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            probe = container.get(kind, {})
+            if "httpGet" in probe:
+                assert probe["httpGet"]["path"] in paths
+                assert probe["httpGet"]["port"] in {each["name"] for each in container["ports"]}
+            elif probe:
+                command = probe["exec"]["command"]
+                assert command[:2] == ["headrace", "ps"]
+                assert probes.parse_args(command[2:]).engine == [f"tcp://127.0.0.1:{ports[0]}"]
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_frontends_know_all_engines_that_may_come_and_pods_have_time_to_drain(name: str) -> None:
+    several_nodes = name == "kubernetes-several-nodes.yaml"
+    engines = of_kind(name, "LeaderWorkerSet" if several_nodes else "StatefulSet")
+    (frontend,) = [each for each in containers(name) if each["name"] == "frontend"]
+    most = engines["spec"].get("replicas")
+    if most is None:
+        most = of_kind(name, "HorizontalPodAutoscaler")["spec"]["maxReplicas"]
+    host = engines["metadata"]["name"]
+    assert arguments_of(frontend).engine == [f"tcp://{host}-{number}.{host}:5400" for number in range(most)]
+    for document in documents(name):
+        for template in pod_templates(document):
+            for container in template["spec"]["containers"]:
+                parsed = arguments_of(container)
+                if container["name"] != "node":
+                    assert template["spec"]["terminationGracePeriodSeconds"] > float(parsed.shutdown_timeout)
+
+
+def test_the_autoscaler_goes_by_a_metric_that_there_is() -> None:
+    (metric,) = of_kind("kubernetes.yaml", "HorizontalPodAutoscaler")["spec"]["metrics"]
+    (rule,) = yaml.safe_load((DEPLOY / "prometheus-adapter.yaml").read_text())["rules"]["custom"]
+    assert metric["object"]["metric"]["name"] == rule["name"]["as"]
+    names = {f"headrace:{name}" for _, name, *_ in ENGINE_METRICS}
+    assert any(f'__name__="{name}"' in rule["seriesQuery"] for name in names)
+    services = {each["metadata"]["name"] for each in documents("kubernetes.yaml") if each["kind"] == "Service"}
+    assert metric["object"]["describedObject"]["name"] in services
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_the_manifests_are_what_the_chart_makes(name: str) -> None:
+    """`python tests/cli/test_deploy.py` writes them anew."""
+    assert (DEPLOY / name).read_text() == rendered(RENDERED[name])
+
+
+def rendered(values: dict[str, Any]) -> str:
+    """As `helm template` does, by Helm's own Go code."""
+    helm = pytest.importorskip("helm_python", reason="pip install helm-python-sdk brings Helm's renderer")
+    with helm.Chart.load(str(CHART)) as chart:
+        files = chart.render(values, name="headrace", namespace="default")
+    parts = [text.strip() for path, text in sorted(files.items()) if path.endswith(".yaml") and text.strip()]
+    return "---\n".join(part + "\n" for part in parts)
+
+
+if __name__ == "__main__":
+    for name, values in RENDERED.items():
+        (DEPLOY / name).write_text(rendered(values))
