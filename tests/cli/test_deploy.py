@@ -73,7 +73,7 @@ def arguments_of(container: dict[str, Any]) -> argparse.Namespace:
 
 @pytest.mark.parametrize("name", RENDERED)
 def test_kubernetes_accepts_the_manifests(name: str) -> None:
-    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install 'headrace[dev]' brings it")
+    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="the extra dev brings it")
     for document in documents(name):
         if document["kind"] == "LeaderWorkerSet":  # of another API; its pods are ordinary ones
             for template in pod_templates(document):
