@@ -41,10 +41,10 @@ from headrace.ipc.control import (
     WorkerAnswer,
     WorkerCommand,
 )
-from headrace.ipc.failure import HeadraceError, ModelError, OptionError
+from headrace.ipc.failure import EngineDeadError, HeadraceError, ModelError, OptionError
 from headrace.ipc.messages import TokenizerBundle
 from headrace.ipc.plugins import load_class
-from headrace.ipc.wait import BoundedCalls
+from headrace.ipc.wait import BoundedCalls, WaitTimeoutError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 CACHE_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
@@ -160,10 +160,18 @@ class ModelRank(Rank):
             case UseWeights():
                 self.use_weights(command.prepared)
             case Sleep():
-                self.sleep(command.level)
+                self._sleep_in_time(command.level)
             case WakeUp():
                 self.wake_up(frozenset(command.tags) or ASLEEP)
         return answer
+
+    def _sleep_in_time(self, level: int) -> None:
+        """Raises EngineDeadError where it hangs: nobody knows then what is still in memory, and nobody may touch it."""
+        try:
+            self._bounded.run("going to sleep", self.sleep, level)
+        except WaitTimeoutError as error:
+            said = f"going to sleep did not end within {self._options.control_timeout:g} s (control_timeout)"
+            raise EngineDeadError(f"{said}, and what it has moved of weights and cache is not known") from error
 
     def _call_extension(self, command: CallExtension) -> dict[str, Any]:
         return self._bounded.run("the call of the worker extension", self._extension.call, command)

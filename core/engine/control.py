@@ -192,6 +192,8 @@ class Controller:
             return
         try:
             self._executor.control(command)
+        except EngineDeadError:
+            raise
         except HeadraceError:
             self._executor.control(WakeUp())  # the ranks that had fallen asleep
             raise

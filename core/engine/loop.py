@@ -68,7 +68,7 @@ from headrace.ipc.step import StepPlan, StepResult
 logger = logging.getLogger(__name__)
 IDLE_CHECK_AFTER_S = 1.0
 """Once idle for this long, the books of blocks and rows are audited; a request in the meantime is not delayed."""
-MESSAGES_BESIDE_STEPS = 128
+MESSAGES_BESIDE_STEPS = 32
 """How many messages are taken between two steps of running requests: some milliseconds' worth."""
 GATE_TIMEOUT_S = 120.0
 """Longest that a request waits for a gate."""

@@ -532,8 +532,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Option(
             PROCESS,
             "How long reading weights again (reload_weights, wake_up), writing a profile or a call of the worker "
-            "extension may take; after that it is answered as failed and the engine serves on. A worker process that "
-            "does not answer a command at all is named, 5 s after twice as long, and the engine ends",
+            "extension may take; after that it is answered as failed and the engine serves on. One that takes longer "
+            "to go to sleep ends, and so does, 5 s after twice as long, one of which a worker process does not answer "
+            "a command at all",
             "seconds",
             minimum=0.1,
         ),

@@ -42,6 +42,8 @@ from headrace.ipc.step import StepPlan, StepResult
 
 HASHED_AT_ONCE = 64
 """Blocks of a waiting prompt, between two looks whether those before are in the cache."""
+ADMITTED_BESIDE_DECODES = 64
+"""Requests that enter in one step beside running ones, whose next tokens wait meanwhile: some milliseconds' worth."""
 _NO_INDICES = np.empty(0, np.int32)
 _STAGES = ("_extend_decodes", "_extend_prefills", "_admit_waiting", "_top_up_prefills", "_draft", "_seal", "_extend")
 """Methods that are run anew for every step of a class that has its own."""
@@ -272,9 +274,11 @@ class Scheduler:
     def _admit_waiting(self, builder: PlanBuilder) -> None:
         """In order, and only when the whole prompt finds blocks: half-admitted prompts would block each other."""
         table, block_size = self.rows, self.config.block_size
+        most = ADMITTED_BESIDE_DECODES if len(builder.decodes) else len(table.free)
         while builder.budget > 0 and table.free and (request := self.waiting.head()) is not None:
-            if self._is_refused_still(request):
+            if self._is_refused_still(request) or most == 0:
                 break
+            most -= 1
             hit = self._look_up(request)
             if self._lacks_blocks(request, hit):
                 self._refusal = self._refuse(request, hit)

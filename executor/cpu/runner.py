@@ -13,7 +13,7 @@ import torch
 
 from headrace.executor.cpu.batch import BatchState, Draws, Needs, StepArrays
 from headrace.executor.models.inputs import BegunBlocks, Chosen, StepLogits
-from headrace.executor.sampling.logprobs import logprob_rows
+from headrace.executor.sampling.logprobs import logprob_rows, no_prompt_logprobs
 from headrace.executor.sampling.sampler import Sampled, find_problems, row_failure, sample
 from headrace.executor.sampling.verification import SampledPositions, verify
 from headrace.ipc.step import PromptLogprobRun, StepPlan, StepResult, TokenMasks
@@ -216,7 +216,7 @@ class ModelRunner:
                 try:
                     reported = logprob_rows(logits, tokens, counts)
                 except Exception as error:  # of this row's tokens, and nobody else's
-                    problems[row] = f"no log-probabilities of the prompt: {type(error).__name__}: {error}"
+                    problems[row] = no_prompt_logprobs(error)
                     break
                 runs.append(PromptLogprobRun(row=row, start=first + 1, rows=reported))
         return tuple(runs)

@@ -11,7 +11,7 @@ from headrace.executor.cpu.batch import CHANGES, BatchState, Needs
 from headrace.executor.gpu.device_state import Device, DeviceState, Staging
 from headrace.executor.gpu.sampler import Changes, Choice, TokenStates, choice_for
 from headrace.executor.gpu.steps import RAW_BEST, DeviceSteps, LogprobsInFlight, ReportLogprobs, StepInFlight
-from headrace.executor.sampling.logprobs import asked_tokens, limited
+from headrace.executor.sampling.logprobs import asked_tokens, limited, no_prompt_logprobs
 from headrace.executor.sampling.token_rules import additions
 from headrace.ipc.step import StepPlan
 
@@ -106,8 +106,14 @@ class Choosing:
                 logits = self._steps.prompt_logits(hidden, offset + first, offset + last)
                 asked = np.full(last - first, batch.sampling.num_prompt_logprobs[row])
                 counts = limited(asked, logits.shape[1])
-                tokens = self._indices(batch.tokens[row, first + 1 : last + 1])
-                told = LogprobsInFlight(self._device, logits, tokens, counts, self._report)
+                if row in step.prompt_problems:
+                    continue  # the logits were made all the same: other ranks take part in them
+                try:
+                    tokens = self._indices(batch.tokens[row, first + 1 : last + 1])
+                    told = LogprobsInFlight(self._device, logits, tokens, counts, self._report)
+                except Exception as error:  # of this row's tokens, and nobody else's
+                    step.prompt_problems[row] = no_prompt_logprobs(error)
+                    continue
                 step.prompt_runs.append((row, first + 1, told))
 
     def _indices(self, values: np.ndarray) -> Tensor:

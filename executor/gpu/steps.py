@@ -21,7 +21,7 @@ from headrace import kernels
 from headrace.executor.gpu.device_state import Device, DeviceState, Mark
 from headrace.executor.gpu.sampler import Choice, Choose, choose
 from headrace.executor.models.inputs import HiddenStateModel, StepInputs
-from headrace.executor.sampling.logprobs import Asked, padded, with_asked
+from headrace.executor.sampling.logprobs import Asked, no_prompt_logprobs, padded, with_asked
 from headrace.executor.sampling.sampler import ALL_FORBIDDEN, Sampled, find_problems, row_failure
 from headrace.executor.sampling.verification import SampledPositions, verify
 from headrace.ipc.messages import LogprobRows
@@ -213,6 +213,8 @@ class StepInFlight:
     logprobs: LogprobsInFlight | None = None
     prompt_runs: list[tuple[int, int, LogprobsInFlight]] = field(default_factory=list)
     """Row, first position reported, and the log-probabilities."""
+    prompt_problems: dict[int, str] = field(default_factory=dict)
+    """Row -> why no log-probabilities of its prompt can be told."""
     sampled: Sampled | None = None
     """Chosen on the host instead, or read from the device already."""
     places: SampledPositions | None = None
@@ -285,12 +287,17 @@ class StepInFlight:
     def _prompt_logprobs(self) -> tuple[tuple[PromptLogprobRun, ...], dict[int, str]]:
         """What is reported of prompts, and why nothing more can be reported of some rows."""
         runs: list[PromptLogprobRun] = []
-        problems: dict[int, str] = {}
+        problems = dict(self.prompt_problems)
         for row, start, logprobs in self.prompt_runs:
-            if row not in problems and not logprobs.finite:
+            if row in problems:
+                continue
+            if not logprobs.finite:
                 problems[row] = "the model's logits for the prompt are not finite: its computation overflowed"
-            if row not in problems:
+                continue
+            try:
                 runs.append(PromptLogprobRun(row=row, start=start, rows=logprobs.rows()))
+            except Exception as error:  # of this row's numbers, and nobody else's
+                problems[row] = no_prompt_logprobs(error)
         return tuple(runs), problems
 
     def _times(self) -> dict[str, Any]:

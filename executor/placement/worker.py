@@ -48,7 +48,7 @@ from headrace.executor.placement.messages import (
 from headrace.executor.placement.step_codec import StepCodec
 from headrace.executor.rank import Rank, Reporter, make_rank
 from headrace.ipc.control import PrepareWeights, WorkerCommand
-from headrace.ipc.failure import Failure, HeadraceError
+from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
 from headrace.ipc.messages import ChildFailed, Message, Progress
 from headrace.ipc.process.child import die_with_parent, leave, leave_signals_to_parent, show_stacks_when_asked
 from headrace.ipc.process.log import protect_stderr, set_up_logging
@@ -217,6 +217,8 @@ class Worker:
             with self._turn(lambda: None) if reads else contextlib.nullcontext():
                 answer = rank.control(command)
             answered = Answered(answer=msgspec.structs.replace(answer, rank=self._place.rank))
+        except EngineDeadError:
+            raise  # it leaves nothing as it was
         except HeadraceError as error:
             failure = Failure.of(error, process="worker", phase=type(command).__name__, rank=self._place.rank)
             answered = Answered(answer=None, failure=failure)

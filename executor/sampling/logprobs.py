@@ -77,6 +77,11 @@ def with_asked(rows: LogprobRows, asked: Asked, values_of: Callable[[int, np.nda
     )
 
 
+def no_prompt_logprobs(error: Exception) -> str:
+    """Why a request ends whose prompt's log-probabilities could not be told."""
+    return f"no log-probabilities of the prompt: {type(error).__name__}: {error}"
+
+
 def limited(counts: np.ndarray, vocab_size: int) -> np.ndarray:
     """Counts as asked for -> how many there are of each."""
     return np.where(counts == WHOLE_VOCABULARY, vocab_size, np.minimum(counts, vocab_size))

@@ -177,7 +177,7 @@ def as_request_output(
     return RequestOutput(
         request_id=request_id,
         prompt=prompt.text,
-        prompt_token_ids=prompt.token_ids or [],
+        prompt_token_ids=list(prompt.token_ids or ()),
         outputs=outputs,
         finished=True,
     )

@@ -121,7 +121,7 @@ class BatchRun:
             found = await search(prepared.jobs, choosing.beams, pool, model, client.welcome, client.tokenizer)
             prepared.answer.attach(found)
             self._num_tokens += sum(stream.num_tokens for stream in found)
-            return prepared.answer.whole()
+            return b"".join(prepared.answer.whole())
         try:
             for job in prepared.jobs:
                 streams.append(pool.submit(job.name, job.prompt, job.params, job.priority, model=model))
@@ -135,7 +135,7 @@ class BatchRun:
                 pool.abort_stream(stream)
         if choosing is not None:
             prepared.answer.attach(likeliest(streams, choosing.num_outputs))
-        return prepared.answer.whole()
+        return b"".join(prepared.answer.whole())
 
     def _record(self, place: int, result: BatchResult | None) -> None:
         """`place` is the line's among those of the input."""

@@ -26,6 +26,7 @@ from headrace.frontend.api.parameters.repetition import STOP_REASON
 from headrace.frontend.api.parameters.sampling_params import NOTHING, RequestOutputKind, SamplingParams
 from headrace.frontend.text.detokenizer import Detokenizer, StopChecker
 from headrace.frontend.text.tokenizer import Tokenizer
+from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.messages import Finish, LogprobRows
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 LogprobRow = tuple[list[int], list[float], int]
 """Token ids (the position's own first), their log-probabilities, the own token's rank."""
+_DROPPED_AT_ONCE = 1024
 
 
 class SequenceState:
@@ -74,8 +76,8 @@ class SequenceState:
         """How many of them went through the detokeniser."""
         self.seed: int | None = None
         """That the core drew, where the request brought none."""
-        self.logprob_rows: list[LogprobRow] = []
-        """One per token, where they were asked for."""
+        self.logprob_rows: list[tuple[LogprobRows, int]] = []
+        """Where each token's stand in what its step brought, where they were asked for."""
         self.cumulative_logprob = 0.0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -133,9 +135,10 @@ class SequenceState:
         logprobs = None
         if self.stream.params.logprobs is not None:
             rows = self.logprob_rows[len(self._logprobs) : len(self.token_ids)]
-            self.cumulative_logprob += sum(row[1][0] for row in rows)
             are_ranked = not self.stream.params.logprob_token_ids
-            for row in rows:
+            for rows_of_step, nth in rows:
+                row = nth_row(rows_of_step, nth)
+                self.cumulative_logprob += row[1][0]
                 self._logprobs.append(logprobs_of_position(row, tokenizer, are_ranked=are_ranked))
             logprobs = self._logprobs[start:]
         return CompletionOutput(
@@ -147,6 +150,11 @@ class SequenceState:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
+
+    @property
+    def told_logprobs(self) -> list[LogprobsOfPosition] | FlatLogprobs:
+        """In the user's form, of the tokens that were read."""
+        return self._logprobs
 
     def has_news(self) -> bool:
         """Enough to be told: its first token, `stream_interval` more, or its end."""
@@ -301,9 +309,16 @@ class RequestStream:
         if self._prompt_logprobs is not None and self._prompt_rows:
             taken, self._prompt_rows = self._prompt_rows, []
             for rows in taken:
-                for row in split_rows(rows):
-                    self._prompt_logprobs.append(logprobs_of_position(row, self.tokenizer))
+                for nth in range(len(rows.ranks)):
+                    self._prompt_logprobs.append(logprobs_of_position(nth_row(rows, nth), self.tokenizer))
         return self._prompt_logprobs
+
+    def drop_logprobs(self) -> None:
+        """Once they have been told. In pieces: to drop hundreds of thousands at once keeps every thread waiting."""
+        self._prompt_rows.clear()
+        for told in (self._prompt_logprobs, *(each.told_logprobs for each in self.sequences)):
+            while isinstance(told, list) and told:
+                del told[-_DROPPED_AT_ONCE:]
 
     def _end(self, now_s: float) -> None:
         self._ended = True
@@ -330,7 +345,7 @@ class RequestStream:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
-            prompt_token_ids=self.prompt.token_ids or [],
+            prompt_token_ids=self.prompt.token_ids or [],  # type: ignore[arg-type]  # packed only where nobody reads it
             prompt_logprobs=self.prompt_logprobs,
             outputs=[each.read(delta=delta, tokenizer=self.tokenizer) for each in chosen],
             finished=self._ended,
@@ -339,16 +354,25 @@ class RequestStream:
         )
 
 
-def split_rows(rows: LogprobRows) -> list[LogprobRow]:
-    """Each position's own, without the padding at its end."""
+def nth_row(rows: LogprobRows, nth: int) -> LogprobRow:
+    """One position's own, without the padding at its end."""
     width = rows.token_ids.shape[1]
-    token_ids, logprobs = rows.token_ids.tolist(), rows.logprobs.tolist()
-    split: list[LogprobRow] = []
-    for index, rank in enumerate(rows.ranks.tolist()):
-        ids = token_ids[index * width : (index + 1) * width]
-        used = ids.index(-1) if -1 in ids else width
-        split.append((ids[:used], logprobs[index * width : index * width + used], rank))
-    return split
+    first, end = nth * width, (nth + 1) * width
+    ids = rows.token_ids.data.cast("i")[first:end].tolist()
+    used = ids.index(-1) if ids[-1] == -1 else width
+    logprobs: list[float] = rows.logprobs.data.cast("f")[first : first + used].tolist()  # type: ignore[assignment]
+    return ids[:used], logprobs, rows.ranks.data.cast("i")[nth]
+
+
+def one_row(row: LogprobRow) -> LogprobRows:
+    """As the core sends it."""
+    token_ids, logprobs, rank = row
+    shape = (1, len(token_ids))
+    return LogprobRows(
+        token_ids=Tensor("int32", shape, Tensor.of("int32", token_ids).data),
+        logprobs=Tensor("float32", shape, Tensor.of("float32", logprobs).data),
+        ranks=Tensor.of("int32", [rank]),
+    )
 
 
 def logprobs_of_position(

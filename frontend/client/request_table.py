@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.api.parameters.sampling_params import NOTHING, RequestOutputKind, SamplingParams
-from headrace.frontend.client.request import LogprobRow, RequestStream, SequenceState, split_rows
+from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import (
@@ -192,11 +192,10 @@ class RequestTable:
             if sequence is not None:
                 sequence.stream.add_prompt_logprobs(run.rows)
         if step.logprobs is not None and step.logprob_indices is not None:
-            rows: list[LogprobRow] = split_rows(step.logprobs)
-            for position, row in zip(step.logprob_indices.tolist(), rows, strict=True):
+            for nth, position in enumerate(step.logprob_indices.tolist()):
                 sequence = self._sequences.get(slots[position])
                 if sequence is not None:
-                    sequence.logprob_rows.append(row)
+                    sequence.logprob_rows.append((step.logprobs, nth))
 
     def _silent_tokens(self, finished: Iterable[Finish], slots: list[int]) -> frozenset[int]:
         stopped = {finish.slot for finish in finished if _has_mark(finish)}

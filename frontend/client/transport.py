@@ -10,6 +10,7 @@ import asyncio
 import collections
 import contextlib
 import os
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -29,8 +30,8 @@ OnClosed = Callable[[Failure], None]
 
 CONNECTION_LOST = "ConnectionLost"
 """A Failure's type: nothing more is known."""
-_MESSAGES_PER_TURN = 64
-"""How many messages to take before other work of the loop gets its turn."""
+_MESSAGES_PER_TURN, _TURN_S = 64, 0.004
+"""How many messages to take before other work of the loop gets its turn, and for how long."""
 MOST_UNSENT_BYTES = 256_000_000
 """What may wait for a core that reads nothing, as one that is stopped."""
 
@@ -204,6 +205,7 @@ class ZmqTransport:
             self._unsent_bytes -= sum(map(len, self._unsent.popleft()))
 
     def _receive(self) -> None:
+        end_s = time.monotonic() + _TURN_S
         for _ in range(_MESSAGES_PER_TURN):
             if self._context is None:
                 return
@@ -220,6 +222,8 @@ class ZmqTransport:
                 )
                 return
             self._on_message(message)
+            if time.monotonic() > end_s:
+                break
         self._look_again()
 
     def _watch(self) -> None:

@@ -2,7 +2,8 @@
 
 Bodies that would hold the event loop up are decoded and tokenised in threads of their own. What is read of bodies and
 not decoded yet has a bound over all connections, and so has the number of values in one body, counted before any object
-is made: msgspec and Python keep the interpreter to themselves while they make them.
+is made: msgspec and Python keep the interpreter to themselves while they make them. So does the garbage collector while
+it walks through them: it keeps still while these threads work.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import ctypes
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -23,20 +24,39 @@ from headrace.frontend.http.errors import ApiError
 from headrace.frontend.http.openai.generation import Receive, Scope, Send, send_json
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.ipc.failure import HeadraceError
+from headrace.ipc.process.gc_pauses import CollectorHold
 
 T = TypeVar("T")
 
 INLINE_BYTES = 16 << 10
-"""Smaller bodies are decoded, and their texts tokenised, at once."""
+INLINE_CONTAINERS = 256
+"""Bodies of fewer bytes, and of fewer texts, lists and objects, are decoded, and their texts tokenised, at once."""
 MOST_SEPARATORS = 1 << 20
 """Commas in a body: about a value each, token ids most likely, and those of texts count too."""
-MOST_CONTAINERS = 1 << 17
+MOST_CONTAINERS = 1 << 16
 """Quotes, brackets and braces that open: texts, lists and objects take more time and memory than numbers."""
 _NUM_THREADS = 2
 _BODIES_IN_MEMORY = 8
 """Bodies of the largest size that may be read and wait at a time."""
 _COUNT_BYTES = 1 << 20
 _TRIM_BYTES = 1 << 20
+_LONGEST_HOLD_S = 10.0
+"""How long the collector keeps still at most while large bodies follow on one another."""
+
+
+class _LargeWork(ThreadPoolExecutor):
+    """Threads for what makes many objects at once."""
+
+    def __init__(self) -> None:
+        super().__init__(_NUM_THREADS, thread_name_prefix="large-body")
+        self._hold = CollectorHold(_LONGEST_HOLD_S)
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        return super().submit(self._run, fn, *args, **kwargs)
+
+    def _run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        with self._hold:
+            return fn(*args, **kwargs)
 
 
 class LargeBodies:
@@ -45,7 +65,7 @@ class LargeBodies:
     def __init__(self, max_body_bytes: int) -> None:
         self._most_bytes = _BODIES_IN_MEMORY * max_body_bytes
         self._num_bytes = 0
-        self.threads: Executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="large-body")
+        self.threads: Executor = _LargeWork()
         self._is_trim_due = False
 
     def reserve(self, num_bytes: int) -> None:
@@ -65,7 +85,7 @@ class LargeBodies:
 
     async def run(self, body: bytes, make: Callable[[bytes], T]) -> T:
         """What `make` makes of a body, in another thread unless it is small. Raises what it raises, and ApiError."""
-        if len(body) <= INLINE_BYTES:
+        if len(body) <= INLINE_BYTES and num_containers(body) <= INLINE_CONTAINERS:
             return make(body)
         only = [body]
         del body  # what is raised refers to this frame, and would keep the body until the next collection
@@ -78,7 +98,8 @@ class LargeBodies:
         return await asyncio.get_running_loop().run_in_executor(self.threads, make)
 
     def give_back(self, num_bytes: int) -> None:
-        """A request whose body had so many bytes has ended: its memory goes back to the system, if it was much."""
+        """A request whose body or answer had so many bytes has ended: its memory goes back to the system, if it was
+        much."""
         if num_bytes > _TRIM_BYTES and not self._is_trim_due:
             self._is_trim_due = True
             asyncio.get_running_loop().run_in_executor(self.threads, self._trim)
@@ -107,7 +128,7 @@ def check_shape(body: bytes) -> None:
     for start in range(0, len(body), _COUNT_BYTES):
         part = body[start : start + _COUNT_BYTES]
         separators += part.count(b",")
-        containers += (part.count(b'"') - part.count(b'\\"')) // 2 + part.count(b"[") + part.count(b"{")
+        containers += num_containers(part)
         if separators > MOST_SEPARATORS or containers > MOST_CONTAINERS:
             raise ApiError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
@@ -115,6 +136,11 @@ def check_shape(body: bytes) -> None:
                 "objects: spread it over several requests",
                 code="body_too_large",
             )
+
+
+def num_containers(part: bytes) -> int:
+    """About how many texts, lists and objects begin there."""
+    return (part.count(b'"') - part.count(b'\\"')) // 2 + part.count(b"[") + part.count(b"{")
 
 
 DISCARD_S = 5.0
@@ -140,7 +166,7 @@ class Exchange:
         """Asked for what the response's headers tell besides, when it begins."""
         self._name: str | None = None
         self._max_body_bytes, self._read_timeout_s = options.max_body_bytes, options.read_timeout
-        self._num_body_bytes = 0
+        self._num_body_bytes = self._num_answer_bytes = 0
         self._body_is_read = scope["method"] in ("GET", "HEAD", "OPTIONS")
         self.status = 0
         """Of the response, once it has begun."""
@@ -161,6 +187,7 @@ class Exchange:
         if self._tells_id and message["type"] == "http.response.start":
             with contextlib.suppress(ApiError):  # a name that cannot be was refused, and is not repeated
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", self.request_id().encode())]}
+        self._num_answer_bytes += len(message.get("body", b""))
         await self._send(message)
 
     def header_bytes(self, name: bytes) -> bytes | None:
@@ -201,7 +228,7 @@ class Exchange:
 
     def close(self) -> None:
         """The response is written, or nobody is there to read it."""
-        self._bodies.give_back(self._num_body_bytes)
+        self._bodies.give_back(max(self._num_body_bytes, self._num_answer_bytes))
 
     async def _json_body(self) -> bytes:
         content_type = (self.header(b"content-type") or "").partition(";")[0].strip().lower()

@@ -10,12 +10,16 @@ threads have their turn:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 SLICE_BYTES = 128 << 10
+BREATH_S = 0.002
+"""Between two values that each keep the interpreter for long: to read, decode and write one event takes another thread
+several turns with it, and each of them would have to wait for a value."""
 _OF_NUMBERS = b"0123456789-+.eE[], \t\r\n"
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -25,13 +29,15 @@ def decode_json(text: bytes) -> Any:
     if len(text) <= SLICE_BYTES:
         return msgspec.json.decode(text)
     try:
-        return {name: _decode_value(value) for name, value in _OBJECT.decode(text).items()}
+        values = _OBJECT.decode(text)
+        return {name: _decode_value(value) for name, value in values.items()}
     except (msgspec.DecodeError, UnicodeDecodeError):
         return msgspec.json.decode(text)  # no object; or one with a fault, whose place this tells
 
 
 def _decode_value(raw: msgspec.Raw) -> Any:
     if len(raw) > SLICE_BYTES:
+        time.sleep(BREATH_S)
         text = bytes(raw).strip()
         if text.startswith(b"[") and not text.translate(None, _OF_NUMBERS):
             return _decode_numbers(text[1:-1])

@@ -206,7 +206,7 @@ class MessagesAnswer:
     def attach(self, streams: Sequence[RequestStream]) -> None:
         self._streams = streams
 
-    def whole(self) -> bytes:
+    def whole(self) -> list[bytes]:
         (stream,) = self._streams
         (sequence,) = stream.sequences
         output = sequence.read(delta=False, tokenizer=stream.tokenizer)
@@ -227,9 +227,8 @@ class MessagesAnswer:
                 block["input"] = _arguments(block["input"])
         reason, sequence_text = self._stop(output.finish_reason, output.stop_reason)
         usage = self._usage(len(output.token_ids))
-        return msgspec.json.encode(
-            MessagesResponse(self._answer.id, self._answer.model, blocks, reason, sequence_text, usage)
-        )
+        response = MessagesResponse(self._answer.id, self._answer.model, blocks, reason, sequence_text, usage)
+        return [msgspec.json.encode(response)]
 
     def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
         self._sequence = sequence
@@ -316,9 +315,10 @@ class MessagesAnswer:
 def _arguments(text: str) -> Any:
     """A call's input; what the model wrote where that is no JSON."""
     try:
-        return json.loads(text or "{}")
-    except ValueError:
+        msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
         return {"": text}
+    return msgspec.Raw((text or "{}").encode())  # as the model wrote it, whatever a number's size
 
 
 def _event(type: str, **fields: Any) -> bytes:

@@ -227,7 +227,7 @@ def _tokens_of(state: ServerState, request: TokenizeRequest) -> bytes:
     max_model_len = client.welcome.max_model_len
     (tokens,) = tokenize_texts([text], client.tokenizer, special=special, max_tokens=max_model_len, param="prompt")
     spelt = client.tokenizer.convert_ids_to_tokens(tokens) if request.return_token_strs and client.tokenizer else None
-    return msgspec.json.encode(TokenizeResponse(len(tokens), max_model_len, tokens, spelt))
+    return msgspec.json.encode(TokenizeResponse(len(tokens), max_model_len, list(tokens), spelt))
 
 
 async def detokenize(state: ServerState, exchange: Exchange) -> None:

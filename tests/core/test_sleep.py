@@ -12,6 +12,7 @@ import pytest
 import tiny_models
 import torch
 from engine_parts import EOS, VOCAB_SIZE, SteppedCore
+from source_tree import PYTHONPATH
 from test_control import Driver, ObedientNull
 
 from headrace import LLM, SamplingParams
@@ -19,7 +20,7 @@ from headrace.executor.models import kv_cache
 from headrace.executor.models.families import spec_from_config
 from headrace.executor.testing.null import NullModel
 from headrace.ipc.control import PauseGeneration, ReloadWeights, ResumeGeneration, Sleep, WakeUp, WorkerAnswer
-from headrace.ipc.failure import EngineAsleepError, HeadraceError, InvalidRequestError
+from headrace.ipc.failure import EngineAsleepError, EngineDeadError, HeadraceError, InvalidRequestError
 from headrace.ipc.messages import FinishReason
 
 
@@ -217,7 +218,7 @@ def test_waking_up_whose_checkpoint_hangs_is_answered_at_its_deadline_and_the_en
     folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     with LLM(
         str(folder), in_process=True, device="cpu", skip_tokenizer_init=True, dtype="float32", max_model_len=64,
-        enable_sleep_mode=True, control_timeout=0.3,
+        enable_sleep_mode=True, control_timeout=2,
     ) as llm:  # fmt: skip
         before = tokens_of(llm)
         llm.sleep(level=2)
@@ -225,7 +226,7 @@ def test_waking_up_whose_checkpoint_hangs_is_answered_at_its_deadline_and_the_en
         os.mkfifo(pipe)  # whoever opens it waits until somebody writes, as on a dead mount
         aside = weights.rename(tmp_path / "aside")
         weights.hardlink_to(pipe)
-        with pytest.raises(HeadraceError, match=r"reading the weights did not end within 0\.3 s \(control_timeout\)"):
+        with pytest.raises(HeadraceError, match=r"reading the weights did not end within 2 s \(control_timeout\)"):
             llm.wake_up()
         assert llm.is_sleeping()
         with pytest.raises(HeadraceError, match="reading the weights of before still hangs"):
@@ -238,6 +239,30 @@ def test_waking_up_whose_checkpoint_hangs_is_answered_at_its_deadline_and_the_en
                 thread.join(20)
         llm.wake_up()
         assert tokens_of(llm) == before
+
+
+class Insomniac:
+    """A worker extension whose rank hangs on its way to sleep."""
+
+    def __init__(self, rank: Any) -> None:
+        rank.sleep = lambda level: threading.Event().wait(60)
+
+
+@pytest.mark.parametrize("where", [{"in_process": True}, {}, {"tensor_parallel_size": 2}])
+def test_an_engine_that_hangs_on_its_way_to_sleep_says_so_at_its_deadline_and_ends(
+    where: dict[str, Any], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), PYTHONPATH]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with LLM(
+        str(checkpoint), device="cpu", skip_tokenizer_init=True, dtype="float32", max_model_len=64,
+        enable_sleep_mode=True, control_timeout=0.5, worker_extension_cls="test_sleep:Insomniac", **where,
+    ) as llm:  # fmt: skip
+        assert len(tokens_of(llm)) == 2
+        with pytest.raises(HeadraceError, match=r"going to sleep did not end within 0\.5 s \(control_timeout\)"):
+            llm.sleep()
+        with pytest.raises(EngineDeadError, match="going to sleep did not end within"):
+            tokens_of(llm)
 
 
 def test_a_cache_that_sleeps_takes_no_memory() -> None:

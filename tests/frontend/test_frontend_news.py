@@ -13,13 +13,15 @@ from source_tree import PYTHONPATH
 
 from headrace import AsyncLLM, RequestOutputKind, SamplingParams
 from headrace.frontend.api.inputs.prompts import Prompt
-from headrace.frontend.client.request import RequestStream
+from headrace.frontend.client.request import RequestStream, one_row
 from headrace.frontend.client.request_table import UNREAD_TOKENS, RequestTable
 from headrace.frontend.http import metrics
 from headrace.frontend.http.metrics import RequestMeter
 from headrace.ipc.messages import AddRequest, ClientMessage
 
 DELTA, CUMULATIVE, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY
+ROWS = one_row(([7], [-1.0], 1))
+"""Log-probabilities of one token."""
 
 
 def added(stream_interval: int = 1, **params: Any) -> tuple[AddRequest, RequestStream]:
@@ -77,7 +79,7 @@ def test_a_reader_hears_of_the_first_token_of_every_fourth_and_of_the_end(more: 
     for count in range(1, 11):
         stream.sequences[0].token_ids.append(7)
         if more.get("logprobs") is not None:
-            stream.sequences[0].logprob_rows.append(([7], [-1.0], 1))
+            stream.sequences[0].logprob_rows.append((ROWS, 0))
         stream.touched = True
         stream.notify(float(count))
         if stream._news:

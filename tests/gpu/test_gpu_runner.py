@@ -28,6 +28,7 @@ from headrace.executor.cpu.batch import BatchState, Draws, Needs, StepArrays
 from headrace.executor.cpu.runner import ModelRunner
 from headrace.executor.gpu.device_state import HostDevice
 from headrace.executor.gpu.runner import GpuRunner, RunnerLimits
+from headrace.executor.gpu.steps import LogprobsInFlight
 from headrace.executor.models.inputs import StepInputs, StepLogits, step_in_two
 from headrace.ipc.step import StepPlan, StepResult, TokenMasks
 
@@ -272,3 +273,39 @@ def test_counts_take_no_memory_before_a_request_has_a_frequency_penalty() -> Non
     twins.step(0, 1)
     assert tokens.nbytes == before + counted
     twins.drain()
+
+
+@pytest.mark.parametrize("when", ["asked for", "read"])
+def test_log_probabilities_of_one_prompt_that_cannot_be_told_fail_its_row_alone(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    twins = Twins()
+    failing, rows = list[LogprobsInFlight](), LogprobsInFlight.rows
+    report = twins.runner.choosing._report
+
+    def fails_when_asked(logits: torch.Tensor, own_ids: torch.Tensor, count: int) -> Any:
+        if when == "asked for" and int(own_ids[0]) == 8:
+            raise torch.OutOfMemoryError("no memory for these")
+        return report(logits, own_ids, count)
+
+    def fails_when_read(told: LogprobsInFlight, *kept: Any) -> Any:
+        if when == "read" and any(told is each for each in failing):
+            raise IndexError("index 8 is out of bounds")
+        return rows(told, *kept)
+
+    twins.runner.choosing._report = fails_when_asked
+    monkeypatch.setattr(LogprobsInFlight, "rows", fails_when_read)
+    twins.maker.enter(0, [7, 8, 9], prompt_logprobs=1, temperature=0.0)
+    twins.maker.enter(1, [7, 7, 9], prompt_logprobs=1, temperature=0.0)
+    twins.maker.compute(0, 3)
+    twins.maker.compute(1, 3)
+    plan = twins.maker.plan()
+    twins.runner.submit(plan)
+    failing += [told for row, _, told in twins.runner._in_flight[0].prompt_runs if row == 0]
+    found, expected = twins.runner.collect(), twins.reference.step(plan)
+    (failure,) = found.failures
+    assert failure.row == 0
+    assert "no log-probabilities of the prompt: " in failure.failure.message
+    assert found.rows.tolist() == [1]
+    assert found.token_ids.tolist() == expected.token_ids[1:].tolist()
+    assert [(run.row, run.start) for run in found.prompt_logprobs] == [(1, 1)]

@@ -5,7 +5,9 @@ Times are processor seconds of this process, where a machine's load does not sho
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import json
 import re
 import socket
@@ -28,6 +30,7 @@ from headrace.frontend.http.process.options import ServeOptions
 from headrace.frontend.http.process.server import read_keys
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import OptionError
+from headrace.ipc.process.gc_pauses import CollectorHold
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
@@ -103,8 +106,6 @@ def test_long_names_and_values_are_cut_in_every_answer(client):
 
 
 def test_a_large_body_is_decoded_and_tokenised_off_the_event_loop():
-    import asyncio
-
     async def threads_of(*sizes: int) -> list[str]:
         bodies = LargeBodies(1 << 20)
         return [await bodies.run(b"x" * size, lambda body: threading.current_thread().name) for size in sizes]
@@ -112,6 +113,34 @@ def test_a_large_body_is_decoded_and_tokenised_off_the_event_loop():
     small, large = asyncio.run(threads_of(100, 300_000))
     assert small == threading.current_thread().name
     assert large.startswith("large-body")
+
+
+@pytest.mark.parametrize("body", [b"[5]," * 300, b'"a",' * 300, b"{}," * 300])
+def test_a_small_body_of_many_lists_or_texts_is_prepared_off_the_event_loop(body):
+    """Each may be a prompt, which takes some ten microseconds."""
+
+    async def thread_of(body: bytes) -> str:
+        return await LargeBodies(1 << 20).run(body, lambda body: threading.current_thread().name)
+
+    assert asyncio.run(thread_of(body)).startswith("large-body")
+    assert asyncio.run(thread_of(body[: len(body) // 2])) == threading.current_thread().name
+
+
+def test_the_collector_keeps_still_while_large_bodies_are_worked_on_and_not_for_ever(monkeypatch):
+    bodies, both = LargeBodies(1 << 20), threading.Barrier(2, timeout=10)
+
+    def work() -> bool:
+        both.wait()
+        return gc.isenabled()
+
+    assert [each.result() for each in [bodies.threads.submit(work) for _ in range(2)]] == [False, False]
+    bodies.threads.shutdown()
+    assert gc.isenabled()
+    hold, collected = CollectorHold(longest_s=0.0), list[int]()
+    monkeypatch.setattr(gc, "collect", collected.append)
+    with hold, hold:
+        assert collected == [1], "one block followed on another for longer than it may"
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("value", [b"[]", b'""', b'{"a":1}'])

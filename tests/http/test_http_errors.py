@@ -158,7 +158,7 @@ def test_a_bad_field_of_a_chat_is_named(client, body, param, said):
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"nonsense", b"[1]", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b"[" * 100_000, b"NaN"]
+    "body", [b"", b"{", b"nonsense", b"[1]", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b"[" * 60_000, b"NaN"]
 )
 def test_a_body_that_is_no_json_object(client, body):
     check_error(client.post(COMPLETIONS, content=body, headers=JSON), 400, None, "")

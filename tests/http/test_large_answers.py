@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import types
+import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.client.request import RequestStream, SequenceState
-from headrace.frontend.http.openai import generation
-from headrace.frontend.http.openai.generation import INLINE_TOKENS, EventStream, Generator, KeepAlive, PreparedRequest
-from headrace.frontend.http.openai.responses import prompt_is_told
+from headrace.frontend.http.openai import generation, responses
+from headrace.frontend.http.openai.generation import (
+    INLINE_TOKENS,
+    EventStream,
+    Generator,
+    KeepAlive,
+    PreparedRequest,
+    Running,
+)
+from headrace.frontend.http.openai.responses import (
+    _PIECE_BYTES,
+    AssistantMessage,
+    ChatChoice,
+    ChatLogprobs,
+    ChatResponse,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionResponse,
+    PromptLogprob,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+    encoded,
+    prompt_is_told,
+)
 from headrace.ipc.codec import Tensor
 from headrace.ipc.messages import LogprobRows
 
@@ -36,8 +63,8 @@ def rows(count: int, width: int = 3) -> LogprobRows:
 class Answer:
     """Notes the thread in which it is written."""
 
-    def whole(self) -> bytes:
-        return threading.current_thread().name.encode()
+    def whole(self) -> list[bytes]:
+        return [threading.current_thread().name.encode()]
 
 
 @pytest.mark.parametrize(
@@ -57,8 +84,79 @@ def test_a_large_answer_is_written_in_another_thread(num_tokens: int, params: di
     prepared = PreparedRequest(engine=None, jobs=[], answer=Answer(), streams=False)
     with ThreadPoolExecutor(1, thread_name_prefix="pool") as threads:
         generator = Generator(KeepAlive(1.0), 0.0, None, None, threads)
-        name = asyncio.run(generator._whole(prepared, [stream]))
+        (name,) = asyncio.run(generator._whole(prepared, [stream]))
     assert name.startswith(b"pool") == is_large
+
+
+def test_what_a_large_answer_told_is_dropped_where_it_was_written() -> None:
+    stream = stream_of(200, prompt_logprobs=20, logprobs=2)
+    stream.add_prompt_logprobs(rows(199))
+    sequence = stream.sequences[0]
+    sequence.token_ids += [0] * 2000
+    sequence.logprob_rows += [(rows(2000), nth) for nth in range(2000)]
+
+    class Reads(Answer):
+        def whole(self) -> list[bytes]:
+            sequence.read(delta=False, tokenizer=None)
+            assert len(stream.prompt_logprobs or ()) == 200
+            assert len(sequence.told_logprobs) == 2000
+            return super().whole()
+
+    prepared = PreparedRequest(engine=None, jobs=[], answer=Reads(), streams=False)
+    with ThreadPoolExecutor(1) as threads:
+        asyncio.run(Generator(KeepAlive(1.0), 0.0, None, None, threads)._whole(prepared, [stream]))
+    assert not stream.prompt_logprobs
+    assert not sequence.told_logprobs
+
+
+def completion(num_choices: int, num_positions: int) -> CompletionResponse:
+    choices = []
+    for index in range(num_choices):
+        top = [{f"token {each}": -0.5, '"': -9999.0} for each in range(num_positions)]
+        numbers = list(range(num_positions))
+        told = CompletionLogprobs(numbers, [-0.25] * num_positions, ["\0é]"] * num_positions, top)
+        prompt = [None, *({"7": PromptLogprob(-1.5, 1, None)} for _ in range(num_positions))]
+        choices.append(CompletionChoice(index, "te\0xt", told, "stop", prompt_logprobs=prompt, token_ids=[*numbers]))
+    return CompletionResponse("id", "text_completion", 1, "model", choices, Usage(1, 2, 1))
+
+
+def chat(num_choices: int, num_positions: int) -> ChatResponse:
+    choices = []
+    for index in range(num_choices):
+        content = [TokenLogprob("a", -1.0, [97], [TopLogprob("b", -2.0, None)]) for _ in range(num_positions)]
+        choices.append(ChatChoice(index, AssistantMessage("assistant", "text"), ChatLogprobs(content)))
+    prompt = [None, *({"7": PromptLogprob(-1.5, 1, "x")} for _ in range(num_positions))]
+    return ChatResponse(
+        "id", "chat.completion", 1, "model", choices, Usage(1, 2, 1), prompt, list(range(num_positions))
+    )
+
+
+@pytest.mark.parametrize("make", [completion, chat])
+@pytest.mark.parametrize(("num_choices", "num_positions"), [(0, 0), (1, 0), (1, 3), (3, 1000), (1, 20_000), (700, 2)])
+def test_a_response_in_pieces_is_what_it_is_in_one(
+    make: Callable[[int, int], msgspec.Struct], num_choices: int, num_positions: int
+) -> None:
+    pieces = encoded(make(num_choices, num_positions))
+    assert b"".join(pieces) == msgspec.json.encode(make(num_choices, num_positions))
+    assert max(map(len, pieces)) < 2 * _PIECE_BYTES, "one piece after the other is written"
+
+
+def test_no_call_writes_more_than_a_few_hundred_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one call writes, nobody else can interrupt."""
+    longest = []
+    encode = responses._encode
+
+    def watched(value: Any) -> bytes:
+        written = encode(value)
+        longest.append(len(written))
+        return written
+
+    monkeypatch.setattr(responses, "_encode", watched)
+    for make in (completion, chat):
+        for shape in ((1, 20_000), (700, 20)):
+            encoded(make(*shape))
+    assert len(longest) > 1000
+    assert max(longest) < 40_000
 
 
 def test_log_probabilities_of_a_prompt_take_the_users_form_when_they_are_read() -> None:
@@ -72,6 +170,27 @@ def test_log_probabilities_of_a_prompt_take_the_users_form_when_they_are_read() 
     assert told[0] is None
     assert [list(position) for position in told[1:]] == [[0, 1, 2]] * 7
     assert stream.prompt_logprobs is told, "what was read once is not made again"
+
+
+def test_a_request_that_has_ended_waits_for_no_garbage_collection() -> None:
+    class Pool:
+        def abort_stream(self, stream: RequestStream) -> None:
+            """It has ended."""
+
+    async def run() -> weakref.ref[RequestStream]:
+        client = types.SimpleNamespace(welcome=None)
+        running = Running(types.SimpleNamespace(client=client), [], Pool(), None, "")
+        stream = stream_of(3)
+        stream.on_step, stream.on_done = running._on_step, running._on_done
+        running.streams.append(stream)
+        running.abort()
+        return weakref.ref(stream)
+
+    gc.disable()
+    try:
+        assert asyncio.run(run())() is None
+    finally:
+        gc.enable()
 
 
 class Wire:

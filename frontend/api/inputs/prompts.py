@@ -34,8 +34,8 @@ class Prompt(msgspec.Struct):
     """A prompt in one form."""
 
     text: str | None = None
-    token_ids: list[int] | None = None
-    """None until the text is tokenised."""
+    token_ids: Sequence[int] | None = None
+    """None until the text is tokenised. Of many or long prompts `packed`."""
     cache_salt: str = ""
     reasoning: ReasoningFormat | None = None
     """In which the answer sets its reasoning off, where the prompt was made for one."""
@@ -45,6 +45,14 @@ class Prompt(msgspec.Struct):
 
 _FORMS = "a prompt is a string, a list of token ids, {'prompt': ...} or {'prompt_token_ids': [...]}"
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+def packed(token_ids: Sequence[int]) -> Sequence[int]:
+    """In a form that the garbage collector does not walk through. Numbers that are no token ids stay as they are."""
+    try:
+        return array.array("i", token_ids)
+    except (OverflowError, TypeError):
+        return token_ids
 
 
 def parse_prompts(prompts: Any) -> list[Prompt]:

@@ -44,7 +44,7 @@ from headrace.frontend.http.openai.responses import (
     ToolCallDelta,
     Usage,
     chat_logprobs,
-    encoded_alone,
+    encoded,
     event,
     prompt_is_told,
     prompt_logprobs,
@@ -88,7 +88,7 @@ MakeAnswer = Callable[[ChatCompletionRequest, Answer, str, Callable[[], OutputPa
 
 def render(
     request: ChatCompletionRequest, engine: Engine, parts: ChatParts
-) -> tuple[RenderedChat, list[int], ToolChoice]:
+) -> tuple[RenderedChat, Sequence[int], ToolChoice]:
     """The prompt, its tokens, and what the request says of tools. Raises ApiError and InvalidRequestError."""
     assert engine.client is not None
     client = engine.client
@@ -256,13 +256,13 @@ class ChatAnswer(OpenAIEvents):
                 plain = ChatChunkChoice(index=sequence.index, delta=Delta(content=TextEvent.PLACE))
                 self._choices[sequence] = _Choice(TextEvent(self._chunk([plain])), self._reader())
 
-    def whole(self) -> bytes:
+    def whole(self) -> list[bytes]:
         """The response, once the stream has ended."""
         (stream,) = self._streams
         answer = self._answer
         outputs = [sequence.read(delta=False, tokenizer=stream.tokenizer) for sequence in stream.sequences]
-        choices = encoded_alone([self._choice_of(output) for output in outputs])
-        return msgspec.json.encode(
+        choices = [self._choice_of(output) for output in outputs]
+        return encoded(
             ChatResponse(
                 answer.id,
                 _WHOLE,
@@ -386,7 +386,7 @@ class ChatAnswer(OpenAIEvents):
         return chat_logprobs(output.token_ids, output.logprobs, self._answer.spell, num_top)
 
     def _prompt_token_ids(self, stream: RequestStream) -> list[int] | None:
-        return (stream.prompt.token_ids or []) if self._answer.return_token_ids else None
+        return list(stream.prompt.token_ids or ()) if self._answer.return_token_ids else None
 
     def _prompt_logprobs(self, stream: RequestStream) -> PromptLogprobs | None:
         asked: Any = self._request.prompt_logprobs

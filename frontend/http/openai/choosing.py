@@ -26,14 +26,14 @@ from headrace.frontend.api.beam_search import (
 from headrace.frontend.api.inputs.prompts import Prompt, check_request
 from headrace.frontend.api.outputs import LogprobsOfPosition
 from headrace.frontend.api.parameters.sampling_params import FIELDS, SamplingParams
-from headrace.frontend.client.request import LogprobRow, RequestStream, SequenceState
+from headrace.frontend.client.request import LogprobRow, RequestStream, SequenceState, nth_row, one_row
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.http.errors import bad_field
 from headrace.frontend.http.openai.requests import CompletionRequest, GenerationRequest
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import InvalidRequestError
-from headrace.ipc.messages import Welcome
+from headrace.ipc.messages import LogprobRows, Welcome
 
 if TYPE_CHECKING:
     from headrace.frontend.http.openai.generation import Job
@@ -150,7 +150,7 @@ def likeliest(streams: Sequence[RequestStream], num_outputs: int) -> Sequence[Re
 def _mean_logprob(sequence: SequenceState) -> float:
     """An empty output, which no token speaks against, comes first."""
     rows = sequence.logprob_rows
-    return sum(logprobs[0] for _, logprobs, _ in rows) / len(rows) if rows else 0.0
+    return sum(nth_row(told, nth)[1][0] for told, nth in rows) / len(rows) if rows else 0.0
 
 
 class EngineOfSearch:
@@ -216,8 +216,9 @@ def _ended(job: Job, found: BeamSearchOutput, beams: BeamSearchParams, tokenizer
     return stream
 
 
-def _rows(token_ids: Sequence[int], beam: BeamSearchSequence, num_likeliest: int) -> list[LogprobRow]:
-    return [_row(own, position, num_likeliest) for own, position in zip(token_ids, beam.logprobs, strict=True)]
+def _rows(token_ids: Sequence[int], beam: BeamSearchSequence, num_likeliest: int) -> list[tuple[LogprobRows, int]]:
+    each = zip(token_ids, beam.logprobs, strict=True)
+    return [(one_row(_row(own, position, num_likeliest)), 0) for own, position in each]
 
 
 def _row(own: int, position: LogprobsOfPosition, num_likeliest: int) -> LogprobRow:

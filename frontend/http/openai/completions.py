@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 from msgspec import UNSET
 
-from headrace.frontend.api.inputs.prompts import Prompt, truncate
+from headrace.frontend.api.inputs.prompts import Prompt, packed, truncate
 from headrace.frontend.api.outputs import CompletionOutput
 from headrace.frontend.api.parameters.structured_outputs import field_of_body
 from headrace.frontend.client.request import RequestStream, SequenceState
@@ -33,7 +32,7 @@ from headrace.frontend.http.openai.responses import (
     TextEvent,
     Usage,
     completion_logprobs,
-    encoded_alone,
+    encoded,
     event,
     prompt_is_told,
     prompt_logprobs,
@@ -100,7 +99,7 @@ def prepare_completion(
 def _prompts(
     request: CompletionRequest, tokenizer: Tokenizer | None, options: ServeOptions, max_model_len: int
 ) -> list[Prompt]:
-    given = request.prompt
+    given, request.prompt = request.prompt, ""  # nobody reads it again, and it may be large
     if isinstance(given, str):
         items: list[str | list[int]] = [given]
     elif not given:
@@ -119,7 +118,9 @@ def _prompts(
         special = request.add_special_tokens is not False
         encoded = tokenize_texts(texts, tokenizer, special=special, max_tokens=max_model_len, param="prompt")
         return [Prompt(text=text, token_ids=ids) for text, ids in zip(texts, encoded, strict=True)]
-    return [Prompt(token_ids=item) for item in items]  # type: ignore[arg-type]  # the decoder took nothing but integers
+    items.reverse()
+    # The decoder took nothing but integers. One is dropped after the other: all at once would keep others waiting.
+    return [Prompt(token_ids=packed(items.pop())) for _ in range(len(items))]  # type: ignore[arg-type]
 
 
 class _Choice:
@@ -127,8 +128,9 @@ class _Choice:
 
     __slots__ = ("began", "index", "num_tokens", "offset", "text_event")
 
-    def __init__(self, index: int, text_event: TextEvent) -> None:
-        self.index, self.text_event = index, text_event
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.text_event: TextEvent | None = None
         self.began = False
         self.num_tokens = self.offset = 0
 
@@ -149,11 +151,9 @@ class CompletionAnswer(OpenAIEvents):
         self._streams = streams
         for position, stream in enumerate(streams):
             for sequence in stream.sequences:
-                index = position * self._n + sequence.index
-                plain = self._chunk(CompletionChoice(index=index, text=TextEvent.PLACE))
-                self._choices[sequence] = _Choice(index, TextEvent(plain))
+                self._choices[sequence] = _Choice(position * self._n + sequence.index)
 
-    def whole(self) -> bytes:
+    def whole(self) -> list[bytes]:
         """The response, once every stream has ended."""
         choices = []
         for stream in self._streams:
@@ -164,9 +164,7 @@ class CompletionAnswer(OpenAIEvents):
         for choice in choices:
             choice.name_all()
         answer = self._answer
-        return msgspec.json.encode(
-            CompletionResponse(answer.id, _OBJECT, answer.created, answer.model, encoded_alone(choices), self._usage())
-        )
+        return encoded(CompletionResponse(answer.id, _OBJECT, answer.created, answer.model, choices, self._usage()))
 
     def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
         choice = self._choices[sequence]
@@ -174,6 +172,9 @@ class CompletionAnswer(OpenAIEvents):
             return b""
         output = sequence.read(delta=True, tokenizer=stream.tokenizer)
         if self._is_plain and output.finish_reason is None and (choice.began or not self._waits_for_prompt):
+            if choice.text_event is None:
+                plain = CompletionChoice(index=choice.index, text=TextEvent.PLACE)
+                choice.text_event = TextEvent(self._chunk(plain))
             return choice.text_event.of(output.text)
         told = self._choice_of(stream, choice, output)
         choice.num_tokens += len(output.token_ids)
@@ -223,7 +224,7 @@ class CompletionAnswer(OpenAIEvents):
             stop_reason=None if self._only_prompt else output.stop_reason,
         )
         if self._answer.return_token_ids:
-            result.prompt_token_ids = prompt_ids if is_first else UNSET
+            result.prompt_token_ids = list(prompt_ids) if is_first else UNSET
             result.token_ids = token_ids
         if is_first and self._request.prompt_logprobs is not None and stream.prompt_logprobs is not None:
             result.prompt_logprobs = prompt_logprobs(stream.prompt_logprobs)

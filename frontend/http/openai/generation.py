@@ -163,8 +163,9 @@ class EventStream:
                 parts.append(data)
                 if sequence.finish_reason is not None:
                     ended.append(choice)
-        for choice in ended:
-            self._choices.remove(choice)
+        if ended:
+            gone = set(map(id, ended))
+            self._choices = [choice for choice in self._choices if id(choice) not in gone]
         if self._error is not None:
             parts.append(self._chunks.failure(self._error))
         elif not self._choices:
@@ -216,8 +217,6 @@ class KeepAlive:
             self._schedule()
 
 
-logger = logging.getLogger(__name__)
-
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -247,7 +246,9 @@ class ResponseText(Chunks, Protocol):
         """Comes first, with the submitted jobs in order."""
         ...
 
-    def whole(self) -> bytes: ...
+    def whole(self) -> list[bytes]:
+        """In pieces that follow on one another."""
+        ...
 
 
 class PreparedRequest(msgspec.Struct):
@@ -285,17 +286,26 @@ class Running:
         """Raises ApiError before anything is sent, or EngineDeadError. Other requests have their turn in between."""
         jobs = self._jobs
         pace = _Pace()
+        most_tokens = []
         for index, job in enumerate(jobs):
             try:
-                check_request(job.prompt, job.params, self._welcome)
+                most_tokens.append(check_request(job.prompt, job.params, self._welcome))
             except InvalidRequestError as error:
                 raise as_api_error(error, index, len(jobs)) from error
             await pace.step()
         model, meters = self._engine.names[0], dict[int, RequestMeter]()
-        for job in jobs:
+        for job, max_tokens in zip(jobs, most_tokens, strict=True):
             # Two clients may choose one name; both get their answer under it.
             name = f"{job.name}-{uuid.uuid4().hex}" if job.name in self._pool else job.name
-            stream = self._pool.submit(name, job.prompt, job.params, job.priority, model=model, affinity=job.affinity)
+            stream = self._pool.submit(
+                name,
+                job.prompt,
+                job.params,
+                job.priority,
+                model=model,
+                max_tokens=max_tokens,
+                affinity=job.affinity,
+            )
             engine = self._pool.engine_of(stream) or self._engine
             if engine.index not in meters:
                 meters[engine.index] = RequestMeter(self._pages.engines[engine.index])
@@ -312,6 +322,7 @@ class Running:
             self._pool.abort_stream(stream)
             # What refers to itself would wait for the garbage collector, which is told to come seldom.
             stream.on_step = stream.on_done = None
+            stream.sequences.clear()
 
     def _on_step(self, stream: RequestStream, now_s: float) -> None:
         self._meters[stream].on_step(stream, now_s)
@@ -445,11 +456,18 @@ class Generator:
                 self._pages.count("http_disconnects")
             gone.cancel()
 
-    async def _whole(self, prepared: PreparedRequest, streams: Sequence[RequestStream]) -> bytes:
+    async def _whole(self, prepared: PreparedRequest, streams: Sequence[RequestStream]) -> list[bytes]:
         """The answer, once all has ended; one of many tokens or log-probabilities is written in another thread."""
         if sum(map(_num_told, streams)) <= INLINE_TOKENS:
             return prepared.answer.whole()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, prepared.answer.whole)
+
+        def write() -> list[bytes]:
+            answer = prepared.answer.whole()
+            for stream in streams:
+                stream.drop_logprobs()
+            return answer
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, write)
 
     async def complete(self, prepared: PreparedRequest) -> bytes:
         """Runs a request that no connection waits for; its whole answer. Raises ApiError and HeadraceError."""
@@ -461,7 +479,7 @@ class Generator:
             if choosing is not None and choosing.beams is None:
                 likeliest(running.streams, choosing.num_outputs)
             prepared.answer.attach(running.streams)
-            return await self._whole(prepared, running.streams)
+            return b"".join(await self._whole(prepared, running.streams))
 
     def _jobs_of(self, prepared: PreparedRequest) -> contextlib.AbstractAsyncContextManager[Running]:
         choosing = prepared.choosing
@@ -491,7 +509,7 @@ class Generator:
             elif await first_of(running.ended, gone, deadline_s):
                 if running.error is not None:
                     raise running.error
-                await send_json(send, 200, await self._whole(prepared, running.streams))
+                await send_pieces(send, await self._whole(prepared, running.streams))
 
     async def _stream(
         self,
@@ -544,6 +562,15 @@ async def send_json(
     fixed = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
     await send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+
+async def send_pieces(send: Send, pieces: list[bytes]) -> None:
+    """A response of JSON. What has been sent is dropped at once."""
+    fixed = [(b"content-type", b"application/json"), (b"content-length", b"%d" % sum(map(len, pieces)))]
+    await send({"type": "http.response.start", "status": 200, "headers": fixed})
+    pieces.reverse()
+    while pieces:
+        await send({"type": "http.response.body", "body": pieces.pop(), "more_body": bool(pieces)})
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.frontend.api.inputs.prompts import Prompt
+from headrace.frontend.api.inputs.prompts import Prompt, packed
 from headrace.frontend.api.parameters.sampling_params import FIELDS, RequestOutputKind, SamplingParams
 from headrace.frontend.api.parameters.structured_outputs import from_body
 from headrace.frontend.api.parameters.token_rules import openai_bias
@@ -84,24 +84,24 @@ def sampling_params(
 
 def tokenize_texts(
     texts: Sequence[str], tokenizer: Tokenizer | None, *, special: bool, max_tokens: int, param: str
-) -> list[list[int]]:
+) -> list[Sequence[int]]:
     """Raises ApiError for text that is none, or is surely longer than `max_tokens`.
 
     Tokenising takes a hundred times a text's own memory, so what cannot fit is refused before.
     """
     if tokenizer is None:
         raise bad_field("prompt", "this engine runs without a tokenizer: give token ids instead of text")
-    token_ids: list[list[int]] = []
+    token_ids: list[Sequence[int]] = []
     batch: list[str] = []
     for text in texts:
         _check_text(text, tokenizer, max_tokens, param)
         batch.append(text)
         if sum(map(len, batch)) > _TOKENIZE_AT_ONCE_CHARACTERS:
-            token_ids += tokenizer.encode_batch(batch, special)
+            token_ids += map(packed, tokenizer.encode_batch(batch, special))
             batch = []
-    if len(batch) == 1:
-        return [*token_ids, tokenizer.encode(batch[0], special)]
-    return token_ids + tokenizer.encode_batch(batch, special)
+    if len(texts) == 1 and batch:
+        return [tokenizer.encode(batch[0], special)]
+    return [*token_ids, *map(packed, tokenizer.encode_batch(batch, special))]
 
 
 def _check_text(text: str, tokenizer: Tokenizer, max_tokens: int, param: str) -> None:
@@ -326,7 +326,7 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
         return call
     try:
         arguments = msgspec.json.decode(function["arguments"] or "{}")
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(
             400, f"a tool call's arguments are not valid JSON: {error}", param="messages", code="invalid_value"
         ) from None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -365,9 +366,61 @@ class TextEvent:
         return self._head + _encode(text) + self._tail
 
 
-def encoded_alone(parts: Sequence[Any]) -> list[Any]:
-    """Parts of a response that is encoded afterwards: between two of them, other threads have their turn."""
-    return [msgspec.Raw(_encode(part)) for part in parts]
+_ENCODED_AT_ONCE = 256
+"""Entries of a list: each may be a position's log-probabilities."""
+_PIECE_BYTES = 128 << 10
+_PLACE = f"\x00{uuid.uuid4().hex}\x00"
+_PLACE_JSON = _encode(_PLACE)
+
+
+def encoded(response: msgspec.Struct) -> list[bytes]:
+    """As msgspec writes it, in pieces, between which other threads have their turn.
+
+    Its choices and its long lists are used up: to drop one whole takes as long as to write it.
+    """
+    pieces: list[bytes] = []
+    waiting: list[bytes] = []
+    num_bytes = 0
+    for part in _encoded(response):
+        waiting.append(part)
+        num_bytes += len(part)
+        if num_bytes > _PIECE_BYTES:
+            pieces.append(b"".join(waiting))
+            waiting, num_bytes = [], 0
+    return [*pieces, b"".join(waiting)]
+
+
+def _encoded(value: msgspec.Struct) -> Iterator[bytes]:
+    """Of a struct in whose fields choices and long lists may be, at any depth."""
+    taken: list[list[Any]] = []
+    _take_lists(value, taken)
+    first, *others = _encode(value).split(_PLACE_JSON)
+    yield first
+    for inside, after in zip(taken, others, strict=True):
+        inside.reverse()
+        separator = b"["
+        while inside:
+            yield separator
+            separator = b","
+            if isinstance(inside[-1], CompletionChoice | ChatChoice):
+                yield from _encoded(inside.pop())
+                continue
+            piece = inside[: -_ENCODED_AT_ONCE - 1 : -1]
+            del inside[-_ENCODED_AT_ONCE:]
+            yield _encode(piece)[1:-1]
+        yield b"]"
+        yield after
+
+
+def _take_lists(value: msgspec.Struct, taken: list[list[Any]]) -> None:
+    """What is written in pieces, in its order; a mark stands in its place."""
+    for name in value.__struct_fields__:
+        inside = getattr(value, name)
+        if isinstance(inside, msgspec.Struct):
+            _take_lists(inside, taken)
+        elif isinstance(inside, list) and (name == "choices" or len(inside) > _ENCODED_AT_ONCE) and inside:
+            taken.append(inside)
+            setattr(value, name, _PLACE)
 
 
 class OpenAIEvents:

@@ -15,7 +15,8 @@ from typing import Any
 from headrace.frontend.text.formats.declaration import ChannelFormat
 from headrace.frontend.text.formats.grammar import NO_ARGUMENTS, Rules, literal
 from headrace.frontend.text.formats.markers import make_markers
-from headrace.frontend.text.formats.parser import Event, OutputParser, Reads
+from headrace.frontend.text.formats.parser import Event, OutputParser
+from headrace.frontend.text.formats.pieces import Reads
 
 _LONGEST_HEADER = 300
 

@@ -6,36 +6,33 @@ into pieces, but for where events are cut.
 
 A call becomes known with its name; until then its text is held back, and is content after all when it turns out to be
 no call or the answer ends. Arguments are given as JSON text as they come.
+
+A model may write anything, as long as the context is: reading takes time that is linear in the answer's length, and the
+text that waits for more is short.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from headrace.frontend.text.formats.declaration import CallFormat, OutputFormat
 from headrace.frontend.text.formats.markers import Markers, make_markers
+from headrace.frontend.text.formats.pieces import READ_AT_ONCE, SPACE, PieceReader, Reads
 from headrace.frontend.text.formats.values import (
     NoCallError,
     as_json,
     as_text,
     nest_as_json,
-    python_as_json,
     types_of,
 )
 
-Reads = Generator[None, None, Any]
-"""Yields when it needs more text, and returns what it read."""
-_SPACE = " \t\r\n"
-_IN_STRING = re.compile(r'["\\]')
-_OUTSIDE = re.compile(r'["{}\[\]]')
-_SCALAR_END = re.compile(r"[\s,}\]<\[]")
-_PYTHON_STOP = re.compile(r"""["'()\[\]{},\\]""")
 _NAME = re.compile(r"[\w.\-/ ]{1,256}")
+_MOST_SPACE = 1024
+"""Characters of white space that are held back until it is known whether a call follows."""
 _OTHER_KEYS = ("type", "id")
 """What may stand before a call's name; any other key says that an object is no call."""
 
@@ -53,7 +50,7 @@ class Event(msgspec.Struct, frozen=True):
     arguments: str = ""
 
 
-class OutputParser:
+class OutputParser(PieceReader):
     """One answer's. Feed it text; it gives events."""
 
     def __init__(
@@ -68,6 +65,7 @@ class OutputParser:
         """prompt: the text that the answer follows; it may have begun the reasoning. tools: as in OpenAI's requests,
         their schemas say which values of xml formats are text. hidden: special tokens that are in the text for the
         markers' sake alone."""
+        super().__init__()
         self._reasoning = reasoning.reasoning if reasoning else None
         self._calls = calls.calls if calls else None
         self._schemas = {each["function"]["name"]: each["function"].get("parameters") or {} for each in tools}
@@ -79,9 +77,6 @@ class OutputParser:
         begin = self._reasoning.begin if self._reasoning else ""
         self._openers = make_markers((*sorted(self._call_openers), begin, *ignored))
         self._closers = make_markers((self._reasoning.end if self._reasoning else "", *ignored))
-        self._text, self._ended = "", False
-        self._raw: list[str] | None = None
-        """What has been read of a call whose name is not known yet; None outside."""
         self._space = ""  # the end of the content so far: dropped when a call follows
         self._events: list[Event] = []
         self.num_calls = 0
@@ -89,16 +84,18 @@ class OutputParser:
 
     def feed(self, text: str) -> list[Event]:
         """What is certain now."""
-        self._text += text
-        return self._go_on()
+        for start in range(0, len(text), READ_AT_ONCE):
+            self._text += text[start : start + READ_AT_ONCE]
+            next(self._reader, None)
+        return self._news()
 
     def finish(self) -> list[Event]:
         """The rest: nothing follows."""
         self._ended = True
-        return self._go_on()
-
-    def _go_on(self) -> list[Event]:
         next(self._reader, None)
+        return self._news()
+
+    def _news(self) -> list[Event]:
         events, self._events = self._events, []
         return _merged(events)
 
@@ -142,9 +139,9 @@ class OutputParser:
 
     def _content(self, text: str) -> None:
         text = self._space + text
-        said = text if self._calls is None else text.rstrip(_SPACE)
-        self._space = text[len(said) :]
-        self._events.append(Event(content=said))
+        num_said = len(text) if self._calls is None else max(len(text.rstrip(SPACE)), len(text) - _MOST_SPACE)
+        self._space = text[num_said:]
+        self._events.append(Event(content=text[:num_said]))
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -174,10 +171,6 @@ class OutputParser:
             elif calls.section is None and not (calls.is_bare and (yield from self._peek(1)) == "{"):
                 return
             yield from self._one_call(calls, is_opened=calls.section is None)
-
-    @property
-    def _is_over(self) -> bool:
-        return self._ended and not self._text
 
     def _one_call(self, calls: CallFormat, *, is_opened: bool) -> Reads:
         yield from self._skip_space()
@@ -354,7 +347,7 @@ class OutputParser:
             yield from self._json_value(parts.append)
         if (yield from self._until(end, parts.append)) is None:
             raise NoCallError
-        self._arguments(call, as_json("".join(parts).strip(_SPACE)))
+        self._arguments(call, as_json("".join(parts).strip(SPACE)))
 
     def _escaped_call(self, calls: CallFormat) -> Reads:
         yield from self._expect(calls.name[0])
@@ -383,16 +376,15 @@ class OutputParser:
             give = (lambda text: self._arguments(call, as_text(text)[1:-1])) if is_text else parts.append
             if (yield from self._until(make_markers((escape,)), give)) is None:
                 raise NoCallError
-            self._arguments(call, '"' if is_text else as_json("".join(parts).strip(_SPACE)))
+            self._arguments(call, '"' if is_text else as_json("".join(parts).strip(SPACE)))
             return
         if (yield from self._peek(1)) in ("{", "["):
             self._arguments(call, (yield from self._escaped_nest(escape)))
             return
-        while (end := _SCALAR_END.search(self._text)) is None and not self._ended:
-            yield
-        if end is None:
+        scalar = yield from self._scalar()
+        if self._is_over:
             raise NoCallError
-        self._arguments(call, as_json(self._take(end.start())))
+        self._arguments(call, as_json(scalar))
 
     def _escaped_nest(self, escape: str) -> Reads:
         """An object or a list, as JSON; models mix it up with JSON itself."""
@@ -413,166 +405,30 @@ class OutputParser:
             if depth == 0:
                 return nest_as_json("".join(parts))
 
-    # --- pieces of text ---------------------------------------------------------------------------------------------
-
-    def _take(self, count: int) -> str:
-        taken, self._text = self._text[:count], self._text[count:]
-        if self._raw is not None:
-            self._raw.append(taken)
-        return taken
-
-    def _peek(self, count: int) -> Reads:
-        """The next characters, as many as there are at the end."""
-        while len(self._text) < count and not self._ended:
-            yield
-        return self._text[:count]
-
-    def _skip_space(self) -> Reads:
-        skipped = ""
-        while True:
-            rest = self._text.lstrip(_SPACE)
-            skipped += self._take(len(self._text) - len(rest))
-            if rest or self._ended:
-                return skipped
-            yield
-
-    def _accept(self, literal: str) -> Reads:
-        """Takes it, if it comes next."""
-        while len(self._text) < len(literal) and literal.startswith(self._text) and not self._ended:
-            yield
-        if not self._text.startswith(literal):
-            return False
-        self._take(len(literal))
-        return True
-
-    def _expect(self, literal: str) -> Reads:
-        if not (yield from self._accept(literal)):
-            raise NoCallError
-
-    def _until(self, markers: Markers, give: Callable[[str], None]) -> Reads:
-        """Gives what comes before the first of the markers, and takes that; None at the end of the answer."""
-        while True:
-            found = markers.find(self._text)
-            if found is not None:
-                if found.start():
-                    give(self._take(found.start()))
-                self._take(len(found.group()))
-                return found.group()
-            certain = len(self._text) - (0 if self._ended else markers.held(self._text))
-            if certain:
-                give(self._take(certain))
-            if self._ended:
-                return None
-            yield
-
-    def _short_until(self, marker: str) -> Reads:
-        """A name or key. At most 300 characters, else this is no call."""
-        text: str = yield from self._short_before(marker)
-        self._take(len(marker))
-        return text
-
-    def _short_before(self, marker: str) -> Reads:
-        while (at := self._text.find(marker)) < 0:
-            if self._ended or len(self._text) > 300:
-                raise NoCallError
-            yield
-        if at > 300:
-            raise NoCallError
-        return self._take(at)
-
-    def _json_string(self) -> Reads:
-        if (yield from self._peek(1)) != '"':
-            raise NoCallError
-        text = yield from self._json_whole()
-        try:
-            return json.loads(text, strict=False)
-        except ValueError:
-            raise NoCallError from None
-
-    def _json_whole(self) -> Reads:
-        parts: list[str] = []
-        yield from self._json_value(parts.append)
-        return "".join(parts)
-
-    def _json_value(self, give: Callable[[str], None]) -> Reads:
-        """One value, given as it comes. Raises NoCallError where the answer ends within it."""
-        depth, in_string, began = 0, False, False
-        while True:
-            text, at = self._text, 0
-            while at < len(text):
-                if in_string:
-                    stop = _IN_STRING.search(text, at)
-                    at = len(text) if stop is None else stop.start()
-                    if stop is None:
-                        break
-                    if stop.group() == "\\":
-                        if at + 2 > len(text):
-                            break  # the escaped character is not there yet
-                        at += 2
-                        continue
-                    in_string, at = False, at + 1
-                elif not began and text[at] not in '"{[':
-                    end = _SCALAR_END.search(text, at)
-                    if end is not None or self._ended:
-                        give(self._take(end.start() if end else len(text)))
-                        return
-                    at = len(text)
-                    break
-                else:
-                    began = True
-                    stop = _OUTSIDE.search(text, at)
-                    at = len(text) if stop is None else stop.end()
-                    if stop is None:
-                        break
-                    in_string = stop.group() == '"'
-                    depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(stop.group(), 0)
-                if depth <= 0 and not in_string:
-                    give(self._take(at))
-                    return
-            if began and at:
-                give(self._take(at))
-            if self._ended:
-                if self._text:
-                    give(self._take(len(self._text)))
-                raise NoCallError
-            yield
-
-    def _python_value(self) -> Reads:
-        """A literal, up to the comma or bracket that ends it, as JSON."""
-        depth, quote, at = 0, "", 0
-        while True:
-            while (stop := _PYTHON_STOP.search(self._text, at)) is not None:
-                at, found = stop.end(), stop.group()
-                if found == "\\":
-                    at += 1
-                elif quote:
-                    quote = "" if found == quote else quote
-                elif found in "\"'":
-                    quote = found
-                elif depth == 0 and found in ",)":
-                    return python_as_json(self._take(at - 1))
-                else:
-                    depth += 1 if found in "([{" else -1 if found in ")]}" else 0
-            if self._ended:
-                raise NoCallError
-            length = len(self._text)
-            at = max(at, length)
-            yield
-
 
 def _merged(events: list[Event]) -> list[Event]:
     """Neighbours of one kind as one; without empty ones."""
-    merged: list[Event] = []
+    runs: list[list[Event]] = []
     for event in events:
-        last = merged[-1] if merged else None
         if not (event.content or event.reasoning or event.name or event.arguments):
             continue
-        if last is not None and last.content and event.content:
-            merged[-1] = Event(content=last.content + event.content)
-        elif last is not None and last.reasoning and event.reasoning:
-            merged[-1] = Event(reasoning=last.reasoning + event.reasoning)
-        elif last is not None and event.arguments and last.call == event.call and not event.name:
-            merged[-1] = msgspec.structs.replace(last, arguments=last.arguments + event.arguments)
+        if runs and _goes_on(runs[-1][-1], event):
+            runs[-1].append(event)
         else:
-            merged.append(event)
-    return merged
+            runs.append([event])
+    return [run[0] if len(run) == 1 else _joined(run) for run in runs]
+
+
+def _goes_on(last: Event, event: Event) -> bool:
+    if event.arguments:
+        return last.call == event.call and not event.name
+    return bool((last.content and event.content) or (last.reasoning and event.reasoning))
+
+
+def _joined(run: list[Event]) -> Event:
+    return msgspec.structs.replace(
+        run[0],
+        content="".join(each.content for each in run),
+        reasoning="".join(each.reasoning for each in run),
+        arguments="".join(each.arguments for each in run),
+    )

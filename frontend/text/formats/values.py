@@ -34,7 +34,7 @@ def as_json(text: str) -> str:
     """A value written without quotes: JSON where it is, else text."""
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         lowered = {"True": "true", "False": "false", "None": "null"}.get(text)
         return lowered or as_text(text)
     return text
@@ -45,7 +45,7 @@ def nest_as_json(text: str) -> str:
     for each in (text, _BARE_KEY.sub(r'\1"\2":', text)):
         try:
             json.loads(each)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         return each
     raise NoCallError

@@ -1,0 +1,191 @@
+"""Text that comes in pieces, read as if the whole of it were there: what a format's rules are made of.
+
+Every method is a generator, which yields when it needs more text. Time is linear in the text's length, whatever it is,
+and what waits for more is short: a model may write anything, as long as the context is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator
+from typing import Any
+
+from headrace.frontend.text.formats.markers import Markers
+from headrace.frontend.text.formats.values import NoCallError, python_as_json
+
+Reads = Generator[None, None, Any]
+"""Yields when it needs more text, and returns what it read."""
+SPACE = " \t\r\n"
+_IN_STRING = re.compile(r'["\\]')
+_OUTSIDE = re.compile(r'["{}\[\]]')
+_SCALAR_END = re.compile(r"[\s,}\]<\[]")
+_PYTHON_STOP = re.compile(r"""["'()\[\]{},\\]""")
+READ_AT_ONCE = 2048
+"""Characters. What is taken off the text's beginning moves the rest, so the text is never long."""
+_LONGEST_SCALAR = 4096
+
+
+class PieceReader:
+    """The text that has come and is not read yet."""
+
+    def __init__(self) -> None:
+        self._text, self._ended = "", False
+        self._raw: list[str] | None = None
+        """What has been read of a call whose name is not known yet; None outside."""
+
+    @property
+    def _is_over(self) -> bool:
+        return self._ended and not self._text
+
+    def _take(self, count: int) -> str:
+        taken, self._text = self._text[:count], self._text[count:]
+        if self._raw is not None:
+            self._raw.append(taken)
+        return taken
+
+    def _peek(self, count: int) -> Reads:
+        """The next characters, as many as there are at the end."""
+        while len(self._text) < count and not self._ended:
+            yield
+        return self._text[:count]
+
+    def _skip_space(self) -> Reads:
+        skipped = ""
+        while True:
+            rest = self._text.lstrip(SPACE)
+            skipped += self._take(len(self._text) - len(rest))
+            if rest or self._ended:
+                return skipped
+            yield
+
+    def _accept(self, literal: str) -> Reads:
+        """Takes it, if it comes next."""
+        while len(self._text) < len(literal) and literal.startswith(self._text) and not self._ended:
+            yield
+        if not self._text.startswith(literal):
+            return False
+        self._take(len(literal))
+        return True
+
+    def _expect(self, literal: str) -> Reads:
+        if not (yield from self._accept(literal)):
+            raise NoCallError
+
+    def _until(self, markers: Markers, give: Callable[[str], None]) -> Reads:
+        """Gives what comes before the first of the markers, and takes that; None at the end of the answer."""
+        while True:
+            found = markers.find(self._text)
+            if found is not None:
+                if found.start():
+                    give(self._take(found.start()))
+                self._take(len(found.group()))
+                return found.group()
+            certain = len(self._text) - (0 if self._ended else markers.held(self._text))
+            if certain:
+                give(self._take(certain))
+            if self._ended:
+                return None
+            yield
+
+    def _short_until(self, marker: str) -> Reads:
+        """A name or key. At most 300 characters, else this is no call."""
+        text: str = yield from self._short_before(marker)
+        self._take(len(marker))
+        return text
+
+    def _short_before(self, marker: str) -> Reads:
+        while (at := self._text.find(marker)) < 0:
+            if self._ended or len(self._text) > 300:
+                raise NoCallError
+            yield
+        if at > 300:
+            raise NoCallError
+        return self._take(at)
+
+    def _json_string(self) -> Reads:
+        if (yield from self._peek(1)) != '"':
+            raise NoCallError
+        text = yield from self._json_whole()
+        try:
+            said: str = json.loads(text, strict=False)
+            said.encode()  # half of a surrogate pair is no text
+        except ValueError:
+            raise NoCallError from None
+        return said
+
+    def _json_whole(self) -> Reads:
+        parts: list[str] = []
+        yield from self._json_value(parts.append)
+        return "".join(parts)
+
+    def _scalar(self) -> Reads:
+        """A number or a word: what comes before a space, a comma or a bracket, or all that is left."""
+        while (end := _SCALAR_END.search(self._text)) is None and not self._ended:
+            if len(self._text) > _LONGEST_SCALAR:
+                raise NoCallError
+            yield
+        return self._take(len(self._text) if end is None else end.start())
+
+    def _json_value(self, give: Callable[[str], None]) -> Reads:
+        """One value, given as it comes. Raises NoCallError where the answer ends within it."""
+        if (first := (yield from self._peek(1))) and first not in '"{[':
+            give((yield from self._scalar()))
+            return
+        depth, in_string = 0, False
+        while True:
+            text, at = self._text, 0
+            while at < len(text):
+                if in_string:
+                    stop = _IN_STRING.search(text, at)
+                    at = len(text) if stop is None else stop.start()
+                    if stop is None:
+                        break
+                    if stop.group() == "\\":
+                        if at + 2 > len(text):
+                            break  # the escaped character is not there yet
+                        at += 2
+                        continue
+                    in_string, at = False, at + 1
+                else:
+                    stop = _OUTSIDE.search(text, at)
+                    at = len(text) if stop is None else stop.end()
+                    if stop is None:
+                        break
+                    in_string = stop.group() == '"'
+                    depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(stop.group(), 0)
+                if depth <= 0 and not in_string:
+                    give(self._take(at))
+                    return
+            if at:
+                give(self._take(at))
+            if self._ended:
+                if self._text:
+                    give(self._take(len(self._text)))
+                raise NoCallError
+            yield
+
+    def _python_value(self) -> Reads:
+        """A literal, up to the comma or bracket that ends it, as JSON."""
+        parts: list[str] = []
+        depth, quote, at = 0, "", 0
+        while True:
+            while (stop := _PYTHON_STOP.search(self._text, at)) is not None:
+                at, found = stop.end(), stop.group()
+                if found == "\\":
+                    at += 1
+                elif quote:
+                    quote = "" if found == quote else quote
+                elif found in "\"'":
+                    quote = found
+                elif depth == 0 and found in ",)":
+                    parts.append(self._take(at - 1))
+                    return python_as_json("".join(parts))
+                else:
+                    depth += 1 if found in "([{" else -1 if found in ")]}" else 0
+            if self._ended:
+                raise NoCallError
+            num_read = len(self._text)
+            at = max(at - num_read, 0)  # what a backslash at the end escapes is still to come
+            parts.append(self._take(num_read))
+            yield

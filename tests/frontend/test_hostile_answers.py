@@ -1,0 +1,186 @@
+"""Answers that a model was talked into: huge, deep, or full of half markers. Every format reads them in bounded time.
+
+Times are processor seconds of this process, where a machine's load does not show.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from http_server import ask, events_of, serving
+from null_with_tokenizer import PARROT
+
+from headrace.frontend.http.messages import _arguments
+from headrace.frontend.text.formats.channels import ChannelParser
+from headrace.frontend.text.formats.declaration import known_formats, load_format
+from headrace.frontend.text.formats.parser import OutputParser
+from headrace.frontend.text.formats.values import NoCallError, as_json, nest_as_json, python_as_json
+
+SIZE = 1 << 20
+MOST_S = 4.0
+"""Of a megabyte, where what takes quadratic time needs minutes."""
+PIECE = 7
+"""Characters of a token, about."""
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+
+
+def parser_of(name: str) -> OutputParser:
+    declared = load_format(name)
+    if declared.channels is not None:
+        return ChannelParser(declared.channels, reads_calls=True)
+    return OutputParser(declared, declared, tools=TOOLS)
+
+
+def hostile_texts(name: str) -> dict[str, str]:
+    """Beginnings of what the format reads, and what has no end."""
+    declared, texts = load_format(name), dict[str, str]()
+    openers = {""}
+    if declared.calls is not None:
+        calls = declared.calls
+        named = calls.name[0] + "f" + calls.name[1]
+        whole = (calls.section or ("",))[0] + calls.call[0]
+        arguments = calls.parameter[0] + "a" + calls.parameter[1] + calls.parameter[2]
+        openers |= {calls.opener, whole, whole + named, whole + named + arguments}
+        openers |= {whole + '{"name": "f", "arguments": ', whole + "[f(a=", whole + named + "{a:" + calls.escape}
+        texts["calls"] = (calls.opener + '{"name": "f", "arguments": {}}' + calls.call[1] + "\n") * 40
+    if declared.reasoning is not None:
+        openers.add(declared.reasoning.begin)
+        texts["thoughts"] = declared.reasoning.begin + "x" + declared.reasoning.end
+    if declared.channels is not None:
+        openers |= {declared.channels.channel, f"{declared.channels.channel}commentary to=functions.f"}
+    longest = max(openers, key=len)
+    repeated = ("[", '{"a":', '{"a":[', "(", "'", '"', "\\", "1", "x", " ", "\n", ",", "<", "{", "a=1,", "[f(", "<|")
+    texts |= {f"{opener!r:.60} then {each!r}": opener + each * SIZE for opener in openers for each in repeated}
+    for cut in range(1, len(longest)):
+        texts[f"half of a marker {cut}"] = longest[:cut]
+    return {what: (text * (SIZE // len(text) + 1))[:SIZE] for what, text in texts.items()}
+
+
+@pytest.mark.parametrize("name", sorted(known_formats()))
+def test_any_beginning_that_goes_on_for_ever_is_read_in_bounded_time(name: str) -> None:
+    size = SIZE // 16
+    for what, text in hostile_texts(name).items():
+        parser, began_s = parser_of(name), time.process_time()
+        parser.feed(text[:size])
+        parser.finish()
+        assert time.process_time() - began_s < MOST_S / 4, what
+
+
+@pytest.mark.parametrize(
+    ("name", "beginning", "endless"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": ', "1"),
+        ("hermes", '<tool_call>{"arguments": ', "["),
+        ("hermes", "content", " "),
+        ("hermes", "", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
+        ("pythonic", "[f(a=", "["),
+        ("pythonic", "[f(a='", "x"),
+        ("pythonic", "[f(a='", "\\"),
+        ("functiongemma", "<start_function_call>call:f{a:", "1"),
+        ("functiongemma", "<start_function_call>call:f{a:", "{"),
+        ("qwen3_xml", "<tool_call>\n<function=f>\n<parameter=b>\n", "\n"),
+        ("openai", "<|channel|>", "analysis "),
+    ],
+)
+@pytest.mark.parametrize("piece", [PIECE, SIZE])
+def test_a_megabyte_without_an_end_is_read_in_bounded_time_in_pieces_and_whole(
+    name: str, beginning: str, endless: str, piece: int
+) -> None:
+    text = beginning + endless * (SIZE // len(endless))
+    parser, began_s = parser_of(name), time.process_time()
+    for start in range(0, len(text), piece):
+        parser.feed(text[start : start + piece])
+    parser.finish()
+    assert time.process_time() - began_s < MOST_S
+
+
+@pytest.mark.parametrize("size", [900, 5_000, 1_000_000])
+@pytest.mark.parametrize("nest", ["[", '{"a":', "(", "-", "not ", "a.", "1+"])
+def test_values_of_any_depth_are_arguments_or_none(nest: str, size: int) -> None:
+    closed = {"[": "]", '{"a":': "}", "(": ")"}.get(nest, "")
+    text = nest * size + "1" + closed * size
+    began_s = time.process_time()
+    assert isinstance(as_json(text), str)
+    for read in (nest_as_json, python_as_json):
+        with contextlib.suppress(NoCallError):
+            json.dumps(read(text))
+    assert time.process_time() - began_s < MOST_S
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000 + "]" * 100_000, '{"a":' * 3000 + "1" + "}" * 3000])
+def test_deep_arguments_are_an_input_of_anthropics_api(text: str) -> None:
+    assert json.loads(msgspec.json.encode(_arguments(text))) == {"": text}
+
+
+@pytest.mark.parametrize("number", ["9" * 300, "-1e-999", str(2**64)])
+def test_numbers_of_any_size_stay_as_the_model_wrote_them(number: str) -> None:
+    assert msgspec.json.encode(_arguments(f'{{"a": {number}}}')) == f'{{"a": {number}}}'.encode()
+
+
+SAID: dict[str, str] = {
+    "deep arguments": '<tool_call>{"name": "f", "arguments": ' + "[" * 3000 + "]" * 3000 + "}</tool_call>",
+    "deep and open": '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 1500,
+    "half a surrogate pair for a name": '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+    "half a surrogate pair for arguments": '<tool_call>{"name": "f", "arguments": {"a": "\\udfff"}}</tool_call>',
+    "half markers": "<tool_cal<think<tool_call><tool_call></tool" * 150,
+    "large numbers": '<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>",
+    "arguments as text": '<tool_call>{"name": "f", "arguments": "' + '\\"' * 2000 + '"}</tool_call>',
+    "many calls": '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 120,
+}
+
+
+@pytest.mark.parametrize("what", SAID)
+def test_no_answer_of_a_model_is_an_error_of_the_server(what: str) -> None:
+    """Whole, as events, and in the three APIs."""
+    said = SAID[what]
+    body: Any = {"messages": [{"role": "user", "content": said}], "max_tokens": 7000}
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+    arguments = ("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3", "--enable-auto-tool-choice")
+    with serving(*PARROT_ENGINE, *arguments, attached=True) as server, server.client() as client:
+        whole = ask(client, "/v1/chat/completions", **body, tools=TOOLS)
+        assert whole["choices"][0]["finish_reason"]
+        with client.stream("POST", "/v1/chat/completions", json={**body, "tools": TOOLS, "stream": True}) as response:
+            assert not [each for each in events_of(response) if "error" in each]
+        assert ask(client, "/v1/messages", **body, tools=[tool])["stop_reason"]
+        function = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+        answer = ask(client, "/v1/responses", input=said, max_output_tokens=7000, tools=[function])
+        assert answer["status"] in ("completed", "incomplete")
+
+
+PARROT_ENGINE = ("null", "--distributed-executor-backend", PARROT, "--hf-overrides", '{"vocab_size": 400}')
+
+
+@pytest.mark.parametrize("text", ["[" * 3000, "[" * 3000 + "]" * 3000, '{"a":' * 900 + "1" + "}" * 900, "none", '"'])
+def test_a_calls_arguments_in_a_conversation_may_be_anything(text: str, client: Any) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+    asked = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    result = {"role": "tool", "tool_call_id": "c", "content": "y"}
+    bodies = {
+        "/v1/chat/completions": {"messages": [*asked, result], "max_tokens": 1},
+        "/v1/responses": {
+            "input": [
+                {"type": "message", "role": "user", "content": "x"},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": text},
+                {"type": "function_call_output", "call_id": "c", "output": "y"},
+            ],
+            "max_output_tokens": 1,
+        },
+    }
+    for path, body in bodies.items():
+        assert client.post(path, json=body).status_code in (200, 400), path
+    uses = '{"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": %s}]}'
+    answers = '{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "y"}]}'
+    content = f'{{"max_tokens": 1, "messages": [{{"role": "user", "content": "x"}}, {uses % text}, {answers}]}}'
+    answer = client.post("/v1/messages", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code in (200, 400)
+
+
+@pytest.fixture(scope="module")
+def client() -> Any:
+    with serving() as server, server.client() as client:
+        yield client
