@@ -10,6 +10,7 @@ The names are rows of vllm_options.toml, which is read when a name is met that i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import tomllib
@@ -113,6 +114,10 @@ def _same(value: Any, passing: Any) -> bool:
     """Equal, also when the value is text from a command line or a config file."""
     if isinstance(value, bool) != isinstance(passing, bool) and not isinstance(value, str):
         return False
+    if isinstance(value, str) and isinstance(passing, dict | list):
+        with contextlib.suppress(ValueError):
+            return bool(json.loads(value) == passing)
+        return value.lower() == "none"
     if isinstance(value, str) and not isinstance(passing, str):
         return value.lower() == json.dumps(passing) or value.lower() == "none"
     return bool(value == passing)

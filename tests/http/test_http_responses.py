@@ -192,6 +192,13 @@ def test_items_of_an_earlier_turn_reach_the_template(client):
     ResponseItemList.model_validate(stored.model_dump(), strict=True)
 
 
+def test_reasoning_without_an_answer_reaches_the_template(client):
+    """tests/entrypoints/openai/responses/test_simple.py of vLLM: an earlier turn that was cut off within it."""
+    thought = {"type": "reasoning", "id": "lol", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]}
+    response = ask(client, "", input=[{"role": "user", "content": "a"}, thought, {"role": "user", "content": END}])
+    assert response.output_text == "[user:a][assistant:(t)]"
+
+
 def test_reasoning_comes_back_as_its_encrypted_content(client):
     response = ask(client, "<think>hm</think>yes", include=["reasoning.encrypted_content"], store=False)
     reasoning = response.output[0].to_dict()

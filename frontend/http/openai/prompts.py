@@ -308,6 +308,8 @@ def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
     if message.tool_calls is not None:
         plain["tool_calls"] = [_with_parsed_arguments(call) for call in message.tool_calls]
         plain.setdefault("content", "")
+    elif message.content is None and (message.reasoning or message.reasoning_content):
+        plain["content"] = ""  # an answer that was cut off within its reasoning
     elif message.content is None:
         raise bad_field(f"messages[{index}].content", f"messages[{index}] has no content", "missing_required_parameter")
     return plain
