@@ -156,7 +156,8 @@ class EventStream:
         for index, choice in enumerate(self._choices):
             if parts and time.monotonic() > end_s:  # others have their turn before the rest, which comes first then
                 self._choices = self._choices[index:] + self._choices[:index]
-                self._flush_soon()
+                self._is_flush_due = True
+                self._loop.call_later(TURN_S, self._flush)  # a turn of others may be several of the loop's
                 break
             stream, sequence = choice
             if sequence.has_news() and (data := self._chunks.delta(stream, sequence)):
