@@ -313,6 +313,29 @@ def test_a_list_may_be_written_as_json() -> None:
     assert struct_from_arguments(arguments, ServeOptions).allowed_origins == ("*",)
 
 
+def test_a_model_after_an_api_key_is_refused_in_a_sentence_and_no_second_key(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = OptionParser()
+    add_options(parser, positional_model=True)
+    add_options(parser, ServeOptions)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--api-key", "K", "some/model"])
+    assert "--api-key took 2 values, and no model is named: give the model first" in capsys.readouterr().err
+    parsed = parser.parse_args(["some/model", "--api-key", "K"])
+    assert struct_from_arguments(parsed, ServeOptions).api_key == ("K",)
+    assert options_from_arguments(parsed).model == "some/model"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"), [(["True"], True), ([], True), (["false"], False), (["--no-enable-chunked-prefill"], False)]
+)
+def test_a_switch_takes_a_value_as_vllms_documents_write_it(arguments: list[str], value: bool) -> None:
+    if not arguments or not arguments[0].startswith("--"):
+        arguments = ["--enable-chunked-prefill", *arguments]
+    assert from_command_line(*arguments).enable_chunked_prefill is value
+
+
 def test_a_model_that_a_list_option_would_take_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         from_command_line("--served-model-name", "mine", "some/model", "--seed", "1")
