@@ -103,6 +103,7 @@ class ModelRank(Rank):
             architecture=spec.architecture,
             checkpoint_dtype=checkpoint.dtype_name,
             stored_as="" if checkpoint.quantisation is None else checkpoint.quantisation.names[0],
+            rounds_inputs=checkpoint.quantisation is not None and checkpoint.quantisation.rounds_inputs,
             max_model_len=spec.max_positions,
             vocab_size=spec.vocab_size,
             num_layers=spec.num_layers,

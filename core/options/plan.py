@@ -42,6 +42,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     stored_as: str = ""
     """The quantised format whose matrices stay packed whatever `dtype` is asked for, as in a checkpoint's
     quantization_config; empty for floats, and for GGUF files, which `dtype` dequantises."""
+    rounds_inputs: bool = False
+    """Whether that format means the inputs of matrices to be rounded to 8 bits."""
     why_no_prefix_caching: str = ""
     """Why a token's key may depend on more than the tokens before it, so that blocks cannot be shared; else empty."""
 

@@ -50,7 +50,7 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
     if options.quantization is not None:
         decide("quantization", options.quantization, bits_reason)
     packed = bool(model.stored_as) or (options.dtype == "auto" and model.checkpoint_dtype not in _FLOAT_DTYPES)
-    kv_cache_dtype, kv_reason = _kv_cache_dtype(options, dtype, packed)
+    kv_cache_dtype, kv_reason = _kv_cache_dtype(options, dtype, packed, model.rounds_inputs)
     if kv_cache_dtype != dtype or options.kv_cache_dtype != "auto":
         decide("kv_cache_dtype", kv_cache_dtype, kv_reason)
     decide("served_model_name", ", ".join(names), _asked(bool(options.served_model_name), "the model's own name"))
@@ -117,10 +117,10 @@ def _dtype(options: Options, model: ModelDescription) -> tuple[str, str]:
     return "bfloat16", f"activations of a checkpoint of {model.checkpoint_dtype}; weights stay packed"
 
 
-def _kv_cache_dtype(options: Options, dtype: str, packed: bool) -> tuple[str, str]:
+def _kv_cache_dtype(options: Options, dtype: str, packed: bool, rounds_inputs: bool) -> tuple[str, str]:
     if options.kv_cache_dtype != "auto":
         return _KV_CACHE_DTYPES.get(options.kv_cache_dtype, options.kv_cache_dtype), "asked for"
-    if packed:
+    if packed and not rounds_inputs:  # inputs of 8 bits err by more than a bfloat16 does, whose attention is faster
         return "float16", f"finer than {dtype}, as packed weights are; {dtype} where the model runs op by op"
     return dtype, "dtype"
 

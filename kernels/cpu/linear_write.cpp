@@ -28,7 +28,7 @@ void write_whole_tile(const LinearArgs& args, const float* sums, int64_t sums_st
       Floats value = load_floats(sums + v * kLanes) + bias[v];
       if constexpr (kGated)
         value = activate_gated(args.activation, value, load_floats(sums + kPanelRows + v * kLanes) + up_bias[v]);
-      else
+      else if (args.activation != Activation::kNone)
         value = activate(args.activation, value);
       if (residual) value = value + load_floats(residual + v * kLanes);
       store_vector(args.out, out_at + v * kLanes, kOut, value);

@@ -77,6 +77,21 @@ def test_dtype(asked: str, checkpoint: str, decided: str) -> None:
     assert reason(made, "dtype")
 
 
+@pytest.mark.parametrize(
+    ("stored", "asked", "decided"),
+    [
+        ({"stored_as": "gptq"}, {}, "float16"),
+        ({"checkpoint_dtype": "Q4_1"}, {}, "float16"),
+        ({"stored_as": "compressed-tensors", "rounds_inputs": True}, {}, "bfloat16"),
+        ({"stored_as": "gptq"}, {"kv_cache_dtype": "bfloat16"}, "bfloat16"),
+    ],
+)
+def test_the_cache_is_finer_than_the_activations_of_packed_weights_unless_those_become_int8(
+    stored: dict[str, Any], asked: dict[str, Any], decided: str
+) -> None:
+    assert plan(description(**stored), **asked).kv_cache_dtype == decided
+
+
 def test_max_model_len_is_the_models_unless_asked_for_less() -> None:
     assert (plan().max_model_len, plan().max_model_len_is_fixed) == (8192, False)
     asked = plan(max_model_len=100)

@@ -59,6 +59,11 @@ class Format(ABC):
     made_by: ClassVar[str]
     """Who wrote the checkpoints that tests read."""
 
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether it means the inputs of some matrices to be rounded to 8 bits."""
+        return False
+
     @classmethod
     @abstractmethod
     def of(cls, config: Config) -> Self:

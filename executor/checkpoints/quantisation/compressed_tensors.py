@@ -107,6 +107,10 @@ class CompressedTensors(Format):
         layout = str(config.get("format", ""))
         return cls(tuple(Scheme.of(name, group, layout) for name, group in groups.items()))
 
+    @property
+    def rounds_inputs(self) -> bool:
+        return any(scheme.inputs is not None for scheme in self.schemes)
+
     def _scheme(self, module: str) -> Scheme:
         """The one whose target names the module, else the one of all linear layers. Whether it is quantised at all its
         tensors tell, as `ignore` lists may name a module by what it is fused into."""

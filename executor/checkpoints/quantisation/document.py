@@ -21,6 +21,9 @@ is read, packed and let go in its turn. On a GPU int4, int8 without zero points 
 packed; all else, experts among it, and everything where a CPU runs a model op by op, is turned into floats of `--dtype`
 as it is read.
 
+Keys and values beside packed weights are float16, finer than bfloat16; where activations become int8 they are of
+`--dtype`, as what they lose is less than that. `--kv-cache-dtype` says otherwise.
+
 Scales of a quantised cache that a checkpoint has (`k_scale`, `v_scale`) have no effect, which is logged: the caches of
 `--kv-cache-dtype fp8` and `int8` take a scale for each token and head from what is written.
 

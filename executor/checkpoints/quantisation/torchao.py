@@ -53,6 +53,10 @@ class TorchAo(Format):
             inputs = InputRounding(shifted="ASYMMETRIC" in shifted)
         return cls(min(sizes, default=None), inputs)
 
+    @property
+    def rounds_inputs(self) -> bool:
+        return self.inputs is not None
+
     def parts(self, module: str, role: Role, held: Container[str]) -> Parts | None:
         found = {part: f"{module}.{name}" for part, name in PARTS.items()}
         if found["weight"] not in held:
