@@ -24,6 +24,9 @@ Kind = Literal["int4", "int8", "float4", "e4m3"]
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP4_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of the codes of a float of 2 bits of exponent and 1 of mantissa (OCP Microscaling formats, section 5.3.3)."""
+TOKEN_STEPS = 127.50003
+"""Between 0 and a token's largest magnitude: 127.5, and a little, so that the largest, if it is negative, is code -128
+whatever the last bit of a quotient."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class InputRounding:
             scale, zero = (x.new_tensor([each]) for each in (self.scale, float(self.zero)))
         else:
             most, least = x.amax(-1, keepdim=True).clamp(min=0), x.amin(-1, keepdim=True).clamp(max=0)
-            scale = (most - least) / 255 if self.shifted else torch.maximum(most, -least) / 127.5
+            scale = (most - least) / 255 if self.shifted else torch.maximum(most, -least) / TOKEN_STEPS
             scale = torch.where(scale > 0, scale, 1.0)
             zero = (-128 - least / scale).round().clamp(-128, 127) if self.shifted else torch.zeros_like(scale)
         return (x / scale + zero).clamp(-128, 127).round(), scale, zero
@@ -131,18 +134,26 @@ class GroupedWeight:
         codes = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(1)
         return codes.float() if self.kind == "int4" else torch.tensor(self.table)[codes.int()]
 
+    @property
+    def undivided(self) -> int:
+        """Neighbours that stay together: a group, or the codes of a byte where a row has one scale."""
+        return self.group if self.group < self.shape[1] else 8 // self.bits
+
     def columns_divide(self, first: int, last: int) -> bool:
-        """Whether inputs first .. last - 1 are whole groups."""
+        """Whether inputs first .. last - 1 can be taken by themselves."""
         if first == 0 and last == self.shape[1]:
             return True
-        return self.order is None and first % self.group == 0 and last % self.group == 0
+        return self.order is None and first % self.undivided == 0 and last % self.undivided == 0
 
     def part(self, rows: slice, columns: slice) -> GroupedWeight:
-        """Outputs `rows` of inputs `columns`, which must be whole groups: `columns_divide`."""
+        """Outputs `rows` of inputs `columns`, where `columns_divide`."""
         across = slice(columns.start * self.bits // 8, columns.stop * self.bits // 8)
-        groups = slice(columns.start // self.group, columns.stop // self.group)
+        if self.group == self.shape[1]:
+            group, groups = columns.stop - columns.start, slice(0, 1)
+        else:
+            group, groups = self.group, slice(columns.start // self.group, columns.stop // self.group)
         zeros = None if self.zeros is None else self.zeros[rows, groups]
-        return replace(self, codes=self.codes[rows, across], scales=self.scales[rows, groups], zeros=zeros)
+        return replace(self, codes=self.codes[rows, across], scales=self.scales[rows, groups], group=group, zeros=zeros)
 
     def take(self, rows: Tensor) -> GroupedWeight:
         """Outputs `rows` [count] int64, in this order."""
@@ -154,11 +165,14 @@ class GroupedWeight:
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros, order=order)
 
     def blank(self, n: int, k: int) -> GroupedWeight:
-        """Zeros [n, k] of the same kind, to write parts into; groups must divide k."""
-        codes = torch.zeros(n, k * self.bits // 8, dtype=torch.uint8)
-        scales = self.scales.new_zeros(n, k // self.group)
-        zeros = None if self.zeros is None else self.zeros.new_zeros(n, k // self.group)
-        return replace(self, codes=codes, scales=scales, zeros=zeros, order=None)
+        """Zeros [n, k] of the same kind, to write parts into; groups must divide k. Where a row has one scale, what
+        its other parts leave out stands for 0 only in integers without zeros, and must meet inputs of 0."""
+        group = k if self.group == self.shape[1] else self.group
+        zero_code = {"int4": 0x88, "int8": 0x80}.get(self.kind, 0) if self.zeros is None else 0
+        codes = torch.full((n, k * self.bits // 8), zero_code, dtype=torch.uint8)
+        scales = self.scales.new_zeros(n, k // group)
+        zeros = None if self.zeros is None else self.zeros.new_zeros(n, k // group)
+        return replace(self, codes=codes, scales=scales, group=group, zeros=zeros, order=None)
 
     def write(self, other: GroupedWeight) -> None:
         """Takes the place of what this part shows."""

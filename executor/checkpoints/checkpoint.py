@@ -60,7 +60,7 @@ class Checkpoint:
         """Memory of quantised weights as they are stored; None for floats."""
         if self.quantisation is not None:
             return sum(file.stat().st_size for file in _weight_files(self.path))
-        return None if self.gguf is None else sum(record.nbytes for record in self.gguf.tensors.values())
+        return None if self.gguf is None else self.gguf.kept_bytes
 
     on_read: OnRead | None = field(default=None, repr=False)
     """Hears how much of the weights has been read."""

@@ -44,6 +44,8 @@ Stored = Tensor | tuple[str, Tensor] | GroupedWeight
 
 OUTER_BITS = 8
 """What embedding and head are quantised to: their errors reach every token undiluted."""
+KERNEL_BLOCK = 32
+"""Neighbours of a row that kernels take at once, whatever shares their scale."""
 
 
 @dataclass(frozen=True)
@@ -318,9 +320,9 @@ class CpuWeights(CheckedWeights):
 
 def inner_block(spec: ArchSpec, source: WeightSource, *, keep_packed: bool, blocks: Blocks | None) -> int:
     """What a rank's share of an FFN's inner size must be a multiple of to be whole blocks; 1 where there are none."""
-    packed, names = _packed_reader(source) if keep_packed else None, source.names()
-    if packed is None and blocks is None:
+    if blocks is None and not (keep_packed and _packed_reader(source)):
         return 1
+    names = source.names()
     # Blocks lie along rows: those of the matrices whose columns are an inner size, and not heads.
     divided = {
         weight.name: weight.shape[1]
@@ -329,13 +331,9 @@ def inner_block(spec: ArchSpec, source: WeightSource, *, keep_packed: bool, bloc
     }
     if blocks is not None:
         return 1 if any(size % blocks.group_size for size in divided.values()) else blocks.group_size
-    group_of = getattr(stored_source(source), "group_of", None)
-    if group_of is not None:
-        return math.lcm(*(group_of(name) or 1 for name in divided if name in names))
-    assert packed is not None, "one of both is there"
-    kept = [packed(name) for name in divided if name in names]
-    types = [each[0] for each in kept if isinstance(each, tuple)]
-    return math.lcm(*(WEIGHT_TYPES[each].block_size for each in types if each in WEIGHT_TYPES))
+    group_of = stored_source(source).group_of  # type: ignore[attr-defined]
+    groups = [group for name in divided if name in names and (group := group_of(name)) is not None]
+    return math.lcm(KERNEL_BLOCK, *groups) if groups else 1
 
 
 def _packed_reader(source: WeightSource) -> Callable[[str], Packed | None] | None:

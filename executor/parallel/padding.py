@@ -199,7 +199,10 @@ def packed_part(
 def grouped_part(
     source: WeightSource, name: str, whole: GroupedWeight, rows: slice | None, columns: slice | None
 ) -> GroupedWeight | None:
-    """A part of a matrix with group scales; None where it begins or ends within a group. Padding has scales of zero."""
+    """A part of a matrix with group scales; None where it begins or ends within a group.
+
+    Padding has scales of zero, or meets inputs of zero.
+    """
     height, width = part_size(tuple(source.shape(name)), rows, columns)
     pieces = _pieces(source, name, rows, columns)
     if not all(whole.columns_divide(p.source_columns.start, p.source_columns.stop) for p in pieces):
@@ -207,7 +210,7 @@ def grouped_part(
     if len(pieces) == 1 and (pieces[0].rows.stop, pieces[0].columns.stop) == (height, width):
         return whole.part(pieces[0].source_rows, pieces[0].source_columns)
     edges = {edge for p in pieces for edge in (p.columns.start, p.columns.stop)}
-    if whole.order is not None or any(edge % whole.group for edge in (*edges, width)):
+    if whole.order is not None or any(edge % whole.undivided for edge in (*edges, width)):
         return None
     found = whole.blank(height, width)
     for piece in pieces:

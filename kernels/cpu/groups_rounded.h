@@ -65,6 +65,10 @@ constexpr int kRoundedGroups = 2;
 #endif
 #endif
 
+// Steps between 0 and a token's largest magnitude: 127.5, for codes go from -128 to 127. Where the largest is negative
+// that is the border between two codes, which the last bit of a quotient would decide; this makes it -128.
+constexpr float kTokenSteps = 127.50003f;
+
 struct RoundedIntegers : GroupedBase {
   static constexpr int kMaxRows = kRoundedTileRows;
 
@@ -83,7 +87,7 @@ struct RoundedIntegers : GroupedBase {
     row.zero = w.input_zero;
     if (w.rounding == InputRounding::kStatic) return row;
     const bool shifted = w.rounding == InputRounding::kShiftedToken;
-    row.step = shifted ? (most - least) / 255.0f : (most > -least ? most : -least) / 127.5f;
+    row.step = shifted ? (most - least) / 255.0f : (most > -least ? most : -least) / kTokenSteps;
     if (!(row.step > 0.0f)) row.step = 1.0f;  // nothing but zeros, or what is too small for a step
     if (shifted) {
       const float zero = nearest_integers(all_lanes(-128.0f - least / row.step))[0];

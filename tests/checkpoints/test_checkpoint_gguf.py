@@ -20,6 +20,7 @@ from headrace.executor.checkpoints.checkpoint import config_at_hand, open_checkp
 from headrace.executor.checkpoints.gguf.file import GGUFFile
 from headrace.executor.models.families import spec_from_config
 from headrace.ipc.failure import ModelError
+from headrace.kernels.grouped import GroupedWeight
 
 LLAMA3_WIDE = {
     "hidden_size": 256,
@@ -116,6 +117,7 @@ def test_parts_of_quantised_weights_equal_the_whole_cut(kind: Kind, tmp_path: Pa
         assert weights.get("lm_head.weight").dtype == {Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}[kind]
 
 
+I_QUANTS = [kind for kind in Kind if kind.name.startswith(("IQ", "TQ"))]
 QUANTISED = [kind for kind in gguf.quants._type_traits if kind != Kind.BF16]
 
 
@@ -135,9 +137,15 @@ def test_every_type_that_gguf_can_dequantise_is_read(kind: Kind, tmp_path: Path)
     assert found.shape == (8, 512)
     np.testing.assert_array_equal(found.numpy(), expected)
     kept = file.weights().packed("model.layers.0.mlp.down_proj.weight")
-    assert kept is not None
-    assert kept[0] == kind.name
-    np.testing.assert_array_equal(kept[1], packed)
+    if isinstance(kept, GroupedWeight):
+        np.testing.assert_array_equal(kept.floats().numpy(), expected)
+        assert file.kept_bytes == kept.nbytes + 10 * 256 * 4
+        assert file.weights().group_of("model.layers.0.mlp.down_proj.weight") == kept.group
+    else:
+        assert isinstance(kept, tuple)
+        assert kept[0] == kind.name
+        np.testing.assert_array_equal(kept[1], packed)
+    assert isinstance(kept, GroupedWeight) == (kind in (*I_QUANTS, Kind.Q3_K, Kind.MXFP4, Kind.NVFP4))
 
 
 def test_packed_query_rows_are_in_the_order_of_the_dequantised_ones(tmp_path: Path) -> None:
@@ -145,7 +153,7 @@ def test_packed_query_rows_are_in_the_order_of_the_dequantised_ones(tmp_path: Pa
     weights = GGUFFile(save_gguf(model, tmp_path / "model.gguf", Kind.Q4_1)).weights()
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.v_proj.weight"):
         packed = weights.packed(name)
-        assert packed is not None
+        assert isinstance(packed, tuple)
         np.testing.assert_array_equal(gguf.quants.dequantize(packed[1], Kind.Q4_1), weights.get(name).numpy())
     assert weights.packed("model.norm.weight") is None
 
@@ -280,9 +288,6 @@ def test_the_demo_model_is_found_by_the_name_that_it_is_served_under(
         open_checkpoint(Options(model=by_name.name))
 
 
-I_QUANTS = [kind for kind in Kind if kind.name.startswith(("IQ", "TQ"))]
-
-
 @pytest.mark.parametrize("kind", I_QUANTS, ids=lambda kind: kind.name)
 def test_i_quants_and_ternary_types_are_turned_into_numbers(kind: Kind, tmp_path: Path) -> None:
     block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -291,6 +296,9 @@ def test_i_quants_and_ternary_types_are_turned_into_numbers(kind: Kind, tmp_path
         tmp_path / "model.gguf",
         {"token_embd.weight": (random_matrix(10, 256), Kind.F32), "blk.0.attn_q.weight": (packed, kind)},
     )
-    found = GGUFFile(path).weights().get("model.layers.0.self_attn.q_proj.weight", slice(0, 64))
+    weights, name = GGUFFile(path).weights(), "model.layers.0.self_attn.q_proj.weight"
+    found, kept = weights.get(name, slice(0, 64)), weights.packed(name)
     whole = gguf.quants.dequantize(packed, kind).reshape(4, 32, 2, 256).swapaxes(1, 2).reshape(256, 256)
     np.testing.assert_array_equal(found.numpy(), whole[:64])
+    assert isinstance(kept, GroupedWeight)
+    np.testing.assert_array_equal(kept.floats().numpy(), whole)

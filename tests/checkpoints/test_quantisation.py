@@ -175,6 +175,24 @@ def test_inputs_become_int8_where_the_checkpoint_means_it(family: str, rounding:
     check_rounded(decoder, model, inputs)
 
 
+@pytest.mark.parametrize(
+    ("config", "rounds"),
+    [
+        (made.compressed("W8A8", InputRounding(), **made.W8), True),
+        (made.torchao("Int8DynamicActivationInt8Weight"), True),
+        (made.compressed("W8A16", **made.W8), False),
+        (made.torchao("Int8WeightOnly"), False),
+    ],
+)
+def test_a_format_says_whether_inputs_become_int8(
+    config: tuple[dict[str, Any], made.Writer], rounds: bool, tmp_path: Path
+) -> None:
+    made.write(tmp_path, tiny_models.build("llama"), *config)
+    quantisation = open_checkpoint(Options(model=str(tmp_path))).quantisation
+    assert quantisation is not None
+    assert quantisation.rounds_inputs == rounds
+
+
 def test_torchaos_inputs_become_int8_where_its_config_means_it(tmp_path: Path) -> None:
     built = tiny_models.build("llama", num_hidden_layers=1)
     model = made.write(tmp_path, built, *made.torchao("Int8DynamicActivationInt8Weight"))
@@ -535,6 +553,16 @@ def test_ranks_divide_packed_weights_between_groups(tmp_path: Path, caplog: pyte
     assert "no whole number of blocks" not in caplog.text
     staged = first_logprobs(tmp_path, dtype="float32", distributed_executor_backend=THREADS, pipeline_parallel_size=2)
     assert staged == pytest.approx(one, abs=0.06)
+
+
+@pytest.mark.parametrize("case", ["gptq rows, v2", "quark int8", "fp8 rows"])
+def test_ranks_share_the_scale_of_a_row(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made.write(tmp_path, tiny_models.build("llama"), *CASES[case][0]())
+    one = first_logprobs(tmp_path, dtype="float32")
+    two = first_logprobs(tmp_path, dtype="float32", distributed_executor_backend=THREADS, tensor_parallel_size=2)
+    assert two == pytest.approx(one, abs=0.06)
+    assert "it has 128 for 96 inner columns of an MLP" in caplog.text, "blocks of 32 for each rank, and no whole rows"
+    assert "they are kept in" not in caplog.text
 
 
 def test_ranks_turn_what_is_ordered_across_them_into_floats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

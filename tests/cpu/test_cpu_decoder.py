@@ -214,6 +214,9 @@ class PackedSource(DictSource):
         kind, rows = self._packed.get(name, (None, None))
         return None if kind is None or rows is None else (kind.name, rows)
 
+    def group_of(self, name: str) -> int | None:
+        return gguf.GGML_QUANT_SIZES[self._packed[name][0]][0] if name in self._packed else None
+
 
 def exact_model(name: str, source: PackedSource) -> Any:
     """The transformers model of the dequantised weights, in float32."""

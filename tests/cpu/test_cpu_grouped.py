@@ -145,6 +145,19 @@ def test_parts_and_joined_parts_are_those_of_the_whole() -> None:
     assert not upper.goes_with(random_weight("int4", 48, 256, 64))
 
 
+@pytest.mark.parametrize(("kind", "zeros"), CASES)
+def test_a_part_of_a_row_with_one_scale_keeps_it(kind: Kind, zeros: bool) -> None:
+    whole = random_weight(kind, 48, 256, 256, zeros=zeros)
+    assert whole.columns_divide(34, 130)
+    part = whole.part(slice(8, 16), slice(34, 130))
+    assert part.group == 96
+    assert torch.equal(part.floats(), whole.floats()[8:16, 34:130])
+    padded = whole.blank(48, 320)
+    padded.part(slice(0, 48), slice(0, 256)).write(whole)
+    assert padded.group == 320
+    assert torch.equal(padded.floats()[:, :256], whole.floats())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

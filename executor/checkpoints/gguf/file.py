@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +22,8 @@ from headrace.executor.checkpoints.gguf.config import (
     tensor_names,
 )
 from headrace.executor.checkpoints.gguf.header import GGUFHeader, TensorRecord
-from headrace.executor.checkpoints.weights import bounds
+from headrace.executor.checkpoints.gguf.regrouped import REGROUPED
+from headrace.executor.checkpoints.weights import Packed, bounds
 from headrace.ipc.failure import ModelError
 
 UNQUANTISED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -64,6 +66,11 @@ class GGUFFile:
         most = max(sizes, key=lambda name: sizes[name])
         return UNQUANTISED.get(most, most)
 
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the weights as they stay, packed."""
+        return sum(_kept_bytes(record) for record in self.tensors.values())
+
     def weights(self) -> GGUFWeights:
         config = self.config
         return GGUFWeights(
@@ -74,6 +81,11 @@ class GGUFFile:
             num_heads=config["num_attention_heads"],
             num_kv_heads=config["num_key_value_heads"],
         )
+
+
+def _kept_bytes(record: TensorRecord) -> int:
+    form = REGROUPED.get(record.type_name)
+    return record.nbytes if form is None else form.num_bytes(math.prod(record.shape))
 
 
 def _other_parts(header: GGUFHeader) -> list[Path]:
@@ -159,15 +171,27 @@ class GGUFWeights:
             part = part.reshape(record.shape)
         return self._without_offset(name, part)
 
-    def packed(self, name: str) -> tuple[str, np.ndarray] | None:
+    def packed(self, name: str) -> Packed | None:
         """(type, [rows, bytes of a row] uint8) as the file holds it, rows in Hugging Face's order; None where the
-        tensor is not quantised. Without a reordering it is a read-only view of the memory map.
+        tensor is not quantised. Without a reordering it is a read-only view of the memory map. A type of `REGROUPED`
+        becomes codes with group scales.
         """
         record = self._records[name]
         if record.type_name in UNQUANTISED or len(record.shape) != 2 or self._is_offset(name):
             return None
         order = self._row_order(name)
-        return record.type_name, record.data if order is None else record.data[order]
+        rows = record.data if order is None else record.data[order]
+        if form := REGROUPED.get(record.type_name):
+            return form.take_apart(record.type_name, rows)
+        return record.type_name, rows
+
+    def group_of(self, name: str) -> int | None:
+        """Neighbours of a row that ranks cannot divide; None where it is in floats."""
+        record = self._records[name]
+        if record.type_name in UNQUANTISED:
+            return None
+        form = REGROUPED.get(record.type_name)
+        return record.block_size if form is None else form.group
 
     def _row_order(self, name: str) -> np.ndarray | None:
         """[rows]: for each row in Hugging Face's order, where the file has it; None where the orders agree.

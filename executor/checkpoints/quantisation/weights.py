@@ -91,8 +91,12 @@ class QuantisedWeights:
         return self._read(name) if name in self._parts else None
 
     def group_of(self, name: str) -> int | None:
-        """How many weights of a row share a scale; None where it is in floats."""
-        return self._format.group(_module(name), self.shape(name)[1]) if name in self._parts else None
+        """Neighbours of a row that ranks cannot divide; None where it is in floats."""
+        if name not in self._parts:
+            return None
+        columns = self.shape(name)[1]
+        size = self._format.group(_module(name), columns)
+        return size if size < columns else 1  # a scale of a whole row goes with any part of it
 
     def _read(self, name: str) -> GroupedWeight:
         module = _module(name)
