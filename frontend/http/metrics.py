@@ -46,6 +46,7 @@ ENGINE_HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
     "request_max_num_generation_tokens": (_COUNTS, "Tokens of a request's longest output."),
     "request_params_n": ((1.0, 2.0, 5.0, 10.0, 20.0), "Outputs asked for."),
     "request_params_max_tokens": (_COUNTS, "max_tokens asked for."),
+    "request_num_preemptions": ((0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0), "How often a request gave way to others."),
 }
 _ALSO_KNOWN_AS = {"inter_token_latency_seconds": "time_per_output_token_seconds"}
 """Names of earlier versions of vLLM, which dashboards made for them ask for."""
@@ -200,6 +201,7 @@ class RequestMeter:
         self._take("request_max_num_generation_tokens", max(len(each.token_ids) for each in stream.sequences))
         if reason == "abort":
             return
+        self._take("request_num_preemptions", metrics.num_preemptions)
         self._take("time_to_first_token_seconds", metrics.first_token_latency)
         self._take("e2e_request_latency_seconds", metrics.total_s)
         self._take("request_queue_time_seconds", metrics.queued_s)

@@ -195,6 +195,8 @@ def test_the_routes_that_operators_ask_answer(client: httpx.Client) -> None:
     ask(client, COMPLETIONS, prompt="a", ignore_eos=True, **GREEDY)
     assert metric(client, "headrace:generation_tokens_total") == before + 5
     assert metric(client, "headrace:num_requests_waiting_by_reason", reason="capacity") == 0
+    never = metric(client, "headrace:request_num_preemptions_bucket", le="0.0")
+    assert never == metric(client, "headrace:request_num_preemptions_count") > 0
 
 
 def ask_get(client: httpx.Client, path: str) -> Any:
