@@ -309,7 +309,7 @@ def test_a_background_response_is_cancelled(client):
         assert cancelled.status == client.responses.retrieve(response.id).status == "cancelled"
         with pytest.raises(openai.BadRequestError, match="is not complete, and nothing can follow it"):
             ask(client, "x", previous_response_id=response.id)
-    with pytest.raises(openai.BadRequestError, match="only a response with background: true"):
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
         client.responses.cancel(ask(client, "x").id)
 
 
@@ -330,7 +330,7 @@ def test_a_background_response_is_cancelled(client):
         ({"text": {"format": {"type": "xml"}}}, "text.format must be", "text.format"),
         ({"text": {"verbosity": "high"}}, "text.verbosity", "text.verbosity"),
         ({"include": ["all"]}, "include[0] is 'all'; known are", "include[0]"),
-        ({"background": True, "store": False}, "must be stored", "background"),
+        ({"background": True, "store": False}, "background can only be used when `store` is true", "background"),
         ({"conversation": "c"}, "use previous_response_id", "conversation"),
         ({"temperature": -1}, "temperature", "temperature"),
         ({"model": "x"}, "does not exist", "model"),

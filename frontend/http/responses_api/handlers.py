@@ -176,7 +176,9 @@ async def create(state: ServerState, exchange: Exchange) -> None:
 def _check(request: ResponsesRequest, store: ResponseStore) -> None:
     check_include(request.include)
     if request.background and request.store is False:
-        raise bad_field("background", "a background response is read by its id, so it must be stored: leave out store")
+        raise bad_field(
+            "background", "background can only be used when `store` is true: such a response is read by its id"
+        )
     if (request.background or request.store) and not store.most_bytes:
         field = "background" if request.background else "store"
         raise bad_field(field, f"{field}: this server keeps no responses (its option response_store_bytes is 0)")
@@ -424,7 +426,7 @@ async def cancel(state: ServerState, exchange: Exchange) -> None:
     stored = await _stored(state, exchange)
     response = msgspec.json.decode(stored.response)
     if not response["background"]:
-        raise bad_field("response_id", "only a response with background: true can be cancelled")
+        raise bad_field("response_id", "Cannot cancel a synchronous response. Only one with background: true can be.")
     if stored.status in IN_PROGRESS:
         cancelled = {**response, "status": "cancelled"}
         changed = msgspec.structs.replace(stored, status="cancelled", response=msgspec.json.encode(cancelled))
