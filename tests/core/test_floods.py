@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine_parts import SteppedCore
 
 from headrace.core.engine.loop import MESSAGES_BESIDE_STEPS
+from headrace.core.schedule.scheduler import ADMITTED_BESIDE_DECODES
 from headrace.ipc.messages import Abort, FinishReason, GetStats
 
 FLOOD = 10 * MESSAGES_BESIDE_STEPS
@@ -55,3 +56,27 @@ def test_an_engine_that_runs_nothing_takes_all_that_came_before_its_first_step()
     assert core.inbox.empty()
     core.run_until_idle()
     assert len(client.finishes()) == FLOOD
+
+
+def test_few_requests_enter_in_a_step_beside_running_ones_and_all_in_one_of_their_own() -> None:
+    """To give one its row takes long enough that hundreds would keep the others' next tokens."""
+
+    def entered(core: SteppedCore, count: int) -> int:
+        client, before = core.open(), core.loop.scheduler.num_running
+        for slot in range(count):
+            client.add(slot, [7, 8], max_tokens=20, ignore_eos=True)
+        while not core.inbox.empty() or len(core.loop.scheduler.waiting) == 0:
+            core.loop._take_messages()
+        core.loop.turn()
+        return core.loop.scheduler.num_running - before
+
+    many = 2 * ADMITTED_BESIDE_DECODES
+    options = {"max_num_seqs": 2 * many, "max_num_batched_tokens": 2048, "num_blocks": 4096, "async_scheduling": False}
+    beside = SteppedCore(**options)
+    runs = beside.open()
+    runs.add(1, [5, 6], max_tokens=40, ignore_eos=True)
+    beside.loop.turn()
+    assert entered(beside, many) == ADMITTED_BESIDE_DECODES
+    assert len(runs.tokens()[1]) == 2
+    beside.run_until_idle()
+    assert entered(SteppedCore(**options), many) == many
