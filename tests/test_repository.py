@@ -20,7 +20,7 @@ MAY_IMPORT = MappingProxyType(
         "core": {"headrace.core", "headrace.ipc", "msgspec", "zmq", "numpy", "psutil", "xxhash", "yaml"},
         "executor": {
             *("headrace.executor", "headrace.kernels", "headrace.ipc"),
-            *("headrace.core.options", "headrace.core.process.supervisor"),
+            *("headrace.core.options", "headrace.core.process.supervisor", "headrace.core.process.ray_engines"),
             *("torch", "transformers", "tokenizers", "safetensors", "gguf", "huggingface_hub"),
             *("numpy", "msgspec", "psutil", "tqdm", "pynvml"),
         },
@@ -36,7 +36,7 @@ MAY_IMPORT = MappingProxyType(
 MAY_IMPORT_LAZILY = MappingProxyType(
     {
         "ipc": {"numpy"},  # a client that never touches an array never loads it
-        "core": {"tqdm"},  # for those who look at a terminal
+        "core": {"tqdm", "ray"},  # for those who look at a terminal; an extra
         "executor": {"ray"},  # an extra
         "frontend": {
             *("headrace.core.engine.engine", "headrace.core.engine.memory_port"),  # a core on a thread of this process

@@ -183,6 +183,10 @@ def load_executor(options: Options) -> Executor:
         backend = "mp on several nodes"
     if backend == "uni":
         _check_uni(options, world_size)
+    if options.data_parallel_backend == "ray":
+        raise OptionError(
+            "data_parallel_backend=ray is for what starts engines: LLM, AsyncLLM and serve, not one engine"
+        )
     if backend == "uni" and options.shares_experts:
         backend = "uni with shared experts"
     module, colon, name = EXECUTORS.get(backend, backend).partition(":")

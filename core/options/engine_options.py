@@ -425,6 +425,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "compute every step together and fail together",
         ),
     ] = False
+    data_parallel_backend: Annotated[
+        Literal["mp", "ray"],
+        Option(
+            PARALLEL,
+            "What starts the engines: mp as processes of this machine, ray where the Ray that RAY_ADDRESS or this host "
+            "has places them (else one that is started), and elsewhere when they die",
+            short="-dpb",
+        ),
+    ] = "mp"
     data_parallel_meeting: Annotated[
         str,
         Option(

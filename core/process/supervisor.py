@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -92,6 +93,8 @@ class Child:
         """It was asked to stop; it was sent a signal that ends it."""
         self._changed = threading.Condition()
         self._exited = False
+        self.keys: Path | None = None
+        """An engine's address needs no other keys than HEADRACE_KEYS names: it inherits that."""
         self._progress: list[Progress] = []
         self._on_exit: list[OnExit] = []
         self._channel, theirs = Channel.pair(self.options.receives)

@@ -7,20 +7,17 @@ like a node that was started by hand; steps and results never pass through Ray.
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 import secrets
 from typing import Any
 
 import msgspec
 
 from headrace.core.options.engine_options import Options
+from headrace.core.process.ray_engines import join_ray, load_ray, passed_on
 from headrace.executor.placement.multinode import MultiNodeExecutor
 from headrace.executor.placement.node_agent import KEY_VARIABLE
 from headrace.ipc.failure import EngineStartError, OptionError
 
-PASSED_ON, PASSED_ON_STARTS = ("PYTHONPATH", "HEADRACE_LOG_LEVEL"), ("NCCL_", "TORCH_NCCL_", "GLOO_")
-"""Environment variables that ranks elsewhere get from the core's, NCCL's settings among them."""
 STRATEGY = "PACK"
 """Ranks on as few hosts as have room for them."""
 
@@ -30,21 +27,11 @@ class RayExecutor(MultiNodeExecutor):
 
     def __init__(self, options: Options) -> None:
         """Connects to the Ray that RAY_ADDRESS or this host has, else starts one. Raises OptionError without Ray."""
-        try:
-            import ray
-        except ImportError as error:
-            raise OptionError(
-                f"distributed_executor_backend=ray needs the package ray ({error}): pip install ray, or, in Headrace's "
-                "clone, pip install '.[ray]'"
-            ) from error
-        self._ray: Any = ray
-        self._owns_ray = not ray.is_initialized()
+        ray = self._ray = load_ray("distributed_executor_backend")
         self._key = secrets.token_hex(16)
         self._actors: list[Any] = []
         self._group: Any = None
-        if self._owns_ray:
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
+        self._owns_ray = join_ray(ray)
         address = ray.util.get_node_ip_address()
         here = msgspec.structs.replace(options, master_addr=address, master_port=0)
         size = options.tensor_parallel_size * options.pipeline_parallel_size
@@ -118,5 +105,4 @@ class RankActor:
 
 def _environment(key: str) -> dict[str, str]:
     """What an agent needs of the core's environment."""
-    kept = {name: value for name, value in os.environ.items() if name in PASSED_ON or name.startswith(PASSED_ON_STARTS)}
-    return {**kept, KEY_VARIABLE: key}
+    return {**passed_on(), KEY_VARIABLE: key}

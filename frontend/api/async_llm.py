@@ -39,10 +39,10 @@ from headrace.frontend.fleet.sources import Owned
 from headrace.ipc.failure import EngineDeadError, HeadraceError, InvalidRequestError
 
 if TYPE_CHECKING:
-    from headrace.core.process.supervisor import Child
     from headrace.frontend.api.engine_keywords import EngineOptions
     from headrace.frontend.api.llm_engine import EngineArgs
     from headrace.frontend.client.request import RequestStream
+    from headrace.frontend.fleet.sources import EngineProcess
     from headrace.frontend.text.chat_template import Message
     from headrace.ipc.messages import Welcome
 
@@ -109,7 +109,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         self._client = client
         return self
 
-    def _prepare(self, children: Sequence[Child | Owned], fleet: FleetClient | None = None) -> None:
+    def _prepare(self, children: Sequence[EngineProcess | Owned], fleet: FleetClient | None = None) -> None:
         """children: what is stopped at the end."""
         self._children = children
         self._fleet = fleet
@@ -439,7 +439,7 @@ async def _tokenize(prompt: Prompt, client: RequestClient, how: Tokenization = A
     how.apply(prompt, client.welcome)
 
 
-def _stop_children(process_id: int, children: Sequence[Child | Owned]) -> None:
+def _stop_children(process_id: int, children: Sequence[EngineProcess | Owned]) -> None:
     if os.getpid() == process_id:  # not a fork's copy
         for child in children:
             child.stop(STOP_DEADLINE_S)

@@ -68,6 +68,7 @@ class EngineOptions(TypedDict, total=False):
     data_parallel_rank: int | None
     pipeline_layer_partition: Sequence[int] | str | None
     enable_expert_parallel: bool | None
+    data_parallel_backend: Literal["mp", "ray"] | str | None
     data_parallel_meeting: str | None
     disable_custom_all_reduce: bool | None
     distributed_executor_backend: str | None

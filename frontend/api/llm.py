@@ -45,10 +45,10 @@ from headrace.ipc.failure import HeadraceError, InvalidRequestError
 
 if TYPE_CHECKING:
     from headrace.core.engine.engine import EngineThread
-    from headrace.core.process.supervisor import Child
     from headrace.frontend.api.engine_keywords import EngineOptions
     from headrace.frontend.api.llm_engine import LLMEngine
     from headrace.frontend.client.request import RequestStream
+    from headrace.frontend.fleet.sources import EngineProcess
     from headrace.frontend.text.chat_template import Message
     from headrace.ipc.messages import Welcome
 
@@ -110,7 +110,7 @@ class LLM(Controls, NamesWhatIsMissing):
     def _open(
         self,
         client: CoreClient | FleetClient,
-        child: Child | EngineThread | None,
+        child: EngineProcess | EngineThread | None,
         timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         self._background = BackgroundLoop("headrace-llm")
@@ -385,7 +385,10 @@ def _own_client(transport: Transport) -> CoreClient:
 
 
 def _shut_down(
-    process_id: int, background: BackgroundLoop, client: CoreClient | FleetClient, child: Child | EngineThread | None
+    process_id: int,
+    background: BackgroundLoop,
+    client: CoreClient | FleetClient,
+    child: EngineProcess | EngineThread | None,
 ) -> None:
     if os.getpid() != process_id:
         return  # a fork's copy: the threads are not here, and the engine is not ours

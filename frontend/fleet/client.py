@@ -17,7 +17,7 @@ from headrace.frontend.client.own_engine import STOP_DEADLINE_S
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.router import RouterOptions
-from headrace.frontend.fleet.sources import Owned
+from headrace.frontend.fleet.sources import EngineProcess, Owned
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.control import ExtensionAnswers
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
@@ -25,7 +25,6 @@ from headrace.ipc.messages import EngineStats, GetStats, Welcome
 
 if TYPE_CHECKING:
     from headrace.core.options.engine_options import Options
-    from headrace.core.process.supervisor import Child
 
 RESTARTS = 10
 """How often in a row a dead engine of several is started again."""
@@ -38,11 +37,16 @@ def with_meeting(options: Options) -> Options:
     return msgspec.structs.replace(options, data_parallel_meeting=secrets.token_hex(8))
 
 
-def start_ranks(options: Options) -> list[Child]:
+def start_ranks(options: Options) -> list[EngineProcess]:
     """The engines of data_parallel_size, which divide this machine among them."""
+    if options.data_parallel_backend == "ray":
+        from headrace.core.process.ray_engines import RayFleet
+
+        fleet = RayFleet(options)
+        return [fleet.start(rank) for rank in range(options.data_parallel_size)]
     from headrace.core.process.supervisor import start_engine
 
-    children: list[Child] = []
+    children: list[EngineProcess] = []
     try:
         for rank in range(options.data_parallel_size):
             children.append(start_engine(of_rank(options, rank)))
@@ -58,14 +62,15 @@ def of_rank(options: Options, rank: int) -> Options:
     return msgspec.structs.replace(options, data_parallel_rank=rank)
 
 
-def owned_ranks(options: Options, children: Sequence[Child], restarts: int) -> list[Owned]:
+def owned_ranks(options: Options, children: Sequence[EngineProcess], restarts: int) -> list[Owned]:
     """As sources, each of which starts its engine again under its rank."""
+    from headrace.core.process.ray_engines import RayEngine
     from headrace.core.process.supervisor import start_engine
 
-    def starter(rank: int) -> Callable[[], Child]:
-        return lambda: start_engine(of_rank(options, rank))
+    def starter(rank: int, first: EngineProcess) -> Callable[[], EngineProcess]:
+        return first.again if isinstance(first, RayEngine) else lambda: start_engine(of_rank(options, rank))
 
-    return [Owned(starter(rank), child, restarts=restarts) for rank, child in enumerate(children)]
+    return [Owned(starter(rank, child), child, restarts=restarts) for rank, child in enumerate(children)]
 
 
 class FleetClient(AsyncControls):

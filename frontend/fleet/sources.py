@@ -15,7 +15,9 @@ from headrace.ipc.failure import EngineStartError
 from headrace.ipc.messages import Ready
 
 if TYPE_CHECKING:
-    from headrace.core.process.supervisor import Child
+    from pathlib import Path
+
+    from headrace.core.process.supervisor import OnExit, OnProgress
 
 STABLE_AFTER_S = 60.0
 """An engine that served for so long and then died is started again without delay."""
@@ -61,10 +63,30 @@ class Attached:
         """It goes on without us."""
 
 
-class Owned:
-    """An engine-core child of this process."""
+class EngineProcess(Protocol):
+    """A `Child`, or what is used as one."""
 
-    def __init__(self, start: Callable[[], Child], first: Child, *, restarts: int) -> None:
+    @property
+    def pid(self) -> int: ...
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def ready(self) -> Ready | None: ...
+    @property
+    def keys(self) -> Path | None:
+        """The key file for its address, where that is not the one that HEADRACE_KEYS names."""
+        ...
+
+    def wait_ready(self, timeout_s: float | None = None, on_progress: OnProgress | None = None) -> Ready: ...
+    def on_exit(self, callback: OnExit) -> None: ...
+    def stop(self, deadline_s: float = 5.0) -> None: ...
+    def kill(self) -> None: ...
+
+
+class Owned:
+    """An engine-core that is started for this process, and ends with it."""
+
+    def __init__(self, start: Callable[[], EngineProcess], first: EngineProcess, *, restarts: int) -> None:
         """`first` runs already; `start` starts another at the same address, up to `restarts` times in a row."""
         self._start, self._child = start, first
         self._used = False
@@ -108,7 +130,9 @@ class Owned:
         )
         self.on_ready(ready)
         self.address = ready.address
-        client = CoreClient(ZmqTransport(ready.address, ready.peer_timeout_s), cause_grace_s=CAUSE_GRACE_S)
+        keys = self._child.keys
+        transport = ZmqTransport(ready.address, ready.peer_timeout_s, keys=None if keys is None else str(keys))
+        client = CoreClient(transport, cause_grace_s=CAUSE_GRACE_S)
         await client.start()
         self._ready_s = time.monotonic()
         self._child.on_exit(client.fail_threadsafe)

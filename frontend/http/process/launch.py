@@ -24,6 +24,7 @@ from headrace.core.process.child_output import startup_table
 from headrace.core.process.supervisor import Child
 from headrace.frontend.client.event_loop import run_async
 from headrace.frontend.fleet.client import owned_ranks, start_ranks, with_meeting
+from headrace.frontend.fleet.sources import EngineProcess
 from headrace.frontend.http.process.options import LOOPBACK, ServeOptions, with_environment
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import Ready
@@ -91,7 +92,7 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
     if warning:
         logging.getLogger(__name__).warning("%s", warning)
     phases = PhaseLog("read options", process_began_s())
-    children: list[Child] = []
+    children: list[EngineProcess] = []
     if not options.engine:
         several = engine_options.data_parallel_size > 1
         phases.enter("start the engines' processes" if several else "start the engine's process")
@@ -101,7 +102,9 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
         if options.api_server_count > 1:
             from headrace.frontend.http.process.supervisor import serve_with_processes
 
-            return serve_with_processes(engine_options, options, children[0] if children else None, phases)
+            first = children[0] if children else None
+            assert first is None or isinstance(first, Child), "several engines are for one process"
+            return serve_with_processes(engine_options, options, first, phases)
         return _serve_here(engine_options, options, children, phases)
     except BaseException:
         for child in children:
@@ -109,7 +112,9 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
         raise
 
 
-def _serve_here(engine_options: Options, options: ServeOptions, children: Sequence[Child], phases: PhaseLog) -> int:
+def _serve_here(
+    engine_options: Options, options: ServeOptions, children: Sequence[EngineProcess], phases: PhaseLog
+) -> int:
     """In this process, which is all that is needed for most."""
     # Imported while the engine loads.
     from headrace.frontend.fleet.sources import Attached, Source

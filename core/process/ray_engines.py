@@ -1,0 +1,268 @@
+"""Engine cores that Ray places: an actor each, on a placement group with one bundle per engine.
+
+    RayFleet.start(rank) -> RayEngine -- ready, ended, stop --> EngineActor, where Ray put it
+                                                                  | starts, as any parent does
+                            clients <====== tcp://, keys ======> engine-core
+
+Ray decides where engines live and notices when a host is gone; requests and tokens do not pass through it. A
+`RayEngine` is used as a `Child` is. Engines listen on their host's own address, with keys that are made for the fleet
+unless the user has some.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.core.options.engine_options import Options
+from headrace.core.process.supervisor import START_GRACE_S, OnExit, OnProgress, start_engine
+from headrace.ipc.failure import EngineStartError, Failure, HeadraceError, OptionError
+from headrace.ipc.messages import Ready
+from headrace.ipc.transport.keys import VARIABLE, key_file, make_key_file
+
+PASSED_ON, PASSED_ON_STARTS = ("PYTHONPATH", "HEADRACE_LOG_LEVEL"), ("NCCL_", "TORCH_NCCL_", "GLOO_")
+"""Environment variables that what Ray starts gets from here, NCCL's settings among them."""
+STRATEGY = "SPREAD"
+"""Engines on as many hosts as there are: a host that dies should take few."""
+STOP_GRACE_S = 5.0
+
+
+def load_ray(option: str) -> Any:
+    """The package. Raises OptionError without it, naming the option that needs it."""
+    try:
+        import ray
+    except ImportError as error:
+        raise OptionError(
+            f"{option}=ray needs the package ray ({error}): pip install ray, or, in Headrace's clone, "
+            "pip install '.[ray]'"
+        ) from error
+    return ray
+
+
+def join_ray(ray: Any) -> bool:
+    """Connects to the Ray that RAY_ADDRESS or this host has, else starts one; whether it is now ours to end."""
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
+    return True
+
+
+def passed_on() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name in PASSED_ON or name.startswith(PASSED_ON_STARTS)}
+
+
+class RayFleet:
+    """The placement group of data_parallel_size engines; ends with the last of them."""
+
+    def __init__(self, options: Options) -> None:
+        """Raises OptionError without Ray or for what its engines cannot do; EngineStartError when Ray has no room."""
+        if options.data_parallel_size == 1:
+            raise OptionError("data_parallel_backend=ray places several engines: it needs data_parallel_size=2 or more")
+        if options.shares_experts:
+            raise OptionError("engines that share experts (enable_expert_parallel) must be of one machine, not Ray's")
+        self._ray = load_ray("data_parallel_backend")
+        self._options = options
+        self._owns_ray = join_ray(self._ray)
+        self._running: set[RayEngine] = set()
+        self._lock = threading.Lock()
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self.keys = key_file() or self._new_keys()
+        self._group = self._place()
+
+    def _new_keys(self) -> Path:
+        self._folder = tempfile.TemporaryDirectory(prefix="headrace-keys-")
+        path = Path(self._folder.name) / "deployment.keys"
+        make_key_file(path)
+        return path
+
+    def _place(self) -> Any:
+        from ray.util.placement_group import placement_group
+
+        options = self._options
+        size, world = options.data_parallel_size, options.tensor_parallel_size * options.pipeline_parallel_size
+        gpus = self._ray.cluster_resources().get("GPU", 0)
+        wants_gpus = options.device.startswith("cuda") or (options.device == "auto" and gpus >= size * world)
+        kind = "GPU" if wants_gpus else "CPU"
+        self._share = {"num_gpus" if wants_gpus else "num_cpus": world}
+        group = placement_group([{kind: float(world)}] * size, strategy=STRATEGY)
+        if not group.wait(options.node_join_timeout):
+            there = self._ray.cluster_resources().get(kind, 0)
+            self._ray.util.remove_placement_group(group)
+            if self._owns_ray:
+                self._ray.shutdown()
+            raise EngineStartError(
+                f"Ray did not place {size} engines of {world} {kind} each within {options.node_join_timeout:g} s "
+                f"(node_join_timeout); the cluster has {there:g} in all"
+            )
+        return group
+
+    def start(self, rank: int) -> RayEngine:
+        from ray.util.placement_group import placement_group_table
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        neighbours = [each for each in sorted(nodes) if nodes[each] == nodes[rank]]
+        # Those of one host divide its cores and its memory among them.
+        options = msgspec.structs.replace(
+            self._options,
+            data_parallel_size=len(neighbours),
+            data_parallel_rank=neighbours.index(rank),
+            data_parallel_backend="mp",
+        )
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=rank, placement_group_capture_child_tasks=False
+        )
+        actor = self._ray.remote(max_restarts=0, max_concurrency=4)(EngineActor).options(
+            **{"num_cpus": 0, **self._share}, scheduling_strategy=strategy, runtime_env={"env_vars": passed_on()}
+        )
+        handle = actor.remote(msgspec.msgpack.encode(options), self.keys.read_text(encoding="utf-8"))
+        engine = RayEngine(self._ray, handle, self, rank)
+        with self._lock:
+            self._running.add(engine)
+        return engine
+
+    def ended(self, engine: RayEngine, *, for_good: bool) -> None:
+        """When the last has been stopped, the group goes, and Ray too if it was started for it."""
+        with self._lock:
+            self._running.discard(engine)
+            if self._running or not for_good:
+                return
+        with contextlib.suppress(Exception):  # a Ray that died took everything with it
+            self._ray.util.remove_placement_group(self._group)
+        if self._owns_ray:
+            self._ray.shutdown()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+class RayEngine:
+    """One engine where Ray put it, with the interface of a `Child`."""
+
+    def __init__(self, ray: Any, actor: Any, fleet: RayFleet, rank: int) -> None:
+        self._ray, self._actor, self._fleet, self._rank = ray, actor, fleet, rank
+        self.keys: Path | None = fleet.keys
+        self.ready: Ready | None = None
+        self.pid = 0
+        """On its own host."""
+        self._failure: Failure | None = None
+        self._on_exit: list[OnExit] = []
+        self._is_stopping = False
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._watch, name=f"ray-engine-{rank}", daemon=True).start()
+
+    def again(self) -> RayEngine:
+        """Another in its place, on another host where that one is gone."""
+        return self._fleet.start(self._rank)
+
+    @property
+    def alive(self) -> bool:
+        return not self._ended.is_set()
+
+    def wait_ready(self, timeout_s: float | None = None, on_progress: OnProgress | None = None) -> Ready:
+        """Raises EngineStartError with the cause when it fails, or is not ready in time."""
+        limit_s = self._fleet._options.startup_timeout + 2 * START_GRACE_S if timeout_s is None else timeout_s
+        try:
+            ready, failure, self.pid = self._ray.get(self._actor.ready.remote(), timeout=limit_s)
+        except Exception as error:  # Ray's own, of many kinds
+            raise EngineStartError(failure=self._lost(error)) from error
+        if failure is not None:
+            raise EngineStartError.from_failure(msgspec.msgpack.decode(failure, type=Failure))
+        self.ready = msgspec.msgpack.decode(ready, type=Ready)
+        return self.ready
+
+    def on_exit(self, callback: OnExit) -> None:
+        """Calls back once, from another thread, when it ends without having been asked to."""
+        with self._lock:
+            if self.alive:
+                self._on_exit.append(callback)
+                return
+        if self._failure is not None and not self._is_stopping:
+            callback(self._failure)
+
+    def stop(self, deadline_s: float = 5.0) -> None:
+        """Lets what runs finish within `deadline_s`."""
+        self._is_stopping = True
+        with contextlib.suppress(Exception):  # it may be gone
+            self._ray.get(self._actor.stop.remote(deadline_s), timeout=deadline_s + STOP_GRACE_S)
+        self._end(for_good=True)
+
+    def kill(self) -> None:
+        self._is_stopping = True
+        self._end(for_good=False)
+
+    def _end(self, *, for_good: bool) -> None:
+        with contextlib.suppress(Exception):
+            self._ray.kill(self._actor)
+        self._ended.wait(STOP_GRACE_S)
+        self._fleet.ended(self, for_good=for_good)
+
+    def _watch(self) -> None:
+        try:
+            failure = msgspec.msgpack.decode(self._ray.get(self._actor.ended.remote()), type=Failure)
+        except Exception as error:  # Ray's own, of many kinds
+            failure = self._lost(error)
+        with self._lock:
+            self._failure = failure
+            self._ended.set()
+            callbacks = list(self._on_exit)
+        if not self._is_stopping:
+            for callback in callbacks:
+                callback(failure)
+
+    def _lost(self, error: Exception) -> Failure:
+        reason = str(error).strip().partition("\n")[0]
+        return Failure(
+            message=f"engine {self._rank}, which Ray placed, is gone: {reason}",
+            type=type(error).__name__,
+            process="engine-core",
+        )
+
+
+class EngineActor:
+    """In a process that Ray started: the parent of one engine-core."""
+
+    def __init__(self, options: bytes, keys: str) -> None:
+        """keys: what their file says."""
+        import ray
+
+        self._folder = tempfile.TemporaryDirectory(prefix="headrace-keys-")
+        path = Path(self._folder.name) / "deployment.keys"
+        path.touch(mode=0o600)
+        path.write_text(keys, encoding="utf-8")
+        os.environ[VARIABLE] = str(path)
+        self._failure: Failure | None = None
+        self._has_ended = threading.Event()
+        host = ray.util.get_node_ip_address()
+        self._child = start_engine(
+            msgspec.msgpack.decode(options, type=Options), f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
+        )
+        self._child.on_exit(self._end)
+
+    def ready(self) -> tuple[bytes | None, bytes | None, int]:
+        """What it says when it is ready, or why it will not be; and its process."""
+        try:
+            return msgspec.msgpack.encode(self._child.wait_ready()), None, self._child.pid
+        except HeadraceError as error:
+            failure = Failure.of(error, process="engine-core", phase="start")
+            return None, msgspec.msgpack.encode(failure), self._child.pid
+
+    def ended(self) -> bytes:
+        """Once it has, without being asked to: how."""
+        self._has_ended.wait()
+        return msgspec.msgpack.encode(self._failure)
+
+    def stop(self, deadline_s: float) -> None:
+        self._child.stop(deadline_s)
+
+    def _end(self, failure: Failure) -> None:
+        self._failure = failure
+        self._has_ended.set()

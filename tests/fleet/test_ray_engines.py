@@ -1,0 +1,59 @@
+"""Engines that Ray places: on a Ray of this machine's own, and one that dies is replaced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import pytest
+from http_server import wait_until
+
+from headrace import LLM, SamplingParams
+from headrace.core.engine.engine import load_executor
+from headrace.core.options.parsing import parse_options
+from headrace.frontend.fleet.client import start_ranks
+from headrace.ipc.failure import EngineStartError, OptionError
+
+NULL: dict[str, Any] = {
+    "distributed_executor_backend": "headrace.executor.testing.null:NullExecutor", "skip_tokenizer_init": True,
+    "data_parallel_backend": "ray", "hf_overrides": {"step_delay_s": 0.02},
+}  # fmt: skip
+NUM_TOKENS = 100
+
+
+def daemons() -> list[psutil.Process]:
+    below = psutil.Process().children(recursive=True)
+    return [each for each in below if "headrace.core.process.daemon" in each.cmdline()]
+
+
+@pytest.mark.system
+def test_requests_of_an_engine_under_ray_that_dies_go_on_and_ray_starts_another() -> None:
+    params = [SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=each) for each in range(12)]
+    prompts = [[5, each] for each in range(12)]
+    with LLM("null", data_parallel_size=2, **NULL) as llm:
+        before = daemons()
+        assert len(before) == 2
+        expected = [each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)]
+        llm.enqueue(prompts, params)
+        wait_until(lambda: llm.get_stats().num_generated_tokens > 12 * NUM_TOKENS + 24, 20, "tokens of all")
+        before[0].kill()
+        outputs = llm.wait_for_completion(use_tqdm=False)
+        assert [each.outputs[0].token_ids for each in outputs] == expected
+        wait_until(lambda: len(daemons()) == 2 and before[0] not in daemons(), 60, "the engine that takes its place")
+        before[1].parent().kill()  # the actor, with which its engine ends
+        again = llm.generate(prompts, params, use_tqdm=False)
+        assert [each.outputs[0].token_ids for each in again] == expected
+    wait_until(lambda: not daemons(), 20, "their end")
+
+
+def test_what_ray_cannot_place_is_refused_with_the_numbers() -> None:
+    with pytest.raises(OptionError, match="needs data_parallel_size=2 or more"):
+        start_ranks(parse_options(model="null", **NULL))
+    shared = {"enable_expert_parallel": True, "data_parallel_meeting": "m"}
+    with pytest.raises(OptionError, match="share experts"):
+        start_ranks(parse_options(model="null", data_parallel_size=2, data_parallel_backend="ray", **shared))
+    with pytest.raises(OptionError, match="for what starts engines"):
+        load_executor(parse_options(model="null", data_parallel_size=2, **NULL))
+    asked = parse_options(model="null", data_parallel_size=500, node_join_timeout=1.0, **NULL)
+    with pytest.raises(EngineStartError, match=r"did not place 500 engines of 1 CPU each within 1 s .* has [0-9]+ in"):
+        start_ranks(asked)
