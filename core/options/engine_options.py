@@ -349,10 +349,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         dict[str, Any],
         Option(
             SCHEDULER,
-            "How the grammars of structured outputs are followed: backend (llguidance, whatever vLLM's name for one), "
-            "disable_fallback, disable_any_whitespace, disable_additional_properties, enable_in_reasoning, and "
-            "reasoning_parser, the format of reasoning after which grammars begin and which a thinking_token_budget "
-            "ends (a server's own reasoning_parser comes first)",
+            "How the grammars of structured outputs are followed: backend (auto, which takes llguidance, or the extra "
+            "xgrammar), disable_fallback, disable_any_whitespace, disable_additional_properties, enable_in_reasoning, "
+            "and reasoning_parser, the format of reasoning after which grammars begin, and which a "
+            "thinking_token_budget ends (a server's own reasoning_parser comes first)",
         ),
     ] = {}
     stream_interval: Annotated[

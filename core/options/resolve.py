@@ -12,7 +12,7 @@ import msgspec
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Decision, ModelDescription, Plan
 from headrace.core.options.speculation import CPU_STEP_TOKENS, Speculation, speculation_of
-from headrace.core.options.structured_outputs import structured_outputs_of
+from headrace.core.options.structured_outputs import WHY, structured_outputs_of
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import Sampling
 from headrace.ipc.ranges import model_defaults
@@ -70,7 +70,11 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
     structured_outputs = structured_outputs_of(options.structured_outputs_config)
     if options.structured_outputs_config:
         asked = options.structured_outputs_config.get("backend", "auto")
-        decide("structured_outputs_config", ", then ".join(structured_outputs.backends), f"for backend {asked}")
+        decide(
+            "structured_outputs_config",
+            ", then ".join(structured_outputs.backends),
+            WHY.get(asked, f"for backend {asked}"),
+        )
     prefix_caching = options.enable_prefix_caching
     if prefix_caching and model.why_no_prefix_caching:
         prefix_caching = decide("enable_prefix_caching", False, model.why_no_prefix_caching)

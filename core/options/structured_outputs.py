@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,12 +14,18 @@ BACKENDS: Mapping[str, tuple[str, ...]] = {
     "auto": ("llguidance",),
     "llguidance": ("llguidance",),
     "guidance": ("llguidance",),
-    "xgrammar": ("llguidance",),
+    "xgrammar": ("xgrammar", "llguidance"),
     "outlines": ("llguidance",),
     "lm-format-enforcer": ("llguidance",),
 }
 """vLLM's names for them, and the libraries in order: one is for what those before it refuse. The last
-three name libraries that are not used here: what they follow, llguidance does, and the plan's decisions say so."""
+two name libraries that are not used here: what they follow, llguidance does, and the plan's decisions say so."""
+WHY: Mapping[str, str] = {
+    "auto": "backend auto takes it: it follows the most of JSON Schema, and computes nothing before the first token",
+    "xgrammar": "for backend xgrammar; the second has what the first does not follow",
+}
+EXTRAS = {"xgrammar": "xgrammar"}
+"""Libraries that are installed by an extra of this package."""
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +53,12 @@ def structured_outputs_of(config: Mapping[str, Any]) -> StructuredOutputs:
     }
     if backend not in BACKENDS:
         raise OptionError(f"structured_outputs_config has backend={backend!r}; there are {', '.join(BACKENDS)}")
+    lacking = [name for name in BACKENDS[backend] if name in EXTRAS and importlib.util.find_spec(name) is None]
+    if lacking:
+        raise OptionError(
+            f"structured_outputs_config has backend={backend!r}, and {lacking[0]} is not installed; "
+            f"pip install headrace[{EXTRAS[lacking[0]]}]"
+        )
     known = [name for name in StructuredOutputs.__struct_fields__ if name != "backends"]
     for name, value in values.items():
         if name not in known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -22,10 +23,11 @@ logger = logging.getLogger(__name__)
 def make_backend(name: str, vocabulary: Vocabulary) -> Backend:
     """Takes up to a second. Raises InvalidRequestError where the library is missing, or cannot read the tokenizer."""
     try:
-        from headrace.core.structured_output.llguidance_backend import LLGuidanceBackend
-
-        kinds = {"llguidance": LLGuidanceBackend}
-        return kinds[name](vocabulary.tokenizer_json.decode(), vocabulary.vocab_size, vocabulary.eos_token_ids)
+        module = importlib.import_module(f"headrace.core.structured_output.{name}_backend")
+        backend: Backend = module.BACKEND(
+            vocabulary.tokenizer_json.decode(), vocabulary.vocab_size, vocabulary.eos_token_ids
+        )
+        return backend
     except ModuleNotFoundError as error:
         raise InvalidRequestError(f"{name} cannot be used: the engine lacks {error.name}; pip install {name}") from None
     except HeadraceError:

@@ -15,7 +15,7 @@ from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmas
 
 from headrace.core.structured_output.backend import Backend
 from headrace.core.structured_output.json_schema import find_culprit, without_additional_properties
-from headrace.ipc.failure import InvalidRequestError
+from headrace.core.structured_output.refusals import reason, refusal
 from headrace.ipc.messages import StructuredOutput
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 """What one grammar may cost: tens of milliseconds to compile, a few for a mask, and some 100 MB."""
-LONGEST_REASON = 600
-"""Characters of a library's reason, which may quote the grammar."""
 
 
 class LLGuidanceMatcher:
@@ -52,7 +50,7 @@ class LLGuidanceMatcher:
 
     @property
     def problem(self) -> str:
-        return _reason(self.matcher.get_error())
+        return reason(self.matcher.get_error())
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
         return int(self.matcher.validate_tokens(list(token_ids)))
@@ -83,20 +81,20 @@ class LLGuidanceBackend:
         try:
             grammar = _grammar_of(wanted)
         except (ValueError, AssertionError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise _refusal(wanted, str(error) or type(error).__name__) from None
+            raise refusal(wanted, str(error) or type(error).__name__) from None
         except Exception as error:  # GBNF's converter has a class of its own
-            raise _refusal(wanted, str(error)) from None
+            raise refusal(wanted, str(error)) from None
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if problem := matcher.get_error():
             where = ""
             if wanted.kind == "json":
                 where = find_culprit(json.loads(wanted.text), problem, lambda schema: _problem_of(schema, self._limits))
-            raise _refusal(wanted, problem, where)
+            raise refusal(wanted, problem, where)
         # The first mask builds most of what later ones reuse, and may meet a limit; copies share it.
         masks = np.zeros((1, -(-self._tokenizer.vocab_size // 32)), np.int32)
         matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
         if problem := matcher.get_error():
-            raise _refusal(wanted, problem)
+            raise refusal(wanted, problem)
         return LLGuidanceMatcher(self, matcher)
 
     def stop(self) -> None:
@@ -109,6 +107,9 @@ class LLGuidanceBackend:
         drafted = [(place.matcher, index, drafts) for place, index, drafts in places if drafts]
         if drafted:
             fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, masks)
+
+
+BACKEND = LLGuidanceBackend
 
 
 def version() -> str:
@@ -162,29 +163,6 @@ def _problem_of(schema: Any, limits: LLParserLimits) -> str:
     """Why the schema cannot be compiled, without a tokenizer; "" when it can."""
     grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
     return LLMatcher.validate_grammar(grammar, limits=limits)
-
-
-def _refusal(wanted: StructuredOutput, problem: str, where: str = "") -> InvalidRequestError:
-    place = f" at {where}" if where else ""
-    return InvalidRequestError(
-        f"SamplingParams.structured_outputs: the {_NAMES[wanted.kind]} cannot be used{place}: {_reason(problem)}"
-    )
-
-
-_NAMES = {
-    "json": "JSON schema",
-    "json_object": "JSON object",
-    "regex": "regular expression",
-    "choice": "choice",
-    "grammar": "grammar",
-    "structural_tag": "structural tag",
-}
-
-
-def _reason(problem: str) -> str:
-    """In one line, and without the library's own stack."""
-    problem = " ".join(problem.split("<backtrace>", maxsplit=1)[0].split())
-    return problem if len(problem) <= LONGEST_REASON else f"{problem[: LONGEST_REASON - 3]}..."
 
 
 def _without_length_rules(tokenizer_json: str) -> str:

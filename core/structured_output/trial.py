@@ -123,6 +123,8 @@ class Trial:
                 [sys.executable, "-m", __name__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                # Else each thread of a library reserves 128 MiB of addresses, which the limit of memory counts.
+                env={**os.environ, "MALLOC_ARENA_MAX": "1"},
                 stderr=subprocess.DEVNULL,  # a library's panic says there what the verdict says too
             )
         self._channel, self._is_new = channel, True

@@ -1,0 +1,288 @@
+"""Grammars by xgrammar: an Earley parser in C++ whose masks of a rule are computed before the first token.
+
+The Python package xgrammar imports torch and transformers; its library does not need them. So the library is loaded
+through apache-tvm-ffi, which it is built on, with the package's table of the library's classes and none of its other
+modules. tvm_ffi itself imports torch where it is installed, unless that is marked as missing while it is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from headrace.core.structured_output.backend import Backend
+from headrace.core.structured_output.json_schema import without_additional_properties
+from headrace.core.structured_output.refusals import refusal
+from headrace.core.structured_output.xgrammar_schema import followed
+from headrace.ipc.messages import StructuredOutput
+
+PACKAGE = "xgrammar"
+NUM_THREADS = os.cpu_count() or 1
+"""That fill masks."""
+COMPILER_THREADS = 1
+"""Of one grammar: others are compiled beside it, and steps run."""
+LONGEST_FORCED = 32
+"""Bytes of a token that is looked for in forced text."""
+
+
+@contextlib.contextmanager
+def _lent(modules: dict[str, Any]) -> Iterator[None]:
+    """Names that importing finds meanwhile; None is a module that is not there. Loaded ones stay as they are."""
+    lent = {name: module for name, module in modules.items() if name not in sys.modules}
+    sys.modules.update(lent)
+    try:
+        yield
+    finally:
+        for name in lent:
+            sys.modules.pop(name, None)
+
+
+def _library() -> Any:
+    """Its classes. Raises ModuleNotFoundError."""
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.submodule_search_locations is None:
+        raise ModuleNotFoundError(f"No module named {PACKAGE!r}", name=PACKAGE)
+    package = types.ModuleType(PACKAGE)
+    package.__path__ = list(spec.submodule_search_locations)
+    with _lent({"torch": None, PACKAGE: package}):
+        importlib.import_module(f"{PACKAGE}.load_binding")
+        return importlib.import_module(f"{PACKAGE}.tvm_ffi_binding._ffi_api")
+
+
+_xgrammar = _library()
+
+
+class XGrammarMatcher:
+    """A `Matcher`."""
+
+    def __init__(self, backend: XGrammarBackend, matcher: Any, *, is_json: bool) -> None:
+        """is_json: the library lets control characters into strings whose length is bounded, where JSON has none."""
+        self.backend: Backend = backend
+        self.matcher, self.is_json = matcher, is_json
+        self._vocabulary = backend.vocabulary
+        self._forced: list[int] | None = None  # once it has been asked for at this place
+
+    def accept(self, token_id: int) -> bool:
+        self._forced = None
+        if self.is_json and token_id in self._vocabulary.with_control:
+            return False
+        return bool(self.matcher.accept_token(token_id, False))
+
+    @property
+    def is_complete(self) -> bool:
+        if self.matcher.is_terminated():
+            return True
+        return bool(self.matcher.is_completed()) and self._vocabulary.has_only_ends(self.matcher)
+
+    @property
+    def problem(self) -> str:
+        return ""
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        count = 0
+        for token_id in token_ids:
+            if not self.accept(token_id):
+                break
+            count += 1
+        self.rollback(count)
+        return count
+
+    def rollback(self, count: int) -> None:
+        """Takes the last tokens back."""
+        self._forced = None
+        if count:
+            self.matcher.rollback(count)
+
+    def forced_tokens(self) -> list[int]:
+        if self._forced is None:
+            self._forced = [] if self.matcher.is_terminated() else self._vocabulary.spell(_forced_text(self.matcher))
+        return self._forced
+
+    def copy(self) -> XGrammarMatcher:
+        return XGrammarMatcher(self.backend, self.matcher.fork(), is_json=self.is_json)  # type: ignore[arg-type]
+
+
+class TokenTexts:
+    """What the tokens of a vocabulary spell."""
+
+    def __init__(self, info: Any, vocab_size: int) -> None:
+        special = {int(each) for each in info.special_token_ids()} | {int(each) for each in info.stop_token_ids()}
+        texts = [bytes(each) for each in info.decoded_vocab()]
+        self._token_ids = {
+            text: token_id for token_id, text in reversed(list(enumerate(texts))) if text and token_id not in special
+        }
+        self._mask = np.zeros((1, -(-vocab_size // 32)), np.int32)
+        self.ends = np.zeros_like(self._mask[0])
+        self.with_control = frozenset(
+            token_id
+            for token_id, text in enumerate(texts)
+            if any(byte < ord(" ") and byte not in b"\r\n" for byte in text)
+        )
+        """Tokens that no JSON needs."""
+        self.without_control = np.full_like(self._mask[0], -1)
+        for token_id in self.with_control:
+            self.without_control.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+        for token_id in map(int, info.stop_token_ids()):
+            self.ends.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+    def spell(self, data: bytes) -> list[int]:
+        """Tokens of a text, from the left the longest each: nearly always what a tokenizer makes of it."""
+        at, found = 0, list[int]()
+        while at < len(data):
+            ends = range(min(len(data), at + LONGEST_FORCED), at, -1)
+            end = next((end for end in ends if data[at:end] in self._token_ids), None)
+            if end is None:
+                break
+            found.append(self._token_ids[data[at:end]])
+            at = end
+        return found
+
+    def has_only_ends(self, matcher: Any) -> bool:
+        """Whether nothing but an end-of-sequence token may come next. For the loop's thread."""
+        matcher.fill_next_token_bitmask(self._mask, 0, False)
+        return not np.any(self._mask[0] & ~self.ends)
+
+
+class XGrammarBackend:
+    """A `Backend`."""
+
+    name = PACKAGE
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Raises ValueError for a tokenizer that it cannot read."""
+        kind = json.loads(str(_xgrammar.TokenizerInfo._detect_metadata_from_hf(tokenizer_json)))
+        tokens = _tokens(json.loads(tokenizer_json), vocab_size)
+        info = _xgrammar.TokenizerInfo(
+            tokens, kind["vocab_type"], vocab_size, list(eos_token_ids) or None, kind["add_prefix_space"]
+        )
+        self.vocabulary = TokenTexts(info, vocab_size)
+        self._compiler = _xgrammar.GrammarCompiler(info, COMPILER_THREADS, False, -1)
+        self._batch = _xgrammar.BatchGrammarMatcher(NUM_THREADS)
+
+    def compile(self, wanted: StructuredOutput) -> XGrammarMatcher:
+        try:
+            compiled = self._compiled(wanted)
+        except (ValueError, AssertionError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise refusal(wanted, str(error) or type(error).__name__) from None
+        except RuntimeError as error:  # the library's own
+            raise refusal(wanted, _without_place(str(error))) from None
+        matcher = _xgrammar.GrammarMatcher(compiled, None, False, -1, None)
+        return XGrammarMatcher(self, matcher, is_json=wanted.kind in ("json", "json_object", "structural_tag"))
+
+    def stop(self) -> None:
+        """It has started nothing."""
+
+    def fill(self, places: Sequence[tuple[Any, int, list[int]]], masks: np.ndarray) -> None:
+        plain = []
+        for place, index, drafts in places:
+            if place.matcher.is_terminated():
+                masks[index : index + len(drafts) + 1] = self.vocabulary.ends
+            elif not drafts:
+                plain.append((place.matcher, index))
+        if len(plain) == 1:
+            plain[0][0].fill_next_token_bitmask(masks, plain[0][1], False)
+        elif plain:
+            matchers, indices = zip(*plain, strict=True)
+            self._batch.batch_fill_next_token_bitmask(list(matchers), masks, list(indices), False)
+        for place, index, drafts in places:
+            if drafts and not place.matcher.is_terminated():
+                _fill_drafted(place, index, drafts, masks)
+            if place.is_json:
+                masks[index : index + len(drafts) + 1] &= self.vocabulary.without_control
+
+    def _compiled(self, wanted: StructuredOutput) -> Any:
+        """Raises ValueError and more for what it cannot read."""
+        match wanted.kind:
+            case "json":
+                schema = json.loads(wanted.text)
+                if wanted.disable_additional_properties:
+                    schema = without_additional_properties(schema)
+                return self._compiled_json(followed(schema), wanted)
+            case "json_object":
+                return self._compiled_json({"type": "object"}, wanted)
+            case "regex":
+                return self._compiler.compile_regex(wanted.text)
+            case "choice":
+                choices = " | ".join(json.dumps(each, ensure_ascii=False) for each in json.loads(wanted.text))
+                return self._compiler.compile_grammar_from_strings(f"root ::= {choices}", "root")
+            case "grammar":
+                if re.search(r"^\s*[\w-]+\s*::=", wanted.text, re.MULTILINE):
+                    return self._compiler.compile_grammar_from_strings(wanted.text, "root")
+                return self._compiler.compile_lark(wanted.text, [], [])
+            case "structural_tag":
+                return self._compiler.compile_structural_tag(json.dumps(_tag(json.loads(wanted.text))))
+
+    def _compiled_json(self, schema: Any, wanted: StructuredOutput) -> Any:
+        if wanted.whitespace_pattern:
+            raise ValueError("xgrammar has no whitespace_pattern")
+        any_whitespace, is_strict = not wanted.disable_any_whitespace, False
+        return self._compiler.compile_json_schema(
+            json.dumps(schema), any_whitespace, None, (",", ":"), is_strict, None, False
+        )
+
+
+BACKEND = XGrammarBackend
+
+
+def version() -> str:
+    return metadata.version(PACKAGE)
+
+
+def _forced_text(matcher: Any) -> bytes:
+    """What must come next. The library gives it as a text, which it is not where a token ended within a character."""
+    try:
+        return str(matcher.find_jump_forward_string()).encode()
+    except UnicodeDecodeError as error:
+        return error.object
+
+
+def _fill_drafted(place: XGrammarMatcher, index: int, drafts: list[int], masks: np.ndarray) -> None:
+    matcher, num_taken = place.matcher, 0
+    for nth in range(len(drafts) + 1):
+        if nth > num_taken or matcher.is_terminated():
+            masks[index + nth] = -1  # what comes after the end, or after a wrong draft, is dropped
+            continue
+        matcher.fill_next_token_bitmask(masks, index + nth, False)
+        if nth < len(drafts):
+            num_taken += place.accept(drafts[nth])
+    place.rollback(num_taken)
+
+
+def _tokens(tokenizer: Any, vocab_size: int) -> list[str]:
+    """By id, as the tokenizer's file spells them; "" for ids without one."""
+    vocab = tokenizer["model"]["vocab"]
+    by_id = {index: piece for index, (piece, _) in enumerate(vocab)} if isinstance(vocab, list) else {}
+    if isinstance(vocab, dict):
+        by_id = {token_id: piece for piece, token_id in vocab.items()}
+    by_id |= {each["id"]: each["content"] for each in tokenizer.get("added_tokens", ())}
+    return [by_id.get(token_id, "") for token_id in range(vocab_size)]
+
+
+def _tag(tag: Any) -> Any:
+    """vLLM's form {structures: [{begin, schema, end}], triggers: [text]} in the library's."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": each["begin"],
+            "content": {"type": "json_schema", "json_schema": followed(each["schema"])},
+            "end": each["end"],
+        }
+        for each in tag["structures"]
+    ]
+    return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}}
+
+
+def _without_place(said: str) -> str:
+    """Without the time and the line of the library's source."""
+    return re.sub(r"^\[[\d:]+\] \S+: ", "", said)

@@ -1,0 +1,144 @@
+"""JSON schemas as xgrammar follows them whole. It passes over what it does not know, which answers might then break.
+
+Some things are changed, none of which admits more than before. Keywords that hold for one type only, such as
+`minLength`, it reads beside that `type` alone: a part without `type` gets the one that its first such keyword is for.
+Beside `enum` and `const` it reads nothing: their values are kept as far as `type` admits them. What `required` names is
+among the `properties`, without which it is not required.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+FOLLOWED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
+        "array": ("prefixItems", "items", "minItems", "maxItems"),
+        "string": ("minLength", "maxLength", "pattern"),
+        "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    }
+)
+"""Keywords that hold for values of one type."""
+_TYPE_OF = {keyword: kind for kind, keywords in FOLLOWED.items() for keyword in keywords}
+_ALONE = ("$ref", "enum", "const", "anyOf", "allOf")
+"""Keywords beside which no other is read."""
+_IGNORED = frozenset(
+    {
+        *("not", "if", "then", "else", "oneOf", "contains", "minContains", "maxContains", "uniqueItems", "multipleOf"),
+        *("patternProperties", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
+        *("unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef", "$anchor", "$dynamicAnchor"),
+        *("additionalItems",),
+    }
+)
+_PYTHON_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {
+        "object": (dict,),
+        "array": (list,),
+        "string": (str,),
+        "number": (int, float),
+        "integer": (int, float),
+        "boolean": (bool,),
+        "null": (type(None),),
+    }
+)
+
+
+def followed(schema: Any, pointer: str = "") -> Any:
+    """The schema for the library. Raises ValueError, with the place, for what it does not follow."""
+    if isinstance(schema, bool):
+        if schema:
+            return {}
+        raise ValueError(f"it does not follow false (at {pointer or '/'})")
+    if not isinstance(schema, dict):
+        raise ValueError(f"a schema must be an object or a boolean (at {pointer or '/'})")
+    for name in sorted(_IGNORED & schema.keys()):
+        if (name, schema[name]) != ("uniqueItems", False):
+            raise ValueError(f"it does not follow {name} (at {pointer or '/'})")
+    if "$id" in schema and pointer:
+        raise ValueError(f"it does not follow $id (at {pointer})")
+    definitions = {
+        name: {key: followed(value, f"{pointer}/{name}/{key}") for key, value in schema[name].items()}
+        for name in ("$defs", "definitions")
+        if name in schema
+    }
+    return definitions | _body(schema, pointer)
+
+
+def _body(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
+    alone = [name for name in _ALONE if name in schema]
+    if not alone:
+        return _typed(schema, pointer)
+    (first, *others) = alone
+    is_value = first in ("enum", "const")
+    others += [name for name in schema if name in _TYPE_OF or (name == "type" and not is_value)]
+    if others:
+        raise ValueError(f"it does not follow {others[0]} beside {first} (at {pointer or '/'})")
+    if is_value:
+        values = schema["enum"] if first == "enum" else [schema["const"]]
+        kinds = schema.get("type")
+        admitted = [each for each in values if kinds is None or _is_of(each, kinds)]
+        if not admitted:
+            raise ValueError(f"its type admits none of its values (at {pointer or '/'})")
+        return {"enum": admitted}
+    if first == "$ref":
+        if not str(schema["$ref"]).startswith("#/") and schema["$ref"] != "#":
+            raise ValueError(f"it follows references within the schema alone (at {pointer or '/'})")
+        return {"$ref": schema["$ref"]}
+    parts = [followed(each, f"{pointer}/{first}/{index}") for index, each in enumerate(schema[first])]
+    if first == "allOf" and len(parts) != 1:
+        raise ValueError(f"it does not follow allOf of several schemas (at {pointer or '/'})")
+    return {"anyOf": parts}
+
+
+def _typed(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
+    kinds = schema.get("type")
+    if kinds is None:
+        kinds = next((_TYPE_OF[name] for name in schema if name in _TYPE_OF), None)
+    if isinstance(kinds, list):
+        return {"anyOf": [_typed({**schema, "type": each}, pointer) for each in kinds]}
+    if kinds is None:
+        return {}
+    found: dict[str, Any] = {"type": kinds}
+    for name in FOLLOWED.get("number" if kinds == "integer" else kinds, ()):
+        if name not in schema:
+            continue
+        value, where = schema[name], f"{pointer}/{name}"
+        if name == "properties":
+            value = {key: followed(each, f"{where}/{key}") for key, each in value.items()}
+        elif name == "prefixItems":
+            value = [followed(each, f"{where}/{index}") for index, each in enumerate(value)]
+        elif name in ("items", "additionalProperties") and not isinstance(value, bool):
+            value = followed(value, where)
+        elif isinstance(value, float) and value.is_integer():
+            value = int(value)
+        found[name] = value
+    if kinds == "object":
+        _name_required(found, pointer)
+    return found
+
+
+def _name_required(schema: dict[str, Any], pointer: str) -> None:
+    others, properties = schema.get("additionalProperties", {}), dict(schema.get("properties", {}))
+    for name in schema.get("required", ()):
+        if name not in properties and others is False:
+            raise ValueError(f"it requires {name!r}, which it does not admit (at {pointer or '/'})")
+        properties.setdefault(name, {} if isinstance(others, bool) else others)
+    for name in properties:
+        if "\\" in json.dumps(name, ensure_ascii=False):
+            raise ValueError(f"it does not follow the name {name!r}, which JSON escapes (at {pointer or '/'})")
+    if properties:
+        schema["properties"] = properties
+
+
+def _is_of(value: Any, kinds: Any) -> bool:
+    """Whether `type` admits the value."""
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if kind != "boolean" and isinstance(value, bool):
+            continue
+        is_fraction = isinstance(value, float) and not value.is_integer()
+        if isinstance(value, _PYTHON_TYPES.get(kind, ())) and not (kind == "integer" and is_fraction):
+            return True
+    return False

@@ -1,0 +1,299 @@
+"""Every library of grammars, followed token by token: nothing that it lets through breaks its schema, and what it
+cannot follow is refused. Judged by jsonschema and by JSON Schema's own suite."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import tiny_models
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_structured_outputs import ENGINE, answers_to_random_schemas, ask, asked_of_many, form
+
+from headrace import LLM, InvalidRequestError, OptionError
+from headrace.core.options.structured_outputs import structured_outputs_of
+from headrace.core.structured_output.backend import Backend, Vocabulary
+from headrace.core.structured_output.backends import make_backend
+from headrace.ipc.messages import StructuredOutput
+
+NAMES = ("llguidance", "xgrammar")
+TOKENIZER = tiny_models.make_tokenizer()
+VOCAB_SIZE = len(TOKENIZER)
+VOCABULARY = Vocabulary(
+    tokenizer_json=TOKENIZER.backend_tokenizer.to_str().encode(),
+    vocab_size=VOCAB_SIZE,
+    eos_token_ids=(tiny_models.EOS,),
+)
+BACKENDS: dict[str, Backend] = {name: make_backend(name, VOCABULARY) for name in NAMES}
+each_backend = pytest.mark.parametrize("name", NAMES)
+
+
+def compiled(name: str, kind: Any, text: str, **more: Any) -> Any:
+    wanted = StructuredOutput(kind=kind, text=text, **{"disable_any_whitespace": True, **more})
+    return BACKENDS[name].compile(wanted)
+
+
+def tokens_of(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+def may_end(matcher: Any) -> bool:
+    return bool(matcher.is_complete or matcher.num_valid([tiny_models.EOS]))
+
+
+def takes(start: Any, text: str) -> bool:
+    """Whether the text is a whole answer."""
+    matcher = start.copy()
+    return all(matcher.accept(token_id) for token_id in tokens_of(text)) and may_end(matcher)
+
+
+def walk(name: str, matcher: Any, numbers: random.Random, most: int) -> tuple[str, bool]:
+    """An answer of tokens chosen at random among those that masks allow, and whether it is whole."""
+    mask, token_ids = np.zeros((1, -(-VOCAB_SIZE // 32)), np.int32), list[int]()
+    while len(token_ids) < most and not matcher.is_complete:
+        BACKENDS[name].fill([(matcher, 0, [])], mask)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        assert allowed, f"nothing may follow on {TOKENIZER.decode(token_ids)!r}"
+        token_id = tiny_models.EOS if tiny_models.EOS in allowed else numbers.choice(allowed)
+        assert matcher.accept(token_id), f"the mask allows {token_id}, and the matcher does not"
+        if token_id != tiny_models.EOS:
+            token_ids.append(token_id)
+    return TOKENIZER.decode(token_ids), matcher.is_complete
+
+
+# --- schemas ----------------------------------------------------------------------------------------------------------
+
+
+small, names = st.integers(0, 3), st.sampled_from(["a", "b", "name", "größe"])
+leaves = st.one_of(
+    st.fixed_dictionaries({"type": st.sampled_from(["string", "integer", "boolean", "null", ["string", "null"]])}),
+    st.fixed_dictionaries({"type": st.just("string"), "maxLength": st.just(5)}, optional={"minLength": small}),
+    st.fixed_dictionaries({"minimum": st.sampled_from([-3, 0, 0.5]), "maximum": st.sampled_from([7, 8.25])}),
+    st.fixed_dictionaries({"enum": st.lists(st.sampled_from(["x", 1, None, True, [2]]), min_size=1)}),
+    st.just({"type": ["string", "integer"], "enum": ["x", 4, None]}),
+    st.fixed_dictionaries({"type": st.just("string"), "pattern": st.sampled_from(["^[a-c]{1,3}$", "^(no|yes)$"])}),
+)
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    parts, fewest = st.lists(inner, min_size=1, max_size=3), {"minItems": small}
+    objects = {"properties": st.dictionaries(names, inner, max_size=3)}
+    optional = {"required": st.lists(names, unique=True, max_size=2), "additionalProperties": inner | st.just(False)}
+    return st.one_of(
+        st.fixed_dictionaries(objects, optional={**optional, "type": st.just("object")}),
+        st.fixed_dictionaries({"type": st.just("array"), "items": inner, "maxItems": st.just(3)}, optional=fewest),
+        st.fixed_dictionaries({"prefixItems": parts, "items": st.booleans()}, optional=fewest),
+        *(st.fixed_dictionaries({keyword: parts}) for keyword in ("anyOf", "oneOf", "allOf")),
+        st.fixed_dictionaries({"not": inner}),
+    )
+
+
+schemas = st.recursive(leaves, containers, max_leaves=6)
+
+
+@each_backend
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(schema=schemas, numbers=st.randoms(use_true_random=False))
+def test_answers_to_random_schemas_are_valid(name: str, schema: Any, numbers: random.Random) -> None:
+    try:
+        start = compiled(name, "json", json.dumps(schema))
+    except InvalidRequestError:
+        return  # what becomes of those is what other tests are about
+    text, is_whole = walk(name, start.copy(), numbers, 150)
+    if is_whole:
+        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+
+
+@each_backend
+def test_most_random_schemas_are_followed_to_their_end(name: str) -> None:
+    """Else the test above would have nothing to say."""
+    found: Counter[str] = Counter()
+
+    @settings(max_examples=60, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(schema=schemas)
+    def count(schema: Any) -> None:
+        try:
+            start = compiled(name, "json", json.dumps(schema))
+        except InvalidRequestError:
+            found["refused"] += 1
+            return
+        found["whole" if walk(name, start, random.Random(1), 150)[1] else "cut"] += 1
+
+    count()
+    assert found["whole"] > found["cut"], found
+    assert found["whole"] > 12, found
+
+
+SUITE = "draft2020-12"
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """JSON Schema's own, which the source of the installed jsonschema has in its folder json/."""
+    folder, version = tmp_path_factory.mktemp("suite"), metadata.version("jsonschema")
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "jsonschema"]
+    subprocess.run([*pip, "--dest", str(folder), f"jsonschema=={version}"], check=True, timeout=250)
+    (archive,) = folder.glob("jsonschema-*.tar.gz")
+    with tarfile.open(archive) as source:
+        source.extractall(folder, filter="data")
+    return folder / f"jsonschema-{version}" / "json" / "tests" / SUITE
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("name", "fewest"), [("llguidance", 160), ("xgrammar", 130)])
+def test_no_instance_that_json_schemas_suite_calls_invalid_is_let_through(suite: Path, name: str, fewest: int) -> None:
+    found: Counter[str] = Counter()
+    wrong = []
+    for file in sorted(suite.glob("*.json")):
+        for case in json.loads(file.read_text(encoding="utf-8")):
+            try:
+                start = compiled(name, "json", json.dumps(case["schema"]))
+            except InvalidRequestError:
+                found["schemas refused"] += 1
+                continue
+            found["schemas followed"] += 1
+            for instance in case["tests"]:
+                text = json.dumps(instance["data"], ensure_ascii=False, separators=(",", ":"))
+                is_taken = takes(start, text)
+                found[f"{'valid' if instance['valid'] else 'invalid'}, {'taken' if is_taken else 'not taken'}"] += 1
+                if is_taken and not instance["valid"]:
+                    wrong.append((file.name, case["schema"], text))
+    print(name, dict(found))
+    assert not wrong
+    assert found["schemas followed"] >= fewest
+    assert found["valid, taken"] > 4 * found["valid, not taken"], "a narrower reading is for corners alone"
+    assert found["invalid, not taken"] > 150
+
+
+# --- xgrammar ---------------------------------------------------------------------------------------------------------
+
+
+def test_xgrammars_library_is_loaded_without_torch_and_transformers(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(VOCABULARY.tokenizer_json)
+    code = f"""
+import sys
+from pathlib import Path
+from headrace.core.structured_output.backend import Vocabulary
+from headrace.core.structured_output.backends import make_backend
+from headrace.ipc.messages import StructuredOutput
+vocabulary = Vocabulary(tokenizer_json=Path(sys.argv[1]).read_bytes(), vocab_size={VOCAB_SIZE}, eos_token_ids=(1,))
+matcher = make_backend("xgrammar", vocabulary).compile(StructuredOutput(kind="choice", text='["yes"]'))
+assert matcher.num_valid([5]) in (0, 1)
+assert not {{"torch", "transformers", "xgrammar"}} & set(sys.modules)
+import torch
+print(torch.ones(1).item())
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "tokenizer.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "1.0\n", done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_models.save("llama", tmp_path_factory.mktemp("model"), tokenizer=True))
+
+
+def engine_of(folder: str, backend: str, **more: Any) -> LLM:
+    config = {"backend": backend}
+    return LLM(model=folder, in_process=True, structured_outputs_config=config, **{**ENGINE, **more})
+
+
+@pytest.fixture(scope="module")
+def llm(folder: str) -> Iterator[LLM]:
+    with engine_of(folder, "xgrammar:no-fallback") as llm:
+        ask(llm, form(choice=["ready"]))  # starts what tries grammars, which ends with the engine
+        yield llm
+
+
+def test_xgrammar_follows_every_form(llm: LLM) -> None:
+    tag = {"structures": [{"begin": "<a>", "schema": {"type": "boolean"}, "end": "</a>"}], "triggers": ["<a"]}
+    expression, choice, lark, gbnf, whole, tagged = ask(
+        llm,
+        [
+            form(regex="[a-c]{3}(xy)?"),
+            form(choice=["yes", 'no "x"\n', "é世"]),
+            form(grammar='start: "a" start | "b"'),
+            form(grammar='root ::= "x" [0-9]{2}'),
+            form(json_object=True, max_tokens=300, disable_any_whitespace=True, seed=1),
+            form(structural_tag=json.dumps(tag), max_tokens=300, seed=2),
+        ],
+    )
+    assert re.fullmatch("[a-c]{3}(xy)?", expression)
+    assert choice in ("yes", 'no "x"\n', "é世")
+    assert re.fullmatch("a*b", lark)
+    assert re.fullmatch("x[0-9]{2}", gbnf)
+    assert isinstance(json.loads(whole), dict)
+    assert set(re.findall("<a.*", tagged)) <= {"<a>true</a>", "<a>false</a>"} or "<a" not in tagged
+
+
+def test_answers_by_xgrammar_to_random_schemas_are_valid(llm: LLM) -> None:
+    assert answers_to_random_schemas(llm, 16, 2) > 24
+
+
+@pytest.mark.system
+def test_a_thousand_answers_by_xgrammar_to_random_schemas_are_valid(llm: LLM) -> None:
+    assert answers_to_random_schemas(llm, 125, 8) > 800
+
+
+def test_answers_by_xgrammar_are_the_same_after_preemption_and_with_speculation(llm: LLM, folder: str) -> None:
+    prompts, params = asked_of_many()
+    expected = [each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)]
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    tight = {"num_gpu_blocks_override": 42, "max_num_batched_tokens": 24}
+    for more in ({"speculative_config": drafts}, tight):
+        with engine_of(folder, "xgrammar", **more) as other:
+            found = [each.outputs[0].token_ids for each in other.generate(prompts, params, use_tqdm=False)]
+            assert found == expected, more
+
+
+def test_what_xgrammar_is_forced_to_takes_fewer_steps_than_tokens(llm: LLM) -> None:
+    before = llm.get_stats().steps
+    (answer,) = llm.generate(["the water"], form(choice=["the water of the mill"], temperature=0), use_tqdm=False)
+    assert answer.outputs[0].text == "the water of the mill"
+    assert llm.get_stats().steps - before < len(answer.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize(
+    ("of", "said"),
+    [
+        ({"json": {"type": "array", "uniqueItems": True}}, "it does not follow uniqueItems (at /)"),
+        ({"json": {"properties": {"a": {"not": {}}}}}, "it does not follow not (at /properties/a)"),
+        ({"json": {"$ref": "#/$defs/a", "type": "object", "$defs": {"a": {}}}}, "does not follow type beside $ref"),
+        ({"json": {"type": "foo"}}, 'Unsupported type "foo"'),
+        ({"json": {"type": "object"}, "whitespace_pattern": " "}, "xgrammar has no whitespace_pattern"),
+        ({"regex": "(?=a)b"}, "Lookahead is not supported yet"),
+        ({"grammar": "root ::= nobody"}, "nobody"),
+    ],
+)
+def test_what_xgrammar_does_not_follow_is_refused_with_the_reason(llm: LLM, of: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be used") as caught:
+        llm.generate(["the water"], form(**of), use_tqdm=False)
+    assert said in str(caught.value)
+
+
+def test_what_xgrammar_refuses_llguidance_follows_where_it_may(folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    schema = {"oneOf": [{"type": "boolean"}, {"type": "null"}]}
+    with engine_of(folder, "xgrammar") as both, caplog.at_level("INFO", logger="headrace"):
+        answers = ask(both, [form(json=schema), form(regex="[ab]")])
+        assert answers[0] in ("true", "false", "null")
+        assert answers[1] in "ab"
+    assert re.search(r"a grammar is followed by llguidance: .* it does not follow oneOf", caplog.text)
+
+
+def test_a_library_that_is_not_installed_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(OptionError, match=r"xgrammar is not installed; pip install headrace\[xgrammar\]"):
+        structured_outputs_of({"backend": "xgrammar"})
