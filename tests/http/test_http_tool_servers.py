@@ -72,7 +72,7 @@ def tool_server() -> Iterator[str]:
 def server() -> Iterator[Server]:
     """Of a model that says its last message, up to the stop string."""
     with tool_server() as url:
-        arguments = ("--distributed-executor-backend", PARROT, "--chat-template", TEMPLATE, "--max-model-len", "1024")
+        arguments = ("--distributed-executor-backend", PARROT, "--chat-template", TEMPLATE, "--max-model-len", "4096")
         with serving(*arguments, "--tool-server", f"lab={url},gone=http://127.0.0.1:9/mcp") as server:
             yield server
 
@@ -84,7 +84,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 
 def asked(said: str, tools: list[Any], **more: Any) -> Any:
-    return {"model": "null", "input": said + END, "max_output_tokens": 300, "tools": tools, **more}
+    return {"model": "null", "input": said + END, "max_output_tokens": 900, "tools": tools, **more}
 
 
 def ask(client: openai.OpenAI, said: str, *tools: Any, **more: Any) -> Response:

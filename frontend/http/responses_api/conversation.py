@@ -178,11 +178,8 @@ def _messages(items: Sequence[Item]) -> list[ChatMessage]:
 def _said_of(error: Any) -> str:
     """The text of an mcp_call's error."""
     content = error.get("content") if isinstance(error, dict) else None
-    content = content if isinstance(content, list) else []
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
-    ):
-        return "\n".join(part["text"] for part in content)
+    if isinstance(content, list):
+        return _joined([part for part in content if isinstance(part, dict)])
     return error if isinstance(error, str) else msgspec.json.encode(error).decode()
 
 
