@@ -1,9 +1,10 @@
 """A closed loop of streaming requests to an OpenAI-compatible /v1/completions: the client of `http_overhead.py`.
 
-    python benchmarks/http_load.py URL MODEL STREAMS REQUESTS PROMPT_TOKENS OUTPUT_TOKENS
+    python benchmarks/http_load.py URL MODEL STREAMS REQUESTS PROMPT_TOKENS OUTPUT_TOKENS [BODY]
 
 Each of STREAMS connections sends one request after another until REQUESTS are done, of random token ids, greedy, to
-the last of OUTPUT_TOKENS. Prints one JSON line: rates, percentiles of the time to the first event and between events.
+the last of OUTPUT_TOKENS. With a BODY (JSON), these are chat completions with its fields in place of a prompt. Prints
+one JSON line: rates, percentiles of the time to the first event and between events.
 Needs aiohttp. Its own time per event counts on a machine that it shares with the server.
 """
 
@@ -21,8 +22,11 @@ import aiohttp
 
 
 class Load:
-    def __init__(self, url: str, model: str, prompts: Iterator[list[int]], output_tokens: int) -> None:
-        self._url = f"{url}/v1/completions"
+    def __init__(
+        self, url: str, model: str, prompts: Iterator[list[int]], output_tokens: int, body: dict[str, Any] | None = None
+    ) -> None:
+        self._url = f"{url}/v1/completions" if body is None else f"{url}/v1/chat/completions"
+        self._body = body
         self._fixed = {
             "model": model,
             "max_tokens": output_tokens,
@@ -48,7 +52,8 @@ class Load:
     async def _request(self, session: aiohttp.ClientSession, prompt: list[int]) -> bool:
         """Whether it ended as it should."""
         last_s, times = time.perf_counter(), self.first_s
-        async with session.post(self._url, json={**self._fixed, "prompt": prompt}) as response:
+        more = {"prompt": prompt} if self._body is None else self._body
+        async with session.post(self._url, json={**self._fixed, **more}) as response:
             if response.status != 200:
                 print(await response.text(), file=sys.stderr)
                 return False
@@ -70,10 +75,18 @@ def percentiles_ms(values: list[float]) -> dict[str, float | None]:
     }
 
 
-async def run(url: str, model: str, streams: int, requests: int, prompt_tokens: int, output_tokens: int) -> Any:
+async def run(
+    url: str,
+    model: str,
+    streams: int,
+    requests: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    body: dict[str, Any] | None = None,
+) -> Any:
     numbers = random.Random(0)
     prompts = [[numbers.randrange(1000, 40000) for _ in range(prompt_tokens)] for _ in range(requests)]
-    load = Load(url, model, iter(prompts), output_tokens)
+    load = Load(url, model, iter(prompts), output_tokens, body)
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         began_s = time.perf_counter()
@@ -92,4 +105,6 @@ async def run(url: str, model: str, streams: int, requests: int, prompt_tokens: 
 
 if __name__ == "__main__":
     url, model, *numbers = sys.argv[1:7]
-    print(json.dumps(asyncio.run(run(url, model, *map(int, numbers)))))
+    num_streams, num_requests, num_prompt, num_output = map(int, numbers)
+    body = json.loads(sys.argv[7]) if len(sys.argv) > 7 else None
+    print(json.dumps(asyncio.run(run(url, model, num_streams, num_requests, num_prompt, num_output, body))))

@@ -1,6 +1,7 @@
 """Serving a model that costs next to nothing, ours and vLLM's side by side: what is left is the servers' own time.
 
     python benchmarks/http_overhead.py [--peers PEERS] [--load http_load.py] [--rounds 3]
+    python benchmarks/http_overhead.py --parsers
 
 The model is a random Llama of one layer, 128 wide, in bf16, with the demo model's tokeniser. 64 streams and then one
 ask for 128 tokens each after 32 random ones. Both servers are asked in turns, so the machine's moods meet both;
@@ -8,6 +9,9 @@ vLLM's processes are stopped by a signal while ours is asked (ours, which uses n
 while vLLM's is). Nothing else may run meanwhile. PEERS is where the peers' setup.sh installed vLLM, whose start takes a
 minute: `--peer-url` names a server of the same model (`--model FOLDER`, made by `--keep-model FOLDER`) that runs
 already. `--load` takes another client of the same arguments and output in place of `http_load.py`.
+
+`--parsers` measures what reading an answer for tool calls and reasoning costs: the same chats with tools, of
+servers of ours of which one reads nothing, in processor time of the HTTP process for each streamed token.
 """
 
 from __future__ import annotations
@@ -140,9 +144,9 @@ def servers(arguments: argparse.Namespace, model: Path, work: Path, stack: ExitS
     return urls
 
 
-def run_load(client: Path, url: str, model: Path, streams: int, requests: int) -> dict[str, Any]:
+def run_load(client: Path, url: str, model: Path, streams: int, requests: int, *body: str) -> dict[str, Any]:
     numbers = map(str, (streams, requests, PROMPT_TOKENS, OUTPUT_TOKENS))
-    command = [sys.executable, str(client), url, str(model), *numbers]
+    command = [sys.executable, str(client), url, str(model), *numbers, *body]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
         raise SystemExit(f"the load on {url} failed:\n{done.stderr[-3000:]}")
@@ -211,6 +215,41 @@ def ratios(samples: list[dict[str, Any]]) -> dict[str, float | None]:
     }
 
 
+READS = {
+    "nothing": ("--tool-call-parser", "none"),
+    "calls": ("--tool-call-parser", "hermes"),
+    "calls and reasoning": ("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"),
+}
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+CHAT = {"messages": [{"role": "user", "content": "How warm is it in Zürich?"}], "tools": [TOOL]}
+
+
+def measure_parsers(arguments: argparse.Namespace, model: Path, work: Path, stack: ExitStack) -> dict[str, Any]:
+    """Microseconds of the HTTP process for each token, by what it reads; and how much more than nothing, in medians."""
+    urls = {}
+    for name, options in READS.items():
+        port, log = free_port(), work / f"{name}.log"
+        command = [sys.executable, "-m", "headrace", "serve", str(model), "--max-model-len", str(MAX_MODEL_LEN)]
+        process = stack.enter_context(program([*command, *options, "--port", str(port)], log, {}, work))
+        urls[name] = f"http://127.0.0.1:{port}"
+        wait_ready(process, urls[name], log)
+    streams, requests = LOADS[0]
+    spent: dict[str, list[float]] = {name: [] for name in urls}
+    for number in range(arguments.rounds + 1):
+        for name, url in urls.items():
+            (server, *_) = processes_behind(url)
+            before = server.cpu_times()
+            row = run_load(arguments.load, url, model, streams, requests, json.dumps(CHAT))
+            after = server.cpu_times()
+            seconds = after.user + after.system - before.user - before.system
+            if number:  # the first warms up
+                spent[name].append(1e6 * seconds / (row["done"] * OUTPUT_TOKENS))
+            print(f"round {number} {name}: {row} {spent[name][-1:]}", flush=True)
+    medians = {name: statistics.median(values) for name, values in spent.items()}
+    more = {name: medians[name] / medians["nothing"] - 1 for name in medians}
+    return {"streams": streams, "requests": requests, "cpu_us_per_token": spent, "median": medians, "more": more}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, help="where the peers are installed; without it only ours is measured")
@@ -219,7 +258,8 @@ def main() -> None:
     parser.add_argument("--keep-model", type=Path, help="write the model there and end")
     parser.add_argument("--load", type=Path, default=ROOT / "benchmarks" / "http_load.py")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--parsers", action="store_true", help="only what reading calls and reasoning costs")
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.keep_model is not None:
         make_model(arguments.keep_model)
@@ -232,12 +272,17 @@ def main() -> None:
         model = arguments.model or work / "model"
         if arguments.model is None:
             make_model(model)
+        if arguments.parsers:
+            found = measure_parsers(arguments, model, work, stack)
+            print(found["median"], found["more"])
+            write_report(arguments.out or RESULTS.with_stem("http_parsers"), "http_parsers", found)
+            return
         samples = measure(servers(arguments, model, work, stack), arguments, model)
     results: dict[str, Any] = {"client": arguments.load.name, "loads": LOADS, "samples": samples}
     if any(row["server"] == "vllm" for row in samples):
         results["ratios"] = ratios(samples)
         print(results["ratios"])
-    write_report(arguments.out, "http_overhead", results)
+    write_report(arguments.out or RESULTS, "http_overhead", results)
 
 
 if __name__ == "__main__":
