@@ -33,6 +33,7 @@ from headrace.frontend.http.messages import (
 )
 from headrace.frontend.http.metrics import Exposition, Pages
 from headrace.frontend.http.openai.chat import ChatParts, prepare_chat, render
+from headrace.frontend.http.openai.chat_batch import prepare_chat_batch
 from headrace.frontend.http.openai.completions import prepare_completion
 from headrace.frontend.http.openai.generation import Generator, KeepAlive, PreparedRequest
 from headrace.frontend.http.openai.prompts import (
@@ -43,6 +44,7 @@ from headrace.frontend.http.openai.prompts import (
 )
 from headrace.frontend.http.openai.requests import (
     RANK_HEADER,
+    ChatBatchRequest,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -143,6 +145,19 @@ async def completions(state: ServerState, exchange: Exchange) -> None:
 
 async def chat_completions(state: ServerState, exchange: Exchange) -> None:
     await _generate(state, exchange, lambda body: state.decoder.decode(body, ChatCompletionRequest))
+
+
+async def chat_batch(state: ServerState, exchange: Exchange) -> None:
+    def prepare(body: bytes) -> PreparedRequest:
+        request = state.decoder.decode(body, ChatBatchRequest)
+        apply_server_defaults(request, state.options)
+        take_rank(request, exchange.header(RANK_HEADER))
+        name = exchange.request_id(request.request_id)
+        state.check_accepting()
+        return prepare_chat_batch(request, engine_for(state.pool, request.model), state.chat, name, exchange.tenant)
+
+    prepared = await exchange.prepare(prepare)
+    await state.generator.answer(prepared, exchange.connection, exchange.receive, exchange.send)
 
 
 async def messages(state: ServerState, exchange: Exchange) -> None:
@@ -380,6 +395,14 @@ ROUTES: tuple[RouteSpec, ...] = (
         chat_completions,
         "Answer a conversation",
         ChatCompletionRequest,
+        ChatResponse,
+        _GENERATION,
+    ),
+    post(
+        "/v1/chat/completions/batch",
+        chat_batch,
+        "Answer several conversations at once",
+        ChatBatchRequest,
         ChatResponse,
         _GENERATION,
     ),

@@ -247,3 +247,27 @@ def test_a_default_number_of_tokens_is_that_of_the_generation_config_for_complet
         for body, expected in (({}, 5), ({"max_tokens": 3}, 3)):
             answer = ask(client, COMPLETIONS, prompt=[5], ignore_eos=True, **body)
             assert answer["usage"]["completion_tokens"] == expected
+
+
+def test_several_conversations_are_answered_at_once(client):
+    conversations = [[{"role": "user", "content": text}] for text in ("one", "two", "three")]
+    asked = {"max_tokens": 5, "temperature": 0, "logprobs": True}
+    answer = ask(client, "/v1/chat/completions/batch", messages=conversations, **asked)
+    openai.types.chat.ChatCompletion.model_validate(answer)
+    alone = [ask(client, "/v1/chat/completions", messages=each, **asked) for each in conversations]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    for choice, own in zip(answer["choices"], alone, strict=True):
+        assert choice["message"] == own["choices"][0]["message"]
+        assert choice["logprobs"] == own["choices"][0]["logprobs"]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert answer["usage"][name] == sum(each["usage"][name] for each in alone)
+    for wrong, param in (
+        ({"stream": True}, "stream"),
+        ({"n": 2}, "n"),
+        ({"messages": []}, "messages"),
+        ({"messages": [conversations[0], []]}, "messages[1]"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ):
+        body = {"messages": conversations, **asked, **wrong}
+        refused = client.post("/v1/chat/completions/batch", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text

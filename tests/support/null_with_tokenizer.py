@@ -35,6 +35,15 @@ class ParrotExecutor(TokenizingNullExecutor):
         self._rows = _ParrotRows(self._plan.max_num_seqs, self.model)
 
 
+class EchoExecutor(TokenizingNullExecutor):
+    """Says its prompt once, and ends."""
+
+    def allocate(self, num_blocks: int, max_model_len: int) -> None:
+        super().allocate(num_blocks, max_model_len)
+        assert self._plan is not None
+        self._rows = _EchoRows(self._plan.max_num_seqs, self.model)
+
+
 class _ParrotRows(_Rows):
     def __init__(self, num_rows: int, model: NullModel) -> None:
         super().__init__(num_rows, model)
@@ -51,3 +60,10 @@ class _ParrotRows(_Rows):
             [self._heard[row][count % len(self._heard[row])] for row, count in zip(rows.tolist(), said, strict=True)],
             np.int32,
         )
+
+
+class _EchoRows(_ParrotRows):
+    def _draw(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        lengths = np.array([len(self._heard[row]) for row in rows.tolist()])
+        ended = positions - self._num_prompt_tokens[rows] >= lengths
+        return np.where(ended, self._model.eos_token_id, super()._draw(rows, positions))

@@ -113,6 +113,15 @@ def render(
     return prompt, token_ids, choice
 
 
+def chat_answer(
+    request: ChatCompletionRequest, engine: Engine, parts: ChatParts, id: str, tenant: str
+) -> tuple[ChatWork, ChatAnswer]:
+    """What to run for a conversation, and what writes its answer. Raises ApiError and InvalidRequestError."""
+    work = chat_work(request, engine, parts, id, tenant)
+    role = parts.options.response_role
+    return work, ChatAnswer(request, work.answer, role, work.make_reader, names_tool=work.names_tool)
+
+
 class ChatWork(NamedTuple):
     """A conversation's next message: what to run, and how to read it."""
 
@@ -260,8 +269,7 @@ class ChatAnswer(OpenAIEvents):
         """The response, once the stream has ended."""
         (stream,) = self._streams
         answer = self._answer
-        outputs = [sequence.read(delta=False, tokenizer=stream.tokenizer) for sequence in stream.sequences]
-        choices = [self._choice_of(output) for output in outputs]
+        choices = self.choices()
         return encoded(
             ChatResponse(
                 answer.id,
@@ -269,11 +277,21 @@ class ChatAnswer(OpenAIEvents):
                 answer.created,
                 answer.model,
                 choices,
-                self._usage(),
+                self.usage(),
                 prompt_logprobs=self._prompt_logprobs(stream),
                 prompt_token_ids=self._prompt_token_ids(stream),
             )
         )
+
+    def choices(self) -> list[ChatChoice]:
+        """Once the stream has ended."""
+        (stream,) = self._streams
+        outputs = [sequence.read(delta=False, tokenizer=stream.tokenizer) for sequence in stream.sequences]
+        return [self._choice_of(output) for output in outputs]
+
+    @property
+    def about(self) -> Answer:
+        return self._answer
 
     def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
         choice = self._choices[sequence]
@@ -332,7 +350,7 @@ class ChatAnswer(OpenAIEvents):
         return event(self._chunk([ChatChunkChoice(index=index, delta=_delta_of(told))]))
 
     def end(self) -> bytes:
-        last = event(self._chunk([], self._usage())) if self._answer.include_usage else b""
+        last = event(self._chunk([], self.usage())) if self._answer.include_usage else b""
         return last + self.DONE
 
     def _first(self, stream: RequestStream, sequence: SequenceState) -> bytes:
@@ -350,7 +368,7 @@ class ChatAnswer(OpenAIEvents):
         echoed = ChatChunkChoice(index=sequence.index, delta=Delta(content=self._echoed))
         return event(chunk) + event(self._chunk([echoed]))
 
-    def _usage(self) -> Usage:
+    def usage(self) -> Usage:
         usage = usage_of(self._streams)
         if self._make_reader is not None:
             most, tokenizer = usage.completion_tokens, self._answer.tokenizer

@@ -183,6 +183,14 @@ class ChatCompletionRequest(GenerationRequest):
     documents: Annotated[Few[dict[str, Any]] | None, Meta(description="Passed to the template")] = None
 
 
+class ChatBatchRequest(ChatCompletionRequest):
+    """POST /v1/chat/completions/batch"""
+
+    messages: Annotated[  # type: ignore[assignment]
+        Many[Many[ChatMessage]], Meta(description="Conversations, each of which gets one choice")
+    ]
+
+
 class ResponsesFields(SharedFields, kw_only=True):
     """What OpenAI's Responses API has besides the fields of SamplingParams."""
 
@@ -306,23 +314,25 @@ NEUTRAL: Mapping[str, Neutral] = types.MappingProxyType(
         "prediction": Neutral("not supported"),
     }
 )
+_CHAT_NEUTRAL: Mapping[str, Neutral] = types.MappingProxyType(
+    {
+        **NEUTRAL,
+        "best_of": Neutral("not part of chat completions; use n", (1,)),
+        "functions": Neutral("retired by OpenAI; use tools", ([],)),
+        "function_call": Neutral("retired by OpenAI; use tools", ("none",)),
+        "modalities": Neutral(_TEXT_ONLY, (["text"],)),
+        "audio": Neutral(_TEXT_ONLY),
+        "verbosity": Neutral("not supported", ("medium",)),
+        "web_search_options": Neutral("not supported"),
+    }
+)
 NEUTRAL_OF: Mapping[type[msgspec.Struct], Mapping[str, Neutral]] = types.MappingProxyType(
     {
         CompletionRequest: types.MappingProxyType(
             {**NEUTRAL, "suffix": Neutral("filling in the middle is not supported; give a prompt alone", ("",))}
         ),
-        ChatCompletionRequest: types.MappingProxyType(
-            {
-                **NEUTRAL,
-                "best_of": Neutral("not part of chat completions; use n", (1,)),
-                "functions": Neutral("retired by OpenAI; use tools", ([],)),
-                "function_call": Neutral("retired by OpenAI; use tools", ("none",)),
-                "modalities": Neutral(_TEXT_ONLY, (["text"],)),
-                "audio": Neutral(_TEXT_ONLY),
-                "verbosity": Neutral("not supported", ("medium",)),
-                "web_search_options": Neutral("not supported"),
-            }
-        ),
+        ChatCompletionRequest: _CHAT_NEUTRAL,
+        ChatBatchRequest: _CHAT_NEUTRAL,
         ResponsesRequest: types.MappingProxyType(
             {name: NEUTRAL[name] for name in NEUTRAL if name not in ResponsesFields.__struct_fields__}
             | {

@@ -1,0 +1,249 @@
+"""Frameworks as they come from PyPI, against a real server whose model says what it is told to.
+
+    python benchmarks/agents_clients.py [--work DIR] [--only NAME ...] [--out benchmarks/results/agents_clients.json]
+
+Each framework is installed into a virtual environment of its own under DIR (kept, where one is named), and runs the
+function below that bears its name, unchanged. The model is an executor of the tests that repeats its prompt once; the
+chat template makes that prompt of the last message. Exit status 1 when one fails. Needs PyPI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "agents_clients.json"
+TEMPLATE = (
+    '{# <tool_call> "arguments" #}{% if messages[-1].role == "tool" %}It is {{ messages[-1].content }}.'
+    "{% elif messages[-1].content is string %}{{ messages[-1].content }}"
+    "{% else %}{% for part in messages[-1].content %}{{ part.text }}{% endfor %}{% endif %}"
+)
+CASE_S = 300.0
+
+
+def call_of(name: str, /, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}</tool_call>"
+
+
+WEATHER = call_of("get_weather", city="Zürich")
+PERSON = '{"name": "Änn", "age": 3}'
+SUNNY = "sunny in Zürich"
+
+
+def check(found: Any, wanted: Any, what: str) -> None:
+    if found != wanted:
+        raise AssertionError(f"{what}: {found!r}, not {wanted!r}")
+
+
+# --- the frameworks, each in a process of its environment's ----------------------------------------------------------
+
+
+def openai_agents(url: str) -> None:
+    import agents
+    from openai import AsyncOpenAI
+
+    agents.set_tracing_disabled(True)
+
+    @agents.function_tool
+    def get_weather(city: str) -> str:
+        """Of a city."""
+        return f"sunny in {city}"
+
+    async def run() -> None:
+        client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
+        for kind in (agents.OpenAIResponsesModel, agents.OpenAIChatCompletionsModel):
+            agent = agents.Agent(name="a", instructions="b", tools=[get_weather], model=kind("null", client))
+            whole = await agents.Runner.run(agent, WEATHER)
+            check(whole.final_output, f"It is {SUNNY}.", f"{kind.__name__}, whole")
+            streamed = agents.Runner.run_streamed(agent, WEATHER)
+            async for _ in streamed.stream_events():
+                pass
+            check(streamed.final_output, f"It is {SUNNY}.", f"{kind.__name__}, streamed")
+
+    asyncio.run(run())
+
+
+def langchain_openai(url: str) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+    from pydantic import BaseModel
+
+    class Person(BaseModel):
+        """Somebody."""
+
+        name: str
+        age: int
+
+    @tool
+    def get_weather(city: str) -> str:
+        """Of a city."""
+        return f"sunny in {city}"
+
+    for responses in (False, True):
+        model = ChatOpenAI(base_url=f"{url}/v1", api_key="none", model="null", use_responses_api=responses)
+        bound = model.bind_tools([get_weather])
+        answer = bound.invoke(WEATHER)
+        made = [(each["name"], each["args"]) for each in answer.tool_calls]
+        check(made, [("get_weather", {"city": "Zürich"})], f"bind_tools, responses={responses}")
+        result = ToolMessage(get_weather.invoke(answer.tool_calls[0]["args"]), tool_call_id=answer.tool_calls[0]["id"])
+        check(bound.invoke([HumanMessage(WEATHER), answer, result]).text, f"It is {SUNNY}.", "the result's answer")
+        whole: Any = None
+        for chunk in bound.stream(WEATHER):
+            whole = chunk if whole is None else whole + chunk
+        check([each["args"] for each in whole.tool_calls], [{"city": "Zürich"}], f"streamed, responses={responses}")
+        for method, said in (("json_schema", PERSON), ("function_calling", call_of("Person", name="Änn", age=3))):
+            found = model.with_structured_output(Person, method=method).invoke(said)
+            check(found, Person(name="Änn", age=3), f"with_structured_output, {method}, responses={responses}")
+
+
+def llama_index(url: str) -> None:
+    from llama_index.core.llms import ChatMessage
+    from llama_index.core.tools import FunctionTool
+    from llama_index.llms.openai_like import OpenAILike
+    from pydantic import BaseModel
+
+    class Person(BaseModel):
+        name: str
+        age: int
+
+    def get_weather(city: str) -> str:
+        """Of a city."""
+        return f"sunny in {city}"
+
+    model = OpenAILike(
+        model="null", api_base=f"{url}/v1", api_key="none", is_chat_model=True, is_function_calling_model=True
+    )
+    check(model.chat([ChatMessage(content="hello")]).message.content, "hello", "chat")
+    check("".join(each.delta or "" for each in model.stream_chat([ChatMessage(content="hello")])), "hello", "streamed")
+    check(str(model.predict_and_call([FunctionTool.from_defaults(get_weather)], WEATHER)), SUNNY, "predict_and_call")
+    found = model.as_structured_llm(Person).complete(call_of("Person", name="Änn", age=3)).raw
+    check(found, Person(name="Änn", age=3), "as_structured_llm")
+
+
+def litellm(url: str) -> None:
+    import litellm
+
+    function = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    messages = [{"role": "user", "content": WEATHER}]
+    for provider, base in (("openai", f"{url}/v1"), ("hosted_vllm", f"{url}/v1"), ("anthropic", url)):
+        asked: Any = {
+            "model": f"{provider}/null",
+            "api_base": base,
+            "api_key": "none",
+            "messages": messages,
+            "tools": [{"type": "function", "function": function}],
+            "max_tokens": 300,
+        }
+        made = litellm.completion(**asked).choices[0].message.tool_calls
+        calls = [(each.function.name, json.loads(each.function.arguments)) for each in made]
+        check(calls, [("get_weather", {"city": "Zürich"})], f"{provider}, whole")
+        chunks = list(litellm.completion(**asked, stream=True))
+        joined = litellm.stream_chunk_builder(chunks, messages=messages).choices[0].message.tool_calls
+        check([json.loads(each.function.arguments) for each in joined], [{"city": "Zürich"}], f"{provider}, streamed")
+    answer = litellm.responses(model="openai/null", api_base=f"{url}/v1", api_key="none", input="hello")
+    check(answer.output[0].content[0].text, "hello", "responses")
+
+
+def instructor(url: str) -> None:
+    import instructor
+    from openai import OpenAI
+    from pydantic import BaseModel
+
+    class Person(BaseModel):
+        name: str
+        age: int
+
+    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+    modes = (
+        (instructor.Mode.TOOLS, call_of("Person", name="Änn", age=3)),
+        (instructor.Mode.JSON_SCHEMA, PERSON),
+    )
+    for mode, said in modes:
+        asked: Any = {"model": "null", "response_model": Person, "messages": [{"role": "user", "content": said}]}
+        found = instructor.from_openai(client, mode=mode).chat.completions.create(**asked)
+        check(found.model_dump(), {"name": "Änn", "age": 3}, str(mode))
+
+
+CASES: dict[str, tuple[Callable[[str], None], tuple[str, ...]]] = {
+    "openai-agents": (openai_agents, ("openai-agents",)),
+    "langchain-openai": (langchain_openai, ("langchain-openai",)),
+    "llama-index": (llama_index, ("llama-index-llms-openai-like",)),
+    "litellm": (litellm, ("litellm", "mcp")),
+    "instructor": (instructor, ("instructor",)),
+}
+
+# --- here ------------------------------------------------------------------------------------------------------------
+
+
+def python_with(packages: tuple[str, ...], folder: Path) -> Path:
+    """The interpreter of an environment that has them."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    if subprocess.run([str(python), "-m", "pip", "show", "-q", *packages], capture_output=True, check=False).returncode:
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
+    return python
+
+
+def run_case(name: str, url: str, work: Path) -> dict[str, Any]:
+    packages = CASES[name][1]
+    python = python_with(packages, work / name)
+    command = [str(python), __file__, "--case", name, "--url", url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=CASE_S, check=False)
+    listed = subprocess.run([str(python), "-m", "pip", "freeze"], capture_output=True, text=True, check=True).stdout
+    wanted = {*packages, "openai"}
+    versions = dict(line.split("==") for line in listed.splitlines() if line.partition("==")[0] in wanted)
+    return {
+        "passed": done.returncode == 0,
+        "versions": versions,
+        "said": done.stderr[-2000:] if done.returncode else "",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, help="where environments are kept; default: nowhere")
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--url", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.case is not None:
+        try:
+            CASES[arguments.case][0](arguments.url)
+        except Exception:
+            traceback.print_exc()
+            sys.exit(1)
+        return
+    from http_overhead import free_port, program, wait_ready
+    from report import write_report
+
+    with tempfile.TemporaryDirectory(prefix="headrace-agents-") as folder:
+        work = (arguments.work or Path(folder)).resolve()
+        url = f"http://127.0.0.1:{(port := free_port())}"
+        command = [sys.executable, "-m", "headrace", "serve", "null", "--chat-template", TEMPLATE, "--port", str(port)]
+        command += ["--distributed-executor-backend", "null_with_tokenizer:EchoExecutor", "--max-model-len", "4096"]
+        command += ["--hf-overrides", '{"vocab_size": 400}']
+        log, environment = Path(folder) / "log", {"PYTHONPATH": str(ROOT / "tests" / "support")}
+        with program(command, log, environment, Path(folder)) as process:
+            wait_ready(process, url, log)
+            results = {}
+            for name in arguments.only:
+                results[name] = run_case(name, url, work)
+                print(f"{name}: {'passed' if results[name]['passed'] else results[name]['said']}", flush=True)
+    write_report(arguments.out, "agents_clients", results)
+    sys.exit(0 if all(each["passed"] for each in results.values()) else 1)
+
+
+if __name__ == "__main__":
+    main()
