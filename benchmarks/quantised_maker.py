@@ -8,6 +8,7 @@ INTO/model is the checkpoint as the tool saves it, INTO/dequantised.safetensors 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,38 @@ def hqq(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
     return _Saved(model.config, kept | {name: torch.as_tensor(each) for name, each in state.items()}), values
 
 
+def modelopt(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
+    import modelopt.torch.quantization as tool
+    from modelopt.torch.export import export_hf_checkpoint
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    ids = torch.tensor([text["input_ids"] for text in _texts()])
+    model = tool.quantize(model, getattr(tool, f"{scheme}_CFG"), lambda own: own(ids))
+    values = {
+        f"{name}.weight": module.weight_quantizer(module.weight).detach().clone()
+        for name, module in model.named_modules()
+        if getattr(getattr(module, "weight_quantizer", None), "is_enabled", False)
+    }
+    return _Exported(lambda folder: export_hf_checkpoint(model, export_dir=str(folder))), values
+
+
+def _texts() -> list[dict[str, list[int]]]:
+    """Random ids to calibrate with."""
+    ids = torch.randint(0, 300, (16, 64), generator=torch.Generator().manual_seed(1)).tolist()
+    return [{"input_ids": row, "attention_mask": [1] * len(row)} for row in ids]
+
+
+class _Exported:
+    """A model that a function of its tool writes."""
+
+    def __init__(self, write: Callable[[Path], object]) -> None:
+        self._write = write
+
+    def save_pretrained(self, folder: Path) -> None:
+        self._write(folder)
+
+
 class _Saved:
     """A model that is saved by its tensors alone."""
 
@@ -113,7 +146,10 @@ class _Saved:
         save_file({name: each.contiguous() for name, each in self.state.items()}, folder / "model.safetensors")
 
 
-TOOLS = {"bitsandbytes": bitsandbytes, "llmcompressor": llmcompressor, "torchao": torchao, "hqq": hqq}
+TOOLS = {
+    "bitsandbytes": bitsandbytes, "llmcompressor": llmcompressor, "torchao": torchao, "hqq": hqq,
+    "modelopt": modelopt,
+}  # fmt: skip
 
 
 def main(tool: str, scheme: str, model_path: str, into: str) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints that the real tools make of a tiny model, against what the tools say that they stand for.
 
     python benchmarks/quantised_tools.py bitsandbytes=/tmp/bnb/bin/python llmcompressor=/tmp/llmc/bin/python \\
-        torchao=/tmp/ao/bin/python hqq=/tmp/hqq/bin/python
+        torchao=/tmp/ao/bin/python hqq=/tmp/hqq/bin/python modelopt=/tmp/modelopt/bin/python
 
 Each tool runs in the Python given, of a virtual environment of its own that has the tool, torch of this project's
 version and transformers. For each scheme: the error of logits, root mean square over their spread, against
@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from headrace.kernels.grouped import InputRounding
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "support"))
+sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("support", "checkpoints", "cpu", "models")]
 SCHEMES = {
     "bitsandbytes": ("nf4", "nf4 double", "fp4", "int8"),
     "llmcompressor": (
@@ -35,7 +35,10 @@ SCHEMES = {
     ),
     "torchao": ("Int8WeightOnly", "IntxWeightOnly", "Int8DynamicActivationInt8Weight", "Float8WeightOnly"),
     "hqq": ("8 bits", "4 bits", "2 bits"),
+    "modelopt": ("FP8_DEFAULT", "NVFP4_DEFAULT"),
 }  # fmt: skip
+DISTRIBUTIONS = {"modelopt": "nvidia-modelopt"}
+"""Where a tool is imported by another name than it is installed by."""
 ROUNDED = ("W8A8", "Int8DynamicActivationInt8Weight")
 """Schemes whose inputs become int8."""
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -54,7 +57,8 @@ def main(tools: dict[str, str]) -> None:
         model = tiny_models.save("llama", Path(folder) / "float", **SIZES)
         for name, python in tools.items():
             tool = name.partition("/")[0]
-            version = _output(python, "-c", f"import importlib.metadata as m; print(m.version('{tool}'))").strip()
+            package = DISTRIBUTIONS.get(tool, tool)
+            version = _output(python, "-c", f"import importlib.metadata as m; print(m.version('{package}'))").strip()
             for scheme in chosen[name]:
                 into = Path(folder) / f"{tool} {scheme}"
                 made = subprocess.run(

@@ -28,7 +28,10 @@ class ModelOpt(Format):
         "FP8: float8_e4m3fn, a scale for the matrix or each row; activations stay in floats",
         "NVFP4: 4-bit floats in groups of 16; activations stay in floats",
     )
-    made_by = "a writer in tests"
+    made_by = (
+        "nvidia-modelopt 0.47 (benchmarks/quantised_tools.py; its NVFP4 stops on a CPU: 'amax must be a CUDA tensor "
+        "for dynamic block quantization'), a writer in tests"
+    )
     is_fp4: bool
 
     @classmethod
