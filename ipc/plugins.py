@@ -5,8 +5,8 @@
     gentle = "gentle.scheduler:GentleScheduler"         # a class: scheduler_cls=gentle
     lab = "lab.executor:LabExecutor"                    # a class: distributed_executor_backend=lab
 
-    [project.entry-points."headrace.logits_processors"] # a class that every engine makes (executor/sampling)
-    calm = "calm.processor:Calm"
+    [project.entry-points."headrace.logits_processors"] # a class that every engine makes (executor/sampling);
+    calm = "calm.processor:Calm"                        # so it does of the group "vllm.logits_processors"
 
 A plugin is loaded when it is asked for by name, families when a model is of no architecture of ours. What is wrong with
 one is said where it is missed; the others are served.
@@ -24,7 +24,8 @@ from headrace.ipc.failure import OptionError
 
 GROUP = "headrace.plugins"
 VLLM_GROUP = "vllm.general_plugins"
-LOGITS_PROCESSORS_GROUP = "headrace.logits_processors"
+LOGITS_PROCESSORS_GROUPS = ("headrace.logits_processors", "vllm.logits_processors")
+"""Ours, and that of packages made for vLLM, whose interface is the same."""
 logger = logging.getLogger(__name__)
 
 
@@ -42,7 +43,16 @@ def plugins() -> dict[str, EntryPoint]:
 
 def has_logits_processors(named: Sequence[str]) -> bool:
     """Whether an engine that names these classes has any."""
-    return bool(named or entry_points(group=LOGITS_PROCESSORS_GROUP))
+    return bool(named or logits_processor_entries())
+
+
+def logits_processor_entries() -> list[EntryPoint]:
+    """Those installed, by name; a class that a package registers in both groups once."""
+    found: dict[str, EntryPoint] = {}
+    for group in LOGITS_PROCESSORS_GROUPS:
+        for entry in entry_points(group=group):
+            found.setdefault(entry.value, entry)
+    return sorted(found.values(), key=lambda entry: entry.name)
 
 
 def load_plugin(entry: EntryPoint) -> Any:

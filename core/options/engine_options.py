@@ -364,7 +364,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Option(
             MODEL,
             "module:Class of logits processors, besides those that installed packages register under "
-            "headrace.logits_processors; see docs/server.md",
+            "headrace.logits_processors or vllm.logits_processors; see docs/server.md",
         ),
     ] = ()
     scheduler_cls: Annotated[

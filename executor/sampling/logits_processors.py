@@ -12,7 +12,6 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,7 @@ from headrace.core.options.plan import Plan
 from headrace.executor.cpu.batch import BatchState
 from headrace.ipc.failure import OptionError
 from headrace.ipc.messages import Sampling
-from headrace.ipc.plugins import LOGITS_PROCESSORS_GROUP, load_class, load_plugin
+from headrace.ipc.plugins import load_class, load_plugin, logits_processor_entries
 
 
 class MoveDirectionality(enum.Enum):
@@ -120,8 +119,9 @@ def _bound(made: RequestLogitsProcessor, prompt: list[int] | None, output: list[
 
 def processor_classes(names: Sequence[str]) -> list[type[LogitsProcessor]]:
     """Those of installed packages, and those named. Raises OptionError for one that cannot be had."""
-    entries = sorted(entry_points(group=LOGITS_PROCESSORS_GROUP), key=lambda entry: entry.name)
-    found = [load_plugin(entry) for entry in entries] + [load_class("logits_processors", name) for name in names]
+    found = [load_plugin(entry) for entry in logits_processor_entries()] + [
+        load_class("logits_processors", name) for name in names
+    ]
     for each in found:
         lacking = [name for name in ("apply", "is_argmax_invariant", "update_state") if not hasattr(each, name)]
         if lacking:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 from headrace import LLM, InvalidRequestError, OptionError, RequestFailedError, SamplingParams
 from headrace.core.options.parsing import parse_options
 from headrace.executor.cpu.batch import BatchState
-from headrace.executor.sampling.logits_processors import LogitsProcessors
+from headrace.executor.sampling.logits_processors import LogitsProcessors, processor_classes
 from headrace.executor.sampling.sampler import sample
 from headrace.ipc.messages import Sampling
+from headrace.ipc.plugins import has_logits_processors
 
 PROCESSORS = ("lab_processors:OnlyToken", "lab_processors.NoRepeats", "lab_processors:MinP")
 ENGINE: dict[str, Any] = {
@@ -134,6 +136,21 @@ def test_a_failure_that_cannot_be_pinned_to_a_row_names_the_cause_and_ends_the_s
 def test_a_class_itself_is_taken_for_its_name() -> None:
     options = parse_options(logits_processors=[lab_processors.MinP])
     assert options.logits_processors == ("lab_processors:MinP",)
+
+
+def test_classes_of_packages_made_for_vllm_are_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "lab-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: lab\nVersion: 1.0\n")
+    both = "[{}.logits_processors]\nlab = lab_processors:MinP\n"
+    (package / "entry_points.txt").write_text(both.format("vllm") + "\n" + both.format("headrace"))
+    assert not has_logits_processors(())
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert has_logits_processors(())
+    assert processor_classes(()) == [lab_processors.MinP]
+    (package / "entry_points.txt").write_text("[vllm.logits_processors]\nlab = lab_processors:Nobody\n")
+    with pytest.raises(OptionError, match=r"the plugin lab of lab \(lab_processors:Nobody\) cannot be loaded"):
+        processor_classes(())
 
 
 @pytest.mark.parametrize(
