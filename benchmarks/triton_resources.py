@@ -24,6 +24,7 @@ from triton_compile import compile_launch, record
 
 from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.reference.decode import RowsState
+from headrace.kernels.reference.latent import LatentUp
 from headrace.kernels.reference.moe import QuantisedStack
 from headrace.kernels.reference.rotary_cache import LayerCache, Rotation
 from headrace.kernels.reference.sampling import DeviceDraws, LogitChanges, Penalties
@@ -32,6 +33,7 @@ from headrace.kernels.triton import (
     attention,
     decode,
     embedding,
+    latent,
     linear,
     logits,
     logprobs,
@@ -103,6 +105,30 @@ def attention_cases() -> dict[str, Run]:
         "attention Gemma invariant": attend(GEMMA, 8192, 64, batch_invariant=True),
         "attention Qwen mixed": attend(QWEN, 8192, 64),
         "attention 512 wide heads": attend((8, 4, 512), 8192, 64),
+        "attention gpt-oss mixed": attend((64, 8, 64), 8192, 64, sinks=meta(64, dtype=FP32), sliding_window=128),
+        "attention gpt-oss decode of one": attend((64, 8, 64), 1, 1, sinks=meta(64, dtype=FP32)),
+    }
+
+
+def attend_latent(
+    num_heads: int, num_tokens: int, num_seqs: int, stored: torch.dtype = BF16, dtype: torch.dtype = BF16
+) -> Run:
+    """Of DeepSeek's sizes: vectors of 512 and 64 values."""
+    up = LatentUp(meta(num_heads, 128, 512, dtype=dtype), meta(num_heads, 512, 128, dtype=dtype))
+    query, cache = meta(num_tokens, num_heads, 192, dtype=dtype), meta(1000, 1, 16, 576, dtype=stored)
+    rows = meta(1000, 1, 16, dtype=FP32) if stored.itemsize == 1 else None
+    batch, params = batch_of(num_tokens, num_seqs), AttentionParams(192**-0.5)
+    return lambda: latent.latent_attention(query, up, cache, batch, params, CacheScales(keys=rows, values=rows))
+
+
+def latent_cases() -> dict[str, Run]:
+    return {
+        "latent V3 decode": attend_latent(128, 256, 256),
+        "latent V2 Lite decode of one": attend_latent(16, 1, 1),
+        "latent V3 mixed": attend_latent(128, 8192, 64),
+        "latent V2 Lite fp8 cache": attend_latent(16, 8192, 64, torch.float8_e4m3fn),
+        "latent V2 Lite int8 cache": attend_latent(16, 8192, 64, torch.int8),
+        "latent V2 Lite float32": attend_latent(16, 8192, 64, FP32, FP32),
     }
 
 
@@ -255,8 +281,19 @@ def moe_cases() -> dict[str, Run]:
     }
     cases["experts, int4 in groups of 32, 512 tokens"] = apply(512, functools.partial(int4, group=32))
     logits = meta(64, 128)
+
+    def clamped(num_rows: int) -> Run:
+        """Of the size of gpt-oss 20B: 32 experts, 4 of them for each token."""
+        x, ids, weights = meta(num_rows, 2880), meta(num_rows, 4, dtype=INT32), meta(num_rows, 4, dtype=FP32)
+        biases = meta(32, 5760, dtype=FP32), meta(32, 2880, dtype=FP32)
+        return lambda: moe.experts(meta(32, 5760, 2880), meta(32, 2880, 2880), "clamped_silu", biases).apply(
+            x, ids, weights
+        )
+
     return {
         **cases,
+        "experts, clamped with biases, 1 token": clamped(1),
+        "experts, clamped with biases, 512 tokens": clamped(512),
         "experts, invariant": apply(64, dense, batch_invariant=True),
         "route_experts": lambda: moe.route_experts(logits, top_k=8, scoring="softmax", renormalise=True),
         "route_experts with a bias": lambda: moe.route_experts(
@@ -266,7 +303,8 @@ def moe_cases() -> dict[str, Run]:
 
 
 def all_cases() -> Mapping[str, Run]:
-    return MappingProxyType({**attention_cases(), **row_cases(), **sampling_cases(), **linear_cases(), **moe_cases()})
+    kinds = (attention_cases, latent_cases, row_cases, sampling_cases, linear_cases, moe_cases)
+    return MappingProxyType({name: run for cases in kinds for name, run in cases().items()})
 
 
 def sources_hash() -> str:

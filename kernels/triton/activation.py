@@ -58,6 +58,16 @@ def activated(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def activated_and_multiplied(gate, up, KIND: tl.constexpr):
+    """gate and up float32 -> float32. KIND is what `reference.activate_and_multiply` takes."""
+    if KIND == "clamped_silu":
+        gate = tl.minimum(gate, 7.0)
+        return gate / (1.0 + tl.exp(-1.702 * gate)) * (tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0)
+    else:
+        return activated(gate, KIND) * up
+
+
+@triton.jit
 def activation_kernel(
     x,  # [num_rows, size] or, GATED, [num_rows, 2 * size], the gate's half first
     out,  # [num_rows, size]

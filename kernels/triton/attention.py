@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.triton import configs
-from headrace.kernels.triton.common import dot, widen
+from headrace.kernels.triton.common import dot, sequence_of_tile, widen
 from headrace.kernels.triton.configs import (
     Device,
     Tiles,
@@ -94,6 +94,14 @@ class Parts:
         return self.values.shape[2]
 
 
+def num_parts_for(device: Device, num_programs: int) -> int:
+    """How many parts keys are divided into when there are so many programs without that."""
+    parts = device.num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR // max(1, num_programs)
+    if parts > PARTS_AT_ONCE:
+        parts = min(MOST_PARTS, parts - parts % PARTS_AT_ONCE)
+    return max(1, parts)
+
+
 class Launch:
     """The kernels' arguments that do not depend on how the work is divided."""
 
@@ -108,7 +116,7 @@ class Launch:
     ) -> None:
         if query.stride(2) != 1 or query.stride(1) != query.shape[2]:
             query = query.contiguous()
-        self.query, self.batch = query, batch
+        self.query, self.batch, self._sinks = query, batch, params.sinks
         _, num_heads, self.head_dim = query.shape
         self.num_kv_heads, block_size = key_cache.shape[1:3]
         self.num_heads, self.group = num_heads, num_heads // self.num_kv_heads
@@ -145,19 +153,12 @@ class Launch:
         """What the tiles are chosen by."""
         return self.device, self.head_dim, self.group, self.query.element_size()
 
-    def num_parts(self, num_programs: int) -> int:
-        """How many parts keys are divided into when there are so many programs without that."""
-        parts = self.device.num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR // max(1, num_programs)
-        if parts > PARTS_AT_ONCE:
-            parts = min(MOST_PARTS, parts - parts % PARTS_AT_ONCE)
-        return max(1, parts)
-
     def decodes(self, out: Tensor, tiles: Tiles, split_tiles: int = 0) -> None:
         """Sequences of one token. split_tiles: tiles in each part; 0 divides by the number of programs."""
         num_seqs = len(self.batch.seq_lens)
         if num_seqs == 0:
             return
-        programs = num_parts = self.num_parts(num_seqs * self.num_kv_heads)
+        programs = num_parts = num_parts_for(self.device, num_seqs * self.num_kv_heads)
         if split_tiles:
             longest = self.batch.block_tables.shape[1] * self.batch.block_size
             num_parts = max(1, -(-longest // (split_tiles * tiles.block_n)))
@@ -193,6 +194,7 @@ class Launch:
             parts,
             stats,
             *self._tensors,
+            self._sinks,
             batch.block_tables,
             batch.seq_lens,
             batch.query_start,
@@ -214,25 +216,39 @@ class Launch:
 
     def combine(self, out: Tensor, parts: Parts, split_tokens: int = 0) -> None:
         """Merges the parts of sequences of one token into out."""
-        batch, is_few = self.batch, split_tokens > 0 or parts.count <= FEW_PARTS
-        combine_kernel[(len(batch.seq_lens), self.num_heads)](
-            out,
-            parts.values,
-            parts.stats,
-            batch.seq_lens,
-            batch.query_start,
-            parts.count,
-            self._value_scale,
-            self._window,
-            out.stride(0),
-            NUM_HEADS=self.num_heads,
-            HEAD_DIM=self.head_dim,
-            BLOCK_D=self._shape["BLOCK_D"],
-            SPLIT_TOKENS=split_tokens,
-            WINDOW=self._shape["WINDOW"],
-            AT_ONCE=FEW_PARTS if is_few else PARTS_AT_ONCE,
-            num_warps=1 if is_few else 4,
-        )
+        combine(out, parts, self.batch, self._value_scale, self._window, self._sinks, split_tokens)
+
+
+def combine(
+    out: Tensor,
+    parts: Parts,
+    batch: PagedBatch,
+    value_scale: float = 1.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    split_tokens: int = 0,
+) -> None:
+    """Merges the parts of sequences of one token into out [num_tokens, num_heads, head_dim]."""
+    (_, num_heads, head_dim), is_few = out.shape, split_tokens > 0 or parts.count <= FEW_PARTS
+    combine_kernel[(len(batch.seq_lens), num_heads)](
+        out,
+        parts.values,
+        parts.stats,
+        sinks,
+        batch.seq_lens,
+        batch.query_start,
+        parts.count,
+        value_scale,
+        window,
+        out.stride(0),
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_D=max(16, power_of_two(head_dim)),
+        SPLIT_TOKENS=split_tokens,
+        WINDOW=window > 0,
+        AT_ONCE=FEW_PARTS if is_few else PARTS_AT_ONCE,
+        num_warps=1 if is_few else 4,
+    )
 
 
 @triton.jit
@@ -347,6 +363,7 @@ def attend_kernel(
     value_cache,
     key_scales,  # [num_blocks, num_kv_heads, BLOCK_SIZE] float32 with ROW_SCALES
     value_scales,
+    sinks,  # [num_heads] float32, or None
     block_tables,  # [num_seqs, table_stride]
     seq_lens,  # [num_seqs]
     query_start,  # [num_seqs + 1]
@@ -397,12 +414,7 @@ def attend_kernel(
     else:
         # The last tiles see most keys, so they begin first.
         index = tl.num_programs(0) - 1 - tl.program_id(0)
-        # Loads that wait for none but themselves: halving would wait for one after the other.
-        seq = -1
-        for start in range(0, num_seqs, 128):
-            seqs = start + tl.arange(0, 128)
-            begins = tl.load(query_start + seqs, mask=seqs < num_seqs, other=0)
-            seq += tl.sum(((seqs < num_seqs) & (begins // TOKENS + seqs <= index)).to(tl.int32), 0)
+        seq = sequence_of_tile(query_start, num_seqs, index, TOKENS)
         begin = tl.load(query_start + seq)
         num_queries = tl.load(query_start + seq + 1) - begin
         context_len = tl.load(seq_lens + seq)
@@ -502,6 +514,10 @@ def attend_kernel(
         else:
             running_max, running_sum, acc = share_max, share_sum, share_acc
     if not PARTS:
+        if sinks is not None:
+            running_sum, acc = beside_sink(
+                running_max, running_sum, acc, tl.load(sinks + heads, mask=in_row, other=0.0)
+            )
         total = tl.where(running_sum > 0, running_sum, 1.0)
         result = acc * (value_scale / total)[:, None]
         target = out + token_rows[:, None] * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
@@ -521,11 +537,21 @@ def merge(max_a, sum_a, acc_a, max_b, sum_b, acc_b):
     )
 
 
+@triton.jit
+def beside_sink(running_max, running_sum, acc, sink):
+    """A running softmax with the score of one more key, whose value is 0; its sum is not 0 then."""
+    score = sink * 1.4426950408889634
+    new_max = tl.maximum(running_max, score)
+    decay = tl.exp2(running_max - new_max)
+    return running_sum * decay + tl.exp2(score - new_max), acc * decay[:, None]
+
+
 @triton.jit(do_not_specialize=["num_parts", "window"])
 def combine_kernel(
     out,  # [num_tokens, num_heads, HEAD_DIM]
     parts,  # [num_seqs, num_heads, num_parts, HEAD_DIM] float32
     part_stats,  # [num_seqs, num_heads, num_parts, 2] float32
+    sinks,  # [num_heads] float32, or None
     seq_lens,  # [num_seqs]
     query_start,  # [num_seqs + 1]
     num_parts,
@@ -581,6 +607,8 @@ def combine_kernel(
             some_sum = tl.zeros([1], tl.float32) + tl.sum(part_sum * decay, 0)
             some_acc = tl.sum(part_acc * decay[:, None], 0)[None, :]
             running_max, running_sum, acc = merge(running_max, running_sum, acc, some_max, some_sum, some_acc)
+    if sinks is not None:
+        running_sum, acc = beside_sink(running_max, running_sum, acc, tl.load(sinks + head + tl.arange(0, 1)))
     total = tl.where(running_sum > 0, running_sum, 1.0)
     result = acc * (value_scale / total)[:, None]
     target = out + begin.to(tl.int64) * out_stride + head * HEAD_DIM + dims[None, :]

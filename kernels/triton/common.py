@@ -21,6 +21,19 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def sequence_of_tile(query_start, num_seqs, index, TOKENS: tl.constexpr):
+    """The sequence of a tile of TOKENS tokens, tiles being numbered as if each sequence ended with one that is not
+    full; num_seqs - 1 for tiles beyond the last."""
+    # Loads that wait for none but themselves: halving would wait for one after the other.
+    seq = -1
+    for start in range(0, num_seqs, 128):
+        seqs = start + tl.arange(0, 128)
+        begins = tl.load(query_start + seqs, mask=seqs < num_seqs, other=0)
+        seq += tl.sum(((seqs < num_seqs) & (begins // TOKENS + seqs <= index)).to(tl.int32), 0)
+    return seq
+
+
+@triton.jit
 def rounded(x, dtype: tl.constexpr):
     """x float32 as `dtype`, to the nearest, even among two. The interpreter alone would cut bfloat16 off."""
     if INTERPRETED and dtype == tl.bfloat16:

@@ -99,6 +99,14 @@ def invariant_tiles(device: Device, head_dim: int, group: int, itemsize: int) ->
     return Tiles(max(block_m, power_of_two(group)), min(prefill.block_n, 32), 8, min(prefill.num_stages, 3))
 
 
+def latent_tiles(device: Device, latent_dim: int, itemsize: int, *, decode: bool) -> Tiles:
+    """Of latent attention: a row's sums are as wide as the compressed vector, so tiles have few rows and keys."""
+    if itemsize == 4:
+        return Tiles(16, 16, 4, 1)
+    keys = 16 if latent_dim > 256 and not device.has_large_shared_memory else 32
+    return Tiles(16 if decode else 32, keys, 8, 2)
+
+
 @dataclass(frozen=True)
 class MatrixTiles:
     """Of x @ weight^T."""

@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels.expert_groups import ALL_EXPERTS, ExpertGroups
-from headrace.kernels.reference.moe import LEAST_SUM, ExpertStack, ExpertWeights, QuantisedStack, Scoring
+from headrace.kernels.reference.moe import LEAST_SUM, Biases, ExpertStack, ExpertWeights, QuantisedStack, Scoring
 from headrace.kernels.triton import configs
-from headrace.kernels.triton.activation import activated
+from headrace.kernels.triton.activation import activated_and_multiplied
 from headrace.kernels.triton.common import rounded
 from headrace.kernels.triton.configs import MatrixTiles, experts_tiles, power_of_two
 from headrace.kernels.triton.linear import TritonLinear, product
@@ -69,9 +69,13 @@ def route_experts(
 class TritonExperts:
     """Stacks of floats, or of 8 or 4 bits, laid out for `experts_kernel`."""
 
-    def __init__(self, gate_up: ExpertStack, down: ExpertStack, activation: str, batch_invariant: bool) -> None:
+    def __init__(
+        self, gate_up: ExpertStack, down: ExpertStack, activation: str, biases: Biases | None, batch_invariant: bool
+    ) -> None:
         self._gate_up, self._down = _packed(gate_up), _packed(down)
         self._num_experts, self._activation = len(down), activation
+        self._gate_up_bias = None if biases is None else biases[0].contiguous()
+        self._down_bias = None if biases is None else biases[1].contiguous()
         self._hidden, self._inner = self._gate_up.in_features, self._down.in_features
         self._device, self._batch_invariant = configs.device_of(self._down.codes), batch_invariant
 
@@ -115,9 +119,9 @@ class TritonExperts:
         )
         blocks = (order, starts, block_experts, block_firsts)
         inner = torch.empty((num_pairs, self._inner), dtype=x.dtype, device=x.device)
-        _multiply(x, self._gate_up, blocks, None, inner, top_k, self._activation, tiles)
+        _multiply(x, self._gate_up, self._gate_up_bias, blocks, None, inner, top_k, self._activation, tiles)
         parts = torch.empty((num_pairs, self._hidden), dtype=torch.float32, device=x.device)
-        _multiply(inner, self._down, blocks, weights, parts, 1, None, tiles)
+        _multiply(inner, self._down, self._down_bias, blocks, weights, parts, 1, None, tiles)
         sum_experts_kernel[(num_rows, -(-self._hidden // SUMMED_COLUMNS))](
             parts, expert_ids, out, self._num_experts, self._hidden, TOP_K=top_k, BLOCK=SUMMED_COLUMNS, num_warps=4
         )
@@ -143,6 +147,7 @@ def _packed(stack: ExpertStack) -> Packed:
 def _multiply(
     x: Tensor,
     packed: Packed,
+    bias: Tensor | None,
     blocks: tuple[Tensor, Tensor, Tensor, Tensor],
     weights: Tensor | None,
     out: Tensor,
@@ -157,6 +162,7 @@ def _multiply(
         packed.codes,
         packed.scales,
         packed.shifts,
+        bias,
         *blocks,
         weights,
         out,
@@ -178,9 +184,15 @@ def _multiply(
     )
 
 
-def experts(gate_up: ExpertStack, down: ExpertStack, activation: str, batch_invariant: bool = False) -> ExpertWeights:
+def experts(
+    gate_up: ExpertStack,
+    down: ExpertStack,
+    activation: str,
+    biases: Biases | None = None,
+    batch_invariant: bool = False,
+) -> ExpertWeights:
     """As `reference.experts`, of stacks of floats or `QuantisedStack`s."""
-    return TritonExperts(gate_up, down, activation, batch_invariant)
+    return TritonExperts(gate_up, down, activation, biases, batch_invariant)
 
 
 @triton.jit
@@ -301,6 +313,7 @@ def experts_kernel(
     weight,  # [num_experts * weight rows of an expert, ..] as `linear_kernel` has it
     scales,  # [num_experts * weight rows, num_groups] or None
     shifts,  # as scales, of 4 bits alone
+    bias,  # [num_experts * weight rows] float32 or None
     order,  # as `sort_pairs_kernel` leaves these
     starts,
     block_experts,
@@ -344,6 +357,8 @@ def experts_kernel(
                       num_groups, dtype, False, KIND, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)  # fmt: skip
         if scales is not None and GROUP == 0:
             acc *= tl.load(scales + rows, mask=in_columns, other=0.0)[None, :]
+        if bias is not None:
+            acc += tl.load(bias + rows, mask=in_columns, other=0.0)[None, :]
         if ACTIVATION is not None:
             rows += out_features
             weight_rows = weight + rows.to(tl.int64)[:, None] * weight_stride
@@ -351,7 +366,9 @@ def experts_kernel(
                          num_groups, dtype, False, KIND, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)  # fmt: skip
             if scales is not None and GROUP == 0:
                 up *= tl.load(scales + rows, mask=in_columns, other=0.0)[None, :]
-            acc = activated(acc, ACTIVATION) * up
+            if bias is not None:
+                up += tl.load(bias + rows, mask=in_columns, other=0.0)[None, :]
+            acc = activated_and_multiplied(acc, up, ACTIVATION)
         if pair_weights is not None:
             acc *= tl.load(pair_weights + pairs, mask=in_rows, other=0.0)[:, None]
         target = out + pairs.to(tl.int64)[:, None] * out_features + columns[None, :]

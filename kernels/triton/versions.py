@@ -79,16 +79,24 @@ def _why_no_heads(head_dim: int | None = None, **facts: Any) -> str:
 
 
 def _why_no_attention(
-    num_heads: int | None = None, num_kv_heads: int | None = None, has_sinks: bool = False, **facts: Any
+    num_heads: int | None = None, num_kv_heads: int | None = None, has_alibi: bool = False, **facts: Any
 ) -> str:
-    if has_sinks:
-        return "Triton attention has no sinks."
+    if has_alibi:
+        return "Triton attention has no ALiBi."
     if not num_heads or not num_kv_heads or num_heads > MOST_GROUP * num_kv_heads:
         return (
             f"Triton attention packs up to {MOST_GROUP} query heads of each key/value head, "
             f"not {num_heads} of {num_kv_heads}."
         )
     return _why_no_heads(**facts)
+
+
+def _why_no_latent(latent_dim: int = 0, rope_dim: int = 0, batch_invariant: bool = False, **facts: Any) -> str:
+    if batch_invariant:
+        return "how torch multiplies what is around latent attention depends on the batch, so it is not invariant."
+    if not 0 < latent_dim <= MOST_HEAD_DIM or not 0 < rope_dim <= MOST_HEAD_DIM:
+        return f"Triton's latent attention takes up to {MOST_HEAD_DIM} values, not {latent_dim} and {rope_dim}."
+    return _why_not(**facts)
 
 
 def _why_no_norm(size: int | None = None, **facts: Any) -> str:
@@ -132,9 +140,7 @@ def _why_no_linear(batch_invariant: bool = False, **facts: Any) -> str:
     return _why_not(**facts)
 
 
-def _why_no_stacks(stored: str = "floats", has_biases: bool = False, **facts: Any) -> str:
-    if has_biases:
-        return "its experts have no biases."
+def _why_no_stacks(stored: str = "floats", **facts: Any) -> str:
     if stored not in STACKED:
         return f"its experts are stacks of {', '.join(STACKED[:-1])} or {STACKED[-1]}, not of {stored}."
     return _why_not(**facts)
@@ -162,6 +168,7 @@ def _offer(op: str, module: str, why_not: Callable[..., str] = _why_not, **alway
 
 VERSIONS = (
     _offer("paged_attention", "attention", _why_no_attention),
+    _offer("latent_attention", "latent", _why_no_latent),
     _offer("rms_norm", "norms", _why_no_norm),
     _offer("layer_norm", "norms", _why_no_norm),
     _offer("rotary", "rotary_cache", _why_no_heads),

@@ -44,6 +44,14 @@ def model_and_spec(name: str) -> tuple[Any, Any]:
     return model, spec_from_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
 
 
+def source_of(model: Any, spec: Any) -> Any:
+    """The model's weights; where a family's files hold all experts as one, as they do."""
+    import tiny_models
+    from model_driver import DictSource
+
+    return DictSource(tiny_models.state_of(model) if spec.stacked is None else model.state_dict())
+
+
 def dtype_of(kind: str) -> Any:
     """Of a case's cache."""
     from headrace.executor.model_rank import CACHE_DTYPES
@@ -61,7 +69,6 @@ def quantised(choose: Callable[..., Any], kind: str) -> Callable[..., Any]:
 def main() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     import torch
-    from model_driver import DictSource
 
     from headrace import kernels
     from headrace.executor.gpu.device_state import HostDevice
@@ -88,7 +95,7 @@ def main() -> None:
 
         model, spec = model_and_spec(name)
         chosen = quantised(choose, kind)
-        decoder = Decoder(spec, DictSource(model.state_dict()), torch.float32, choose=chosen)
+        decoder = Decoder(spec, source_of(model, spec), torch.float32, choose=chosen)
         cache = kv_cache.allocate(spec, 32, 16, dtype_of(kind))
         runner = GpuRunner(decoder, cache, HostDevice(), RunnerLimits(2, 32, 16, spec.vocab_size))
 

@@ -105,9 +105,22 @@ def case_one_sequence_is_divided_into_many_parts() -> None:
     batch, keys, values = make_batch([(1, 300)], 16, 1, 24, torch.float32)
     query, params = torch.randn(1, 3, 24), AttentionParams(24**-0.5)
     with mock.patch.object(configs, "device_of", return_value=configs.Device((8, 0), 40)):
-        assert attention.Launch(query, keys, values, batch, params, None).num_parts(1) == 64
+        assert attention.num_parts_for(configs.device_of(query), 1) == 64
         found = attention.paged_attention(query, keys, values, batch, params)
     assert_close(found, paged_attention(query, keys, values, batch, params))
+
+
+def case_sinks_take_their_share() -> None:
+    """In one part, in several and beside a window; sinks above all scores, among them and below."""
+    for lengths, dtype, window, invariant in (
+        (MIXED, torch.float32, None, False),
+        (MIXED, torch.bfloat16, 19, False),
+        ([(1, 300)], torch.float32, None, False),
+        ([(1, 130), (30, 30)], torch.float32, None, True),
+    ):
+        sinks = torch.tensor([30.0, 0.5, -2.0, 1.0, -40.0, 2.0])
+        params = AttentionParams(20**-0.5, window, batch_invariant=invariant, sinks=sinks)
+        compare(lengths, (6, 2, 20), dtype, params)
 
 
 def case_a_prompt_finds_its_sequence_among_hundreds() -> None:

@@ -62,6 +62,17 @@ def case_experts_of_floats() -> None:
         assert_close(moe.experts(gate_up, down, "silu").apply(x, ids, weights), expected)
 
 
+def case_experts_with_biases_and_a_clamped_gate() -> None:
+    for dtype, invariant in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False)):
+        x = torch.randn(21, 48).to(dtype)
+        gate_up, down = torch.randn(4, 40, 48).to(dtype), (torch.randn(4, 48, 20) / 4).to(dtype)
+        biases = torch.randn(4, 40) * 3, torch.randn(4, 48)
+        ids, weights = route(torch.randn(21, 4), top_k=2, scoring="softmax", renormalise=True)
+        expected = ops()["experts"].reference(gate_up, down, "clamped_silu", biases)
+        found = moe.experts(gate_up, down, "clamped_silu", biases, batch_invariant=invariant)
+        assert_close(found.apply(x, ids, weights), expected.apply(x, ids, weights))
+
+
 def case_experts_that_nobody_chose_are_not_read_and_others_numbers_add_nothing() -> None:
     x, gate_up, down = torch.randn(37, 32), torch.randn(5, 24, 32), torch.randn(5, 32, 12)
     ids = torch.tensor([[3, 1]] * 20 + [[1, -1]] * 16 + [[-1, -1]], dtype=torch.int32)
