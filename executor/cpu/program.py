@@ -156,6 +156,7 @@ class ProgramOps:
             window=declared.sliding_window,
             soft_cap=declared.soft_cap,
             sinks=attend.sinks,
+            alibi=attend.alibi,
         )
         attended = self._room(num_heads * declared.head_dim, self.inner)
         builder.write_cache(qkv, attention)

@@ -17,7 +17,7 @@ from headrace.executor.checkpoints.weights import Packed, WeightSource
 from headrace.executor.models import blocks
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.blocks import Attend, AttendLatent, Axis, Declared, Linear, Role, size_of
-from headrace.executor.models.reading import CheckedWeights, Part, own_part
+from headrace.executor.models.reading import CheckedWeights, Part, own_part, own_slopes
 from headrace.executor.models.sizes import model_weights
 from headrace.executor.parallel.padding import grouped_part, packed_part, stored_source
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
@@ -93,6 +93,8 @@ class CpuAttend:
     key_norm: Norm | None
     sinks: Tensor | None
     """[heads of this rank] float32"""
+    alibi: Tensor | None
+    """The same"""
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class CpuWeights(CheckedWeights):
                 norms = (declared.query_norm, declared.key_norm)
                 query_norm, key_norm = (None if each is None else self.norm(each, prefix).constants for each in norms)
                 sinks = None if declared.sinks is None else self.values(declared.sinks, prefix)
-                return CpuAttend(declared, query_norm, key_norm, sinks)
+                return CpuAttend(declared, query_norm, key_norm, sinks, own_slopes(declared, self.place))
             case blocks.ExpertStack():
                 return self.experts(declared, prefix)
             case blocks.Vector():

@@ -18,7 +18,7 @@ from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.models import blocks
 from headrace.executor.models.arch import ArchSpec, LayerSpec, RopeSpec
 from headrace.executor.models.blocks import Attend, Declared, Linear, Role, Routing, emit_layer, size_of
-from headrace.executor.models.reading import CheckedWeights, Part, own_part
+from headrace.executor.models.reading import CheckedWeights, Part, own_part, own_slopes
 from headrace.executor.parallel.padding import grouped_part, stored_source
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.kernels.grouped import GroupedWeight, joined
@@ -258,7 +258,10 @@ class EagerAttend:
         self.key_norm = None if key_norm is None else EagerNorm(weights, key_norm, prefix)
         self._rope_index = None if declared.rope is None else weights.ropes.index(declared.rope)
         sinks = None if declared.sinks is None else weights.read(declared.sinks, prefix)
-        self._params = AttentionParams(declared.scale, declared.sliding_window, declared.soft_cap, sinks=sinks)
+        alibi = own_slopes(declared, weights.place, weights.device)
+        self._params = AttentionParams(
+            declared.scale, declared.sliding_window, declared.soft_cap, sinks=sinks, alibi=alibi
+        )
         self._rotate = weights.kernel("rotary", head_dim=head_dim)
         self._write = weights.kernel("write_cache", head_dim=head_dim)
         # The three before attention as one kernel, where the device has it: they are small, and each costs a launch.
@@ -269,7 +272,7 @@ class EagerAttend:
             head_dim=head_dim,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
-            has_sinks=sinks is not None,
+            has_alibi=alibi is not None,
         )
 
     def __call__(self, qkv: Tensor, step: Step, cache: LayerCache) -> Tensor:

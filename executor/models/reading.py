@@ -12,6 +12,7 @@ from torch import Tensor
 from headrace.executor.checkpoints.weights import WeightSource
 from headrace.executor.models.arch import ArchSpec, LayerSpec
 from headrace.executor.models.blocks import (
+    Attend,
     Axis,
     Declared,
     Dimension,
@@ -44,6 +45,13 @@ class Part:
     @property
     def taken(self) -> int:
         return self.num_rows if self.rows is None else self.rows.stop - self.rows.start
+
+
+def own_slopes(declared: Attend, place: RankPlace, device: torch.device | str = "cpu") -> Tensor | None:
+    """What `AttentionParams.alibi` is of this rank's heads."""
+    own = Axis(declared.num_heads, groups=declared.num_kv_heads).own(place)
+    slopes = declared.alibi if own is None else declared.alibi[own]
+    return torch.tensor(slopes, dtype=torch.float32, device=device) if slopes else None
 
 
 def own_part(dimension: Dimension, place: RankPlace) -> slice | None:

@@ -33,6 +33,7 @@ struct AttentionArgs {
   void* output;       // [num_tokens, output_stride]: num_heads heads of value_dim
   int64_t output_stride;
   const float* sinks;  // [num_heads]: of each the score of a key that is not there, which takes its share; or null
+  const float* alibi;  // [num_heads]: what a score loses for each token between the two; or null
   char* workspace;  // zeroed once by its owner, then kept; shared by attentions that a barrier parts
   int64_t workspace_bytes;
   float scale;

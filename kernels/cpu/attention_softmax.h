@@ -20,9 +20,11 @@ struct ScoreRule {
   float soft_cap;             // 0: none
   const float* key_scales;    // [keys], or null
   const float* value_scales;  // [keys], or null
+  float slope = 0.0f;         // times the distance of a key from the token, which is at most 0 in sight; added
+  float distance = 0.0f;      // of the first key of the tile
 
   // The order of scores is that of the products, and one multiplication makes them.
-  bool is_plain() const { return soft_cap == 0.0f && key_scales == nullptr && scale > 0.0f; }
+  bool is_plain() const { return soft_cap == 0.0f && key_scales == nullptr && slope == 0.0f && scale > 0.0f; }
   // Of what score_row leaves, to powers of two.
   float power_scale() const { return is_plain() ? scale * kLog2E : 1.0f; }
 };
@@ -58,6 +60,8 @@ inline float score_row(float* scores, const Sight& sight, const ScoreRule& rule)
       score *= rule.scale;
       if (rule.key_scales != nullptr) score *= load_floats(rule.key_scales + key);
       if (rule.soft_cap != 0.0f) score = hyperbolic_tangent(score / rule.soft_cap) * rule.soft_cap;
+      if (rule.slope != 0.0f)
+        score += rule.slope * (__builtin_convertvector(lane_numbers() + key, Floats) + rule.distance);
       score *= kLog2E;
       store_floats(scores + key, score);
     }

@@ -216,7 +216,7 @@ class Worker {
     score_product(scratch_.queries, padded, rows, key_groups(item), places_->groups, padded / kPairs<T>,
                   scratch_.scores, fetch_);
 
-    const ScoreRule rule = rule_for(item);
+    ScoreRule rule = rule_for(item);
     const int keys = round_up_to(places_->count, kWeightKeys);
     for (int token = 0, row = 0; token < item.tokens; ++token) {
       const int position = item.first_position + token;
@@ -224,6 +224,10 @@ class Worker {
                         std::min(places_->count, position + 1 - places_->base));
       for (int g = 0; g < shape_.group; ++g, ++row) {
         for (int i = 0; i < kRowSteps; ++i) fetch_.step();
+        if (args_.alibi != nullptr) {
+          rule.slope = args_.alibi[item.kv_head * shape_.group + g];
+          rule.distance = static_cast<float>(places_->base - position);
+        }
         float* const scores = scratch_.scores + row * kTileKeys;
         const float largest = scratch_.tile_states.largest[row] = score_row(scores, sight, rule);
         scratch_.tile_states.sums[row] =
@@ -364,7 +368,7 @@ class Worker {
   }
 
   ScoreRule rule_for(const Item& item) {
-    ScoreRule rule = {args_.scale, args_.soft_cap, nullptr, nullptr};
+    ScoreRule rule = {args_.scale, args_.soft_cap, nullptr, nullptr, 0.0f, 0.0f};
     if (!is_scaled(cache_.type)) return rule;
     if (cache_.key_scales == nullptr) rule.scale *= cache_.key_scale;
     if (cache_.key_scales != nullptr) rule.key_scales = scales_of(item, cache_.key_scales, scratch_.key_scales);

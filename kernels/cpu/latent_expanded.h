@@ -212,7 +212,7 @@ class Expander {
     }
     score_product(scratch_.queries + int64_t{first} * sizes_.padded, sizes_.padded, rows, keys, groups_,
                   sizes_.padded / kPairs<T>, scratch_.scores, fetch_);
-    const ScoreRule rule = {args_.scale, 0.0f, nullptr, nullptr};
+    const ScoreRule rule = {args_.scale, 0.0f, nullptr, nullptr, 0.0f, 0.0f};
     const int weighed = round_up_to(count, kWeightKeys);
     for (int row = 0; row < rows; ++row) {
       const Sight sight(0, std::min(count, part.first_position + first + row + 1 - start));

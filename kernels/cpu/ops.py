@@ -236,6 +236,7 @@ class CpuOps:
         _, num_heads, head_dim = query.shape
         out = torch.empty(query.shape, dtype=query.dtype)
         sinks = None if params.sinks is None else params.sinks.float().contiguous()
+        alibi = None if params.alibi is None else params.alibi.float().contiguous()
         args = AttentionArgs(
             source=RotaryArgs(
                 query=query.data_ptr(),
@@ -247,6 +248,7 @@ class CpuOps:
             output=out.data_ptr(),
             output_stride=num_heads * head_dim,
             sinks=None if sinks is None else sinks.data_ptr(),
+            alibi=None if alibi is None else alibi.data_ptr(),
             workspace=self._workspace.data_ptr(),
             workspace_bytes=self._workspace.nbytes,
             scale=params.scale,

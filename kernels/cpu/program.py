@@ -305,9 +305,11 @@ class Builder:
         left as they are."""
         require_same(out.columns, layer.num_heads * layer.cache.keys.shape[3], "attention's output", "its heads'")
         check_vector(layer.sinks, layer.num_heads, "attention's sinks")
+        check_vector(layer.alibi, layer.num_heads, "attention's slopes")
         args = AttentionArgs(
             source=rotary_args(qkv, layer),
             sinks=address_of(layer.sinks),
+            alibi=address_of(layer.alibi),
             scale=layer.scale,
             soft_cap=layer.soft_cap or 0.0,
             window=layer.window or 0,

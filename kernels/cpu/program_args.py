@@ -57,6 +57,7 @@ class AttentionArgs(ctypes.Structure):
         ("output", ctypes.c_void_p),
         ("output_stride", ctypes.c_int64),
         ("sinks", ctypes.c_void_p),
+        ("alibi", ctypes.c_void_p),
         ("workspace", ctypes.c_void_p),
         ("workspace_bytes", ctypes.c_int64),
         ("scale", ctypes.c_float),

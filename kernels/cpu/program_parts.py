@@ -134,6 +134,8 @@ class AttentionLayer:
     soft_cap: float | None = None
     sinks: Tensor | None = None
     """[num_heads] float32: of each head the score of a key that is not there."""
+    alibi: Tensor | None = None
+    """[num_heads] float32: what a score loses for each token between the two."""
 
 
 def rotary_args(qkv: Buffer, layer: AttentionLayer) -> RotaryArgs:

@@ -61,6 +61,8 @@ class AttentionParams:
     """Asks a GPU for sums in an order that depends on neither the rest of the batch nor how a prompt was cut up."""
     sinks: Tensor | None = None
     """[num_heads] float32: of each head the score of a token that is not there, whose value is 0."""
+    alibi: Tensor | None = None
+    """[num_heads] float32: a score loses so much for each token between the two (Press et al. 2022)."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class _DecodeGroup:
     tail_start: int
     """Columns from here on may lie beyond a sequence's end."""
     tail_unwritten: Tensor  # [n, 1, length - tail_start, 1] bool
+    distances: Tensor  # [n, length] int64: of each key's position from the token's, at most 0 where it is visible
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,6 +186,7 @@ def _decode_group(
         visible=visible,
         tail_start=tail_start,
         tail_unwritten=~written[:, None, tail_start:, None],
+        distances=positions - (lens - 1),
     )
 
 
@@ -248,7 +252,8 @@ def _attend_decodes(
         keys[:, :, group.tail_start :].masked_fill_(group.tail_unwritten, 0)
         values[:, :, group.tail_start :].masked_fill_(group.tail_unwritten, 0)
     sinks = None if params.sinks is None else params.sinks.view(num_kv_heads, -1, 1)
-    attended = _attend(q, keys, values, group.visible[:, None, None, :], params, sinks)
+    bias = None if params.alibi is None else params.alibi.view(num_kv_heads, -1, 1) * group.distances[:, None, None]
+    attended = _attend(q, keys, values, group.visible[:, None, None, :], params, sinks, bias)
     out.index_copy_(0, group.tokens, attended.reshape(count, num_heads, head_dim))
 
 
@@ -265,7 +270,9 @@ def _attend_prompt(
     keys = _gather(key_cache, prompt.rows, num_kv_heads, 1)[:, :, : end - prompt.first_position]
     values = _gather(value_cache, prompt.rows, num_kv_heads, 1)[:, :, : end - prompt.first_position]
     sinks = None if params.sinks is None else params.sinks.view(num_kv_heads, -1, 1, 1)
-    if prompt.start == 0 and params.sliding_window is None and params.soft_cap is None and sinks is None:
+    alibi = None if params.alibi is None else params.alibi.view(num_kv_heads, -1, 1, 1)
+    is_plain = params.soft_cap is None and sinks is None and alibi is None
+    if prompt.start == 0 and params.sliding_window is None and is_plain:
         keys, values = keys.expand(-1, q.shape[1], -1, -1), values.expand(-1, q.shape[1], -1, -1)
         into.copy_(F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=params.scale))
         return
@@ -280,16 +287,24 @@ def _attend_prompt(
         if params.sliding_window is not None:
             visible &= positions > at - params.sliding_window
         columns = slice(low - prompt.first_position, prompt.start + tile_end - prompt.first_position)
-        attended = _attend(q[:, :, tile:tile_end], keys[:, :, columns], values[:, :, columns], visible, params, sinks)
+        bias = None if alibi is None else alibi * (positions - at)
+        tiles = q[:, :, tile:tile_end], keys[:, :, columns], values[:, :, columns]
+        attended = _attend(*tiles, visible, params, sinks, bias)
         into[:, :, tile:tile_end] = attended
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, params: AttentionParams, sinks: Tensor | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    params: AttentionParams,
+    sinks: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
-    """query [a, b, m, d], keys and values [a, 1 or b, n, d], visible broadcastable to [a, b, m, n] and sinks to
-    [a, b, m, 1] -> [a, b, m, d]."""
-    if params.soft_cap is None and sinks is None:
+    """query [a, b, m, d], keys and values [a, 1 or b, n, d], visible and bias broadcastable to [a, b, m, n] and
+    sinks to [a, b, m, 1] -> [a, b, m, d]."""
+    if params.soft_cap is None and sinks is None and bias is None:
         heads = query.shape[1]
         keys, values = keys.expand(-1, heads, -1, -1), values.expand(-1, heads, -1, -1)
         if visible.dim() == 2:
@@ -298,6 +313,8 @@ def _attend(
     scores = query.float() @ keys.float().transpose(-1, -2) * params.scale
     if params.soft_cap is not None:
         scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
+    if bias is not None:
+        scores = scores + bias
     scores = scores.masked_fill(~visible, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)

@@ -141,6 +141,8 @@ class Attend:
     key_norm: Norm | None = None
     sinks: Vector | None = None
     """Of each head the score of a token that is not there, which takes a share of the softmax."""
+    alibi: tuple[float, ...] = ()
+    """Of each head what a score loses for each token between the two (Press et al. 2022); empty without."""
 
     def weights(self) -> Iterator[Weight]:
         for each in (self.query_norm, self.key_norm, self.sinks):

@@ -31,6 +31,8 @@ class Attention(Mixer):
     soft_cap: float | None = None
     sinks: bool = False
     """Each head gives a share of its softmax to a token that is not there."""
+    alibi: tuple[float, ...] = ()
+    """Of each head what a score loses for each token between the two; empty without."""
 
     @property
     def cache(self) -> TokenCache:
@@ -58,6 +60,7 @@ class Attention(Mixer):
             sliding_window=self.sliding_window,
             soft_cap=self.soft_cap,
             sinks=Vector(names.sinks, Axis(self.num_heads, groups=self.num_kv_heads)) if self.sinks else None,
+            alibi=self.alibi,
             **head_norms,
         )
         found["output"] = Linear(((names.output, hidden),), queries, self.output_bias)
@@ -83,13 +86,18 @@ class Attention(Mixer):
                 f"{tp_size} ranks cannot share {self.num_heads} attention and {self.num_kv_heads} key/value heads "
                 "evenly, and as all are normed as one row there can be no padding; choose a divisor of both"
             )
-        group = self.num_heads // self.num_kv_heads
+        own = group = self.num_heads // self.num_kv_heads
         if self.num_kv_heads >= tp_size:
             kv_heads = rounded_up(self.num_kv_heads, tp_size)
         else:
             kv_heads = next(n for n in range(self.num_kv_heads, tp_size + 1) if tp_size % n == 0)
             group = rounded_up(group, tp_size // kv_heads)
-        return replace(self, num_heads=kv_heads * group, num_kv_heads=kv_heads)
+        slopes = [self.alibi[i * own : (i + 1) * own] for i in range(self.num_kv_heads)] if self.alibi else []
+        padded = [(*each, *(0.0,) * (group - own)) for each in slopes]
+        padded += [(0.0,) * group] * (kv_heads - self.num_kv_heads if slopes else 0)
+        return replace(
+            self, num_heads=kv_heads * group, num_kv_heads=kv_heads, alibi=tuple(s for each in padded for s in each)
+        )
 
     def values_per_token(self, tp_size: int) -> int:
         """Queries, keys and values, and the attended."""
@@ -104,6 +112,8 @@ class Attention(Mixer):
         for name, value in (("attention_scale", self.scale), ("attention_soft_cap", self.soft_cap)):
             if value is not None and not 0 < value < math.inf:
                 return f"{name} must be positive, got {value}"
+        if self.alibi and len(self.alibi) != self.num_heads:
+            return f"{len(self.alibi)} slopes for {self.num_heads} attention heads"
         if self.sliding_window is not None and self.sliding_window < 1:
             return f"a sliding window of {self.sliding_window}; it must be at least 1"
         return ""

@@ -244,6 +244,14 @@ class Positions(NamedTuple):
     sliding_window: int | None = None
 
 
+def alibi_slopes(num_heads: int, scale: float = 1.0) -> tuple[float, ...]:
+    """Those of ALiBi (Press et al. 2022), times scale: powers of 2^(-8 / heads); of numbers of heads between two powers
+    of two every other one of the larger number's comes first."""
+    size = 1 << (num_heads - 1).bit_length()
+    slopes = [2.0 ** (-8 * index / size) * scale for index in range(1, size + 1)]
+    return tuple(slopes if size == num_heads else (slopes[1::2] + slopes[::2])[:num_heads])
+
+
 def by_type(types: Sequence[str], rotary: RopeSpec, window: int | None) -> list[Positions]:
     """Layers of one rope, of which those of type sliding_attention have the window."""
     return [Positions(rotary, window if kind == "sliding_attention" else None) for kind in types]

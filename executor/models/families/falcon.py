@@ -3,8 +3,18 @@
 from dataclasses import replace
 
 from headrace.executor.models.arch import ArchSpec, Fused, WeightNames
-from headrace.executor.models.families import Config, Family, NotNativeError
-from headrace.executor.models.families._config import flag, head_dim_of, integer, layer_norm, llama_like, plain, renamed
+from headrace.executor.models.families import Config, Family
+from headrace.executor.models.families._config import (
+    Positions,
+    alibi_slopes,
+    flag,
+    head_dim_of,
+    integer,
+    layer_norm,
+    llama_like,
+    plain,
+    renamed,
+)
 
 NAMES = WeightNames(
     prefixes=("transformer.", ""),
@@ -21,8 +31,6 @@ NAMES = WeightNames(
 
 
 def build(config: Config) -> ArchSpec:
-    if flag(config, "alibi", False):
-        raise NotNativeError("the config's alibi is true, and positions as a bias on attention are not supported")
     config = renamed(config, num_attention_heads="n_head", num_hidden_layers="n_layer")
     num_heads, head_dim = integer(config, "num_attention_heads"), head_dim_of(config)
     is_new = flag(config, "new_decoder_architecture", False)
@@ -38,10 +46,16 @@ def build(config: Config) -> ArchSpec:
         names = replace(NAMES, mlp_norm="input_layernorm")
     bias = flag(config, "bias", False)
     parts = ((NAMES.query, num_heads // max(groups, 1) * head_dim), (NAMES.key, head_dim), (NAMES.value, head_dim))
+    alibi: tuple[float, ...] = ()
+    positions = None
+    if flag(config, "alibi", False):  # scaled as the products are
+        alibi = alibi_slopes(num_heads, head_dim**-0.5)
+        positions = [Positions(None)] * integer(config, "num_hidden_layers")
     inner = integer(config, "ffn_hidden_size", 4 * integer(config, "hidden_size"))
     return llama_like(
         dict(config) | {"num_key_value_heads": groups},
-        attention={"bias": bias, "output_bias": bias},
+        positions=positions,
+        attention={"bias": bias, "output_bias": bias, "alibi": alibi},
         ffn=plain(config, inner, "activation", "gelu", bias=bias),
         tied_head=True,
         norm=layer_norm(config, "layer_norm_epsilon"),
