@@ -269,9 +269,7 @@ class EagerAttend:
         self._prepare = weights.fused_kernel("rotary_and_write", head_dim=head_dim) if is_fusable else None
         self._attend = weights.kernel(
             "paged_attention",
-            head_dim=head_dim,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
+            **{"head_dim": head_dim, "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads},
             has_alibi=alibi is not None,
         )
 

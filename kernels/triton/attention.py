@@ -10,8 +10,6 @@ head r % GROUP of it, so that keys are read once for all of them (Ainslie et al.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch
 from headrace.kernels.triton import configs
+from headrace.kernels.triton.attention_parts import FEW_PARTS, PARTS_AT_ONCE, Parts, num_parts_for
 from headrace.kernels.triton.common import dot, sequence_of_tile, widen
 from headrace.kernels.triton.configs import (
     Device,
@@ -30,14 +29,6 @@ from headrace.kernels.triton.configs import (
 )
 
 LOG2_E = 1.4426950408889634
-PROGRAMS_PER_MULTIPROCESSOR = 2
-"""Decode programs wanted at once, each of which keeps a few tiles of keys in flight."""
-MOST_PARTS = 128
-"""With one key/value head, as on each of eight ranks, a single long sequence still has programs for all of an H200."""
-PARTS_AT_ONCE = 32
-"""Parts that are merged together by a program of four warps, where there are more than FEW_PARTS."""
-FEW_PARTS = 4
-"""So many are merged by a program of one warp: large batches have few parts of each sequence, and many sequences."""
 FIXED_SPLIT_TOKENS = 4096
 """Batch-invariant attention divides every context at multiples of this."""
 CACHE_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}
@@ -71,35 +62,6 @@ def paged_attention(
     if batch.max_query_len != 1:
         launch.prompts(out, prefill_tiles(*launch.facts))
     return out
-
-
-@dataclass(frozen=True, eq=False)
-class Parts:
-    """Room for softmaxes over parts of the keys."""
-
-    values: Tensor  # [num_seqs, num_heads, num_parts, head_dim] float32
-    stats: Tensor  # [num_seqs, num_heads, num_parts, 2] float32
-
-    @classmethod
-    def empty(cls, query: Tensor, num_seqs: int, num_parts: int) -> Parts:
-        _, num_heads, head_dim = query.shape
-        shape = (num_seqs, num_heads, num_parts)
-        return cls(
-            torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device),
-            torch.empty((*shape, 2), dtype=torch.float32, device=query.device),
-        )
-
-    @property
-    def count(self) -> int:
-        return self.values.shape[2]
-
-
-def num_parts_for(device: Device, num_programs: int) -> int:
-    """How many parts keys are divided into when there are so many programs without that."""
-    parts = device.num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR // max(1, num_programs)
-    if parts > PARTS_AT_ONCE:
-        parts = min(MOST_PARTS, parts - parts % PARTS_AT_ONCE)
-    return max(1, parts)
 
 
 class Launch:

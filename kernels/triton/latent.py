@@ -23,10 +23,9 @@ from headrace.kernels.triton.attention import (
     CACHE_KINDS,
     E4M3_IN_HARDWARE,
     LOG2_E,
-    Parts,
     combine,
-    num_parts_for,
 )
+from headrace.kernels.triton.attention_parts import Parts, num_parts_for
 from headrace.kernels.triton.common import dot, sequence_of_tile, widen
 from headrace.kernels.triton.configs import latent_tiles, power_of_two
 

@@ -12,6 +12,7 @@ from paged import make_batch
 from headrace.kernels import ops
 from headrace.kernels.reference.attention import AttentionParams, CacheScales, PagedBatch, paged_attention
 from headrace.kernels.triton import attention, configs
+from headrace.kernels.triton.attention_parts import num_parts_for
 
 BOUND = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 """Largest error of an output near 1. The interpreter cuts softmax weights off to bfloat16, where a GPU rounds."""
@@ -105,7 +106,7 @@ def case_one_sequence_is_divided_into_many_parts() -> None:
     batch, keys, values = make_batch([(1, 300)], 16, 1, 24, torch.float32)
     query, params = torch.randn(1, 3, 24), AttentionParams(24**-0.5)
     with mock.patch.object(configs, "device_of", return_value=configs.Device((8, 0), 40)):
-        assert attention.num_parts_for(configs.device_of(query), 1) == 64
+        assert num_parts_for(configs.device_of(query), 1) == 64
         found = attention.paged_attention(query, keys, values, batch, params)
     assert_close(found, paged_attention(query, keys, values, batch, params))
 
