@@ -41,7 +41,7 @@ from report import write_report
 
 from headrace.ipc import messages
 from headrace.ipc.codec import Codec, Tensor
-from headrace.ipc.control import PauseGeneration, ReloadWeights, ResumeGeneration, Sleep
+from headrace.ipc.control import DrainEngine, PauseGeneration, ReloadWeights, ResumeGeneration, Sleep
 from headrace.ipc.messages import SCHEMA_HASH, Abort, AddRequest, ClientMessage, CoreMessage, Hello, StepOutputs
 from headrace.ipc.ranges import Longest, Range
 from headrace.ipc.transport.sockets import new_dealer
@@ -57,7 +57,7 @@ ROOM_WITHIN_MS = 1000
 """How long a client waits when it has as much on its way to the core as it may have."""
 RECENT_MESSAGES = 2000
 """How many of the messages sent last may be sent again."""
-STOPS_EVERYBODY = (PauseGeneration, Sleep, ReloadWeights)
+STOPS_EVERYBODY = (PauseGeneration, Sleep, ReloadWeights, DrainEngine)
 """Commands that change what others get by their meaning: whoever may send commands may do that."""
 
 

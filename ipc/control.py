@@ -10,9 +10,11 @@ ours is called by name: a client can ask for what stands here, and for what a wo
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+
+from headrace.ipc.ranges import Range
 
 
 class Command(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -34,6 +36,13 @@ class PauseGeneration(Command, frozen=True):
 
 class ResumeGeneration(Command, frozen=True):
     """Ends a pause; answered with nothing. Without a pause it changes nothing."""
+
+
+class DrainEngine(Command, frozen=True):
+    """The engine takes no new requests and ends once those that run have finished, or after `deadline_s`: frontends go
+    on elsewhere with what is left. Answered, with nothing, when it has begun."""
+
+    deadline_s: Annotated[float, Range(0.0, 86400.0)] = 120.0
 
 
 class ReloadWeights(Command, frozen=True):
@@ -106,7 +115,7 @@ class ResetMMCache(Command, frozen=True):
 
 
 ForWorkersToo = Sleep | WakeUp | StartProfile | StopProfile | DescribeEngine | CallExtension
-Commands = PauseGeneration | ResumeGeneration | ReloadWeights | ResetMMCache | ForWorkersToo
+Commands = PauseGeneration | ResumeGeneration | DrainEngine | ReloadWeights | ResetMMCache | ForWorkersToo
 
 
 class PrepareWeights(Command, frozen=True):

@@ -539,4 +539,8 @@ def hash_of(*unions: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-SCHEMA_HASH = hash_of(ClientMessage, CoreMessage, ParentMessage, ChildMessage)
+def _schema_hash() -> str:
+    return hash_of(ClientMessage, CoreMessage, ParentMessage, ChildMessage)
+
+
+SCHEMA_HASH = _schema_hash()

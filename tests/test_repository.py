@@ -27,6 +27,7 @@ MAY_IMPORT = MappingProxyType(
         "kernels": {"headrace.kernels", "torch", "triton", "numpy", "gguf"},
         "frontend": {
             *("headrace.frontend", "headrace.ipc", "headrace.core.options", "headrace.core.process"),
+            "headrace.core.coordinator",
             *("msgspec", "zmq", "tokenizers", "jinja2", "psutil", "tqdm", "uvloop", "pynvml", "rich"),
             *("starlette", "uvicorn", "httptools", "prometheus_client", "python_multipart"),
         },

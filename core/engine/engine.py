@@ -8,13 +8,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from headrace.core.coordinator.announcer import Announcer, State, entry_of, reachable
 from headrace.core.engine.control import profile_folder
 from headrace.core.engine.loop import Loop, scheduler_class
 from headrace.core.engine.memory_port import MemoryPort
@@ -81,6 +82,7 @@ class EngineCore:
         self._executor = executor
         self._inbox = Inbox(int(options.max_client_inbox_mb * 1e6))
         self._loop: Loop | None = None
+        self._announcer: Announcer | None = None
         self.plan: Plan | None = None
         self.facts: Facts | None = None
         self.startup_s: dict[str, float] = {}
@@ -121,7 +123,21 @@ class EngineCore:
         self._loop.follow_grammars(Backends(plan.structured_outputs, vocabulary))
         executor.watch(lambda failure: self._inbox.put((0, ExecutorFailed(failure))))
         executor.on_call(lambda: self._inbox.put((0, PeersStep())))
-        self.port.serve(Sessions(self._inbox, self._welcome(plan, facts, bundle), bundle))
+        self.welcome = self._welcome(plan, facts, bundle)
+        self.port.serve(Sessions(self._inbox, self.welcome, bundle))
+
+    def announce(self, coordinators: Sequence[str]) -> None:
+        """From now until `close` these coordinators know the engine. Raises AddressError and KeyFileError."""
+        if coordinators and isinstance(self.port, ZmqPort):
+            address = reachable(self.port.address, coordinators[0])
+            entry = entry_of(self.welcome, address, self._options.data_parallel_rank)
+            self._announcer = Announcer(entry, coordinators, self._state)
+            assert self._loop is not None, "an engine announces itself once it has started"
+            self._loop.on_stopping = self._announcer.hurry
+
+    def _state(self) -> State:
+        assert self._loop is not None, "an engine announces itself once it has started"
+        return State(self._loop.load, is_draining=self._loop.is_stopping)
 
     def run(self) -> None:
         """Serves until `stop`. Raises what ended the executor."""
@@ -134,6 +150,8 @@ class EngineCore:
 
     def close(self) -> None:
         """Frees the device and the port; after `run` has returned, or instead of it."""
+        if self._announcer is not None:
+            self._announcer.close()
         if self._executor is not None:
             self._executor.stop()
         self.port.close()

@@ -14,6 +14,7 @@ import queue
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from headrace.core.engine.admission import Admission, signed
@@ -42,7 +43,7 @@ from headrace.core.schedule.requests import Request, State
 from headrace.core.schedule.scheduler import Advance, Scheduler, SchedulerConfig
 from headrace.core.structured_output.backend import Backend
 from headrace.core.structured_output.compiler import GrammarCompiler
-from headrace.ipc.control import PauseGeneration, Sleep, WorkerAnswer, WorkerCommand
+from headrace.ipc.control import DrainEngine, PauseGeneration, Sleep, WorkerAnswer, WorkerCommand
 from headrace.ipc.failure import SHUT_DOWN, EngineDeadError, Failure
 from headrace.ipc.messages import (
     Abort,
@@ -141,6 +142,10 @@ class Loop:
         self._requests: dict[int, dict[int, Request]] = {}  # client -> slot -> request that has not finished
         self._load_changed = True
         """Requests came, left or gave way since the load was reported."""
+        self.load = Load(num_running=0, num_waiting=0)
+        """As it was reported last. Any thread may read it."""
+        self.on_stopping: Callable[[], None] = lambda: None
+        """Called when it begins to end, and takes no new requests."""
         self._stop_at_s: float | None = None
         self._audited_steps = 0
         """How many there had been at the last whole audit."""
@@ -179,6 +184,10 @@ class Loop:
             self._collect()
         if self._pause.is_awaited and not self.has_work:
             self._pause.reach()
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stop_at_s is not None
 
     @property
     def has_work(self) -> bool:
@@ -350,6 +359,10 @@ class Loop:
                     self._abort(each, tuple(live))
             self._pause.ask(client, message.call, command)  # answered by `turn`, when the pause is reached
             return
+        if isinstance(command, DrainEngine):
+            self._port.send(client, Reply(call=message.call))
+            self._begin_stop(command.deadline_s)
+            return
         self._drain()
         self._controller.carry_out(client, message.call, command)
         self.stages.record(self._controller.timeline)  # which the command may have begun or ended
@@ -365,6 +378,7 @@ class Loop:
         self._stop_at_s = min(time.monotonic() + deadline_s, self._stop_at_s or float("inf"))
         for client in self._port.clients:
             self._port.send(client, Draining(deadline_s=deadline_s))
+        self.on_stopping()
 
     def _stopped(self) -> bool:
         if self._stop_at_s is None:
@@ -475,7 +489,7 @@ class Loop:
 
     def _report_load(self) -> None:
         self._load_changed = False
-        load = Load(
+        self.load = load = Load(
             num_running=self.scheduler.num_running,
             num_waiting=self._num_waiting,
             is_paused=self._pause.is_asked,

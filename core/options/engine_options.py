@@ -406,6 +406,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             short="-dpn",
         ),
     ] = 0
+    coordinator: Annotated[
+        tuple[str, ...],
+        Option(
+            PARALLEL,
+            "Addresses of coordinators (`headrace coordinator`). An engine-core announces itself to each; `headrace "
+            "serve` and LLM use the engines that they tell of, instead of starting one",
+            "addresses",
+        ),
+    ] = ()
     pipeline_layer_partition: Annotated[
         tuple[int, ...],
         Option(

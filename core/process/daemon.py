@@ -123,6 +123,7 @@ def run_alone(options: Options, address: str) -> int:
     try:
         with exit_when_slow(limit_s + START_GRACE_S, too_slow, EXIT_START_FAILED):
             core.start(on_phase, bar.read)
+        core.announce(options.coordinator)
         print(f"engine-core: ready at {port.address}", flush=True)
         return _serve(core)
     except HeadraceError as error:
@@ -195,6 +196,7 @@ def run_as_child(fd: int) -> int:
             target=obey_parent, args=(channel, core.stop, EXIT_ENGINE_FAILED), name="parent", daemon=True
         ).start()
         core.start(on_phase, on_read)
+        core.announce(options.coordinator)
         assert core.facts is not None, "the start is over"
         of_ranks = core.facts.ranks_startup_s
         channel.send(

@@ -38,7 +38,7 @@ from headrace.ipc.messages import (
 )
 from headrace.ipc.process.proc import oom_kill_count, status_of
 from headrace.ipc.transport.channel import Channel, ChannelClosedError
-from headrace.ipc.transport.sockets import sweep_sockets
+from headrace.ipc.transport.sockets import new_ipc_address, sweep_sockets
 from headrace.ipc.wait import Deadline, WaitTimeoutError, open_pidfd
 
 logger = logging.getLogger(__name__)
@@ -364,6 +364,16 @@ def start_engine(options: Options, address: str = "") -> Child:
         startup_timeout_s=options.startup_timeout, shows_loading=options.use_tqdm_on_load, at_end=sweep_sockets
     )
     return Child("engine-core", ["-m", "headrace.core.process.daemon", "--parent-fd"], start, child)
+
+
+def start_coordinator(address: str = "") -> Child:
+    """A coordinator of one's own: it ends when this process does. `wait_ready` gives its address.
+
+    Another may be started there: the address has this process's number, by which a socket is known to be in use.
+    """
+    address = address or new_ipc_address("coordinator")
+    start = Start(schema_hash=SCHEMA_HASH, options={}, bind=address)
+    return Child("coordinator", ["-m", "headrace.core.coordinator.program"], start, ChildOptions(at_end=sweep_sockets))
 
 
 def _readable(fd: int) -> bool:

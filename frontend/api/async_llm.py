@@ -32,7 +32,7 @@ from headrace.frontend.api.stat_loggers import Factory, StatLoggers
 from headrace.frontend.api.unsupported import NamesWhatIsMissing, check_arguments
 from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient, RequestClient
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
-from headrace.frontend.client.own_engine import CAUSE_GRACE_S, STOP_DEADLINE_S, parse_own
+from headrace.frontend.client.own_engine import CAUSE_GRACE_S, STOP_DEADLINE_S, check_finds, parse_own
 from headrace.frontend.client.transport import Transport, ZmqTransport
 from headrace.frontend.fleet.client import RESTARTS, FleetClient, owned_ranks, start_ranks, with_meeting
 from headrace.frontend.fleet.sources import Owned
@@ -69,6 +69,10 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         Raises OptionError for a bad or unknown option. The first call raises EngineStartError with what went wrong.
         """
         parsed = with_meeting(parse_own(model, dict(options)))
+        if parsed.coordinator:
+            check_finds(model, dict(options))
+            self._prepare([], FleetClient([], coordinators=parsed.coordinator, peer_timeout_s=parsed.peer_timeout))
+            return
         children = start_ranks(parsed)
         fleet = owned_ranks(parsed, children, RESTARTS) if len(children) > 1 else []
         self._prepare(fleet or children, FleetClient(fleet) if fleet else None)
@@ -413,7 +417,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
 
     async def _start(self) -> CoreClient | FleetClient:
         if self._fleet is not None:
-            await self._fleet.start()
+            await self._fleet.start(CONNECT_TIMEOUT_S)
             self._client = self._fleet
             return self._fleet
         (child,) = self._children

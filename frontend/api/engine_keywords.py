@@ -66,6 +66,7 @@ class EngineOptions(TypedDict, total=False):
     pipeline_parallel_size: int | None
     data_parallel_size: int | None
     data_parallel_rank: int | None
+    coordinator: Sequence[str] | str | None
     pipeline_layer_partition: Sequence[int] | str | None
     enable_expert_parallel: bool | None
     data_parallel_backend: Literal["mp", "ray"] | str | None

@@ -36,6 +36,7 @@ from headrace.frontend.client.control import Controls
 from headrace.frontend.client.own_engine import (
     CAUSE_GRACE_S,
     STOP_DEADLINE_S,
+    check_finds,
     parse_own,
     run_in_process,
 )
@@ -78,6 +79,10 @@ class LLM(Controls, NamesWhatIsMissing):
             self._open(_own_client(transport), thread)
             return
         parsed = with_meeting(parse_own(model, dict(options)))
+        if parsed.coordinator:
+            check_finds(model, dict(options))
+            self._open(FleetClient([], coordinators=parsed.coordinator, peer_timeout_s=parsed.peer_timeout), None)
+            return
         children = start_ranks(parsed)
         try:
             if len(children) > 1:

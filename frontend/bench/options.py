@@ -228,6 +228,9 @@ class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     seed: Annotated[int, Option(RUN, "Of the first run; the next has the next")] = 0
     num_engines: Annotated[int, Option(RUN, "Engines", "engines", minimum=1)] = 5
     num_frontends: Annotated[int, Option(RUN, "Frontends, each with a router and clients of its own", minimum=1)] = 3
+    num_coordinators: Annotated[
+        int, Option(RUN, "Coordinators by which frontends find engines; 0: they know them", minimum=0)
+    ] = 0
     num_requests: Annotated[int, Option(RUN, "Requests of a run", "requests", minimum=1)] = 100
     arrivals_per_s: Annotated[float, Option(RUN, "Requests that come to the whole fleet", "1/s", minimum=0.001)] = 20.0
     faults_per_s: Annotated[

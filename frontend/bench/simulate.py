@@ -45,6 +45,7 @@ def scenario_of(asked: SimulateOptions) -> Scenario:
     return Scenario(
         num_engines=asked.num_engines,
         num_frontends=asked.num_frontends,
+        num_coordinators=asked.num_coordinators,
         num_requests=asked.num_requests,
         arrivals_per_s=asked.arrivals_per_s,
         faults_per_s=asked.faults_per_s,

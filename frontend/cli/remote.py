@@ -127,6 +127,10 @@ class RemoteLLM:
         body["max_tokens"] = params.max_tokens or max(1, self.engine.max_model_len - len(token_ids))
         return RemoteStream(*self._request("POST", "/v1/completions", body))
 
+    def post(self, path: str, body: Any) -> Any:
+        """The server's answer. Raises HeadraceError with its reason to refuse."""
+        return self._ask("POST", path, body)
+
     def _ask(self, method: str, path: str, body: Any = None) -> Any:
         connection, response = self._request(method, path, body)
         try:

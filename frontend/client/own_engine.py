@@ -41,3 +41,10 @@ def parse_own(model: str | None, options: dict[str, Any]) -> Options:
     if model == "":
         raise OptionError("model is empty: name one, or leave it out for the demo model")
     return parse_options(**options if model is None else {"model": model, **options})
+
+
+def check_finds(model: str | None, options: dict[str, Any]) -> None:
+    """Raises OptionError for what an engine that is found by a coordinator has been told already."""
+    given = ["model"] * (model is not None) + [name for name in options if name not in ("coordinator", "peer_timeout")]
+    if given:
+        raise OptionError(f"coordinator finds an engine that has its options: leave out {', '.join(given)}")

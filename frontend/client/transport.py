@@ -25,7 +25,8 @@ from headrace.ipc.messages import ClientMessage, CoreMessage, Goodbye
 from headrace.ipc.transport.keys import key_file
 from headrace.ipc.transport.sockets import LINGER_MS, AddressError, check_address, ipc_path, new_dealer
 
-OnMessage = Callable[[CoreMessage], None]
+OnMessage = Callable[[Any], None]
+"""Called with what comes: a CoreMessage, from a core."""
 OnClosed = Callable[[Failure], None]
 
 CONNECTION_LOST = "ConnectionLost"
@@ -50,7 +51,7 @@ class Transport(Protocol):
         """Begins. Raises AddressError for an address that cannot be used."""
         ...
 
-    def send(self, message: ClientMessage) -> None:
+    def send(self, message: Any) -> None:
         """Queues the message; it never blocks. After the end it does nothing."""
         ...
 
@@ -118,15 +119,26 @@ class ZmqTransport:
     """
 
     def __init__(
-        self, address: str, peer_timeout_s: float | None = None, keys: str | os.PathLike[str] | None = None
+        self,
+        address: str,
+        peer_timeout_s: float | None = None,
+        keys: str | os.PathLike[str] | None = None,
+        *,
+        receives: Any = CoreMessage,
+        leaving: Any = Goodbye,
+        listener: str = "engine-core",
     ) -> None:
         """peer_timeout_s: how long the core may be silent; keys: the key file for tcp://, by default HEADRACE_KEYS'.
+
+        receives: the union of what comes; leaving: the message that is said by one that was forgotten; listener: what
+        it is that listens there, for what users read.
 
         Raises AddressError when clients cannot connect to such an address.
         """
         self._keys_path = key_file() if keys is None else Path(keys)
         self.address, self._peer_timeout_s = check_address(address, self._keys_path), peer_timeout_s
-        self._codec: Codec[CoreMessage] = Codec(CoreMessage)
+        self._codec: Codec[Any] = Codec(receives)
+        self._leaving, self._listener = leaving, listener
         self._unsent: collections.deque[list[Any]] = collections.deque()
         self._unsent_bytes = 0
         self._connected = False
@@ -151,7 +163,7 @@ class ZmqTransport:
         # It holds context and sockets: in one cycle with them, the collector could take the context first, whose end
         # waits for its sockets.
         self._forgotten = weakref.finalize(
-            self, _detach, os.getpid(), self._codec.encode(Goodbye()), self._context, self._socket, self._monitor
+            self, _detach, os.getpid(), self._codec.encode(self._leaving()), self._context, self._socket, self._monitor
         )
         # When Python ends, a loop's thread may be using the sockets. Who runs such a thread closes first.
         self._forgotten.atexit = False
@@ -160,7 +172,7 @@ class ZmqTransport:
         self._loop.add_reader(self._descriptors[1], self._watch)
         self._look_again()
 
-    def send(self, message: ClientMessage) -> None:
+    def send(self, message: Any) -> None:
         if self._context is None:
             return
         frames = self._codec.encode(message)
@@ -218,7 +230,7 @@ class ZmqTransport:
                 message = self._codec.decode(frames)
             except CodecError as error:
                 self._end(
-                    f"the engine-core at {self.address} sent something else than a message: {error}", "CodecError"
+                    f"the {self._listener} at {self.address} sent something else than a message: {error}", "CodecError"
                 )
                 return
             self._on_message(message)
@@ -243,24 +255,24 @@ class ZmqTransport:
                 self._receive()  # its last words
             if event & zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._end(
-                    f"the engine-core at {self.address} admits no client with the keys of {self._keys_path}",
+                    f"the {self._listener} at {self.address} admits no client with the keys of {self._keys_path}",
                     "KeyRefused",
                 )
             elif event & _HANDSHAKE_FAILED:
                 self._end(
-                    f"what listens at {self.address} is no engine-core of this version{self._or_keys()}",
+                    f"what listens at {self.address} is no {self._listener} of this version{self._or_keys()}",
                     "HandshakeFailed",
                 )
             elif self._connected:
-                self._end(f"the engine-core at {self.address} is gone: the connection was lost", CONNECTION_LOST)
+                self._end(f"the {self._listener} at {self.address} is gone: the connection was lost", CONNECTION_LOST)
             elif not self._may_connect():
                 self._end(
-                    f"the engine-core at {self.address} is another user's: permission denied",
+                    f"the {self._listener} at {self.address} is another user's: permission denied",
                     "PermissionError",
                 )
             else:
                 self._end(
-                    f"no engine-core listens at {self.address}",
+                    f"no {self._listener} listens at {self.address}",
                     "ConnectionRefused",
                     "`headrace ps` lists those of yours that run",
                 )

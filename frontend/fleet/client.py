@@ -15,9 +15,10 @@ from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.control import QUICK_S, AsyncControls, Call
 from headrace.frontend.client.own_engine import STOP_DEADLINE_S
 from headrace.frontend.client.request import RequestStream
+from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.router import RouterOptions
-from headrace.frontend.fleet.sources import EngineProcess, Owned
+from headrace.frontend.fleet.sources import EngineProcess, Owned, Source
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.control import ExtensionAnswers
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
@@ -76,18 +77,34 @@ def owned_ranks(options: Options, children: Sequence[EngineProcess], restarts: i
 class FleetClient(AsyncControls):
     """Everything here runs in one asyncio loop. Commands go to every engine."""
 
-    def __init__(self, sources: Sequence[Owned], options: RouterOptions | None = None) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        options: RouterOptions | None = None,
+        coordinators: Sequence[str] = (),
+        peer_timeout_s: float | None = None,
+    ) -> None:
+        """With coordinators, of the engines that they tell of, too."""
         self._sources, self._options = sources, options
+        self._coordinators, self._peer_timeout_s = coordinators, peer_timeout_s
         self._pool: EnginePool | None = None
 
     async def start(self, timeout_s: float | None = None) -> None:
-        """Until all engines are ready. Raises HeadraceError when one does not start; all are ended then."""
-        self._pool = pool = EnginePool(self._sources, self._options)
+        """Until all engines are ready, or the first that a coordinator tells of.
+
+        Raises HeadraceError when one does not start, or none is found in time; all are ended then.
+        """
+        discovery = Discovery(self._coordinators, self._peer_timeout_s) if self._coordinators else None
+        self._pool = pool = EnginePool(self._sources, self._options, discovery=discovery)
         pool.start()
         waits = [asyncio.create_task(event.wait()) for event in (pool.started, pool.dead)]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            limit_s = timeout_s if self._coordinators else None
+            await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             if not pool.started.is_set():
+                if not pool.dead.is_set():
+                    at = ", ".join(self._coordinators)
+                    raise EngineDeadError(f"no engine was found within {limit_s:g} s by the coordinator at {at}")
                 assert pool.failure is not None, "it is dead for a reason"
                 raise HeadraceError.from_failure(pool.failure)
         except BaseException:

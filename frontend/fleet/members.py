@@ -157,6 +157,10 @@ class Group:
     def serves(self, model: str) -> bool:
         return model in self._models and bool(self.members or self.awaited)
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        return self._models
+
     def load(self) -> float:
         return sum(each.num_active for each in self.members) / max(1, len(self.members))
 

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import array
 import asyncio
+import bisect
 import contextlib
+import itertools
 import logging
 import random
 import time
@@ -36,6 +38,7 @@ from headrace.frontend.fleet.decisions import (
     NoEngineError,
     RoutedRequest,
 )
+from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.members import EngineFacts
 from headrace.frontend.fleet.router import Router, RouterOptions
 from headrace.frontend.fleet.sources import STABLE_AFTER_S, Source
@@ -69,8 +72,9 @@ _ERRORS: dict[str, type[HeadraceError]] = {
 class Engine:
     """One engine as the frontend sees it over time."""
 
-    def __init__(self, index: int, source: Source) -> None:
-        self.index, self.source = index, source
+    def __init__(self, index: int, source: Source, *, is_needed: bool) -> None:
+        """is_needed: that it does not start is an error."""
+        self.index, self.source, self.is_needed = index, source, is_needed
         self.name = f"engine {index}"
         self.client: CoreClient | None = None
         self.names: tuple[str, ...] = ()
@@ -83,6 +87,8 @@ class Engine:
         self.hold: asyncio.TimerHandle | None = None
         """Ends the wait of requests for it."""
         self._late_tokens_before = 0
+        self.task: asyncio.Task[None] | None = None
+        """Keeps it connected."""
 
     @property
     def usable(self) -> bool:
@@ -98,6 +104,10 @@ class Engine:
     def is_foreign(self) -> bool:
         """Somebody else runs it: nobody here knows whether it will be there, but it may."""
         return self.source.comes_back and not self.source.is_awaited
+
+    @property
+    def is_awaited(self) -> bool:
+        return self.source.is_awaited and not self.source.is_gone
 
     @property
     def is_silent(self) -> bool:
@@ -134,9 +144,16 @@ class EnginePool:
     """All engines of this frontend, and the requests that they run for it."""
 
     def __init__(
-        self, sources: Sequence[Source], options: RouterOptions | None = None, chance: random.Random | None = None
+        self,
+        sources: Sequence[Source],
+        options: RouterOptions | None = None,
+        chance: random.Random | None = None,
+        discovery: Discovery | None = None,
     ) -> None:
-        self.engines = [Engine(index, source) for index, source in enumerate(sources)]
+        """Of these sources, and of those that are discovered or added later."""
+        self.engines = [Engine(index, source, is_needed=True) for index, source in enumerate(sources)]
+        """In the order of their indices, which are data_parallel_ranks."""
+        self._discovery = discovery
         self.router = Router(options or RouterOptions(), chance or random.Random())
         self.started = asyncio.Event()
         """Set when every engine is ready for the first time; of several that others run, when one is, and the others
@@ -148,20 +165,29 @@ class EnginePool:
         """Told of each engine that ends after the start, and of each of ours that does not start again."""
         self.on_return: Callable[[str], None] | None = None
         """Told the address of each that is there again."""
-        self._tasks: list[asyncio.Task[None]] = []
         self._by_name = {engine.name: engine for engine in self.engines}
+        self._by_address: dict[str, Engine] = {}  # of those that were added
+        self._late_tokens_of_former = 0
+        self._names: list[str] | None = None  # None: to be found out anew
+        self._serving: dict[str, list[Engine]] = {}
         self._streams: dict[str, RequestStream] = {}
         self._waiting = RequestTable(lambda message: None)
         """Has the requests that wait for an engine."""
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._keep(engine)) for engine in self.engines]
+        for engine in self.engines:
+            engine.task = asyncio.create_task(self._keep(engine))
+        if self._discovery is not None:
+            self._discovery.start(self)
 
     async def close(self, deadline_s: float) -> None:
-        for task in self._tasks:
+        if self._discovery is not None:
+            await self._discovery.close()
+        tasks = [engine.task for engine in self.engines if engine.task is not None]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._timer is not None:
             self._timer.cancel()
         for engine in self.engines:
@@ -176,8 +202,13 @@ class EnginePool:
     @property
     def names(self) -> list[str]:
         """Every model that is served: those of engines that run first, none of engines that are gone for good."""
+        if self._names is None:
+            self._names = self._find_names()
+        return self._names
+
+    def _find_names(self) -> list[str]:
         there = [engine for engine in self.engines if engine.usable]
-        back_soon = [engine for engine in self.engines if not engine.usable and engine.source.is_awaited]
+        back_soon = [engine for engine in self.engines if not engine.usable and engine.is_awaited]
         known = [*there, *back_soon] or self.engines
         return list(dict.fromkeys(name for engine in known for name in engine.names))
 
@@ -193,10 +224,24 @@ class EnginePool:
     def num_in_flight(self) -> int:
         return len(self._streams)
 
-    def serving(self, model: str) -> list[Engine]:
-        """Usable engines of this model, those first that speak."""
-        usable = [engine for engine in self.engines if model in engine.names and engine.usable]
-        return sorted(usable, key=lambda engine: engine.is_silent)
+    def num_late_tokens(self) -> int:
+        """Tokens that came for requests which had been aborted, of all engines that there are and were."""
+        return self._late_tokens_of_former + sum(engine.num_late_tokens() for engine in self.engines)
+
+    def serving(self, model: str) -> Engine | None:
+        """A usable engine of this model, one that speaks if there is any."""
+        if model not in self._serving:
+            self._serving[model] = [engine for engine in self.engines if model in engine.names]
+        usable = (engine for engine in self._serving[model] if engine.usable)
+        first = next(usable, None)
+        if first is None or not first.is_silent:
+            return first
+        return next((engine for engine in usable if not engine.is_silent), first)
+
+    def _forget_names(self) -> None:
+        """An engine has come, gone or changed."""
+        self._names = None
+        self._serving.clear()
 
     def engine_of(self, stream: RequestStream) -> Engine | None:
         """That has the request now."""
@@ -228,7 +273,7 @@ class EnginePool:
         """
         if request_id in self._streams:
             raise InvalidRequestError(f"a request with the id {request_id!r} is running; ids must be unique")
-        if affinity.rank is not None and not 0 <= affinity.rank < len(self.engines):
+        if affinity.rank is not None and f"engine {affinity.rank}" not in self._by_name:
             raise InvalidRequestError(
                 f"data_parallel_rank is {affinity.rank}, and there are {len(self.engines)} engines, from rank 0 on"
             )
@@ -302,7 +347,7 @@ class EnginePool:
 
     def _rescue(self, engine: Engine, streams: Sequence[RequestStream], failure: Failure) -> None:
         """The engine has died with these requests."""
-        is_awaited = engine.source.is_awaited
+        is_awaited = engine.is_awaited
         if engine.is_foreign and len(self.engines) > 1:
             is_awaited = True  # for a while
             loop = asyncio.get_running_loop()
@@ -336,14 +381,49 @@ class EnginePool:
         """While there are requests."""
         self._timer = None
         now_s = time.monotonic()
-        for engine in self.engines:
-            if engine.client is not None and engine.name in self.router.members:
+        for member in self.router.watched:
+            engine = self._by_name[member.facts.name]
+            if engine.client is not None:
                 self.router.heard(engine.name, engine.client.last_heard_s)
         self._carry_out(self.router.tick(now_s))
         if self._streams:
             self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     # --- engines ------------------------------------------------------------------------------------------------
+
+    def add(self, source: Source, rank: int | None = None) -> Engine:
+        """From now on there is this engine too. One at an address that is known is that engine."""
+        known = self._by_address.get(source.address)
+        if known is not None:
+            known.source.stay()
+            return known
+        taken = {engine.index for engine in self.engines}
+        free = (index for index in itertools.count() if index not in taken)
+        index = rank if rank is not None and rank not in taken else next(free)
+        engine = Engine(index, source, is_needed=False)
+        bisect.insort(self.engines, engine, key=lambda each: each.index)
+        self._by_name[engine.name] = engine
+        if source.address:
+            self._by_address[source.address] = engine
+        self._forget_names()
+        engine.task = asyncio.create_task(self._keep(engine))
+        return engine
+
+    def let_go(self, address: str) -> None:
+        """The engine there will not come back. While it is connected its requests go on."""
+        engine = self._by_address.get(address)
+        if engine is None:
+            return
+        engine.source.let_go()
+        if engine.client is None and engine.task is not None:
+            engine.task.cancel()
+            self._forget(engine, engine.failure or Failure(message="it has left", phase="serve"))
+
+    def note_load(self, address: str, num_running: int, num_waiting: int, *, is_paused: bool) -> None:
+        """What an engine has, as others have heard. Where requests of ours run, it tells us itself."""
+        if (engine := self._by_address.get(address)) is not None:
+            now_s = time.monotonic()
+            self.router.load_elsewhere(engine.name, num_running, num_waiting, now_s, is_paused=is_paused)
 
     async def _keep(self, engine: Engine) -> None:
         """Keeps one engine connected for as long as its source gives one."""
@@ -355,27 +435,45 @@ class EnginePool:
             except HeadraceError as error:
                 failure = Failure.of(error, process="server", phase="connect")
             # An engine of somebody else that is not there yet is no news, one of ours that did not start is.
-            is_news = engine.client is not None or engine.source.is_awaited
+            is_news = engine.client is not None or engine.source.is_own
+            if engine.client is not None and engine.client.draining:
+                engine.source.left()
             engine.disconnected(failure)
+            self._forget_names()
             if is_news and self.on_death is not None and self.started.is_set():
                 self.on_death(failure)
             self._note_start()
-            if not engine.source.comes_back or not (self.started.is_set() or self._may_start_without(engine)):
+            fails_start = engine.is_needed and not (self.started.is_set() or self._may_start_without(engine))
+            if fails_start or engine.source.is_gone or not engine.source.comes_back:
                 break
             stable = time.monotonic() - began_s > STABLE_AFTER_S
             longest_s = _ATTACH_RETRY_LONGEST_S if engine.is_foreign else _RETRY_LONGEST_S
             delay_s = 0.0 if stable else min(max(1.0, 2 * delay_s), longest_s) if delay_s else 0.1
             await asyncio.sleep(delay_s)
-        self._carry_out(self.router.give_up(engine.name, failure))
         # One engine that does not come up fails the start; later, the last one that dies ends the server.
-        if not self.started.is_set() or not any(each.client is not None for each in self.engines):
+        if fails_start or (self._discovery is None and not any(each.client is not None for each in self.engines)):
             self.failure = failure
             self.dead.set()
+        if engine.source.is_gone:
+            self._forget(engine, failure)
+        else:
+            self._carry_out(self.router.give_up(engine.name, failure))
+
+    def _forget(self, engine: Engine, failure: Failure) -> None:
+        """It is no engine of this pool any more."""
+        self._late_tokens_of_former += engine.num_late_tokens()
+        self.engines.remove(engine)
+        del self._by_name[engine.name]
+        self._by_address = {address: each for address, each in self._by_address.items() if each is not engine}
+        self._forget_names()
+        self._carry_out(self.router.give_up(engine.name, failure))
 
     def _note_start(self) -> None:
         """Of several engines that others run, some may come later."""
         is_settled = all(
-            each.client is not None or (each.failure is not None and each.is_foreign) for each in self.engines
+            each.client is not None or (each.failure is not None and each.is_foreign)
+            for each in self.engines
+            if each.is_needed
         )
         if is_settled and any(each.client is not None for each in self.engines):
             self.started.set()
@@ -401,14 +499,18 @@ class EnginePool:
             engine.hold.cancel()
         engine.names = client.welcome.served_model_names or (client.welcome.model,)
         self._carry_out(self.router.join(_facts(engine, client.welcome), time.monotonic()))
+        if client.draining:  # said before anybody listened
+            self._on_draining(engine)
         client.on_prefixes = lambda events: self._on_prefixes(engine, events)
         self._follow_prefixes()
+        self._forget_names()
         self._note_start()
         failure = await death
         await client.close()  # an engine that told of its failure leaves the connection open
         return failure
 
     def _on_draining(self, engine: Engine) -> None:
+        self._forget_names()
         if engine.name in self.router.members:
             self._carry_out(self.router.drain(engine.name, time.monotonic()))
 

@@ -17,6 +17,7 @@ one request more. All times are of measured rates, so members of different speed
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import random
 from collections import Counter, OrderedDict
@@ -71,7 +72,10 @@ class Router:
         self.members: dict[str, Member] = {}
         self._groups: dict[str, Group] = {}  # by version: engines between which a request may move
         self.held: dict[RoutedRequest, None] = {}
-        self._numbers = itertools.count()
+        self.watched: dict[Member, None] = {}
+        """Those that a tick looks at: with requests, ailing, or full for a while."""
+        self._capacity = 0  # of all members
+        self._bits = _Bits()
         self._arrivals = itertools.count()
         self._sessions: OrderedDict[str, tuple[str, int]] = OrderedDict()  # the engine, and tokens of the last prompt
         self.prefixes = PrefixIndex()
@@ -104,7 +108,8 @@ class Router:
         """An engine is there, or is there again; what waited for one may go to it."""
         if facts.name in self.members:
             self.leave(facts.name, Failure(message="it came back"), now_s, is_awaited=True)
-        member = Member(facts, next(self._numbers), now_s)
+        member = Member(facts, self._bits.take(), now_s)
+        self._capacity += facts.capacity
         group = self._groups.setdefault(facts.version, Group(facts.version))
         self.members[facts.name] = member
         group.add(member)
@@ -117,12 +122,15 @@ class Router:
         """The engine is lost: what is to become of the requests on board. is_awaited: it is being started anew."""
         member = self.members.pop(name)
         member.is_gone = True
+        self._capacity -= member.facts.capacity
+        self.watched.pop(member, None)
         group = self._groups[member.facts.version]
         group.remove(member)
         group.failure = failure
         if is_awaited:
             group.awaited.add(name)
         self.prefixes.forget(member.bit)
+        self._bits.give_back(member.bit)
         decisions: list[Decision] = []
         for request in list(member.requests):
             if failure.type != PEER_LOST:
@@ -143,7 +151,11 @@ class Router:
     def _fail_hopeless(self, group: Group) -> list[Decision]:
         if group.members or group.awaited or group.failure is None:
             return []
-        waiting = [each for each in self.held if each.version == group.version]
+        # What has brought no token may begin at another version.
+        others = {model for each in self._groups.values() if each.members or each.awaited for model in each.models}
+        waiting = [
+            each for each in self.held if each.version == group.version and (each.has_begun or each.model not in others)
+        ]
         return [self._fail(each, None, group.failure) for each in waiting]
 
     def drain(self, name: str, now_s: float, *, at_once: bool = False) -> list[Decision]:
@@ -166,6 +178,15 @@ class Router:
         if member is not None:
             member.told_requests, member.is_paused = num_running + num_waiting, is_paused
             member.heard_s = max(member.heard_s, now_s)
+            self._update(member, now_s)
+
+    def load_elsewhere(
+        self, name: str, num_running: int, num_waiting: int, now_s: float, *, is_paused: bool = False
+    ) -> None:
+        """The same as somebody else has heard it, which is no sign that the engine can be reached from here."""
+        member = self.members.get(name)
+        if member is not None and not member.requests:
+            member.told_requests, member.is_paused = num_running + num_waiting, is_paused
             self._update(member, now_s)
 
     # --- requests -----------------------------------------------------------------------------------------------
@@ -200,6 +221,7 @@ class Router:
         request.refusals.add(member.facts.name)
         if failure.retry_after_s > 0:
             member.full_until_s = now_s + min(failure.retry_after_s, 1.0)
+            self.watched[member] = None
             self._update(member, now_s)
         self._disembark(request, now_s)
         try:
@@ -226,13 +248,13 @@ class Router:
         since_s = now_s - (self._last_tick_s if self._last_tick_s is not None else now_s)
         self._last_tick_s = now_s
         if since_s > self.options.own_pause_s:
-            for member in self.members.values():
+            for member in self.watched:
                 member.busy_since_s = now_s
                 member.progress_s = now_s
             return []
         self._refill(since_s)
         decisions: list[Decision] = []
-        for member in list(self.members.values()):
+        for member in list(self.watched):
             self._measure(member, since_s, now_s)
             reason = self._what_ails(member, now_s)
             if reason != member.ailment:
@@ -243,6 +265,8 @@ class Router:
             elif member.full_until_s and member.full_until_s <= now_s:
                 member.full_until_s = 0.0
                 self._update(member, now_s)
+            if not (member.requests or member.ailment or member.full_until_s):
+                self.watched.pop(member, None)
         return decisions + self._place_held(now_s)
 
     def _measure(self, member: Member, since_s: float, now_s: float) -> None:
@@ -437,8 +461,9 @@ class Router:
                 not planned and request.num_migrations >= self.options.max_migrations
             ):
                 continue
-            group = self._groups[member.facts.version]
-            if not group.usable & ~member.bit or not self._take_allowance():
+            if not self._can_leave(request, member):
+                continue
+            if not self._take_allowance():
                 break
             self._disembark(request, now_s)
             request.rank = None
@@ -453,6 +478,14 @@ class Router:
             decisions.append(Move(request, member, target, reason))
         return decisions
 
+    def _can_leave(self, request: RoutedRequest, member: Member) -> bool:
+        """Whether another engine may have it: of any version, where it has brought no token."""
+        if self._groups[member.facts.version].usable & ~member.bit:
+            return True
+        return not request.has_begun and any(
+            group.usable & ~member.bit and group.serves(request.model) for group in self._groups.values()
+        )
+
     def _note_death(self, request: RoutedRequest) -> None:
         """A request that brings tokens between two deaths caused neither: what kills an engine does so at one place."""
         num_tokens = request.work.num_tokens
@@ -466,7 +499,7 @@ class Router:
         return Fail(request, source, failure)
 
     def _refill(self, since_s: float) -> None:
-        capacity = max(64, sum(member.facts.capacity for member in self.members.values()))
+        capacity = max(64, self._capacity)
         most = 4.0 * self.options.migrations_per_capacity_s * capacity
         had = most if self._allowance is None else self._allowance
         self._allowance = min(most, had + since_s * self.options.migrations_per_capacity_s * capacity)
@@ -484,7 +517,8 @@ class Router:
 
     def _board(self, request: RoutedRequest, member: Member, now_s: float) -> None:
         if not member.requests:
-            member.busy_since_s = now_s
+            member.busy_since_s = member.progress_s = now_s
+            self.watched[member] = None
         member.requests[request] = None
         member.num_outputs += request.num_outputs
         request.member, request.version = member, member.facts.version
@@ -518,6 +552,23 @@ class Router:
         if not member.is_gone:
             member.weigh(self._mean_output_tokens)
             self._groups[member.facts.version].update(member, now_s)
+
+
+class _Bits:
+    """Numbers of members as bits of masks; those of members that left are used again, or masks would only grow."""
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self._next = 0
+
+    def take(self) -> int:
+        if self._free:
+            return heapq.heappop(self._free)
+        self._next += 1
+        return self._next - 1
+
+    def give_back(self, bit: int) -> None:
+        heapq.heappush(self._free, bit.bit_length() - 1)
 
 
 def _cached_chunks(masks: list[int], bit: int) -> int:

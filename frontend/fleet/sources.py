@@ -23,44 +23,67 @@ STABLE_AFTER_S = 60.0
 """An engine that served for so long and then died is started again without delay."""
 
 
-class Source(Protocol):
+class Source:
     """Where an engine comes from."""
 
-    address: str
+    address = ""
+    is_own = False
+    """It is started by this program."""
+    is_gone = False
+    """The engine was let go, or has left: it is not missed, and not opened again."""
 
     @property
     def comes_back(self) -> bool:
         """Whether `open` may be called again after a death."""
-        ...
+        return True
 
     @property
     def is_awaited(self) -> bool:
         """Its model's name stays meanwhile, and requests that no other engine can have wait for it."""
-        ...
+        return False  # nobody knows whether it will be there again
 
     async def open(self) -> CoreClient:
         """Waits until the engine is ready. Raises HeadraceError when it will not be."""
-        ...
+        raise NotImplementedError
 
-    async def close(self, deadline_s: float) -> None: ...
+    async def close(self, deadline_s: float) -> None:
+        """It goes on without us, unless it is ours."""
+
+    def let_go(self) -> None:
+        """It will not be there again."""
+        self.is_gone = True
+
+    def stay(self) -> None:
+        """It will, after all."""
+        self.is_gone = False
+
+    def left(self) -> None:
+        """It has ended in order, as somebody asked it to."""
 
 
-class Attached:
+class Attached(Source):
     """An engine that somebody else runs, who may start another at its address, or let one go on that was stopped."""
 
-    is_awaited = False  # nobody knows whether
-
     def __init__(self, address: str, peer_timeout_s: float | None = None, *, comes_back: bool = True) -> None:
-        self.address, self.comes_back = address, comes_back
+        self.address, self._comes_back = address, comes_back
         self._peer_timeout_s = peer_timeout_s
+
+    @property
+    def comes_back(self) -> bool:
+        return self._comes_back
 
     async def open(self) -> CoreClient:
         client = CoreClient(ZmqTransport(self.address, self._peer_timeout_s))
         await client.start()
         return client
 
-    async def close(self, deadline_s: float) -> None:
-        """It goes on without us."""
+
+class Discovered(Attached):
+    """An engine of which a coordinator has told. Where none answers, it is tried until it is let go."""
+
+    @property
+    def is_awaited(self) -> bool:
+        return True
 
 
 class EngineProcess(Protocol):
@@ -83,8 +106,11 @@ class EngineProcess(Protocol):
     def kill(self) -> None: ...
 
 
-class Owned:
-    """An engine-core that is started for this process, and ends with it."""
+class Owned(Source):
+    """An engine-core that is started for this process, and ends with it. One that was drained has left: it is not
+    started again."""
+
+    is_own = True
 
     def __init__(self, start: Callable[[], EngineProcess], first: EngineProcess, *, restarts: int) -> None:
         """`first` runs already; `start` starts another at the same address, up to `restarts` times in a row."""
@@ -106,7 +132,12 @@ class Owned:
     def comes_back(self) -> bool:
         return self._restarts_left > 0 or (self._restarts > 0 and self._was_stable)
 
-    is_awaited = comes_back
+    @property
+    def is_awaited(self) -> bool:
+        return self.comes_back
+
+    def left(self) -> None:
+        self.is_gone = True
 
     @property
     def _was_stable(self) -> bool:
@@ -140,6 +171,11 @@ class Owned:
 
     async def close(self, deadline_s: float) -> None:
         await asyncio.to_thread(self.stop, deadline_s)
+
+    def drain(self, deadline_s: float) -> None:
+        """It takes no new requests, finishes those it has, ends, and is not started again."""
+        self._restarts = self._restarts_left = 0
+        self._child.ask_to_stop(deadline_s)
 
     def stop(self, deadline_s: float) -> None:
         """`close`, for callers outside of a loop."""

@@ -26,6 +26,7 @@ from headrace.frontend.http.exchange import ClientGoneError, Exchange
 from headrace.frontend.http.openai.generation import Receive, Scope, Send
 from headrace.frontend.http.route_spec import RouteSpec
 from headrace.frontend.http.routes import ROUTES, ServerState
+from headrace.frontend.http.scaling import SCALING_ROUTES
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.process.log import printable
 
@@ -35,7 +36,6 @@ _TEXT_ONLY = f"models read and write text alone; {_TEXT}"
 _ADAPTERS = "LoRA adapters are not supported yet: merge one into the model's weights, and serve that"
 _NOTHING_STORED = "this server stores nothing"
 _RENDER = "POST /tokenize gives the tokens of a prompt, or of a conversation as the template renders it"
-_FIXED = "an engine's number of ranks is what it was started with"
 
 _LONGEST_PATH = 200
 
@@ -53,7 +53,6 @@ REASONS: Mapping[str, str] = types.MappingProxyType(
         **dict.fromkeys(("/v1/assistants", "/v1/threads", "/v1/vector_stores", "/v1/conversations"), _NOTHING_STORED),
         **dict.fromkeys(("/v1/completions/render", "/v1/chat/completions/render"), _RENDER),
         **dict.fromkeys(("/inference/v1/generate", "/generate", "/generate_stream"), _TEXT),
-        **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep"), _FIXED),
         "/api": "Ollama's API is not spoken here; /v1/chat/completions answers conversations",
     }
 )
@@ -109,7 +108,7 @@ class App:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        served = (*ROUTES, *DEVELOPMENT_ROUTES) if is_development(state.options) else ROUTES
+        served = (*ROUTES, *SCALING_ROUTES, *(DEVELOPMENT_ROUTES if is_development(state.options) else ()))
         is_guarded = state.options.guard_metrics
         state.routes = tuple(
             msgspec.structs.replace(spec, public=spec.public and not (spec.tells_of_use and is_guarded))

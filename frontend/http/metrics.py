@@ -111,36 +111,41 @@ _PROCESS_LAYOUT = _Layout(
 )
 
 
-def pages_bytes(num_processes: int, num_engines: int) -> int:
-    return num_processes * _page_size(num_engines) * _ITEM_BYTES
+MOST_ENGINES = 1024
+"""Of whose requests the times are told apart; those of more are counted with the last one's."""
+_PAGE_SIZE = _PROCESS_LAYOUT.size + MOST_ENGINES * _ENGINE_LAYOUT.size
 
 
-def _page_size(num_engines: int) -> int:
-    return _PROCESS_LAYOUT.size + num_engines * _ENGINE_LAYOUT.size
+def pages_bytes(num_processes: int) -> int:
+    """Of which those take memory that something was counted in."""
+    return num_processes * _PAGE_SIZE * _ITEM_BYTES
+
+
+def _engine_offset(index: int) -> int:
+    return _PROCESS_LAYOUT.size + min(index, MOST_ENGINES - 1) * _ENGINE_LAYOUT.size
 
 
 class Pages:
     """All pages, of which one is this process's to write."""
 
-    def __init__(self, num_engines: int, *, file: Path | None = None, num_processes: int = 1, index: int = 0) -> None:
+    def __init__(self, *, file: Path | None = None, num_processes: int = 1, index: int = 0) -> None:
         """Without a file the one page is private; with one, all processes of a server name the same."""
-        size = pages_bytes(num_processes, num_engines)
+        size = pages_bytes(num_processes)
         if file is None:
             memory = mmap.mmap(-1, size)
         else:
             with file.open("r+b") as opened:
                 memory = mmap.mmap(opened.fileno(), size)
         self._numbers: memoryview[float] = memoryview(memory).cast("d")
-        self._num_processes, self._page_size = num_processes, _page_size(num_engines)
-        start = index * self._page_size
-        self.process = self._numbers[start : start + _PROCESS_LAYOUT.size]
-        first = start + _PROCESS_LAYOUT.size
-        self.engines = [
-            self._numbers[first + i * _ENGINE_LAYOUT.size : first + (i + 1) * _ENGINE_LAYOUT.size]
-            for i in range(num_engines)
-        ]
-
+        self._num_processes = num_processes
+        self._start = index * _PAGE_SIZE
+        self.process = self._numbers[self._start : self._start + _PROCESS_LAYOUT.size]
         self.set(_IN_FLIGHT, 0.0)  # of a process that had this page before
+
+    def engine(self, index: int) -> memoryview[float]:
+        """The numbers of one engine's requests."""
+        first = self._start + _engine_offset(index)
+        return self._numbers[first : first + _ENGINE_LAYOUT.size]
 
     def count(self, name: str, amount: float = 1.0) -> None:
         self.process[_PROCESS_LAYOUT.at[name]] += amount
@@ -162,7 +167,7 @@ class Pages:
 
     def total(self, offset: int, count: int) -> list[float]:
         """The sum over all processes of some numbers of the page."""
-        starts = [page * self._page_size + offset for page in range(self._num_processes)]
+        starts = [page * _PAGE_SIZE + offset for page in range(self._num_processes)]
         return [sum(self._numbers[start + i] for start in starts) for i in range(count)]
 
     def gc_pause(self, seconds: float) -> None:
@@ -325,7 +330,7 @@ class Exposition:
             for spelt in filter(None, (name, _ALSO_KNOWN_AS.get(name))):
                 family = HistogramMetricFamily(f"{self._prefix}:{spelt}", text, labels=labels)
                 for engine in self._pool.engines:
-                    at = self._engine_offset(engine) + _ENGINE_LAYOUT.at[name]
+                    at = _engine_offset(engine.index) + _ENGINE_LAYOUT.at[name]
                     self._add_histogram(family, _labels(engine), at, bounds)
                 yield family
         success = CounterMetricFamily(
@@ -333,7 +338,7 @@ class Exposition:
         )
         for engine in self._pool.engines:
             for reason in FINISH_REASONS:
-                at = self._engine_offset(engine) + _ENGINE_LAYOUT.at[reason]
+                at = _engine_offset(engine.index) + _ENGINE_LAYOUT.at[reason]
                 success.add_metric((*_labels(engine), reason), self._pages.total(at, 1)[0])
         yield success
 
@@ -372,9 +377,6 @@ class Exposition:
                 (value,) = self._pages.total(_PROCESS_LAYOUT.at[f"{status}{path}"], 1)
                 requests.add_metric((path, method, status), value)
         yield from (durations, requests)
-
-    def _engine_offset(self, engine: Engine) -> int:
-        return _PROCESS_LAYOUT.size + engine.index * _ENGINE_LAYOUT.size
 
     def _add_histogram(self, family: Any, labels: tuple[str, ...], at: int, bounds: tuple[float, ...]) -> None:
         *counts, total = self._pages.total(at, len(bounds) + 2)

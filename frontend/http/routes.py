@@ -17,6 +17,7 @@ import msgspec
 import headrace
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.fleet.pool import Engine, EnginePool
+from headrace.frontend.fleet.scaling import Scaler
 from headrace.frontend.http.errors import ApiError, bad_field, unavailable
 from headrace.frontend.http.exchange import Exchange, LargeBodies
 from headrace.frontend.http.files import handlers as files_api
@@ -113,6 +114,9 @@ class ServerState:
         """What is served; the application sets it."""
         self.draining = False
         """Set once the server has begun to stop: what runs goes on, nothing new is taken."""
+        self.scaler: Scaler | None = None
+        """Changes the number of engines, where they are the server's own."""
+        self.num_scaling = 0
         self.started_at = int(time.time())
 
     def check_accepting(self) -> None:
@@ -124,7 +128,7 @@ class ServerState:
 
     def publish_counts(self) -> None:
         """Brings this process's page up to date with what is counted elsewhere."""
-        self.pages.set("tokens_after_disconnect", sum(engine.num_late_tokens() for engine in self.pool.engines))
+        self.pages.set("tokens_after_disconnect", self.pool.num_late_tokens())
         for kind, counts in self.pool.router.counts().items():
             for reason, count in counts.items():
                 self.pages.set(f"router_{kind}/{reason}", count)

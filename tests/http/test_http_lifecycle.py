@@ -97,7 +97,7 @@ def test_a_server_told_to_stop_before_it_runs_ends_at_once() -> None:
     """As an HTTP process is whose parent is stopped while it still starts."""
     options = ServeOptions(port=0)
     with listen(options) as sock:
-        server = HttpServer(options, sock, Pages(1))
+        server = HttpServer(options, sock, Pages())
         server.stop_threadsafe(30.0)
         assert asyncio.run(asyncio.wait_for(server.run([ParentEngine(lambda lost: None)]), 10.0)) == 0
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 
+from headrace.core.coordinator.registry import Registry
 from headrace.frontend.bench.simulation.world import Scenario, simulate
 from headrace.frontend.cli.main import main
 from headrace.frontend.client import request_table
+from headrace.frontend.fleet.directory import Directory
 from headrace.frontend.fleet.router import Router, RouterOptions
+from headrace.ipc.coordination import Follow
 from headrace.ipc.messages import AddRequest
 
 HEAVY = Scenario(faults_per_s=2.0, num_requests=100, arrivals_per_s=20.0)
@@ -95,3 +101,35 @@ def test_the_command_tells_what_held(capsys: pytest.CaptureFixture[str]) -> None
     output = capsys.readouterr().out
     assert "violations" in output
     assert "runs" in output
+
+
+# --- coordinators -------------------------------------------------------------------------------------------------
+
+COORDINATED = Scenario(
+    num_coordinators=1, num_engines=6, num_frontends=2, faults_per_s=0.4, num_requests=150, arrivals_per_s=1.5
+)
+"""Long enough for leases to run out."""
+
+
+@pytest.mark.parametrize("num_coordinators", [1, 2])
+def test_engines_are_found_and_forgotten_and_no_stream_suffers(num_coordinators: int) -> None:
+    scenario = msgspec.structs.replace(COORDINATED, num_coordinators=num_coordinators)
+    assert violations(scenario, range(25)) == []
+
+
+def test_a_coordinator_that_tells_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Directory, "_gone", lambda *_: iter(()))
+    monkeypatch.setattr(Directory, "tick", lambda *_: iter(()))
+    assert any("after its end" in each for each in violations(COORDINATED, range(5)))
+
+
+def test_a_directory_that_never_asks_for_what_it_missed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Registry.receive
+
+    def silent(registry: Registry, peer: bytes, message: Any, now_s: float) -> Any:
+        if isinstance(message, Follow):
+            message = msgspec.structs.replace(message, needs_all=False)
+        return real(registry, peer, message, now_s)
+
+    monkeypatch.setattr(Registry, "receive", silent)
+    assert any("has not been found" in each for each in violations(COORDINATED, range(10)))

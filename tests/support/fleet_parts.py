@@ -5,13 +5,14 @@ from __future__ import annotations
 from headrace.core.engine.engine import EngineThread
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.transport import MemoryTransport
+from headrace.frontend.fleet.sources import Source
 from headrace.ipc.failure import Failure
 from headrace.ipc.messages import ClientMessage, CoreMessage, Hello
 
 KILLED = Failure(message="it was killed", type="SIGKILL", process="engine-core")
 
 
-class Session:
+class Session(Source):
     """A source (frontend/fleet/sources.py) that opens sessions with a core on a thread of this process."""
 
     address = "memory"
@@ -26,7 +27,9 @@ class Session:
     def comes_back(self) -> bool:
         return self._lives_left > 0
 
-    is_awaited = comes_back
+    @property
+    def is_awaited(self) -> bool:
+        return self.comes_back
 
     async def open(self) -> CoreClient:
         self._lives_left -= 1
@@ -50,5 +53,3 @@ class Session:
         self.is_deaf, dead = True, self.transport
         dead.end(KILLED)
         self.is_deaf = False
-
-    async def close(self, deadline_s: float) -> None: ...

@@ -118,6 +118,8 @@ class SimulatedEngine:
         self.violations: list[str] = []
         self.on_death: Callable[[], None] = lambda: None
         """Called when it has died: its supervisor."""
+        self.on_start: Callable[[], None] = lambda: None
+        """Called when it is there again."""
         self.num_deaths = self.num_steps = self.num_generated = 0
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self._is_up = self._is_frozen = self._is_draining = False
@@ -140,6 +142,7 @@ class SimulatedEngine:
         self._backlog: list[tuple[Link, ClientMessage]] = []
         self._step_due = self._step_is_late = False
         self._loop.call_later(_LOAD_EVERY_S, self._tell_load, self._life)
+        self.on_start()
 
     def die(self, why: str = "it was killed") -> None:
         if not self._is_up:
@@ -169,6 +172,18 @@ class SimulatedEngine:
         """Takes no new requests from now on, and leaves when it has none."""
         self._is_draining = True
         self._tell_all(Draining(deadline_s=60.0))
+
+    @property
+    def is_frozen(self) -> bool:
+        return self._is_frozen
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    @property
+    def load(self) -> Load:
+        return Load(num_running=len(self._running), num_waiting=len(self._waiting))
 
     @property
     def listens(self) -> bool:
@@ -330,9 +345,8 @@ class SimulatedEngine:
         if life != self._life:
             return
         if not self._is_frozen:
-            load = Load(num_running=len(self._running), num_waiting=len(self._waiting))
             for link in {row.link: None for row in self._rows.values()}:
-                link.push(load)
+                link.push(self.load)
         self._loop.call_later(_LOAD_EVERY_S, self._tell_load, life)
 
     def _tell_prefixes(self, life: int) -> None:

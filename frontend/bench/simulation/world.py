@@ -25,6 +25,7 @@ import msgspec
 
 from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
+from headrace.frontend.bench.simulation.coordinators import Announcing, FollowerLink, SimulatedCoordinator
 from headrace.frontend.bench.simulation.engines import (
     MODEL,
     POISON,
@@ -35,16 +36,20 @@ from headrace.frontend.bench.simulation.engines import (
     token_of,
     version_of,
 )
+from headrace.frontend.bench.simulation.membership import Membership
 from headrace.frontend.bench.simulation.network import PEER_TIMEOUT_S, Link
 from headrace.frontend.bench.simulation.virtual_time import run_virtually
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.request import RequestStream
 from headrace.frontend.fleet.decisions import Affinity
+from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.router import RouterOptions
+from headrace.frontend.fleet.sources import Source
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import HeadraceError, QueueFullError
 
+KINDS_WITH_COORDINATORS = ("coordinator", "deaf", "replace")
 _LOOK_EVERY_S = 1.0
 _CONNECT_TIMEOUT_S = 10.0
 _START_TIMEOUT_S = 60.0
@@ -55,6 +60,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     num_engines: int = 5
     num_frontends: int = 3
+    num_coordinators: int = 0
+    """0: frontends know the engines from the start."""
     num_requests: int = 60
     arrivals_per_s: float = 40.0
     mean_prompt_tokens: int = 96
@@ -93,10 +100,9 @@ def simulate(seed: int, scenario: Scenario | None = None) -> Report:
     return run_virtually(_World(seed, scenario or Scenario()).run())
 
 
-class _Source:
-    """Where a frontend gets an engine from: its address, tried again for ever (frontend/fleet/sources.py:Source)."""
+class _Source(Source):
+    """Where a frontend gets an engine from: its address, tried again for ever."""
 
-    comes_back = True
     is_awaited = True
 
     def __init__(self, engine: SimulatedEngine, chance: random.Random) -> None:
@@ -114,8 +120,6 @@ class _Source:
         client = CoreClient(link)
         await client.start(_CONNECT_TIMEOUT_S)
         return client
-
-    async def close(self, deadline_s: float) -> None: ...
 
     def set_cut(self, cut: tuple[bool, bool] | None) -> None:
         self.cut = cut
@@ -150,12 +154,41 @@ class _Watched:
 class _Frontend:
     """A process with a pool."""
 
-    def __init__(self, index: int, engines: list[SimulatedEngine], scenario: Scenario, seed: int) -> None:
-        self.index = index
-        self.sources = [_Source(engine, random.Random(f"{seed} link {index} {engine.name}")) for engine in engines]
-        self.pool = EnginePool(self.sources, scenario.router, chance=random.Random(f"{seed} router {index}"))
+    def __init__(
+        self,
+        index: int,
+        engines: list[SimulatedEngine],
+        coordinators: list[SimulatedCoordinator],
+        scenario: Scenario,
+        seed: int,
+    ) -> None:
+        self.index, self._seed = index, seed
+        self.sources = [self._source(engine) for engine in engines]
+        chance, discovery = random.Random(f"{seed} router {index}"), None
+        if coordinators:
+            ways = random.Random(f"{seed} coordinators {index}")
+            by_name = {each.name: each for each in coordinators}
+            discovery = Discovery(
+                list(by_name),
+                connect=lambda name: FollowerLink(by_name[name], f"frontend {index}", ways),
+                source_of=self._found,
+            )
+        known = [] if coordinators else self.sources
+        self.pool = EnginePool(known, scenario.router, chance=chance, discovery=discovery)
         self._well_since_s: dict[int, float] = {}
         """Since when some engine of a version has been well for it."""
+
+    def _source(self, engine: SimulatedEngine) -> _Source:
+        return _Source(engine, random.Random(f"{self._seed} link {self.index} {engine.name}"))
+
+    def add(self, engine: SimulatedEngine) -> None:
+        """There is another one, of which the pool does not know."""
+        self.sources.append(self._source(engine))
+
+    def _found(self, address: str) -> _Source:
+        source = next(each for each in self.sources if each.address == address)
+        source.stay()
+        return source
 
     def look(self, now_s: float) -> None:
         well = {source.engine.version for source in self.sources if source.is_well}
@@ -178,6 +211,7 @@ class _World:
         self._failures: Counter[str] = Counter()
         self._faults: Counter[str] = Counter()
         self._live: dict[str, _Watched] = {}
+        self.announcing: dict[str, Announcing] = {}  # by engine
         self._num_tokens = 0
         self._crowding = 1.0
         self._gaps_s: dict[str, list[float]] = {"died": [], "left": []}
@@ -189,12 +223,17 @@ class _World:
             SimulatedEngine(f"engine-{index}", scenario.engine, random.Random(f"{self.seed} engine {index}"))
             for index in range(scenario.num_engines)
         ]
+        self.coordinators = [
+            SimulatedCoordinator(f"coordinator-{index}", random.Random(f"{self.seed} coordinator {index}"))
+            for index in range(scenario.num_coordinators)
+        ]
         self.frontends = [
-            _Frontend(index, self.engines, scenario, self.seed) for index in range(scenario.num_frontends)
+            _Frontend(index, self.engines, self.coordinators, scenario, self.seed)
+            for index in range(scenario.num_frontends)
         ]
         for engine in self.engines:
-            restarts = random.Random(f"{self.seed} restarts {engine.name}")
-            engine.on_death = functools.partial(self._restart_later, engine, restarts)
+            self._look_after(engine)
+        self._membership = Membership(self.announcing, self.coordinators, [each.pool for each in self.frontends])
         for frontend in self.frontends:
             frontend.pool.start()
         await asyncio.wait_for(
@@ -221,6 +260,15 @@ class _World:
             self._check_empty(frontend)
             await frontend.pool.close(0.0)
         return self._report(virtual_s)
+
+    def _look_after(self, engine: SimulatedEngine) -> None:
+        """As its supervisor and its announcer do."""
+        restarts = random.Random(f"{self.seed} restarts {engine.name}")
+        engine.on_death = functools.partial(self._restart_later, engine, restarts)
+        if self.coordinators:
+            chance = random.Random(f"{self.seed} announcements {engine.name}")
+            rank = self.engines.index(engine)
+            self.announcing[engine.name] = Announcing(engine, rank, self.coordinators, chance)
 
     def _report(self, virtual_s: float) -> Report:
         migrations: Counter[str] = Counter()
@@ -355,8 +403,11 @@ class _World:
             return "engine died"
         if isinstance(error, QueueFullError):
             return "full"
-        if not any(each.is_usable(self._loop.time()) for each in frontend.pool.router.members.values()):
+        members = frontend.pool.router.members.values()
+        if not any(each.is_usable(self._loop.time()) for each in members):
             return "no engine"
+        if route is not None and route.has_begun and not any(each.facts.version == route.version for each in members):
+            return "version gone"
         self._violations.append(f"{stream.request_id if stream else 'a submission'} failed without need: {text}")
         return "other"
 
@@ -383,6 +434,7 @@ class _World:
                 frontend.look(now_s)
             for watched in list(self._live.values()):
                 self._look_at(watched, now_s)
+            self._violations += self._membership.look(now_s)
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def _look_at(self, watched: _Watched, now_s: float) -> None:
@@ -419,12 +471,16 @@ class _World:
             "drain": self._drain,
             "upgrade": self._upgrade,
             "crowd": self._crowd,
+            "coordinator": self._lose_coordinator,
+            "deaf": self._deafen,
+            "replace": self._replace,
         }
         if not self.scenario.faults_per_s:
             return
         while True:
             await asyncio.sleep(chance.expovariate(self.scenario.faults_per_s))
-            kind = chance.choice(self.scenario.kinds_of_faults)
+            kinds = self.scenario.kinds_of_faults
+            kind = chance.choice((*kinds, *KINDS_WITH_COORDINATORS) if self.coordinators else kinds)
             self._faults[kind] += 1
             makers[kind](chance)
 
@@ -468,7 +524,13 @@ class _World:
         engine = chance.choice(self.engines)
         if engine.is_healthy:
             engine.drain()
-            self._after(chance.uniform(2.0, 20.0), functools.partial(engine.die, "it was drained"))
+            self._after(chance.uniform(2.0, 20.0), functools.partial(self._leave, engine, "it was drained"))
+
+    def _leave(self, engine: SimulatedEngine, why: str) -> None:
+        """It has been drained, and ends in order."""
+        if engine.name in self.announcing and engine.listens:
+            self.announcing[engine.name].leave()
+        engine.die(why)
 
     def _upgrade(self, chance: random.Random) -> None:
         """An engine comes back with another version of the model."""
@@ -476,7 +538,37 @@ class _World:
         engine.next_version = 3 - engine.version
         if engine.is_healthy:
             engine.drain()
-            self._after(chance.uniform(2.0, 20.0), functools.partial(engine.die, "it is upgraded"))
+            self._after(chance.uniform(2.0, 20.0), functools.partial(self._leave, engine, "it is upgraded"))
+
+    def _lose_coordinator(self, chance: random.Random) -> None:
+        coordinator = chance.choice(self.coordinators)
+        coordinator.die()
+        self._after(chance.choice((0.2, 3.0, 30.0)), coordinator.start)
+
+    def _deafen(self, chance: random.Random) -> None:
+        """One coordinator, or all, do not hear an engine for a while."""
+        ways = chance.choice(list(self.announcing.values())).ways
+        for way in [chance.choice(ways)] if chance.random() < 0.7 else ways:
+            way.is_cut = True
+            self._after(chance.choice((1.0, 6.0, 25.0)), functools.partial(setattr, way, "is_cut", False))
+
+    def _replace(self, chance: random.Random) -> None:
+        """An engine leaves for good, in order or by dying, and another one comes: the fleet is scaled."""
+        engine = chance.choice(self.engines)
+        if not engine.is_healthy:
+            return
+        engine.on_death = lambda: None
+        if chance.random() < 0.5:
+            engine.drain()
+            self._after(chance.uniform(1.0, 10.0), functools.partial(self._leave, engine, "it has left"))
+        else:
+            engine.die("it is no more")
+        name = f"engine-{len(self.engines)}"
+        new = SimulatedEngine(name, self.scenario.engine, random.Random(f"{self.seed} engine {name}"))
+        self.engines.append(new)
+        for frontend in self.frontends:
+            frontend.add(new)
+        self._look_after(new)
 
     def _crowd(self, chance: random.Random) -> None:
         """Many come at once."""

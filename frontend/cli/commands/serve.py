@@ -1,6 +1,7 @@
 """Serve a model over HTTP, compatible with OpenAI's API.
 
-Starts an engine-core for MODEL, or attaches to running ones (--engine), and listens at --host and --port.
+Starts an engine-core for MODEL, or attaches to running ones (--engine, --coordinator), and listens at --host
+and --port.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from headrace.frontend.http.process.options import ServeOptions, check_serve_opt
 from headrace.ipc.failure import OptionError
 from headrace.ipc.transport.keys import use_keys
 
-_OF_THE_SERVER_TOO = ("shutdown_timeout", "peer_timeout", "disable_log_stats")
+_OF_THE_SERVER_TOO = ("shutdown_timeout", "peer_timeout", "disable_log_stats", "coordinator")
 """Options of an engine that count for a server without one of its own."""
 
 
@@ -27,23 +28,19 @@ def run(arguments: argparse.Namespace) -> int:
     serve_options = struct_from_arguments(arguments, ServeOptions)
     check_serve_options(serve_options)
     engine_options = options_from_arguments(arguments)
-    if engine_options.data_parallel_size > 1 and serve_options.api_server_count > 1:
-        raise OptionError(
-            "data_parallel_size starts engines for one HTTP process: for several processes start the engines with "
-            "engine-core --address, and name each with --engine"
-        )
     use_keys(serve_options.keys, serve_options.insecure)
-    if serve_options.engine:
+    if serve_options.engine or engine_options.coordinator:
         given = [
             flag(name) for name in option_specs(Options) if name in vars(arguments) and name not in _OF_THE_SERVER_TOO
         ]
         if getattr(arguments, "model_argument", None) is not None:
             given.append(arguments.model_argument)
         if given:
-            raise OptionError(f"--engine attaches to an engine that has its options; leave out {', '.join(given)}")
+            which = "--engine attaches to" if serve_options.engine else "--coordinator finds"
+            raise OptionError(f"{which} an engine that has its options; leave out {', '.join(given)}")
         from headrace.ipc.transport.sockets import check_address
 
-        for address in serve_options.engine:
+        for address in (*serve_options.engine, *engine_options.coordinator):
             check_address(address)
     from headrace.frontend.http.process.launch import launch
 

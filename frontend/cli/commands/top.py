@@ -1,6 +1,7 @@
 """Watch running engines: load, KV cache, tokens per second, latencies.
 
-Shows what `headrace ps` lists, or the engines at --engine, anew every second. q ends it, and so does Ctrl-C.
+Shows what `headrace ps` lists, the engines at --engine or those of --coordinator, anew every second. q ends it, and so
+does Ctrl-C.
 
 FIRST is the time from a request's arrival to its first token, NEXT from one token to the next, TOTAL from arrival to
 end: means over the requests of the last interval. GAP is how long the model stands still between two steps, HITS the
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headrace.frontend.client.engine_watch import EngineSnapshot, EngineWatch
+    from headrace.frontend.fleet.discovery import Discovery
+    from headrace.frontend.fleet.sources import Source
 
 HEADER = (
     "PID",
@@ -45,6 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine", action="append", metavar="ADDRESS", help="Watch the engine-core at this address; repeatable"
     )
+    parser.add_argument(
+        "--coordinator",
+        action="append",
+        metavar="ADDRESS",
+        help="Watch the engines that the coordinator at this address tells of; repeatable",
+    )
+    parser.add_argument(
+        "--keys", metavar="FILE", help="Key file (`headrace keys FILE`) for tcp://; default: HEADRACE_KEYS"
+    )
+    parser.add_argument("--insecure", action="store_true", help="Watch engines of other hosts without keys")
     parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="Time between two looks")
     parser.add_argument("--once", action="store_true", help="Print one table, with the rates of one interval, and end")
 
@@ -52,21 +65,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from headrace.frontend.client.event_loop import run_async
     from headrace.ipc.failure import OptionError
+    from headrace.ipc.transport.keys import use_keys
 
+    use_keys(arguments.keys, arguments.insecure)
+    if arguments.engine and arguments.coordinator:
+        raise OptionError("--engine names engines, and --coordinator finds them: give one of the two")
     if not 0.1 <= arguments.interval <= 3600:
         raise OptionError(f"--interval={arguments.interval:g}: it must be 0.1 to 3600 seconds")
     try:
-        return run_async(lambda: _watch(arguments.engine, arguments.interval, once=arguments.once))
+        return run_async(lambda: _watch(arguments, once=arguments.once))
     except KeyboardInterrupt:
         return 0  # the way to end it
+
+
+class FoundEngines:
+    """The addresses that coordinators tell of, as `Discovery` finds and loses them."""
+
+    def __init__(self) -> None:
+        self.addresses: dict[str, None] = {}
+
+    def add(self, source: Source, rank: int | None = None) -> None:
+        self.addresses[source.address] = None
+
+    def let_go(self, address: str) -> None:
+        self.addresses.pop(address, None)
+
+    def note_load(self, address: str, num_running: int, num_waiting: int, *, is_paused: bool) -> None:
+        """The engine itself is asked, which tells more."""
 
 
 class WatchedEngines:
     """The engines that are looked at, with the figures of the look before."""
 
-    def __init__(self, addresses: Sequence[str] | None) -> None:
-        """Of these, which stay in the table when they end; None looks for engines anew each time."""
-        self._fixed = addresses
+    def __init__(self, addresses: Sequence[str] | None, found: FoundEngines | None = None) -> None:
+        """Of these, which stay in the table when they end, or of those found; None looks for engines anew each time."""
+        self._fixed, self._found = addresses, found
         self._watches: dict[str, EngineWatch] = {}
         self._before: dict[str, EngineSnapshot] = {}
 
@@ -82,7 +115,10 @@ class WatchedEngines:
 
         from headrace.frontend.client.engine_watch import EngineWatch, engine_addresses
 
-        addresses = list(dict.fromkeys(engine_addresses() if self._fixed is None else self._fixed))
+        if self._found is not None:
+            addresses = list(self._found.addresses)
+        else:
+            addresses = list(dict.fromkeys(engine_addresses() if self._fixed is None else self._fixed))
         for address in [*self._watches]:
             if address not in addresses or self._watches[address].gone:
                 self._forget(address)
@@ -162,10 +198,32 @@ def _gap(snapshot: EngineSnapshot, before: EngineSnapshot | None) -> str:
     return f"{1e6 * (new.step_gap_s - old.step_gap_s) / (new.num_step_gaps - old.num_step_gaps):.0f}"
 
 
-async def _watch(addresses: Sequence[str] | None, interval_s: float, *, once: bool) -> int:
+async def _discover(coordinators: Sequence[str], found: FoundEngines) -> Discovery:
+    """Started, and answered by a coordinator. Raises HeadraceError when none answers."""
     import asyncio
 
-    watches = WatchedEngines(addresses)
+    from headrace.frontend.client.client import CONNECT_TIMEOUT_S
+    from headrace.frontend.fleet.discovery import Discovery
+    from headrace.ipc.failure import HeadraceError
+
+    discovery = Discovery(coordinators)
+    discovery.start(found)
+    end_s = time.monotonic() + CONNECT_TIMEOUT_S
+    while not discovery.directory.heard_all(time.monotonic()):
+        if time.monotonic() > end_s:
+            await discovery.close()
+            raise HeadraceError(f"no coordinator answers at {', '.join(coordinators)}")
+        await asyncio.sleep(0.05)
+    return discovery
+
+
+async def _watch(arguments: argparse.Namespace, *, once: bool) -> int:
+    import asyncio
+
+    interval_s: float = arguments.interval
+    found = FoundEngines() if arguments.coordinator else None
+    discovery = await _discover(arguments.coordinator, found) if found is not None else None
+    watches = WatchedEngines(arguments.engine, found)
     on_screen = sys.stdout.isatty() and not once
     try:
         with _screen() if on_screen else contextlib.nullcontext(), _keys() as key_pressed:
@@ -187,6 +245,8 @@ async def _watch(addresses: Sequence[str] | None, interval_s: float, *, once: bo
                     return 0
     finally:
         watches.close()
+        if discovery is not None:
+            await discovery.close()
 
 
 def _show(rows: Sequence[Sequence[str]], *, on_screen: bool) -> None:

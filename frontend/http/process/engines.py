@@ -28,10 +28,10 @@ def engine_for(pool: EnginePool, model: str | None) -> Engine:
             param="model",
             code="model_not_found",
         )
-    serving = pool.serving(model or "")
-    if not serving:
+    engine = pool.serving(model or "")
+    if engine is None:
         raise why_unavailable(pool)
-    return serving[0]
+    return engine
 
 
 def why_unavailable(pool: EnginePool) -> ApiError:
@@ -50,13 +50,16 @@ def why_unavailable(pool: EnginePool) -> ApiError:
 
 async def log_load(pool: EnginePool, interval_s: float) -> None:
     """A line for each engine at the start about its cache, and one each `interval_s` about its load, for ever."""
-    logs = [StatsLog(engine.index) for engine in pool.engines]
-    for engine in pool.engines:
-        with contextlib.suppress(HeadraceError):
-            if engine.client is not None:
-                logger.info("%s", cache_line(await engine.client.describe_engine(), engine.index))
+    logs: dict[Engine, StatsLog] = {}
     while True:
-        for engine, log in zip(pool.engines, logs, strict=True):
+        logs = {engine: log for engine, log in logs.items() if engine in pool.engines}
+        for engine in list(pool.engines):
+            if (log := logs.get(engine)) is None:
+                if engine.client is None:
+                    continue
+                log = logs[engine] = StatsLog(engine.index)
+                with contextlib.suppress(HeadraceError):
+                    logger.info("%s", cache_line(await engine.client.describe_engine(), engine.index))
             if (stats := await engine.stats()) is not None:
                 line = log.line(stats, time.monotonic())
                 logger.log(logging.DEBUG if log.is_idle else logging.INFO, "%s", line)

@@ -18,10 +18,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from headrace.core.options.engine_options import Options
 from headrace.core.options.vllm_environment import take_vllm_variables
 from headrace.core.process.child_output import startup_table
-from headrace.core.process.supervisor import Child
+from headrace.core.process.supervisor import Child, start_coordinator
 from headrace.frontend.client.event_loop import run_async
 from headrace.frontend.fleet.client import owned_ranks, start_ranks, with_meeting
 from headrace.frontend.fleet.sources import EngineProcess
@@ -93,21 +95,24 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
         logging.getLogger(__name__).warning("%s", warning)
     phases = PhaseLog("read options", process_began_s())
     children: list[EngineProcess] = []
-    if not options.engine:
+    coordinator: Child | None = None
+    if not options.engine and not engine_options.coordinator:
         several = engine_options.data_parallel_size > 1
         phases.enter("start the engines' processes" if several else "start the engine's process")
         engine_options = with_meeting(engine_options)
+        if several and options.api_server_count > 1:
+            # The HTTP processes find them by it, and those that are started later.
+            coordinator = start_coordinator()
+            engine_options = msgspec.structs.replace(engine_options, coordinator=(coordinator.wait_ready().address,))
         children = start_ranks(engine_options)
     try:
         if options.api_server_count > 1:
             from headrace.frontend.http.process.supervisor import serve_with_processes
 
-            first = children[0] if children else None
-            assert first is None or isinstance(first, Child), "several engines are for one process"
-            return serve_with_processes(engine_options, options, first, phases)
+            return serve_with_processes(engine_options, options, children, phases, coordinator)
         return _serve_here(engine_options, options, children, phases)
     except BaseException:
-        for child in children:
+        for child in (*children, *([coordinator] if coordinator is not None else [])):
             child.kill()
         raise
 
@@ -117,19 +122,23 @@ def _serve_here(
 ) -> int:
     """In this process, which is all that is needed for most."""
     # Imported while the engine loads.
+    from headrace.frontend.fleet.scaling import OwnScaler
     from headrace.frontend.fleet.sources import Attached, Source
     from headrace.frontend.http.metrics import Pages
     from headrace.frontend.http.process.server import HttpServer, listen, url_of
 
     sock = listen(options)
-    server = HttpServer(options, sock, Pages(len(options.engine) or len(children)))
+    server = HttpServer(options, sock, Pages())
     url = url_of(options, sock)
     sources: Sequence[Source]
     if not children:
-        phases.enter("attach to the engine")
+        phases.enter("attach to the engine" if options.engine else "find the engines")
         sources = [Attached(address, engine_options.peer_timeout) for address in options.engine]
     else:
-        sources = owned = owned_ranks(engine_options, children, options.num_restarts(len(children)))
+        restarts = options.num_restarts(len(children))
+        sources = owned = owned_ranks(engine_options, children, restarts)
+        if not engine_options.data_parallel_meeting:
+            server.scaler = OwnScaler(engine_options, restarts)
         owned[0].on_progress = lambda phase: phases.enter(f"engine: {phase}")
         for each in owned:
             each.on_ready, each.on_restart = say_workers, lambda: say("starting the engine again")
@@ -139,7 +148,7 @@ def _serve_here(
 
     async def serve() -> int:
         _stop_on_signals(server.stop, engine_options.shutdown_timeout)
-        return await server.run(sources)
+        return await server.run(sources, engine_options.coordinator, engine_options.peer_timeout)
 
     return run_async(serve)
 

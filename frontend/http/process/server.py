@@ -19,8 +19,10 @@ from typing import Any
 
 import uvicorn
 
+from headrace.frontend.fleet.discovery import Discovery
 from headrace.frontend.fleet.pool import EnginePool
 from headrace.frontend.fleet.router import RouterOptions
+from headrace.frontend.fleet.scaling import Scaler
 from headrace.frontend.fleet.sources import Source
 from headrace.frontend.http.app import make_app
 from headrace.frontend.http.connection import with_limits
@@ -154,6 +156,8 @@ class HttpServer:
         """Told of each engine that ends after the start."""
         self.on_engine_return: Callable[[str], None] | None = None
         """Told the address of each that is there again."""
+        self.scaler: Scaler | None = None
+        """Changes the number of engines, where they are this server's own."""
         self.logs_stats = False
         """Whether this process tells of the engines' load; one of several does."""
 
@@ -173,8 +177,13 @@ class HttpServer:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self.stop, deadline_s)
 
-    async def run(self, sources: Sequence[Source]) -> int:
-        """Serves until the end; the exit status. Raises HeadraceError when an engine does not start."""
+    async def run(
+        self, sources: Sequence[Source], coordinators: Sequence[str] = (), peer_timeout_s: float | None = None
+    ) -> int:
+        """Serves until the end; the exit status. Raises HeadraceError when an engine does not start.
+
+        coordinators: who tells of further engines; peer_timeout_s: how long those may be silent.
+        """
         with self._beginning:
             self._loop, self._stop_asked = asyncio.get_running_loop(), asyncio.Event()
             if self._stop_at_s is not None:
@@ -183,9 +192,14 @@ class HttpServer:
         # with the interpreter would be every stream's pause.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         sys.setswitchinterval(_SWITCH_S)
-        pool = EnginePool(sources, RouterOptions(max_migrations=self._options.max_migrations))
+        discovery = Discovery(coordinators, peer_timeout_s) if coordinators else None
+        router_options = RouterOptions(max_migrations=self._options.max_migrations)
+        pool = EnginePool(sources, router_options, discovery=discovery)
         pool.on_death, pool.on_return = self.on_engine_end, self.on_engine_return
         state = ServerState(self._options, pool, self._pages, keys=self._keys, template=self._template)
+        state.scaler = self.scaler
+        if self.scaler is not None:
+            self.scaler.pool = pool
         server = _UvicornServer(self._config(make_app(state)))
         raise_file_limit()
         serving = asyncio.create_task(server.serve(sockets=[self._sock]))

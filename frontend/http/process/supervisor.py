@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from headrace.core.options.engine_options import Options
-from headrace.core.process.supervisor import Child, ChildOptions, start_engine
+from headrace.core.process.supervisor import Child, ChildOptions, start_coordinator, start_engine
+from headrace.frontend.fleet.client import of_rank
 from headrace.frontend.http.metrics import pages_bytes
 from headrace.frontend.http.process.launch import PhaseLog, ready_text, say, say_workers
 from headrace.frontend.http.process.options import ServeOptions
@@ -32,7 +33,7 @@ from headrace.frontend.http.process.server import (
     raise_file_limit,
     url_of,
 )
-from headrace.frontend.http.process.worker import EngineDown, EngineLost, EngineUp, WorkerOptions
+from headrace.frontend.http.process.worker import EngineDown, EngineLost, EngineUp, ScaleTo, WorkerOptions
 from headrace.ipc.failure import EngineStartError, Failure
 from headrace.ipc.messages import SCHEMA_HASH, ChildMessage, Ready, Start
 from headrace.ipc.process.child import STOP_SIGNALS
@@ -54,11 +55,13 @@ _LOOK_S = 5.0
 
 
 class EngineReady(msgspec.Struct, frozen=True):
+    rank: int
     address: str
     peer_timeout_s: float | None
 
 
 class EngineEnded(msgspec.Struct, frozen=True):
+    rank: int
     failure: Failure
 
 
@@ -73,6 +76,12 @@ class ProcessEnded(msgspec.Struct, frozen=True):
 
 class EngineStartDue(msgspec.Struct, frozen=True):
     """The pause before the engine's next start is over."""
+
+    rank: int
+
+
+class CoordinatorEnded(msgspec.Struct, frozen=True):
+    failure: Failure
 
 
 class ProcessStartDue(msgspec.Struct, frozen=True):
@@ -94,6 +103,8 @@ Event = (
     | EngineEnded
     | EngineLost
     | EngineStartDue
+    | ScaleTo
+    | CoordinatorEnded
     | ProcessReady
     | ProcessEnded
     | ProcessStartDue
@@ -103,10 +114,17 @@ Event = (
 Events = queue.SimpleQueue[Event]
 
 
-def serve_with_processes(engine_options: Options, options: ServeOptions, engine: Child | None, phases: PhaseLog) -> int:
-    """Serves until it is told to stop, or the engine ends for good; the exit status. `engine` is starting already.
+def serve_with_processes(
+    engine_options: Options,
+    options: ServeOptions,
+    engines: Sequence[Child],
+    phases: PhaseLog,
+    coordinator: Child | None = None,
+) -> int:
+    """Serves until it is told to stop, or the engines end for good; the exit status. `engines` are starting already.
 
-    Raises HeadraceError when the start fails.
+    The HTTP processes find several engines by the coordinator; of one, this process tells them. Raises HeadraceError
+    when the start fails.
     """
     check_files(options)
     # Bound and never listening: it holds the port, and no connection waits at it.
@@ -119,14 +137,20 @@ def serve_with_processes(engine_options: Options, options: ServeOptions, engine:
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: _on_signal(events, number, frame))
     with sock, _shared_stores(options) as options:
-        keeper = _EngineKeeper(engine_options, options.num_restarts(1), engine, events)
+        restarts = options.num_restarts(len(engines))
+        keepers = [
+            _EngineKeeper(of_rank(engine_options, rank) if len(engines) > 1 else engine_options, restarts, each, events)
+            for rank, each in enumerate(engines)
+        ]
         processes = [_HttpProcess(index) for index in range(options.api_server_count)]
-        service = _Service(options, keeper, events, engine_options, processes)
+        service = _Service(options, keepers, events, engine_options, processes, coordinator)
         try:
             service.start_all()
-            if engine is not None:
-                keeper.watch_start(lambda phase: phases.enter(f"engine: {phase}"))
-            else:
+            for keeper in keepers[1:]:  # which pass through the same phases
+                keeper.watch_start()
+            if keepers:
+                keepers[0].watch_start(lambda phase: phases.enter(f"engine: {phase}"))
+            if not keepers:
                 phases.enter(f"start {options.api_server_count} HTTP processes")
             service.on_engine = lambda: phases.enter(f"attach {options.api_server_count} HTTP processes")
             service.on_ready = lambda: phases.finish(ready_text(url_of(options, sock), options))
@@ -145,33 +169,36 @@ def _shared_stores(options: ServeOptions) -> Iterator[ServeOptions]:
 
 
 class _EngineKeeper:
-    """The engine-core child, started again where that was asked for."""
+    """An engine-core child, started again where that was asked for."""
 
-    def __init__(self, options: Options, restarts: int, child: Child | None, events: Events) -> None:
+    def __init__(self, options: Options, restarts: int, child: Child, events: Events) -> None:
         self._options, self._events = options, events
+        self.rank = options.data_parallel_rank
+        self.is_ready = self.is_leaving = False
+        self.stopped_since_s: float | None = None
+        """When it was first seen stopped by a signal."""
         self._restarts = self._restarts_left = restarts
         self._began_s = time.monotonic()
         self.child = child
 
     def watch_start(self, on_phase: Callable[[str], None] = lambda phase: None) -> None:
         """EngineReady will come, or EngineEnded; and after the one, some day, the other."""
-        child = self.child
-        assert child is not None, "an engine of somebody else is not ours to watch"
 
         def on_ready(ready: Ready) -> None:
             say_workers(ready)
-            self._events.put(EngineReady(ready.address, ready.peer_timeout_s))
+            self._events.put(EngineReady(self.rank, ready.address, ready.peer_timeout_s))
 
         _watch_start(
-            child,
+            self.child,
             on_ready,
-            lambda failure: self._events.put(EngineEnded(failure)),
+            lambda failure: self._events.put(EngineEnded(self.rank, failure)),
             on_phase,
         )
 
     def on_end(self, failure: Failure) -> bool:
         """Whether it will be started again, which EngineStartDue announces. The pause doubles each time."""
         say(f"the engine has ended: {failure.message}")
+        self.is_ready, self.stopped_since_s = False, None
         if time.monotonic() - self._began_s > _LONG_LIFE_S:
             self._restarts_left = self._restarts
         if not self._restarts_left:
@@ -179,7 +206,7 @@ class _EngineKeeper:
         num_before = self._restarts - self._restarts_left
         pause_s = min(_FIRST_PAUSE_S * 2**num_before, _LONGEST_PAUSE_S)
         self._restarts_left -= 1
-        timer = threading.Timer(pause_s, self._events.put, (EngineStartDue(),))
+        timer = threading.Timer(pause_s, self._events.put, (EngineStartDue(self.rank),))
         timer.daemon = True
         timer.start()
         return True
@@ -187,12 +214,22 @@ class _EngineKeeper:
     def end_lost(self, lost: EngineLost) -> Failure | None:
         """Ends an engine that was silent for too long; why it ended, None where it has ended or is another by now."""
         child = self.child
-        if child is None or not child.alive or child.ready is None or child.ready.address != lost.address:
+        if not child.alive or child.ready is None or child.ready.address != lost.address:
             return None
         how = "is stopped by a signal or a debugger" if child.is_stopped else "does not answer"
         child.kill()
         message = f"{child.name} (pid {child.pid}) {how}: {lost.failure.message}; it was ended"
         return msgspec.structs.replace(lost.failure, message=message)
+
+    def drain(self, deadline_s: float) -> None:
+        """It finishes what it has and ends, of which EngineEnded tells."""
+        child, self.is_leaving = self.child, True
+
+        def drain() -> None:
+            child.stop(deadline_s)
+            self._events.put(EngineEnded(self.rank, Failure(message="it was drained", type="Drained")))
+
+        threading.Thread(target=drain, name=f"drain-{self.rank}", daemon=True).start()
 
     def restart(self) -> None:
         say("starting the engine again")
@@ -202,8 +239,7 @@ class _EngineKeeper:
 
     def stop(self) -> None:
         # While it loads a model it cannot be asked, and has nothing to lose.
-        if self.child is not None:
-            self.child.kill() if self.child.ready is None else self.child.stop(_ENGINE_STOP_S)
+        self.child.kill() if self.child.ready is None else self.child.stop(_ENGINE_STOP_S)
 
 
 class _HttpProcess:
@@ -226,17 +262,20 @@ class _Service:
     def __init__(
         self,
         options: ServeOptions,
-        keeper: _EngineKeeper,
+        keepers: list[_EngineKeeper],
         events: Events,
         engine_options: Options,
         processes: list[_HttpProcess],
+        coordinator: Child | None,
     ) -> None:
-        self._options, self._keeper, self._events = options, keeper, events
+        self._options, self._events = options, events
+        self._keepers = {keeper.rank: keeper for keeper in keepers}
+        self._engine_options, self._coordinator = engine_options, coordinator
         self._shutdown_timeout_s, self._peer_timeout_s = engine_options.shutdown_timeout, engine_options.peer_timeout
         self._logs_stats = not engine_options.disable_log_stats
         self._processes = processes
         self._pages = os.memfd_create("headrace-metrics")  # no name that could stay behind
-        os.ftruncate(self._pages, pages_bytes(options.api_server_count, len(options.engine) or 1))
+        os.ftruncate(self._pages, pages_bytes(options.api_server_count))
         self._engine_news: EngineUp | EngineDown | None = None
         self._was_ready = False
         self.on_engine: Callable[[], None] = lambda: None
@@ -245,6 +284,7 @@ class _Service:
         """Called once when all are."""
 
     def start_all(self) -> None:
+        self._watch_coordinator()
         for process in self._processes:
             self._start(process)
 
@@ -255,7 +295,11 @@ class _Service:
         """
         status, deadline_s = self._serve()
         stopped = self._stop_all(deadline_s)
-        self._keeper.stop()
+        stops = [threading.Thread(target=keeper.stop) for keeper in self._keepers.values()]
+        for stop in stops:
+            stop.start()
+        for stop in stops:
+            stop.join()
         return max(status, stopped)
 
     def close(self) -> None:
@@ -263,19 +307,25 @@ class _Service:
         for process in self._processes:
             if process.child is not None:
                 process.child.kill()
+        if self._coordinator is not None:
+            self._coordinator.kill()
         os.close(self._pages)
 
     def _start(self, process: _HttpProcess) -> None:
         told = WorkerOptions(
             server=self._options,
-            parent_has_engine=self._keeper.child is not None,
+            parent_has_engine=bool(self._keepers) and self._coordinator is None,
+            coordinators=self._engine_options.coordinator,
+            parent_scales=self._coordinator is not None and not self._engine_options.data_parallel_meeting,
             peer_timeout_s=self._peer_timeout_s,
             pages_file=f"/proc/self/fd/{self._pages}",
             num_processes=len(self._processes),
             index=process.index,
             logs_stats=self._logs_stats and process.index == 0,
         )
-        kind = ChildOptions(pass_fds=(self._pages,), receives=ChildMessage | EngineLost, on_message=self._on_message)
+        kind = ChildOptions(
+            pass_fds=(self._pages,), receives=ChildMessage | EngineLost | ScaleTo, on_message=self._on_message
+        )
         start = Start(schema_hash=SCHEMA_HASH, options=msgspec.to_builtins(told), bind="")
         process.is_ready, process.began_s, process.stopped_since_s = False, time.monotonic(), None
         process.num_starts += 1
@@ -292,7 +342,7 @@ class _Service:
         )
 
     def _on_message(self, message: Any) -> None:
-        if isinstance(message, EngineLost):
+        if isinstance(message, EngineLost | ScaleTo):
             self._events.put(message)
 
     def _serve(self) -> tuple[int, float]:
@@ -308,37 +358,92 @@ class _Service:
                     say("stopping; a second signal does not wait")
                     return EXIT_DONE, self._shutdown_timeout_s
                 case EngineReady():
-                    if not self._was_ready:
+                    self._keepers[event.rank].is_ready = True
+                    if not self._was_ready and all(keeper.is_ready for keeper in self._keepers.values()):
                         self.on_engine()
-                    self._tell(EngineUp(address=event.address, peer_timeout_s=event.peer_timeout_s))
-                case EngineStartDue():
-                    self._keeper.restart()
+                    self._check_ready()
+                    if self._coordinator is None:
+                        self._tell(EngineUp(address=event.address, peer_timeout_s=event.peer_timeout_s))
                 case EngineEnded() | ProcessEnded() if not self._was_ready:
                     raise EngineStartError.from_failure(event.failure)
                 case EngineEnded() | EngineLost():
-                    failure = self._keeper.end_lost(event) if isinstance(event, EngineLost) else event.failure
-                    if failure is not None and not self._on_engine_end(failure):
+                    if not self._on_engine_end(event):
                         return EXIT_ENGINE_FAILED, _LAST_EVENTS_S
-                case ProcessReady():
-                    self._on_process_ready(self._processes[event.index])
-                case ProcessStartDue():
-                    self._start(self._processes[event.index])
                 case ProcessEnded():
                     status = self._on_process_end(self._processes[event.index], event.failure)
                     if status is not None:
                         return status, _LAST_EVENTS_S if status == EXIT_ENGINE_FAILED else 0.0
+                case _:
+                    self._take(event)
+
+    def _take(self, event: Event) -> None:
+        """What ends nothing."""
+        match event:
+            case EngineStartDue() if event.rank in self._keepers:
+                self._keepers[event.rank].restart()
+            case ScaleTo():
+                self._scale(event)
+            case CoordinatorEnded():
+                self._restart_coordinator(event.failure)
+            case ProcessReady():
+                self._on_process_ready(self._processes[event.index])
+            case ProcessStartDue():
+                self._start(self._processes[event.index])
 
     def _on_process_ready(self, process: _HttpProcess) -> None:
         process.is_ready = True
-        if not self._was_ready and all(each.is_ready for each in self._processes):
+        self._check_ready()
+
+    def _check_ready(self) -> None:
+        """The start is over once all engines and all processes are ready."""
+        engines_are = all(keeper.is_ready for keeper in self._keepers.values())
+        if not self._was_ready and engines_are and all(each.is_ready for each in self._processes):
             self._was_ready = True
             self.on_ready()
 
-    def _on_engine_end(self, failure: Failure) -> bool:
-        """Whether it comes back."""
-        comes_back = self._keeper.on_end(failure)
-        self._tell(EngineDown(failure=failure, comes_back=comes_back))
-        return comes_back
+    def _on_engine_end(self, event: EngineEnded | EngineLost) -> bool:
+        """Whether any is left, or comes back."""
+        if isinstance(event, EngineLost):  # which is told of the one engine that this process tells of
+            (keeper,) = self._keepers.values()
+            if (failure := keeper.end_lost(event)) is None:
+                return True
+        elif event.rank in self._keepers:
+            keeper, failure = self._keepers[event.rank], event.failure
+        else:
+            return True  # it has left already
+        has_left = keeper.is_leaving or (self._coordinator is not None and keeper.child.status == EXIT_DONE)
+        if has_left:
+            say(f"the engine of rank {keeper.rank} was drained and has left")
+        comes_back = not has_left and keeper.on_end(failure)
+        if self._coordinator is None:
+            self._tell(EngineDown(failure=failure, comes_back=comes_back))
+            return comes_back
+        if not comes_back:
+            del self._keepers[keeper.rank]
+        return bool(self._keepers)
+
+    def _scale(self, wanted: ScaleTo) -> None:
+        """Starts engines, or has those of the highest ranks leave, whose ends are told as any other's."""
+        say(f"there are to be {wanted.size} engines")
+        options = msgspec.structs.replace(self._engine_options, data_parallel_size=wanted.size)
+        for rank in [each for each in range(wanted.size) if each not in self._keepers]:
+            of_this = of_rank(options, rank)
+            restarts = self._options.num_restarts(wanted.size)
+            self._keepers[rank] = keeper = _EngineKeeper(of_this, restarts, start_engine(of_this), self._events)
+            keeper.watch_start()
+        for rank in sorted(self._keepers)[wanted.size :]:
+            self._keepers[rank].drain(wanted.drain_timeout_s)
+
+    def _restart_coordinator(self, failure: Failure) -> None:
+        """At the address that engines and HTTP processes know, and go on without meanwhile."""
+        say(f"the coordinator has ended and is started again: {failure.message}")
+        (address,) = self._engine_options.coordinator
+        self._coordinator = start_coordinator(address)
+        self._watch_coordinator()
+
+    def _watch_coordinator(self) -> None:
+        if self._coordinator is not None:
+            self._coordinator.on_exit(lambda failure: self._events.put(CoordinatorEnded(failure)))
 
     def _on_process_end(self, process: _HttpProcess, failure: Failure) -> int | None:
         """Has it started anew, for the others serve on; the server's exit status where that is no use."""
@@ -361,14 +466,17 @@ class _Service:
     def _look_for_stopped(self) -> None:
         """One that a signal has stopped still gets its share of the connections: it is missed, and ended in time."""
         now_s = time.monotonic()
-        for process in self._processes:
-            child = process.child
+        engines = self._keepers.values() if self._coordinator is not None else ()  # else the processes tell of it
+        watched: list[_HttpProcess | _EngineKeeper] = [*self._processes, *engines]
+        for each in watched:
+            child = each.child
             if child is None or not child.alive or not child.is_stopped:
-                process.stopped_since_s = None
-            elif process.stopped_since_s is None:
-                process.stopped_since_s = now_s
-                say(f"{child.name} (pid {child.pid}) is stopped by a signal or a debugger; its connections wait")
-            elif now_s - process.stopped_since_s > (self._peer_timeout_s or peer_timeout_s()):
+                each.stopped_since_s = None
+            elif each.stopped_since_s is None:
+                each.stopped_since_s = now_s
+                waits = "its connections wait" if isinstance(each, _HttpProcess) else "others have its requests"
+                say(f"{child.name} (pid {child.pid}) is stopped by a signal or a debugger; {waits}")
+            elif now_s - each.stopped_since_s > (self._peer_timeout_s or peer_timeout_s()):
                 os.kill(child.pid, signal.SIGKILL)  # its end is told as any other
 
     def _tell(self, news: EngineUp | EngineDown, processes: Sequence[_HttpProcess] = ()) -> None:

@@ -26,6 +26,8 @@ from headrace.frontend.client.client import CoreClient
 from headrace.frontend.client.event_loop import run_async
 from headrace.frontend.client.own_engine import CAUSE_GRACE_S
 from headrace.frontend.client.transport import ZmqTransport
+from headrace.frontend.fleet.pool import EnginePool
+from headrace.frontend.fleet.scaling import check_size
 from headrace.frontend.fleet.sources import Attached, Source
 from headrace.frontend.http.metrics import Pages
 from headrace.frontend.http.process.launch import say_engine_ended, say_engine_returned, set_up_server_logging
@@ -36,6 +38,9 @@ from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, Message, Ready, Star
 from headrace.ipc.process.child import die_with_parent, leave_signals_to_parent
 from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.wait import Deadline
+
+START_TIMEOUT_S = 600.0
+"""How long engines that were asked for may take to start."""
 
 
 class EngineUp(Message, frozen=True):
@@ -60,20 +65,57 @@ class EngineLost(Message, frozen=True):
     failure: Failure
 
 
-class ParentEngine:
+class ScaleTo(Message, frozen=True):
+    """Somebody asked this process for so many engines, which the parent has."""
+
+    size: int
+    drain_timeout_s: float
+
+
+class ParentScaler:
+    """Asks the parent, and waits until the coordinator has told of as many."""
+
+    def __init__(self, ask: Callable[[ScaleTo], None]) -> None:
+        self._ask = ask
+        self.pool: EnginePool | None = None
+
+    async def scale(self, size: int, drain_timeout_s: float) -> None:
+        pool = self.pool
+        assert pool is not None, "it serves"
+        check_size(size)
+        self._ask(ScaleTo(size=size, drain_timeout_s=drain_timeout_s))
+        end_s = time.monotonic() + drain_timeout_s + START_TIMEOUT_S
+        while sum(engine.usable for engine in pool.engines) != size:
+            if time.monotonic() > end_s:
+                num = sum(engine.usable for engine in pool.engines)
+                raise HeadraceError(f"there are {num} engines, and not {size}; the server's log says why")
+            await asyncio.sleep(0.05)
+
+
+class ParentEngine(Source):
     """A source that waits for the parent's word. Everything but `tell` happens in the server's loop."""
+
+    is_own = True
 
     def __init__(self, on_lost: Callable[[EngineLost], None]) -> None:
         """`on_lost` tells the parent."""
         self._on_lost = on_lost
         self.address = ""
-        self.comes_back = self.is_awaited = True
+        self._comes_back = True
         self._peer_timeout_s: float | None = None
         self._failure: Failure | None = None
         self._client: CoreClient | None = None
         self._news: collections.deque[EngineUp | EngineDown] = collections.deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_news = asyncio.Event()
+
+    @property
+    def comes_back(self) -> bool:
+        return self._comes_back
+
+    @property
+    def is_awaited(self) -> bool:
+        return self._comes_back
 
     def tell(self, news: EngineUp | EngineDown) -> None:
         """Takes what the parent said. Thread-safe; may come before the loop runs."""
@@ -109,7 +151,7 @@ class ParentEngine:
                 self._peer_timeout_s = news.peer_timeout_s
                 continue
             self.address, self._failure = "", news.failure
-            self.comes_back = self.is_awaited = news.comes_back
+            self._comes_back = news.comes_back
             if self._client is not None:
                 self._client.fail(news.failure)
                 self._failure = self._client.failure  # the engine's own words, if it had time for any
@@ -122,7 +164,10 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     server: ServeOptions
     """With the port that the parent bound."""
     parent_has_engine: bool
-    """The parent runs the one engine and says how it is; else they are those of `server`."""
+    """The parent runs the one engine and says how it is; else they are those of `server`, and those of coordinators."""
+    coordinators: tuple[str, ...]
+    parent_scales: bool
+    """The engines that coordinators tell of are the parent's."""
     peer_timeout_s: float | None
     """Of those of `server`; the parent's own comes with EngineUp."""
     pages_file: str
@@ -155,15 +200,15 @@ def _serve(options: WorkerOptions, channel: Channel) -> int:
     began_s = time.monotonic()
     sock = listen(options.server, shared=True)
 
-    def tell_lost(lost: EngineLost) -> None:
+    def tell_parent(message: EngineLost | ScaleTo) -> None:
         with contextlib.suppress(ChannelClosedError):
-            channel.send(lost)
+            channel.send(message)
 
-    kept = ParentEngine(tell_lost)
+    kept = ParentEngine(tell_parent)
     sources: list[Source] = [kept]
     if not options.parent_has_engine:
         sources = [Attached(each, options.peer_timeout_s) for each in options.server.engine]
-    pages = Pages(len(sources), file=Path(options.pages_file), num_processes=options.num_processes, index=options.index)
+    pages = Pages(file=Path(options.pages_file), num_processes=options.num_processes, index=options.index)
     server = HttpServer(options.server, sock, pages)
     address = url_of(options.server, sock)
 
@@ -173,12 +218,14 @@ def _serve(options: WorkerOptions, channel: Channel) -> int:
 
     server.on_ready = on_ready
     server.logs_stats = options.logs_stats
+    if options.parent_scales:
+        server.scaler = ParentScaler(tell_parent)
     if not options.parent_has_engine and options.index == 0:  # all of them see it; one tells
         server.on_engine_end, server.on_engine_return = say_engine_ended, say_engine_returned
     threading.Thread(
         target=obey_parent, args=(channel, server.stop_threadsafe, EXIT_ERROR, kept.tell), name="parent", daemon=True
     ).start()
-    return run_async(lambda: server.run(sources))
+    return run_async(lambda: server.run(sources, options.coordinators, options.peer_timeout_s))
 
 
 if __name__ == "__main__":

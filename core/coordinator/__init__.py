@@ -1,0 +1,1 @@
+"""Tells frontends which engines there are."""

@@ -1,0 +1,143 @@
+"""A coordinator as a program: the registry behind a ROUTER socket, on one thread.
+
+Alone it runs until a signal; as a child of a server it ends with that. There is nothing to save: another that is
+started at its address hears of all engines within a second or two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import sys
+import threading
+import time
+
+import zmq
+
+from headrace.core.coordinator.registry import Outgoing, Registry
+from headrace.ipc.codec import Codec, CodecError
+from headrace.ipc.coordination import ToCoordinator
+from headrace.ipc.failure import Failure, HeadraceError
+from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Ready, Start
+from headrace.ipc.process.child import leave_signals_to_parent
+from headrace.ipc.process.log import protect_stderr, set_up_logging
+from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_parent
+from headrace.ipc.transport.keys import Gatekeeper, key_file
+from headrace.ipc.transport.sockets import bind_router, ipc_path, new_ipc_address
+from headrace.ipc.wait import Deadline
+
+logger = logging.getLogger(__name__)
+_LONGEST_WAIT_S = 0.5
+"""How soon it sees that it is to stop."""
+_MESSAGES_PER_TURN = 1000
+EXIT_FAILED = 1
+
+
+class Coordinator:
+    """`run` on one thread; `stop` from any other."""
+
+    def __init__(self, address: str = "") -> None:
+        """Binds at once. Raises AddressError and KeyFileError."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        keys_path = key_file() if address.startswith("tcp://") else None
+        self._gatekeeper = Gatekeeper(self._context, keys_path) if keys_path else None
+        try:
+            self._socket, self.address = bind_router(self._context, address or new_ipc_address("coordinator"))
+        except BaseException:
+            self._end_context()
+            raise
+        self._codec: Codec[ToCoordinator] = Codec(ToCoordinator)
+        self.registry = Registry(secrets.token_hex(8))
+        self._stopping = threading.Event()
+        self._known: set[str] = set()
+
+    def run(self) -> None:
+        """Until `stop`."""
+        registry = self.registry
+        while not self._stopping.is_set():
+            wait_s = min(max(0.0, registry.due_s - time.monotonic()), _LONGEST_WAIT_S)
+            if self._socket.poll(int(wait_s * 1e3) + 1):
+                self._receive_all()
+            self._send(registry.tick(time.monotonic()))
+            self._log_changes()
+
+    def stop(self, deadline_s: float = 0.0) -> None:
+        self._stopping.set()
+
+    def close(self) -> None:
+        self._socket.close()
+        self._end_context()
+        if (path := ipc_path(self.address)) is not None:
+            path.unlink(missing_ok=True)
+
+    def _end_context(self) -> None:
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+        self._context.term()
+
+    def _receive_all(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_MESSAGES_PER_TURN):
+                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                try:
+                    message = self._codec.decode(frames)
+                except CodecError as error:
+                    logger.warning("a message could not be read: %s", error)
+                    continue
+                self._send(self.registry.receive(peer, message, time.monotonic()))
+
+    def _send(self, outgoing: list[Outgoing]) -> None:
+        for each in outgoing:
+            frames = self._codec.encode(each.message)
+            for peer in each.peers:
+                try:
+                    self._socket.send_multipart([peer, *frames], zmq.NOBLOCK)
+                except zmq.Again:
+                    continue  # it reads nothing; its next Follow tells that it has a gap
+                except zmq.ZMQError as error:
+                    if error.errno != zmq.EHOSTUNREACH:
+                        raise
+                    self.registry.lost(peer)
+
+    def _log_changes(self) -> None:
+        now = set(self.registry.addresses)
+        for verb, addresses in (("joined", now - self._known), ("left", self._known - now)):
+            for address in sorted(addresses):
+                logger.info("the engine at %s has %s; there are %d", address, verb, len(now))
+        self._known = now
+
+
+def run_as_child(fd: int) -> int:
+    """Of a server, whose end is its own. The exit status."""
+    protect_stderr()
+    leave_signals_to_parent()
+    set_up_logging("coordinator", "WARNING")
+    channel = Channel.inherited(fd, ParentMessage)
+    try:
+        start = channel.receive(Deadline(10.0))
+        if not isinstance(start, Start) or start.schema_hash != SCHEMA_HASH:
+            raise HeadraceError("the program that started this coordinator is of another version of Headrace")
+        coordinator = Coordinator(start.bind)
+    except ChannelClosedError:
+        return EXIT_FAILED
+    except HeadraceError as error:
+        with contextlib.suppress(ChannelClosedError):
+            channel.send(ChildFailed(failure=Failure.of(error, process="coordinator", phase="start")))
+        return EXIT_FAILED
+    threading.Thread(
+        target=obey_parent, args=(channel, coordinator.stop, EXIT_FAILED), name="parent", daemon=True
+    ).start()
+    try:
+        channel.send(Ready(address=coordinator.address, startup_s={}))
+        coordinator.run()
+    except ChannelClosedError:
+        return EXIT_FAILED
+    finally:
+        coordinator.close()
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(run_as_child(int(sys.argv[1])))

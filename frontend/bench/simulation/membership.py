@@ -1,0 +1,73 @@
+"""What must hold of the engines that frontends know, in a simulation with coordinators.
+
+- An engine that has been up for long enough, with a coordinator that has been up and has heard it for as long, is known
+  to every frontend.
+- One that is gone for as long, with a coordinator up, is known to none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from headrace.frontend.bench.simulation.coordinators import Announcing, SimulatedCoordinator
+from headrace.frontend.fleet.directory import FORGET_AFTER_S
+from headrace.frontend.fleet.pool import EnginePool
+from headrace.ipc.coordination import LEASE_S
+
+KNOWN_WITHIN_S = 20.0
+"""An announcement that is lost a few times in a row, a Members that is, and the frontend's question for all of them."""
+FORGOTTEN_WITHIN_S = 2 * LEASE_S + FORGET_AFTER_S + 20.0
+
+
+class Membership:
+    """Looked at about once a second."""
+
+    def __init__(
+        self,
+        announcing: Mapping[str, Announcing],
+        coordinators: Sequence[SimulatedCoordinator],
+        pools: Sequence[EnginePool],
+    ) -> None:
+        self._announcing, self._coordinators, self._pools = announcing, coordinators, pools
+        self._heard_since_s: dict[str, float] = {}
+        self._gone_since_s: dict[str, float] = {}
+        self._told: set[tuple[int, str]] = set()
+
+    def look(self, now_s: float) -> list[str]:
+        """What does not hold."""
+        if not self._coordinators:
+            return []
+        found: list[str] = []
+        steady_s = now_s - min(each.up_since_s for each in self._coordinators)
+        for name, announcing in self._announcing.items():
+            self._note(name, announcing, now_s)
+            heard_s = now_s - self._heard_since_s.get(name, now_s)
+            gone_s = now_s - self._gone_since_s.get(name, now_s)
+            for index, pool in enumerate(self._pools):
+                is_known = any(engine.source.address == name for engine in pool.engines)
+                if heard_s > KNOWN_WITHIN_S and not is_known:
+                    found += self._once(index, name, f"has not been found for {heard_s:.0f} s")
+                elif min(gone_s, steady_s) > FORGOTTEN_WITHIN_S and is_known:
+                    found += self._once(index, name, f"is known {gone_s:.0f} s after its end")
+        return found
+
+    def _note(self, name: str, announcing: Announcing, now_s: float) -> None:
+        engine = announcing.engine
+        is_heard = any(
+            coordinator.registry is not None and not way.is_cut
+            for coordinator, way in zip(self._coordinators, announcing.ways, strict=True)
+        )
+        if engine.is_healthy and is_heard:
+            self._heard_since_s.setdefault(name, now_s)
+        else:
+            self._heard_since_s.pop(name, None)
+        if engine.listens:
+            self._gone_since_s.pop(name, None)
+        else:
+            self._gone_since_s.setdefault(name, now_s)
+
+    def _once(self, index: int, name: str, what: str) -> list[str]:
+        if (index, name) in self._told:
+            return []
+        self._told.add((index, name))
+        return [f"frontend {index}: {name} {what}"]

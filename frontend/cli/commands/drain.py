@@ -1,0 +1,60 @@
+"""Have an engine leave a live service: it takes no new requests, finishes those it has, and ends.
+
+    headrace ps
+    headrace drain ipc:///run/user/1000/headrace/engine-4711-1f2e3d4c.sock
+
+What is not finished in time goes on at other engines, with the same tokens, where there are any of the same model.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("engine", metavar="ENGINE", help="Its address, as `headrace ps` and `headrace top` show it")
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, metavar="SECONDS", help="How long it may finish requests; default: 120"
+    )
+    parser.add_argument(
+        "--keys", metavar="FILE", help="Key file (`headrace keys FILE`) for tcp://; default: HEADRACE_KEYS"
+    )
+    parser.add_argument("--insecure", action="store_true", help="Use an engine of another host without keys")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from headrace.frontend.client.event_loop import run_async
+    from headrace.ipc.failure import OptionError
+    from headrace.ipc.transport.keys import use_keys
+
+    if not 0 <= arguments.timeout <= 86400:
+        raise OptionError(f"--timeout={arguments.timeout:g}: it must be 0 to 86400 seconds")
+    use_keys(arguments.keys, arguments.insecure)
+    return run_async(lambda: _drain(arguments.engine, arguments.timeout))
+
+
+async def _drain(address: str, timeout_s: float) -> int:
+    import asyncio
+
+    from headrace.frontend.client.client import CONNECT_TIMEOUT_S, CoreClient
+    from headrace.frontend.client.transport import ZmqTransport
+    from headrace.ipc.control import DrainEngine
+    from headrace.ipc.failure import HeadraceError
+
+    grace_s = 30.0
+    client = CoreClient(ZmqTransport(address))
+    await client.start(CONNECT_TIMEOUT_S, with_tokenizer=False)
+    ended = asyncio.Event()
+    client.on_dead = lambda failure: ended.set()
+    try:
+        await client.control(DrainEngine(deadline_s=timeout_s))
+        print(f"the engine at {address} drains")
+        try:
+            await asyncio.wait_for(ended.wait(), timeout_s + grace_s)
+        except TimeoutError:
+            raise HeadraceError(f"the engine at {address} has not left after {timeout_s + grace_s:g} s") from None
+        print(f"the engine at {address} has left")
+    finally:
+        await client.close()
+    return 0

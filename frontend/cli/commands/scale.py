@@ -1,0 +1,35 @@
+"""Change the number of engines of a running server, while it serves.
+
+    headrace serve MODEL -dp 2
+    headrace scale 4
+
+Engines that come take requests as soon as they are ready; those that leave finish what they have, and others go on with
+what is left when their time is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("size", type=int, metavar="N", help="How many engines there are to be")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="The server; default: http://127.0.0.1:8000")
+    parser.add_argument("--api-key", help="Its key; default: the environment's HEADRACE_API_KEY")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="How long engines that leave may finish requests; default: 120",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from headrace.frontend.cli.remote import RemoteLLM
+
+    server = RemoteLLM(arguments.url, arguments.api_key)
+    body = {"new_data_parallel_size": arguments.size, "drain_timeout": arguments.timeout}
+    print(server.post("/scale_elastic_ep", body)["message"])
+    return 0

@@ -1,0 +1,170 @@
+"""Which engines coordinators have told of: a state machine without I/O.
+
+Coordinators know engines for a lease; a frontend keeps what it knows for as long as no coordinator that has been there
+for long enough says otherwise. So nothing is forgotten when the only coordinator dies, or when one starts anew and has
+not heard all engines yet; and of two, one that hears an engine is enough.
+
+    Members of coordinator A --+                           Found, Changed: an engine to connect to
+                                > listed by any? --------> Left: it said so; Forgotten: nobody has listed it of late
+    Members of coordinator B --+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from headrace.ipc.coordination import FOLLOW_EVERY_S, SCHEMA_HASH, EngineEntry, Follow, Gone, Members
+
+FORGET_AFTER_S = 10.0
+"""How long an engine may be listed by no coordinator before it is forgotten: two leases."""
+_MOST_FORMER = 16
+"""Epochs of a coordinator that are remembered, as late messages of theirs may come."""
+QUIET_AFTER_S = 5.0
+"""A coordinator that has said nothing for so long counts for nothing; it speaks each second."""
+
+
+class Found(msgspec.Struct, frozen=True):
+    """An engine that was not known, or another life of one that was, or a change of one."""
+
+    entry: EngineEntry
+
+
+class Left(msgspec.Struct, frozen=True):
+    """It has said that it leaves, or nobody has listed it for FORGET_AFTER_S."""
+
+    entry: EngineEntry
+    withdrew: bool
+
+
+class LoadOf(msgspec.Struct, frozen=True):
+    address: str
+    num_running: int
+    num_waiting: int
+    is_paused: bool
+
+
+Change = Found | Left | LoadOf
+
+
+class _Coordinator:
+    """What one coordinator has said."""
+
+    def __init__(self) -> None:
+        self.epoch, self.former = "", tuple[str, ...]()
+        self.number = -1
+        self.needs_all = True
+        self.heard_s = self.since_s = float("-inf")
+        """When anything of it was heard last, and of its epoch first."""
+        self.next_follow_s = float("-inf")
+        self.lease_s = 0.0
+        self.listed: dict[str, EngineEntry] = {}
+        self.address_of: dict[int, str] = {}
+
+    def forget(self, epoch: str, now_s: float) -> None:
+        """It is another, or the same started anew: nothing that it said counts any more."""
+        self.former = (*self.former[-_MOST_FORMER:], self.epoch)
+        self.epoch, self.number, self.needs_all, self.since_s = epoch, -1, True, now_s
+        self.listed, self.address_of = {}, {}
+
+    def knows_all(self, now_s: float) -> bool:
+        """It is there, and has been for long enough to have heard all engines."""
+        return not self.needs_all and now_s - self.heard_s < QUIET_AFTER_S and now_s - self.since_s > self.lease_s
+
+
+class Directory:
+    """All engines that are known, of all coordinators that are followed."""
+
+    def __init__(self, coordinators: Sequence[str]) -> None:
+        """Their addresses."""
+        self._coordinators = {address: _Coordinator() for address in coordinators}
+        self._known: dict[str, EngineEntry] = {}  # by address
+        self._unlisted_since_s: dict[str, float] = {}
+
+    @property
+    def entries(self) -> list[EngineEntry]:
+        return list(self._known.values())
+
+    def is_listed(self, address: str) -> bool:
+        """Whether it is known, and was listed within FORGET_AFTER_S."""
+        return address in self._known
+
+    def heard_all(self, now_s: float) -> bool:
+        """Whether some coordinator has told of all engines that it knows."""
+        return any(not each.needs_all and now_s - each.heard_s < QUIET_AFTER_S for each in self._coordinators.values())
+
+    def take(self, coordinator: str, members: Members, now_s: float) -> Iterator[Change]:
+        """What a coordinator says. Doubled and late messages change nothing, lost ones are asked for again."""
+        said = self._coordinators[coordinator]
+        if members.epoch != said.epoch:
+            if members.epoch in said.former:
+                return  # late
+            said.forget(members.epoch, now_s)
+        said.heard_s, said.lease_s = now_s, members.lease_s
+        if members.number < said.number or (members.number == said.number and not members.is_all):
+            return
+        if members.is_all:
+            said.listed = {}
+            said.address_of = {}
+            said.needs_all = False
+        elif members.number > said.number + 1:
+            said.needs_all, said.next_follow_s = True, now_s
+        said.number = members.number
+        for gone in members.gone:
+            yield from self._gone(said, gone)
+        for each in members.listed:
+            yield from self._list(said, each.key, each.entry)
+        yield from self._loads(said, members.loads.tolist())
+
+    def tick(self, now_s: float) -> Iterator[Change]:
+        """Comes about once a second."""
+        speaking = [each for each in self._coordinators.values() if now_s - each.heard_s < QUIET_AFTER_S]
+        if not any(each.knows_all(now_s) for each in speaking):
+            self._unlisted_since_s.clear()  # nobody can tell that an engine is gone
+            return
+        for address in list(self._known):
+            if any(address in each.listed for each in speaking):
+                self._unlisted_since_s.pop(address, None)
+            elif now_s - self._unlisted_since_s.setdefault(address, now_s) > FORGET_AFTER_S:
+                yield self._forget(address, withdrew=False)
+
+    def follow(self, now_s: float) -> Iterator[tuple[str, Follow]]:
+        """What is to be sent now, to which coordinator: to be asked about once a second, and after `take`."""
+        for address, said in self._coordinators.items():
+            if now_s >= said.next_follow_s:
+                said.next_follow_s = now_s + FOLLOW_EVERY_S
+                yield address, Follow(schema_hash=SCHEMA_HASH, needs_all=said.needs_all)
+
+    def lost(self, coordinator: str) -> None:
+        """The connection to it is lost: what it says next may have a gap."""
+        said = self._coordinators[coordinator]
+        said.needs_all, said.next_follow_s = True, float("-inf")
+
+    # --- engines ------------------------------------------------------------------------------------------------
+
+    def _list(self, said: _Coordinator, key: int, entry: EngineEntry) -> Iterator[Change]:
+        said.listed[entry.address], said.address_of[key] = entry, entry.address
+        known = self._known.get(entry.address)
+        if known == entry or (known is not None and known.life == entry.life and known.is_draining):
+            return  # it drains: another coordinator may not have heard that
+        self._known[entry.address] = entry
+        yield Found(entry)
+
+    def _gone(self, said: _Coordinator, gone: Gone) -> Iterator[Change]:
+        listed, known = said.listed.get(gone.address), self._known.get(gone.address)
+        if listed is not None and listed.life == gone.life:
+            del said.listed[gone.address]
+        if gone.withdrew and known is not None and known.life == gone.life:
+            yield self._forget(gone.address, withdrew=True)
+
+    def _forget(self, address: str, *, withdrew: bool) -> Left:
+        self._unlisted_since_s.pop(address, None)
+        return Left(self._known.pop(address), withdrew)
+
+    @staticmethod
+    def _loads(said: _Coordinator, numbers: list[int]) -> Iterator[LoadOf]:
+        for at in range(0, len(numbers) - 3, 4):
+            address = said.address_of.get(numbers[at])
+            if address is not None:
+                yield LoadOf(address, numbers[at + 1], numbers[at + 2], bool(numbers[at + 3]))

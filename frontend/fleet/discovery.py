@@ -1,0 +1,134 @@
+"""Engines that coordinators tell of, for a pool: connected to when they are found, let go when they leave.
+
+The data plane stays between frontend and engine. A coordinator that dies is connected to again and again, and missed by
+nobody meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from headrace.frontend.client.transport import Transport, ZmqTransport
+from headrace.frontend.fleet.directory import Change, Directory, Found, Left, LoadOf
+from headrace.frontend.fleet.sources import Discovered, Source
+from headrace.ipc.coordination import Denied, EngineEntry, FromCoordinator, Members, Unfollow
+from headrace.ipc.failure import Failure
+
+logger = logging.getLogger(__name__)
+LOOK_EVERY_S = 1.0
+
+
+class Fleet(Protocol):
+    """The part of an EnginePool that engines join and leave."""
+
+    def add(self, source: Source, rank: int | None = None) -> object: ...
+    def let_go(self, address: str) -> None: ...
+    def note_load(self, address: str, num_running: int, num_waiting: int, *, is_paused: bool) -> None: ...
+
+
+class Discovery:
+    """Follows coordinators, in a frontend's asyncio loop."""
+
+    def __init__(
+        self,
+        coordinators: Sequence[str],
+        peer_timeout_s: float | None = None,
+        *,
+        connect: Callable[[str], Transport] | None = None,
+        source_of: Callable[[str], Source] | None = None,
+    ) -> None:
+        """peer_timeout_s: how long engines and coordinators may be silent; connect, source_of: how a coordinator and an
+        engine are reached whose address is known, by ZeroMQ unless they say else."""
+        self.directory = Directory(coordinators)
+        self._connect_to = connect or functools.partial(_zmq_transport, peer_timeout_s=peer_timeout_s)
+        self._source_of = source_of or functools.partial(Discovered, peer_timeout_s=peer_timeout_s)
+        self._transports: dict[str, Transport] = {}
+        self._fleet: Fleet | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._denied: set[str] = set()  # what they have said
+        self._missed: set[str] = set()  # those that are not there
+
+    def start(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for transport in self._transports.values():
+            transport.send(Unfollow())
+            transport.close()
+
+    def carry_out(self, change: Change) -> None:
+        """What the directory has found out."""
+        fleet = self._fleet
+        assert fleet is not None, "it has started"
+        match change:
+            case Found(entry):
+                fleet.add(self._source_of(entry.address), entry.rank)
+                # One that drains says so to its clients; here it might be news of a life that is over.
+            case Left(entry):
+                fleet.let_go(entry.address)
+            case LoadOf():
+                fleet.note_load(change.address, change.num_running, change.num_waiting, is_paused=change.is_paused)
+        if not isinstance(change, LoadOf):
+            logger.info("%s", _said(change))
+
+    async def _run(self) -> None:
+        while True:
+            for change in self.directory.tick(time.monotonic()):
+                self.carry_out(change)
+            self._follow()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _follow(self) -> None:
+        for address, message in self.directory.follow(time.monotonic()):
+            if address not in self._transports:
+                self._connect(address)
+            self._transports[address].send(message)
+
+    def _connect(self, address: str) -> None:
+        transport = self._connect_to(address)
+        transport.open(
+            lambda message: self._on_message(address, message), lambda failure: self._on_closed(address, failure)
+        )
+        self._transports[address] = transport
+
+    def _on_message(self, address: str, message: Members | Denied) -> None:
+        if isinstance(message, Denied):
+            if message.why not in self._denied:
+                self._denied.add(message.why)
+                logger.error("%s", message.why)
+            return
+        if address in self._missed:
+            self._missed.discard(address)
+            logger.info("the coordinator at %s is there again", address)
+        for change in self.directory.take(address, message, time.monotonic()):
+            self.carry_out(change)
+        self._follow()
+
+    def _on_closed(self, address: str, failure: Failure) -> None:
+        """It is tried again at the next look."""
+        del self._transports[address]
+        self.directory.lost(address)
+        if address not in self._missed:
+            self._missed.add(address)
+            logger.warning("%s; engines that are known go on", failure.message)
+
+
+def _zmq_transport(address: str, *, peer_timeout_s: float | None) -> Transport:
+    return ZmqTransport(address, peer_timeout_s, receives=FromCoordinator, leaving=Unfollow, listener="coordinator")
+
+
+def _said(change: Found | Left) -> str:
+    entry: EngineEntry = change.entry
+    which = f"the engine of rank {entry.rank} at {entry.address} ({entry.model})"
+    if isinstance(change, Found):
+        return f"{which} is {'draining' if entry.is_draining else 'there'}"
+    return f"{which} has left" if change.withdrew else f"{which} is forgotten: no coordinator has told of it of late"

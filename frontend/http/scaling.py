@@ -1,0 +1,74 @@
+"""vLLM's routes that change how many engines there are, while they serve."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from headrace.frontend.http.errors import ApiError
+from headrace.frontend.http.exchange import Exchange
+from headrace.frontend.http.route_spec import RouteSpec
+from headrace.frontend.http.routes import ServerState
+from headrace.ipc.failure import HeadraceError
+
+
+class ScaleRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /scale_elastic_ep"""
+
+    new_data_parallel_size: Annotated[int, Meta(ge=1, le=1024, description="How many engines there are to be")]
+    drain_timeout: Annotated[
+        float,
+        Meta(ge=0, le=86400, description="Seconds that engines which leave have to finish; others go on with the rest"),
+    ] = 120.0
+
+
+class ScaleResponse(msgspec.Struct):
+    message: str
+
+
+class ScalingResponse(msgspec.Struct):
+    is_scaling_elastic_ep: bool
+
+
+async def scale(state: ServerState, exchange: Exchange) -> None:
+    """200 once there are so many. Requests are served meanwhile."""
+    request = await exchange.prepare(lambda body: state.decoder.decode(body, ScaleRequest))
+    if state.scaler is None:
+        why = "this server's engines are somebody else's, or divide experts among them: here their number is fixed"
+        raise ApiError(HTTPStatus.BAD_REQUEST, why, code="not_scalable")
+    state.num_scaling += 1
+    try:
+        await state.scaler.scale(request.new_data_parallel_size, request.drain_timeout)
+    except HeadraceError as error:
+        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error).partition("\n")[0], code="scaling_failed") from None
+    finally:
+        state.num_scaling -= 1
+    await exchange.answer(ScaleResponse(f"Scaled to {request.new_data_parallel_size} data parallel engines"))
+
+
+async def is_scaling(state: ServerState, exchange: Exchange) -> None:
+    """Whether this process of the server is about to."""
+    await exchange.answer(ScalingResponse(state.num_scaling > 0))
+
+
+SCALING_ROUTES: tuple[RouteSpec, ...] = (
+    RouteSpec(
+        method="POST",
+        path="/scale_elastic_ep",
+        handler=scale,
+        summary="Change the number of engines",
+        request=ScaleRequest,
+        response=ScaleResponse,
+        refusals=(400, 413, 415, 503),
+    ),
+    RouteSpec(
+        method="POST",
+        path="/is_scaling_elastic_ep",
+        handler=is_scaling,
+        summary="Whether that is going on",
+        response=ScalingResponse,
+    ),
+)

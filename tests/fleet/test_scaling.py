@@ -1,0 +1,67 @@
+"""Engines come to a live service and leave it, and no stream is lost or changed."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from http_server import Server, metric, serving, wait_until
+from test_serve_fleet import engines_of, stream
+
+from headrace.frontend.cli.main import main
+
+SLOW = {"step_delay_s": 0.02}
+
+
+def scale(server: Server, size: int, drain_timeout: float = 60.0) -> None:
+    with server.client() as client:
+        body = {"new_data_parallel_size": size, "drain_timeout": drain_timeout}
+        answer = client.post("/scale_elastic_ep", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        assert answer.json() == {"message": f"Scaled to {size} data parallel engines"}
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_engines_leave_and_join_under_streams_that_do_not_change(processes: str) -> None:
+    arguments = ("-dp", "2", "--api-server-count", processes)
+    with serving(*arguments, null_model=SLOW) as server, server.client() as client, ThreadPoolExecutor(6) as pool:
+        expected = list(pool.map(lambda each: stream(server, each), range(6)))
+        streams = [pool.submit(stream, server, each) for each in range(6)]
+        wait_until(lambda: client.get("/load").json()["server_load"] == 6, 10, "all to run")
+        scale(server, 1, drain_timeout=0.5)  # its requests need six seconds: others go on with them
+        assert [each.result(60) for each in streams] == expected
+        wait_until(lambda: len(engines_of(server)) == 1, 10, "one to be left")
+        assert metric(client, "headrace:router_migrations_total") > 0
+        scale(server, 3)
+        wait_until(lambda: len(engines_of(server)) == 3, 10, "three to be there")
+        wait_until(lambda: metric(client, "headrace:engine_up") == 3, 20, "all to be seen")
+        assert list(pool.map(lambda each: stream(server, each), range(6))) == expected
+        assert client.post("/is_scaling_elastic_ep").json() == {"is_scaling_elastic_ep": False}
+        assert client.post("/scale_elastic_ep", json={"new_data_parallel_size": 0}).status_code == 400
+
+
+def test_commands_drain_an_engine_and_scale_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving("-dp", "2", null_model=SLOW) as server, server.client() as client, ThreadPoolExecutor(6) as pool:
+        expected = list(pool.map(lambda each: stream(server, each), range(4)))
+        streams = [pool.submit(stream, server, each) for each in range(4)]
+        wait_until(lambda: client.get("/load").json()["server_load"] == 4, 10, "all to run")
+        address = next(
+            line.laddr for engine in engines_of(server)[:1] for line in engine.net_connections("unix") if line.laddr
+        )
+        assert main(["drain", f"ipc://{address}", "--timeout", "0.5"]) == 0
+        assert "has left" in capsys.readouterr().out
+        assert [each.result(60) for each in streams] == expected
+        wait_until(lambda: metric(client, "headrace:engine_up") == 1, 10, "the pool to be smaller")
+        assert main(["scale", "2", "--url", server.url]) == 0
+        assert "Scaled to 2" in capsys.readouterr().out
+        assert metric(client, "headrace:engine_up") == 2
+
+
+def test_engines_of_others_are_not_scaled() -> None:
+    with serving(null_model={}) as owner, owner.client() as client:
+        (engine,) = engines_of(owner)
+        address = next(line.laddr for line in engine.net_connections("unix") if line.laddr)
+        with serving("--engine", f"ipc://{address}", attached=True) as server, server.client() as attached:
+            refused = attached.post("/scale_elastic_ep", json={"new_data_parallel_size": 2})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "not_scalable")
+        assert client.get("/health").status_code == 200
