@@ -17,7 +17,7 @@ import http_server
 import psutil
 import pytest
 from http_server import Server, ask, metric, null_engine_arguments, serving, wait_until
-from test_serve_fleet import engines_of, stream
+from test_serve_fleet import busy_engine, engines_of, stream
 
 from headrace import LLM, SamplingParams
 from headrace.frontend.cli.main import main
@@ -66,8 +66,9 @@ def test_several_http_processes_share_several_engines() -> None:
         streams = [pool.submit(stream, server, each) for each in range(6)]
         with server.client() as client:
             wait_until(lambda: client.get("/load").json()["server_load"] == 6, 10, "all to run")
+            victim = busy_engine(server, client)
             told.kill()
-            engines_of(server)[0].kill()
+            victim.kill()
             assert [each.result(60) for each in streams] == expected
             wait_until(lambda: len(engines_of(server)) == 2, 20, "the engine that takes its place")
             wait_until(lambda: metric(client, "headrace:engine_up") == 2, 30, "its return")
