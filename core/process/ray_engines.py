@@ -188,11 +188,15 @@ class RayEngine:
         if self._failure is not None and not self._is_stopping:
             callback(self._failure)
 
+    def ask_to_stop(self, deadline_s: float) -> Any:
+        """Lets what runs finish within `deadline_s`; what Ray waits for it by."""
+        self._is_stopping = True
+        return self._actor.stop.remote(deadline_s)
+
     def stop(self, deadline_s: float = 5.0) -> None:
         """Lets what runs finish within `deadline_s`."""
-        self._is_stopping = True
         with contextlib.suppress(Exception):  # it may be gone
-            self._ray.get(self._actor.stop.remote(deadline_s), timeout=deadline_s + STOP_GRACE_S)
+            self._ray.get(self.ask_to_stop(deadline_s), timeout=deadline_s + STOP_GRACE_S)
         self._end(for_good=True)
 
     def kill(self) -> None:

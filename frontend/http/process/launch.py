@@ -28,7 +28,7 @@ from headrace.frontend.client.event_loop import run_async
 from headrace.frontend.fleet.client import owned_ranks, start_ranks, with_meeting
 from headrace.frontend.fleet.sources import EngineProcess
 from headrace.frontend.http.process.options import LOOPBACK, ServeOptions, with_environment
-from headrace.ipc.failure import Failure
+from headrace.ipc.failure import Failure, OptionError
 from headrace.ipc.messages import Ready
 from headrace.ipc.process.child import STOP_SIGNALS
 from headrace.ipc.process.log import LEVEL_VARIABLE, protect_stderr, set_up_logging
@@ -101,6 +101,10 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
         phases.enter("start the engines' processes" if several else "start the engine's process")
         engine_options = with_meeting(engine_options)
         if several and options.api_server_count > 1:
+            if engine_options.data_parallel_backend == "ray":
+                raise OptionError(
+                    "data_parallel_backend=ray places engines for one HTTP process: leave api_server_count"
+                )
             # The HTTP processes find them by it, and those that are started later.
             coordinator = start_coordinator()
             engine_options = msgspec.structs.replace(engine_options, coordinator=(coordinator.wait_ready().address,))
@@ -109,7 +113,8 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
         if options.api_server_count > 1:
             from headrace.frontend.http.process.supervisor import serve_with_processes
 
-            return serve_with_processes(engine_options, options, children, phases, coordinator)
+            own = [each for each in children if isinstance(each, Child)]
+            return serve_with_processes(engine_options, options, own, phases, coordinator)
         return _serve_here(engine_options, options, children, phases)
     except BaseException:
         for child in (*children, *([coordinator] if coordinator is not None else [])):
@@ -137,7 +142,7 @@ def _serve_here(
     else:
         restarts = options.num_restarts(len(children))
         sources = owned = owned_ranks(engine_options, children, restarts)
-        if not engine_options.data_parallel_meeting:
+        if not engine_options.data_parallel_meeting and engine_options.data_parallel_backend == "mp":
             server.scaler = OwnScaler(engine_options, restarts)
         owned[0].on_progress = lambda phase: phases.enter(f"engine: {phase}")
         for each in owned:
