@@ -175,7 +175,9 @@ def test_resume_runs_what_has_no_result_yet(core: ZmqCore, tmp_path: Path, capsy
     assert run_batch(core, source, out, "--resume") == 0
 
 
-def test_results_stand_in_the_inputs_order_unless_asked_for_as_completed(core: ZmqCore, tmp_path: Path) -> None:
+def test_results_stand_in_the_inputs_order_unless_asked_for_as_completed(
+    core: ZmqCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     names = [f"r{index}" for index in range(6)]
     write(
@@ -187,7 +189,7 @@ def test_results_stand_in_the_inputs_order_unless_asked_for_as_completed(core: Z
     assert [row["custom_id"] for row in results(out)] == names
     step, wanted = core.core.step, num_asked(core) + len(names)
     # The first might else have ended before the others were asked.
-    core.core.step = lambda: step() if num_asked(core) >= wanted else []
+    monkeypatch.setattr(core.core, "step", lambda: step() if num_asked(core) >= wanted else [])
     assert run_batch(core, source, out, "--overwrite", "--as-completed", "--max-concurrency", "6") == 0
     assert [row["custom_id"] for row in results(out)] == [*names[1:], "r0"], "the longest ends last"
     assert run_batch(core, source, out, "--overwrite", "--resume") == 2

@@ -86,10 +86,13 @@ def test_frontends_find_engines_and_go_on_without_a_coordinator(
         process, _ = stack.enter_context(coordinator(address))
         stack.enter_context(engine(address, 0))
         second, _ = stack.enter_context(engine(address, 1))
-        assert main(["top", "--coordinator", address, "--once", "--interval", "0.1"]) == 0
-        table = capsys.readouterr().out
-        assert table.count("ipc://") == 2
-        assert "null" in table
+
+        def shown() -> str:
+            assert main(["top", "--coordinator", address, "--once", "--interval", "0.1"]) == 0
+            return capsys.readouterr().out
+
+        wait_until(lambda: shown().count("ipc://") == 2, 20, "both to be listed")
+        assert "null" in shown()
         with LLM(coordinator=(address,)) as llm:
             pool = llm._client.pool  # type: ignore[union-attr]
             wait_until(lambda: sum(each.usable for each in pool.engines) == 2, 20, "both to be found")

@@ -95,7 +95,7 @@ def test_a_stream_of_beams_gives_what_the_whole_answer_has(client: httpx.Client,
     whole = ask(client, path, **asked)
     with client.stream("POST", path, json={**asked, "stream": True}) as response:
         events = events_of(response)
-    texts = {}
+    texts: dict[int, str] = {}
     for event in events:
         for choice in event["choices"]:
             text = choice["text"] if "text" in choice else choice["delta"].get("content") or ""

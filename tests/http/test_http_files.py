@@ -69,7 +69,7 @@ def end_of(client: openai.OpenAI, batch: Any) -> Any:
     return client.batches.retrieve(batch.id)
 
 
-def rows(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
+def rows(client: openai.OpenAI, file_id: str | None) -> dict[str | None, Any]:
     assert file_id is not None
     return {row["custom_id"]: row for row in map(json.loads, client.files.content(file_id).text.splitlines())}
 
@@ -138,9 +138,9 @@ def test_keys_see_what_they_made_and_nothing_else(server, client):
         for ask in (other.files.retrieve, other.files.content, other.files.delete):
             with pytest.raises(openai.NotFoundError):
                 ask(batch.output_file_id)
-        for ask in (other.batches.retrieve, other.batches.cancel):
+        for ask_of_batch in (other.batches.retrieve, other.batches.cancel):
             with pytest.raises(openai.NotFoundError):
-                ask(batch.id)
+                ask_of_batch(batch.id)
         with pytest.raises(openai.NotFoundError, match="is not here"):
             other.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h")
 
