@@ -34,7 +34,7 @@ _TEXT = "/v1/chat/completions and /v1/completions generate text"
 _GENERATION = f"{ONLY_GENERATION}; {_TEXT}"
 _TEXT_ONLY = f"models read and write text alone; {_TEXT}"
 _ADAPTERS = "LoRA adapters are not supported yet: merge one into the model's weights, and serve that"
-_NOTHING_STORED = "this server stores nothing"
+_NOTHING_STORED = "this server keeps files, batches and responses, and nothing else between requests"
 _RENDER = "POST /tokenize gives the tokens of a prompt, or of a conversation as the template renders it"
 
 _LONGEST_PATH = 200
