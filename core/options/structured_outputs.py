@@ -57,7 +57,7 @@ def structured_outputs_of(config: Mapping[str, Any]) -> StructuredOutputs:
     if lacking:
         raise OptionError(
             f"structured_outputs_config has backend={backend!r}, and {lacking[0]} is not installed; "
-            f"pip install headrace[{EXTRAS[lacking[0]]}]"
+            f"in Headrace's clone, pip install '.[{EXTRAS[lacking[0]]}]'"
         )
     known = [name for name in StructuredOutputs.__struct_fields__ if name != "backends"]
     for name, value in values.items():

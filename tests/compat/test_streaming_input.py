@@ -141,7 +141,8 @@ def test_an_error_of_the_generator_and_an_end_of_the_reader_end_the_session(addr
         await outputs.aclose()
         assert closed == ["endless"]
         aborted: list[RequestOutput] = []
-        async for output in llm.generate(endless(), DELTA, "endless"):
+        long = SamplingParams(max_tokens=150, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+        async for output in llm.generate(endless(), long, "endless"):
             aborted.append(output)
             await llm.abort("endless")
         assert aborted[-1].finished

@@ -87,7 +87,7 @@ def test_what_nothing_can_compute_is_named_with_what_was_tried(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("codegen", "does not go through transformers' table of attention functions"),
+        ("xglm", "does not go through transformers' table of attention functions"),
         ("granite_swa", "asks attention for s_aux"),
         ("mamba", "layers of type linear_attention"),
     ],

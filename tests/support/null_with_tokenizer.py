@@ -7,7 +7,8 @@ from fake_tokenizers import bundle_of, byte_level_tokenizer
 
 from headrace.core.options.engine_options import Options
 from headrace.executor.testing.null import FIRST_ORDINARY_TOKEN, NullExecutor, NullModel, _Rows
-from headrace.ipc.control import WorkerAnswer, WorkerCommand
+from headrace.ipc.control import CallExtension, WorkerAnswer, WorkerCommand
+from headrace.ipc.failure import HeadraceError
 from headrace.ipc.step import NewRow
 
 VOCAB_SIZE = 400
@@ -22,7 +23,9 @@ class TokenizingNullExecutor(NullExecutor):
         super().__init__(options, model, bundle_of(byte_level_tokenizer(VOCAB_SIZE)))
 
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
-        """Agrees to everything, as there is nothing to do."""
+        """Agrees to everything, as there is nothing to do, but that there is no extension to call."""
+        if isinstance(command, CallExtension):
+            raise HeadraceError(f"there is no worker extension with a method {command.method}")
         return (WorkerAnswer(),)
 
 
