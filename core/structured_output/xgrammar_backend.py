@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,8 @@ COMPILER_THREADS = 1
 """Of one grammar: others are compiled beside it, and steps run."""
 LONGEST_FORCED = 32
 """Bytes of a token that is looked for in forced text."""
+SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
+"""Begins what UTF-8 does not have, and the library takes for a character."""
 
 
 @contextlib.contextmanager
@@ -69,15 +71,22 @@ class XGrammarMatcher:
     def __init__(self, backend: XGrammarBackend, matcher: Any, *, is_json: bool) -> None:
         """is_json: the library lets control characters into strings whose length is bounded, where JSON has none."""
         self.backend: Backend = backend
-        self.matcher, self.is_json = matcher, is_json
+        self.matcher, self._is_json = matcher, is_json
         self._vocabulary = backend.vocabulary
+        self._last: int | None = None  # the token that was accepted last
         self._forced: list[int] | None = None  # once it has been asked for at this place
 
     def accept(self, token_id: int) -> bool:
         self._forced = None
-        if self.is_json and token_id in self._vocabulary.with_control:
+        if token_id in self.forbidden.token_ids or not self.matcher.accept_token(token_id, False):
             return False
-        return bool(self.matcher.accept_token(token_id, False))
+        self._last = token_id
+        return True
+
+    @property
+    def forbidden(self) -> Forbidden:
+        """What the library lets through next, and must not come."""
+        return self._vocabulary.forbidden(self._last, is_json=self._is_json)
 
     @property
     def is_complete(self) -> bool:
@@ -90,19 +99,20 @@ class XGrammarMatcher:
         return ""
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
-        count = 0
-        for token_id in token_ids:
-            if not self.accept(token_id):
-                break
-            count += 1
-        self.rollback(count)
-        return count
+        with self.tried() as tried:
+            for token_id in token_ids:
+                if not tried.take(token_id):
+                    break
+        return tried.count
 
-    def rollback(self, count: int) -> None:
-        """Takes the last tokens back."""
-        self._forced = None
-        if count:
-            self.matcher.rollback(count)
+    @contextlib.contextmanager
+    def tried(self) -> Iterator[Tried]:
+        """What is taken meanwhile is given back at the end."""
+        tried, last = Tried(self), self._last
+        yield tried
+        self._forced, self._last = None, last
+        if tried.count:
+            self.matcher.rollback(tried.count)
 
     def forced_tokens(self) -> list[int]:
         if self._forced is None:
@@ -110,7 +120,28 @@ class XGrammarMatcher:
         return self._forced
 
     def copy(self) -> XGrammarMatcher:
-        return XGrammarMatcher(self.backend, self.matcher.fork(), is_json=self.is_json)  # type: ignore[arg-type]
+        twin = XGrammarMatcher(self.backend, self.matcher.fork(), is_json=self._is_json)  # type: ignore[arg-type]
+        twin._last = self._last
+        return twin
+
+
+class Tried:
+    """Tokens that a matcher takes for a while."""
+
+    def __init__(self, matcher: XGrammarMatcher) -> None:
+        self._matcher = matcher
+        self.count = 0
+
+    def take(self, token_id: int) -> bool:
+        taken = self._matcher.accept(token_id)
+        self.count += taken
+        return taken
+
+
+class Forbidden(NamedTuple):
+    token_ids: frozenset[int]
+    others: np.ndarray
+    """[num_words] int32: the mask of all tokens but these"""
 
 
 class TokenTexts:
@@ -124,17 +155,29 @@ class TokenTexts:
         }
         self._mask = np.zeros((1, -(-vocab_size // 32)), np.int32)
         self.ends = np.zeros_like(self._mask[0])
-        self.with_control = frozenset(
-            token_id
-            for token_id, text in enumerate(texts)
-            if any(byte < ord(" ") and byte not in b"\r\n" for byte in text)
-        )
-        """Tokens that no JSON needs."""
-        self.without_control = np.full_like(self._mask[0], -1)
-        for token_id in self.with_control:
-            self.without_control.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
         for token_id in map(int, info.stop_token_ids()):
             self.ends.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+        self._begins_surrogate = frozenset(n for n, text in enumerate(texts) if text.endswith(b"\xed"))
+        self._forbidden = {
+            (is_json, after): self._forbidden_of(texts, after, is_json)
+            for is_json in (False, True)
+            for after in (b"", b"\xed")
+        }
+
+    def _forbidden_of(self, texts: list[bytes], after: bytes, is_json: bool) -> Forbidden:
+        found = frozenset(
+            token_id
+            for token_id, text in enumerate(texts)
+            if SURROGATE.search(after + text) or (is_json and any(b < ord(" ") and b not in b"\r\n" for b in text))
+        )
+        others = np.full_like(self._mask[0], -1)
+        for token_id in found:
+            others.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+        return Forbidden(found, others)
+
+    def forbidden(self, last: int | None, *, is_json: bool) -> Forbidden:
+        """Tokens with control characters, which no JSON needs, and those that are no text, or make none of `last`."""
+        return self._forbidden[is_json, b"\xed" if last in self._begins_surrogate else b""]
 
     def spell(self, data: bytes) -> list[int]:
         """Tokens of a text, from the left the longest each: nearly always what a tokenizer makes of it."""
@@ -198,8 +241,8 @@ class XGrammarBackend:
         for place, index, drafts in places:
             if drafts and not place.matcher.is_terminated():
                 _fill_drafted(place, index, drafts, masks)
-            if place.is_json:
-                masks[index : index + len(drafts) + 1] &= self.vocabulary.without_control
+            else:
+                masks[index] &= place.forbidden.others
 
     def _compiled(self, wanted: StructuredOutput) -> Any:
         """Raises ValueError and more for what it cannot read."""
@@ -248,15 +291,16 @@ def _forced_text(matcher: Any) -> bytes:
 
 
 def _fill_drafted(place: XGrammarMatcher, index: int, drafts: list[int], masks: np.ndarray) -> None:
-    matcher, num_taken = place.matcher, 0
-    for nth in range(len(drafts) + 1):
-        if nth > num_taken or matcher.is_terminated():
-            masks[index + nth] = -1  # what comes after the end, or after a wrong draft, is dropped
-            continue
-        matcher.fill_next_token_bitmask(masks, index + nth, False)
-        if nth < len(drafts):
-            num_taken += place.accept(drafts[nth])
-    place.rollback(num_taken)
+    matcher = place.matcher
+    with place.tried() as tried:
+        for nth in range(len(drafts) + 1):
+            if nth > tried.count or matcher.is_terminated():
+                masks[index + nth] = -1  # what comes after the end, or after a wrong draft, is dropped
+                continue
+            matcher.fill_next_token_bitmask(masks, index + nth, False)
+            masks[index + nth] &= place.forbidden.others
+            if nth < len(drafts):
+                tried.take(drafts[nth])
 
 
 def _tokens(tokenizer: Any, vocab_size: int) -> list[str]:

@@ -22,6 +22,7 @@ import tiny_models
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_structured_outputs import ENGINE, answers_to_random_schemas, ask, asked_of_many, form
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from headrace import LLM, InvalidRequestError, OptionError
 from headrace.core.options.structured_outputs import structured_outputs_of
@@ -72,6 +73,33 @@ def walk(name: str, matcher: Any, numbers: random.Random, most: int) -> tuple[st
         if token_id != tiny_models.EOS:
             token_ids.append(token_id)
     return TOKENIZER.decode(token_ids), matcher.is_complete
+
+
+SURROGATES = [bytes((0xED, second, 0x80)) for second in range(0xA0, 0xC0)]
+BYTES = {each: TOKENIZER.convert_tokens_to_ids(character) for each, character in bytes_to_unicode().items()}
+
+
+@each_backend
+@pytest.mark.parametrize(
+    ("kind", "text", "before"), [("json", '{"type": "string", "maxLength": 4}', b'"a'), ("regex", ".{2,4}", b"a")]
+)
+def test_no_answer_has_what_utf_8_does_not_have(name: str, kind: str, text: str, before: bytes) -> None:
+    """A surrogate is three bytes of no character: a text of bounded length would be longer than its bound."""
+    start = compiled(name, kind, text)
+    assert all(start.accept(BYTES[each]) for each in before)
+    begun = start.copy()
+    assert begun.accept(BYTES[0xED]), "characters up to U+D7FF begin so"
+    mask = np.zeros((2, -(-VOCAB_SIZE // 32)), np.int32)
+    BACKENDS[name].fill([(begun, 0, [])], mask[:1])
+    after = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")
+    assert [each for each in range(0x80, 0xC0) if after[0, BYTES[each]]] == list(range(0x80, 0xA0))
+    BACKENDS[name].fill([(start, 0, [BYTES[0xED]])], mask)
+    drafted = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")
+    assert np.array_equal(drafted[1], after[0])
+    for surrogate in SURROGATES:
+        assert start.num_valid([BYTES[each] for each in surrogate]) == 1
+        assert not begun.copy().accept(BYTES[surrogate[1]])
+    assert start.num_valid([BYTES[each] for each in "\ud7ff".encode()]) == 3
 
 
 # --- schemas ----------------------------------------------------------------------------------------------------------
