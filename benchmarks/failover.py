@@ -93,8 +93,8 @@ async def one_round(llm: AsyncLLM, index: int, num_streams: int, number: signal.
     await all_have(streams, SIGNAL_AFTER_TOKENS)
     pool = pool_of(llm)
     engine = pool.engines[index % 2]
-    routes = [pool._streams[each.request_id].route for each in streams]
-    lost = [n for n, route in enumerate(routes) if route.member.facts.name == engine.name]
+    routes = [pool.route_of(each.request_id) for each in streams]
+    lost = [n for n, route in enumerate(routes) if route.member is not None and route.member.facts.name == engine.name]
     num_tokens = [len(each.token_ids) for each in streams]
     victim = psutil.Process(engine.source.pid)  # type: ignore[attr-defined]
     sent_s = time.monotonic()
@@ -167,6 +167,8 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     finally:
         await llm.close()
     gaps = [gap for each in rounds for gap in each["gaps"]]
+    if not gaps:
+        raise SystemExit(f"no stream was at the engine that got SIG{arguments.signal}, in any round: there is no gap")
     result = {"signal": number.name, "streams": arguments.streams, "num_gaps": len(gaps)}
     for name in ("gap_s", "noticed_s", "resumed_s", "computed_again_s", "without_s"):
         values = sorted(gap[name] for gap in gaps)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from headrace.frontend.fleet.speeds import Pace, Speed
 from headrace.ipc.failure import Failure
 
 if TYPE_CHECKING:
     from headrace.frontend.fleet.decisions import RoutedRequest
-
-_FIRST_PROMPT_RATE = 4000.0
-_FIRST_TOKEN_S = 0.02
-_WEIGHT = 0.2
-"""Of the newest in a running mean."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +32,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that may wait besides."""
     rank: int = 0
     """data_parallel_rank"""
+    caches_prefixes: bool = True
+    """Of prompts that it has computed it need not compute the same beginning again."""
 
 
 class Member:
@@ -43,23 +42,24 @@ class Member:
     __slots__ = (
         "ailing_since_s",
         "ailment_",
-        "base_token_s",
         "bit",
         "busy_since_s",
         "cost_s",
         "facts",
         "full_until_s",
-        "has_measured",
         "heard_s",
         "is_draining",
         "is_gone",
         "is_paused",
         "num_outputs",
         "pending_tokens",
+        "per_row",
         "progress_s",
         "prompt_rate",
         "requests",
+        "speed",
         "stamp",
+        "token_s",
         "told_requests",
         "wait_s",
     )  # fmt: skip
@@ -78,11 +78,10 @@ class Member:
         self.is_draining = self.is_paused = self.is_gone = False
         self.ailment_ = ""
         self.ailing_since_s = 0.0
-        self.prompt_rate = _FIRST_PROMPT_RATE
-        """Tokens per second of prompts."""
-        self.base_token_s = _FIRST_TOKEN_S
-        """Seconds that a token would take if nothing else ran."""
-        self.has_measured = False
+        self.speed = Speed()
+        self.per_row = self.token_s = self.prompt_rate = 0.0
+        """As it is weighed: share of a token's time that each row adds, seconds that a token would take if nothing else
+        ran, tokens per second of prompts. Its group sets them."""
         self.cost_s = 0.0
         """How long a request of an empty prompt would take."""
         self.wait_s = 0.0
@@ -111,28 +110,55 @@ class Member:
     def is_usable(self, now_s: float) -> bool:
         return not (self.is_gone or self.is_draining or self.ailment_) and not self.is_full(now_s)
 
-    def _crowding(self) -> float:
-        """How many times longer a token takes with what runs there. It doubles at an eighth of the capacity: a batch
-        costs little more than one row while reading the weights takes longest."""
-        return 1.0 + min(self.num_active, self.facts.capacity) / max(1.0, self.facts.capacity / 8)
+    def measure(self, since_s: float, now_s: float) -> bool:
+        """What its requests have brought since the last tick. Whether that says something of its speed."""
+        brought = brought_by_whole = decoding = decoding_whole = 0
+        computing = self.pending_tokens
+        for request in self.requests:
+            num_tokens = request.work.num_tokens
+            new, was_decoding = num_tokens - request.tokens_seen, request.tokens_seen > 0
+            request.tokens_seen = num_tokens
+            if not num_tokens:
+                continue
+            if request.pending_tokens:
+                self._note_first_token(request, computing)
+            brought += new
+            decoding += request.num_outputs
+            if was_decoding:
+                brought_by_whole += new
+                decoding_whole += request.num_outputs
+        if brought or not decoding:
+            self.progress_s = now_s
+        if since_s <= 0:
+            return False
+        rows = min(self.num_active, self.facts.capacity)
+        if brought_by_whole:
+            self.speed.note_token_time(since_s * decoding_whole / brought_by_whole, rows, self.per_row)
+        elif brought and not self.speed.is_measured:  # of requests that began meanwhile: better than no measure
+            self.speed.note_token_time(since_s * decoding / brought, rows, self.per_row)
+        return brought > 0
 
-    def note_token_time(self, token_s: float) -> None:
-        base_s = token_s / self._crowding()
-        self.base_token_s = (
-            base_s if not self.has_measured else self.base_token_s + _WEIGHT * (base_s - self.base_token_s)
-        )
-        self.has_measured = True
+    def _note_first_token(self, request: RoutedRequest, computing: int) -> None:
+        """computing: tokens that were to be computed for first tokens, of all requests."""
+        work = request.work
+        if work.first_token_s and request.num_migrations == 0 and computing == request.pending_tokens:
+            computed = request.num_prompt_tokens - (work.num_cached_tokens or 0)
+            self.speed.note_prompt(computed, work.first_token_s)
+        self.pending_tokens -= request.pending_tokens
+        request.pending_tokens = 0
 
-    def note_prompt_rate(self, tokens_per_s: float) -> None:
-        self.prompt_rate += _WEIGHT * (tokens_per_s - self.prompt_rate)
+    def keep_pace(self, pace: Pace) -> None:
+        """As the engines of its group are."""
+        self.per_row = pace.per_row
+        self.token_s, self.prompt_rate = self.speed.believed(pace)
 
     def forget_times(self) -> None:
-        self.base_token_s, self.has_measured = _FIRST_TOKEN_S, False
+        self.speed = Speed()
 
     def weigh(self, mean_output_tokens: float) -> None:
-        answer_s = mean_output_tokens * self.base_token_s * self._crowding()
-        waiting = max(0, self.num_active - self.facts.capacity)
-        self.wait_s = answer_s * waiting / max(1, self.facts.capacity)
+        num_active, capacity = self.num_active, self.facts.capacity
+        answer_s = mean_output_tokens * self.token_s * (1.0 + self.per_row * min(num_active, capacity))
+        self.wait_s = answer_s * (num_active - capacity) / max(1, capacity) if num_active > capacity else 0.0
         self.cost_s = self.pending_tokens / self.prompt_rate + answer_s + self.wait_s
 
 
@@ -150,7 +176,8 @@ class Group:
         self.failure: Failure | None = None
         """Of the one that died last."""
         self._models: tuple[str, ...] = ()
-        self._usual: tuple[float, float | None] | None = None
+        self.pace = Pace()
+        self._measured: dict[Member, None] = {}
         self._heap: list[tuple[float, int, int, Member]] = []  # cost, a running number, stamp, member
         self._order = itertools.count()
 
@@ -167,11 +194,14 @@ class Group:
     def add(self, member: Member) -> None:
         self.members[member] = None
         self.by_bit[member.bit] = member
+        self.pace.expect(member.facts.capacity)
+        member.keep_pace(self.pace)
         self._models = tuple(dict.fromkeys((*self._models, *member.facts.models)))
 
     def remove(self, member: Member) -> None:
         del self.members[member]
         del self.by_bit[member.bit]
+        self._measured.pop(member, None)
         self.usable &= ~member.bit
 
     def update(self, member: Member, now_s: float) -> None:
@@ -199,9 +229,17 @@ class Group:
         usable = [each for each in self.members if each.is_usable(now_s) and each.facts.name not in refused_by]
         return min(usable, key=lambda each: each.cost_s, default=None)
 
-    def usual_token_s(self, now_s: float) -> float | None:
-        """The median of those that were measured; None of fewer than three. Computed once for each time."""
-        if self._usual is None or self._usual[0] != now_s:
-            times_s = sorted(each.base_token_s for each in self.members if each.has_measured)
-            self._usual = now_s, times_s[len(times_s) // 2] if len(times_s) >= 3 else None
-        return self._usual[1]
+    def learn(self, news: Iterable[Member]) -> Iterable[Member]:
+        """Its pace, from these that were measured again. Those that are to be weighed anew."""
+        self._measured |= dict.fromkeys(news)
+        weighed = self.members if self.pace.learn(each.speed for each in self._measured) else news
+        for member in weighed:
+            member.keep_pace(self.pace)
+        return weighed
+
+    def is_slow(self, member: Member, factor: float) -> bool:
+        """So many times slower than its kind, of which three or more were measured."""
+        pace = self.pace
+        if pace.num_measured < 3 or pace.token_s is None or not member.speed.is_measured:
+            return False
+        return member.speed.base_s(pace.per_row) > factor * pace.token_s

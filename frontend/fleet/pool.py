@@ -248,6 +248,10 @@ class EnginePool:
         member = stream.route.member if stream.route is not None else None
         return self._by_name.get(member.facts.name) if member is not None else None
 
+    def route_of(self, request_id: str) -> RoutedRequest:
+        """What the router knows of a request that runs. Raises KeyError."""
+        return self._streams[request_id].route
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._streams
 
@@ -551,6 +555,7 @@ def _facts(engine: Engine, welcome: Welcome) -> EngineFacts:
         capacity=welcome.max_num_seqs,
         max_waiting=welcome.max_waiting_requests,
         rank=engine.index,
+        caches_prefixes=welcome.enable_prefix_caching,
     )
 
 

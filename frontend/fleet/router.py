@@ -254,8 +254,8 @@ class Router:
             return []
         self._refill(since_s)
         decisions: list[Decision] = []
+        self._measure(since_s, now_s)
         for member in list(self.watched):
-            self._measure(member, since_s, now_s)
             reason = self._what_ails(member, now_s)
             if reason != member.ailment:
                 member.ailment = reason
@@ -269,31 +269,15 @@ class Router:
                 self.watched.pop(member, None)
         return decisions + self._place_held(now_s)
 
-    def _measure(self, member: Member, since_s: float, now_s: float) -> None:
-        brought = decoding = 0
-        for request in member.requests:
-            num_tokens = request.work.num_tokens
-            new = num_tokens - request.tokens_seen
-            request.tokens_seen = num_tokens
-            if not num_tokens:
-                continue
-            if request.pending_tokens:
-                self._note_first_token(request, member)
-            brought += new
-            decoding += request.num_outputs
-        if brought or not decoding:
-            member.progress_s = now_s
-        if brought and since_s > 0:
-            member.note_token_time(since_s * decoding / brought)
-        if member.requests:
+    def _measure(self, since_s: float, now_s: float) -> None:
+        """What those that are watched have brought, and what it says of them and of their kind."""
+        measured: dict[Group, list[Member]] = {}
+        for member in self.watched:
+            if member.measure(since_s, now_s):
+                measured.setdefault(self._groups[member.facts.version], []).append(member)
+        weighed = {member: None for group, news in measured.items() for member in group.learn(news)}
+        for member in weighed | self.watched:
             self._update(member, now_s)
-
-    def _note_first_token(self, request: RoutedRequest, member: Member) -> None:
-        first_s = request.work.first_token_s
-        if first_s and request.num_migrations == 0 and member.pending_tokens == request.pending_tokens:
-            member.note_prompt_rate(request.pending_tokens / first_s)
-        member.pending_tokens -= request.pending_tokens
-        request.pending_tokens = 0
 
     def _what_ails(self, member: Member, now_s: float) -> str:
         """Why the engine should have no requests now, "" where it may."""
@@ -305,7 +289,6 @@ class Router:
                 return "stalled"
         elif member.ailment in ("silent", "stalled"):
             return member.ailment if member.heard_s <= member.ailing_since_s else ""
-        group = self._groups[member.facts.version]
         if member.ailment == "slow":
             if now_s - member.ailing_since_s < options.slow_for_s:
                 return "slow"
@@ -313,8 +296,7 @@ class Router:
             return ""
         if not member.requests:
             return ""
-        usual_s = group.usual_token_s(now_s)
-        if usual_s is not None and member.base_token_s > options.slow_factor * usual_s:
+        if self._groups[member.facts.version].is_slow(member, options.slow_factor):
             member.ailing_since_s = now_s
             return "slow"
         return ""
@@ -334,7 +316,7 @@ class Router:
         if best is None:
             raise self._why_none(group, now_s)
         chunk = chunk_tokens(best.facts.block_size)
-        if request.keys is None:
+        if request.keys is None and best.facts.caches_prefixes:
             request.keys = prefix_keys(request.tokens, request.cache_salt, chunk)
         masks = self.prefixes.holders(request.keys, group.usable) if request.keys else []
         best_cached = _cached_chunks(masks, best.bit) * chunk
@@ -369,8 +351,9 @@ class Router:
         """Members that may hold some of the prompt, with how many tokens of it."""
         known = self._sessions.get(request.session) if request.session else None
         if known is not None and (member := self.members.get(known[0])) is not None and member in group.members:
-            # A conversation goes on: what it had said last time is thought to be there.
-            held = max(_cached_chunks(masks, member.bit) * chunk, min(known[1], request.num_prompt_tokens))
+            # A conversation goes on: what it had said last time is thought to be there, where there is a cache.
+            said = min(known[1], request.num_prompt_tokens) if member.facts.caches_prefixes else 0
+            held = max(_cached_chunks(masks, member.bit) * chunk, said)
             yield member, held
         seen = 0
         for length in (len(masks), (len(masks) + 1) // 2, 1) if masks else ():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 
 from headrace.frontend.fleet.decisions import (
@@ -114,14 +115,84 @@ def test_the_index_forgets_what_nobody_asks_for() -> None:
     assert index.holders([1], 3) == []
 
 
+class Decoding:
+    """Time goes on: each engine brings tokens of its requests at its own speed."""
+
+    def __init__(self, router: Router) -> None:
+        self.router, self.now_s = router, 0.0
+
+    def run(self, token_s: dict[int, float], *, ticks: int = 8) -> None:
+        """token_s: by rank, what a token takes; engines that are left out bring none."""
+        for _ in range(ticks):
+            self.now_s += 0.25
+            for member in self.router.members.values():
+                self.router.heard(member.facts.name, self.now_s)
+                for each in member.requests:
+                    if (seconds := token_s.get(member.facts.rank)) is not None:
+                        each.work.num_tokens += round(0.25 / seconds)  # type: ignore[misc]
+            self.router.tick(self.now_s)
+
+    def with_load(self, rank: int, num_requests: int, token_s: float, *, ticks: int = 8) -> None:
+        """So many requests of one engine, which then end."""
+        requests = [request(64, affinity=Affinity(rank=rank)) for _ in range(num_requests)]
+        place(self.router, *requests, now_s=self.now_s)
+        self.run({rank: token_s}, ticks=ticks)
+        for each in requests:
+            self.router.end(each, self.now_s)
+
+
 def test_a_slower_engine_gets_less() -> None:
     router = make(2, capacity=64)
-    slow, fast = (router.members[f"engine {index}"] for index in range(2))
-    for _ in range(50):
-        slow.note_token_time(0.2)
-        fast.note_token_time(0.02)
-    names = place(router, *(request(64) for _ in range(22)))
+    decoding = Decoding(router)
+    decoding.with_load(0, 1, 0.1, ticks=50)
+    decoding.with_load(1, 1, 0.01, ticks=50)
+    names = place(router, *(request(64) for _ in range(22)), now_s=decoding.now_s)
     assert names.count("engine 0") <= 4
+
+
+@pytest.mark.parametrize("others", [{}, {1: 0.0043}], ids=["which was not measured", "which differs by noise"])
+def test_an_idle_engine_gets_its_part_beside_one_that_was_measured(others: dict[int, float]) -> None:
+    router = make(2, capacity=256)
+    decoding = Decoding(router)
+    for rank, token_s in ({0: 0.004} | others).items():
+        decoding.with_load(rank, 1, token_s)
+    names = place(router, *(request(40) for _ in range(4)), now_s=decoding.now_s)
+    assert sorted(names) == ["engine 0", "engine 0", "engine 1", "engine 1"]
+
+
+def test_an_engine_that_comes_later_is_as_fast_as_the_others_until_it_is_measured() -> None:
+    router = make(1, capacity=256)
+    decoding = Decoding(router)
+    decoding.with_load(0, 1, 0.004)
+    router.join(facts(1, capacity=256), decoding.now_s)
+    names = place(router, *(request(40) for _ in range(4)), now_s=decoding.now_s)
+    assert names.count("engine 1") == 2
+
+
+@pytest.mark.parametrize(
+    ("capacity", "crowded_s", "share"),
+    [(256, 0.032, range(2, 5)), (16, 0.004, range(1))],
+    ids=["a row costs as much as the first", "rows cost nothing"],
+)
+def test_what_a_row_costs_is_measured_and_not_assumed(capacity: int, crowded_s: float, share: range) -> None:
+    """Which part of nine requests goes to an engine of a third of the speed."""
+    router = make(2, capacity=capacity)
+    decoding = Decoding(router)
+    for _ in range(4):
+        decoding.with_load(0, 8, crowded_s)
+        decoding.with_load(0, 1, 0.004)
+        decoding.with_load(1, 1, 0.012)
+    names = place(router, *(request(64) for _ in range(9)), now_s=decoding.now_s)
+    assert names.count("engine 1") in share
+
+
+def test_without_a_prefix_cache_nothing_is_expected_of_one() -> None:
+    router = Router(RouterOptions(), random.Random(1))
+    for index in range(4):
+        router.join(msgspec.structs.replace(facts(index, capacity=256), caches_prefixes=False), 0.0)
+    names = place(router, *(request(640, affinity=Affinity(session="s")) for _ in range(8)))
+    assert {names.count(f"engine {index}") for index in range(4)} == {2}
+    assert len(router.prefixes) == 0
 
 
 def test_requests_of_a_session_stay_together() -> None:

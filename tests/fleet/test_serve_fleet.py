@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,7 +11,8 @@ import psutil
 import pytest
 from http_server import Server, events_of, metric, serving, wait_until
 
-from headrace import LLM, SamplingParams
+from headrace import LLM, AsyncLLM, SamplingParams
+from headrace.frontend.fleet.client import FleetClient
 from headrace.ipc.failure import OptionError
 
 COMPLETIONS = "/v1/completions"
@@ -114,6 +116,35 @@ def test_a_batch_of_llm_survives_the_death_of_an_engine() -> None:
         daemons[0].kill()
         outputs = llm.wait_for_completion(use_tqdm=False)
         assert [each.outputs[0].token_ids for each in outputs] == expected
+
+
+def test_two_fresh_engines_share_equal_requests() -> None:
+    """After one that was measured at an engine, which must not draw all to itself."""
+    null: dict[str, Any] = {"distributed_executor_backend": "headrace.executor.testing.null:NullExecutor"}
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+
+    async def main() -> list[int]:
+        llm = AsyncLLM(
+            "null",
+            data_parallel_size=2,
+            enable_prefix_caching=False,
+            skip_tokenizer_init=True,
+            hf_overrides={"step_delay_s": 0.01},
+            **null,
+        )
+        try:
+            async for _ in llm.generate({"prompt_token_ids": list(range(5, 120))}, params, "first"):
+                pass
+            streams = [llm.generate({"prompt_token_ids": [5, 6, 7]}, params, str(each)) for each in range(4)]
+            await asyncio.gather(*(anext(each) for each in streams))
+            assert isinstance(llm._client, FleetClient)
+            members = [llm._client.pool.route_of(str(each)).member for each in range(4)]
+            await asyncio.gather(*(llm.abort(str(each)) for each in range(4)))
+            return sorted(each.facts.rank for each in members if each is not None)
+        finally:
+            await llm.close()
+
+    assert asyncio.run(main()) == [0, 0, 1, 1]
 
 
 def test_what_cannot_be_several_engines_is_refused() -> None:

@@ -69,7 +69,9 @@ def test_a_token_that_a_move_loses_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         return messages_of(stream)
 
     monkeypatch.setattr(request_table, "_messages_of", forgetful)
-    assert any("lost, doubled or changed" in each for each in violations(HEAVY, range(10)))
+    # By the engine that is to go on after it, or by the reader.
+    told = ("after tokens that it never had", "lost, doubled or changed")
+    assert sum(any(text in each for text in told) for each in violations(HEAVY, range(10))) > 3
 
 
 def test_a_router_that_forgets_who_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -381,6 +381,7 @@ class SimulatedEngine:
             tokenizer=None,
             generation_defaults={},
             startup_s={},
+            enable_prefix_caching=True,
         )
 
 
