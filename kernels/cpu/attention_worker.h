@@ -316,10 +316,11 @@ class Worker {
 
   // The same of the values, in the room of the keys.
   const T* const* value_groups(const Item& item) {
+    const int hidden = num_hidden(item);
     for (int group = 0; group < places_->groups; ++group) {
       T* const made = scratch_.made + group * group_size();
       scratch_.groups[group] = made;
-      if (is_hidden(item, group * kGroupKeys + kGroupKeys - 1)) {
+      if ((group + 1) * kGroupKeys <= hidden) {
         std::fill_n(made, group_size(), T{});
         continue;
       }
@@ -341,10 +342,10 @@ class Worker {
     return scratch_.groups;
   }
 
-  // Whether a window hides a key from all of an item's tokens. It may be another sequence's by now, and no number, which
-  // a weight of zero would not hide; so nothing of it is used.
-  bool is_hidden(const Item& item, int key) const {
-    return places_->base + key < first_visible(item.first_position, args_.window);
+  // How many of the tile's first keys a window hides from all of an item's tokens. They may be another sequence's by now,
+  // and no numbers, which a weight of zero would not hide; so nothing of them is used.
+  int num_hidden(const Item& item) const {
+    return std::max(0, first_visible(item.first_position, args_.window) - places_->base);
   }
 
   int64_t group_size() const { return int64_t{kGroupKeys} * shape_.padded; }
@@ -354,11 +355,9 @@ class Worker {
   const T* rows_of(const Item& item, const void* from, int group) {
     const int64_t padded = shape_.padded;
     const int count = keys_of(group);
-    for (int key = 0; key < count; ++key) {
-      if (is_hidden(item, group * kGroupKeys + key)) {
-        std::fill_n(scratch_.rows + key * padded, padded, T{});
-        continue;
-      }
+    const int hidden = std::clamp(num_hidden(item) - group * kGroupKeys, 0, count);
+    std::fill_n(scratch_.rows, hidden * padded, T{});
+    for (int key = hidden; key < count; ++key) {
       const int64_t index = row_of(item, places_->base + group * kGroupKeys + key);
       widen_row(cache_.type, static_cast<const char*>(from) + index * row_bytes_, cache_.head_dim, shape_.padded,
                 scratch_.rows + key * padded);
@@ -383,7 +382,7 @@ class Worker {
         std::memcpy(to + key, from + row_of(item, places_->base + key), sizeof(float) * kGroupKeys);
     else
       for (int key = 0; key < places_->count; ++key) to[key] = from[row_of(item, places_->base + key)];
-    for (int key = 0; key < places_->count && is_hidden(item, key); ++key) to[key] = 0.0f;
+    std::fill_n(to, std::min(num_hidden(item), places_->count), 0.0f);
     std::fill(to + places_->count, to + kTileKeys, 0.0f);
     return to;
   }
