@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import traceback as traceback_module
+from typing import Any
 
 import msgspec
 
@@ -77,6 +79,30 @@ class HeadraceError(Exception):
 
 class InvalidRequestError(HeadraceError, ValueError):
     """A request that can never succeed as it is: the message names the field and what would be right."""
+
+    value: Any = None
+    """What was given, where that is known here: an error of the engine has it in its text alone."""
+
+    @property
+    def parameter(self) -> str | None:
+        """The field that is wrong, as the message names it; None where it names none."""
+        text = self.failure.message if self.failure is not None else str(self)
+        text = text[:_LONGEST_BEGINNING]
+        if (named := _PARAMS_NAME.search(text)) is not None:
+            return named.group(1)
+        if _PROMPT_FIELDS.match(text):
+            return "prompt"
+        if text.startswith(("messages", "the chat template", "continue_final_message")):
+            return "messages"
+        if text.startswith("a request with the id"):
+            return "request_id"
+        return text.partition(" ")[0] if text.startswith(("priority", "data_parallel_rank")) else None
+
+
+_PARAMS_NAME = re.compile(r"SamplingParams\.(\w+)")
+_PROMPT_FIELDS = re.compile(r"^(the prompt|prompt_token_ids|'prompt|prompts?\b)")
+_LONGEST_BEGINNING = 1000
+"""Of a message: what may come later quotes a request, and is not looked at."""
 
 
 class OptionError(HeadraceError, ValueError):

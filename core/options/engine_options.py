@@ -128,8 +128,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Literal["auto", "safetensors", "pt", "gguf", "sharded_state", "dummy"],
         Option(
             MODEL,
-            "How to read the weights; sharded_state is what save-sharded-state wrote for these ranks, dummy makes "
-            "random ones of the right shape",
+            "How to read the weights; hf is auto, sharded_state is what save-sharded-state wrote for these ranks, "
+            "dummy makes random ones of the right shape",
+            words={"hf": "auto"},
         ),
     ] = "auto"
     safetensors_load_strategy: Annotated[

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, MutableSequence
 from typing import Any, Literal, overload
 
 import msgspec
@@ -22,18 +23,19 @@ LogprobsOfPosition = dict[int, Logprob]
 """By token id: the sampled (or the prompt's own) token first, then the likeliest ones, best first."""
 
 
-class FlatLogprobs(Sequence[Any]):
+@dataclasses.dataclass
+class FlatLogprobs(MutableSequence[Any]):
     """Log-probabilities of many positions in a few long lists, which Python's garbage collection need not walk as it
-    walks an object for each. It reads as a list of LogprobsOfPosition, which are made as they are asked for."""
+    walks an object for each. It reads as a list of LogprobsOfPosition, which are made as they are asked for, and grows
+    at its end alone."""
 
-    def __init__(self) -> None:
-        self.start_indices: list[int] = []
-        """Of each position, where its tokens begin in the lists below."""
-        self.end_indices: list[int] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.ranks: list[int | None] = []
-        self.decoded_tokens: list[str | None] = []
+    start_indices: list[int] = dataclasses.field(default_factory=list)
+    """Of each position, where its tokens begin in the lists below."""
+    end_indices: list[int] = dataclasses.field(default_factory=list)
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    ranks: list[int | None] = dataclasses.field(default_factory=list)
+    decoded_tokens: list[str | None] = dataclasses.field(default_factory=list)
 
     def append(self, position: LogprobsOfPosition | None) -> None:
         """None for the first token of a prompt, which nothing predicts."""
@@ -45,6 +47,19 @@ class FlatLogprobs(Sequence[Any]):
             self.decoded_tokens.append(logprob.decoded_token)
         self.end_indices.append(len(self.token_ids))
 
+    def extend(self, values: Iterable[LogprobsOfPosition | None]) -> None:
+        for position in values:
+            self.append(position)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise TypeError("FlatLogprobs takes positions at its end alone: what was told does not change")
+
+    def __delitem__(self, index: Any) -> None:
+        raise TypeError("FlatLogprobs gives nothing up: what was told stays")
+
+    def insert(self, index: int, value: Any) -> None:
+        raise TypeError("FlatLogprobs takes positions at its end alone, by append and extend")
+
     def __len__(self) -> int:
         return len(self.start_indices)
 
@@ -53,18 +68,17 @@ class FlatLogprobs(Sequence[Any]):
     @overload
     def __getitem__(self, index: slice) -> FlatLogprobs: ...
     def __getitem__(self, index: int | slice) -> Any:
-        """A LogprobsOfPosition, or None for what nothing predicts; of a slice a FlatLogprobs."""
+        """A LogprobsOfPosition, which is empty for what nothing predicts, as vLLM has it; of a slice a FlatLogprobs."""
         if isinstance(index, slice):
             part = FlatLogprobs()
             for place in range(*index.indices(len(self))):
                 part.append(self[place])
             return part
         start, end = self.start_indices[index], self.end_indices[index]
-        found = {
+        return {
             self.token_ids[place]: Logprob(self.logprobs[place], self.ranks[place], self.decoded_tokens[place])
             for place in range(start, end)
         }
-        return found or None
 
 
 class RequestMetrics(msgspec.Struct):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from http import HTTPStatus
 from typing import Any
 
@@ -109,25 +108,11 @@ def unavailable(message: str, *, code: str, retry_after_s: float = RETRY_AFTER_S
     )
 
 
-_PARAMS_NAME = re.compile(r"SamplingParams\.(\w+)")
-_PROMPT_FIELDS = re.compile(r"^(the prompt|prompt_token_ids|'prompt|prompts?\b)")
-
-
 def _bad_request(error: InvalidRequestError) -> ApiError:
-    text = shortened(_first_line(error), LONGEST_MESSAGE)  # before any pattern is looked for in it
-    named = _PARAMS_NAME.search(text)
-    param: str | None = None
-    if named is not None:
-        param = named.group(1)
+    text = shortened(_first_line(error), LONGEST_MESSAGE)
+    param = error.parameter
+    if param is not None:
         text = text.replace("SamplingParams.", "")
-    elif _PROMPT_FIELDS.match(text):
-        param = "prompt"
-    elif text.startswith(("messages", "the chat template", "continue_final_message")):
-        param = "messages"
-    elif text.startswith("a request with the id"):
-        param = "request_id"
-    elif text.startswith(("priority", "data_parallel_rank")):
-        param = text.partition(" ")[0]
     if "must be at least" in text:
         text += " (greater_than_equal)"  # what clients of vLLM's look for
     return ApiError(HTTPStatus.BAD_REQUEST, text, param=param, code="invalid_value")

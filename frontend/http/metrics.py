@@ -52,6 +52,8 @@ _ALSO_KNOWN_AS = {"inter_token_latency_seconds": "time_per_output_token_seconds"
 """Names of earlier versions of vLLM, which dashboards made for them ask for."""
 FINISH_REASONS = ("stop", "length", "abort", "error")
 _SUCCESS = "request_success"
+_REJECTIONS, _FULL = "admission_rejections", "max_num_queued_reqs"
+"""The one reason that there is: queues are bounded by requests (max_waiting_requests), under vLLM's name for it."""
 _PROCESS_HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
     "gc_pause_seconds": (_PAUSES, "Garbage collections in the HTTP processes."),
 }
@@ -99,7 +101,7 @@ class _Layout:
             self.size += 1
 
 
-_ENGINE_LAYOUT = _Layout(ENGINE_HISTOGRAMS, FINISH_REASONS)
+_ENGINE_LAYOUT = _Layout(ENGINE_HISTOGRAMS, (*FINISH_REASONS, _REJECTIONS))
 _PROCESS_LAYOUT = _Layout(
     {**_PROCESS_HISTOGRAMS, **{f"{_HTTP_DURATION}{path}": (_DURATIONS, "") for path in HANDLERS}},
     (
@@ -149,6 +151,10 @@ class Pages:
 
     def count(self, name: str, amount: float = 1.0) -> None:
         self.process[_PROCESS_LAYOUT.at[name]] += amount
+
+    def count_rejection(self, index: int) -> None:
+        """An engine's queue had no room for a request."""
+        self.engine(index)[_ENGINE_LAYOUT.at[_REJECTIONS]] += 1.0
 
     def set(self, name: str, value: float) -> None:
         self.process[_PROCESS_LAYOUT.at[name]] = value
@@ -341,6 +347,16 @@ class Exposition:
                 at = _engine_offset(engine.index) + _ENGINE_LAYOUT.at[reason]
                 success.add_metric((*_labels(engine), reason), self._pages.total(at, 1)[0])
         yield success
+        rejections = CounterMetricFamily(
+            f"{self._prefix}:{_REJECTIONS}", "Requests that found a queue full.", labels=("model_name", "reason")
+        )
+        counted: dict[str, float] = {}
+        for engine in self._pool.engines:
+            name, at = _labels(engine)[0], _engine_offset(engine.index) + _ENGINE_LAYOUT.at[_REJECTIONS]
+            counted[name] = counted.get(name, 0.0) + self._pages.total(at, 1)[0]
+        for name, count in counted.items():
+            rejections.add_metric((name, _FULL), count)
+        yield rejections
 
     def _process_families(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily

@@ -36,7 +36,8 @@ from headrace.frontend.http.metrics import Exposition, Pages
 from headrace.frontend.http.openai.chat import ChatParts, prepare_chat, render
 from headrace.frontend.http.openai.chat_batch import prepare_chat_batch
 from headrace.frontend.http.openai.completions import prepare_completion
-from headrace.frontend.http.openai.generation import Generator, KeepAlive, PreparedRequest
+from headrace.frontend.http.openai.event_stream import KeepAlive
+from headrace.frontend.http.openai.generation import Generator, PreparedRequest
 from headrace.frontend.http.openai.prompts import (
     ChatPrompts,
     apply_server_defaults,

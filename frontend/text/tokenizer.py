@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -94,6 +95,13 @@ class Tokenizer:
         if text is None:
             text = self._decoded_tokens[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text: of one that is part of a character, that part."""
+        if self._token_bytes is not None:
+            return self._token_bytes[False][token_id]
+        byte = _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "")
+        return bytes.fromhex(byte.group(1)) if byte is not None else self.decode_token(token_id).encode()
 
     def detokenizer(self, *, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         """An incremental decoder of one output, which reads on from `prompt_token_ids`."""
@@ -220,6 +228,10 @@ class Tokenizer:
         )
         # The template writes the special tokens itself.
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+"""How SentencePiece spells the bytes of characters that its vocabulary lacks."""
 
 
 class _TokenBytes(dict[int, bytes]):

@@ -14,9 +14,10 @@ import httpx
 import openai
 import psutil
 import pytest
-from http_server import Server, serving, wait_until
+from http_server import Server, ask, serving, stream, wait_until
 
 KEY = "key-of-the-tests"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
 GREEDY = {"temperature": 0, "max_tokens": 4}
 
@@ -101,6 +102,25 @@ def test_usage_is_in_every_event_and_at_the_end_whatever_a_stream_asks_for(
         counted = [event.usage.completion_tokens for event in events]
         assert counted == sorted(counted)
         assert all(event.choices for event in events)
+
+
+# tests/entrypoints/openai: per-request metrics; a stream's are in the event with its usage
+def test_times_of_a_request_are_in_its_answer_where_the_server_tells_them(address: str, client: httpx.Client) -> None:
+    assert "metrics" not in ask(client, COMPLETIONS, prompt="a", **GREEDY)
+    bodies = ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER}))
+    more = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    with serving("--engine", address, "--enable-per-request-metrics", attached=True) as server, server.client() as own:
+        for path, body in bodies:
+            whole = ask(own, path, **body, **more)["metrics"]
+            *events, last = stream(own, path, {**body, **more, "stream_options": {"include_usage": True}})
+            assert not any("metrics" in each for each in events)
+            for told in (whole, last["metrics"]):
+                assert all(value is not None for value in told.values()), told
+                whole_ms = told["time_to_first_token_ms"] + told["generation_time_ms"]
+                assert told["generation_time_ms"] == pytest.approx(3 * told["mean_itl_ms"])
+                assert told["tokens_per_second"] == pytest.approx(4000 / whole_ms)
+            assert ask(own, path, **body, **{**more, "max_tokens": 1})["metrics"]["mean_itl_ms"] is None
+            assert "metrics" not in ask(own, path, **body, n=2, seed=1, max_tokens=2)
 
 
 # tests/entrypoints/serve/instrumentator/test_uds.py

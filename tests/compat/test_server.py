@@ -51,6 +51,21 @@ def test_token_ids_in_and_out_are_those_of_the_text(client: httpx.Client, text: 
     assert joined(event["choices"][0]["token_ids"] for event in events) == by_text["token_ids"]
 
 
+# OpenAI's `bytes`: of a token that is part of a character, that part
+def test_bytes_of_log_probabilities_are_the_text_also_inside_a_character(client: httpx.Client) -> None:
+    form = {"choice": ["naïve 😀!"]}
+    body = {"messages": USER, "temperature": 0, "max_tokens": 30, "logprobs": True, "top_logprobs": 2}
+    choice = ask(client, CHAT, structured_outputs=form, **body)["choices"][0]
+    told = choice["logprobs"]["content"]
+    assert choice["message"]["content"] == form["choice"][0]
+    assert bytes(joined(each["bytes"] for each in told)).decode() == form["choice"][0]
+    parts = [each for each in told if each["token"] == "\ufffd"]
+    assert len(parts) >= 4, "the test's text has a character of several tokens"
+    assert all(len(each["bytes"]) == 1 for each in parts)
+    tops = [top for each in told for top in each["top_logprobs"]]
+    assert all(bytes(top["bytes"]).decode(errors="replace") == top["token"] for top in tops)
+
+
 # tests/entrypoints/openai/test_return_token_ids.py: whole answers name the fields that were not asked for
 def test_whole_answers_have_a_null_for_what_was_not_asked_for(client: httpx.Client) -> None:
     choice = ask(client, COMPLETIONS, prompt="a", **GREEDY)["choices"][0]

@@ -57,6 +57,8 @@ def test_every_option_has_a_type_a_group_and_help() -> None:
         ("model", Path("/models/llama"), "/models/llama"),
         ("dtype", types.SimpleNamespace(__name__="float16"), "float16"),
         ("max_model_len", "auto", None),
+        ("load_format", "hf", "auto"),
+        ("model_impl", "vllm", "headrace"),
         ("max_model_len", -1, None),
         ("max_model_len", "8k", 8000),
         ("max_model_len", "8K", 8192),

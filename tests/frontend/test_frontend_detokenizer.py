@@ -173,3 +173,12 @@ def test_text_that_cannot_become_a_stop_string_is_not_held_back() -> None:
     assert checker.add(" ST") == " "
     assert checker.add("AY") == "STAY"
     assert checker.matched is None
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_a_tokens_bytes_are_its_part_of_the_text_also_inside_a_character(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    token_ids = tokenizer.encode("🦀", add_special_tokens=False)
+    parts = [tokenizer.token_bytes(each) for each in token_ids]
+    assert b"".join(parts).strip().decode() == "🦀"
+    assert any(REPLACEMENT in part.decode(errors="replace") for part in parts), "each token is a whole character"

@@ -79,7 +79,16 @@ def test_flat_log_probabilities_read_as_the_usual_ones(llm: LLM) -> None:
     assert isinstance(told, FlatLogprobs)
     assert isinstance(prompt, FlatLogprobs)
     assert list(told) == usual.outputs[0].logprobs
-    assert list(prompt) == usual.prompt_logprobs
+    assert usual.prompt_logprobs[0] is None
+    assert list(prompt) == [{}, *usual.prompt_logprobs[1:]]
+    joined = FlatLogprobs()
+    joined.extend(told[:2])
+    joined.extend(list(told)[2:])
+    assert joined == told
+    assert joined != told[:3]
+    for change in (lambda: joined.insert(0, None), lambda: joined.__setitem__(0, None), joined.pop):
+        with pytest.raises(TypeError, match="FlatLogprobs"):
+            change()
     assert told[-1] == usual.outputs[0].logprobs[-1]
     assert list(told[1:3]) == usual.outputs[0].logprobs[1:3]
     assert told.token_ids == [token for position in usual.outputs[0].logprobs for token in position]

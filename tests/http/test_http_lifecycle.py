@@ -167,7 +167,10 @@ def test_a_full_queue_answers_429_with_a_time_to_come_back(slow_server):
                     stack.close()
                     return [*refused, *await asyncio.gather(*waiting)]
 
+            full = "headrace:admission_rejections_total"
+            before = metric(watcher, full, reason="max_num_queued_reqs")
             whole, streamed, *served = asyncio.run(crowd())
+            assert metric(watcher, full, reason="max_num_queued_reqs") == before + 2
     for refused in (whole, streamed):
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1

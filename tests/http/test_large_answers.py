@@ -18,15 +18,9 @@ import pytest
 from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.api.parameters.sampling_params import RequestOutputKind, SamplingParams
 from headrace.frontend.client.request import RequestStream, SequenceState
-from headrace.frontend.http.openai import generation, responses
-from headrace.frontend.http.openai.generation import (
-    INLINE_TOKENS,
-    EventStream,
-    Generator,
-    KeepAlive,
-    PreparedRequest,
-    Running,
-)
+from headrace.frontend.http.openai import event_stream, responses
+from headrace.frontend.http.openai.event_stream import EventStream, KeepAlive
+from headrace.frontend.http.openai.generation import INLINE_TOKENS, Generator, PreparedRequest, Running
 from headrace.frontend.http.openai.responses import (
     _PIECE_BYTES,
     AssistantMessage,
@@ -216,7 +210,7 @@ class Wire:
 
 
 def test_events_of_many_outputs_leave_in_shares_and_each_output_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "TURN_S", -1.0)  # each share is one output's
+    monkeypatch.setattr(event_stream, "TURN_S", -1.0)  # each share is one output's
 
     async def run() -> Wire:
         wire = Wire()

@@ -113,7 +113,9 @@ def flag_fields(fields: Mapping[str, Declared], besides: tuple[str, ...] = ()) -
 
 
 def bad(name: str, value: Any, why: str) -> InvalidRequestError:
-    return InvalidRequestError(f"SamplingParams.{name} = {value!r:.500}: {why}")
+    error = InvalidRequestError(f"SamplingParams.{name} = {value!r:.500}: {why}")
+    error.value = value
+    return error
 
 
 def _converter(declared: Declared) -> Callable[[Any], Any] | None:

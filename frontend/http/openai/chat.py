@@ -207,7 +207,8 @@ def chat_work(request: ChatCompletionRequest, engine: Engine, parts: ChatParts, 
     truncate(tokens, params, client.welcome)
     check_length(tokens, asked, client.welcome, "messages")
     choosing = choosing_of(request, params, client.welcome)
-    answer = Answer(request, id, request.model or engine.names[0], client.tokenizer)
+    name_told, tells_times = request.model or engine.names[0], parts.options.enable_per_request_metrics
+    answer = Answer(request, id, name_told, client.tokenizer, tells_times=tells_times)
     job = Job(id, tokens, params, request.priority or 0, affinity_of(request))
     form_field = "tool_choice" if grammar is not None else field_of_body(request)
     return ChatWork(job, answer, reader, choice.is_named, form_field, choosing)
@@ -280,6 +281,7 @@ class ChatAnswer(OpenAIEvents):
                 self.usage(),
                 prompt_logprobs=self._prompt_logprobs(stream),
                 prompt_token_ids=self._prompt_token_ids(stream),
+                metrics=answer.times(self._streams),
             )
         )
 
@@ -350,8 +352,11 @@ class ChatAnswer(OpenAIEvents):
         return event(self._chunk([ChatChunkChoice(index=index, delta=_delta_of(told))]))
 
     def end(self) -> bytes:
-        last = event(self._chunk([], self.usage())) if self._answer.include_usage else b""
-        return last + self.DONE
+        if not self._answer.include_usage:
+            return self.DONE
+        last = self._chunk([], self.usage())
+        last.metrics = self._answer.times(self._streams)
+        return event(last) + self.DONE
 
     def _first(self, stream: RequestStream, sequence: SequenceState) -> bytes:
         """An output's first event names its role; the very first also tells of the prompt."""

@@ -84,7 +84,8 @@ def prepare_completion(
         Job(id if len(prompts) == 1 else f"{id}-{index}", prompt, params, request.priority or 0, affinity_of(request))
         for index, prompt in enumerate(prompts)
     ]
-    answer = Answer(request, id, request.model or engine.names[0], client.tokenizer)
+    name_told, tells_times = request.model or engine.names[0], options.enable_per_request_metrics
+    answer = Answer(request, id, name_told, client.tokenizer, tells_times=tells_times)
     texts = CompletionAnswer(request, answer, outputs_of(request), only_prompt=only_prompt)
     return PreparedRequest(
         engine=engine,
@@ -164,7 +165,8 @@ class CompletionAnswer(OpenAIEvents):
         for choice in choices:
             choice.name_all()
         answer = self._answer
-        return encoded(CompletionResponse(answer.id, _OBJECT, answer.created, answer.model, choices, self._usage()))
+        usage, times = self._usage(), answer.times(self._streams)
+        return encoded(CompletionResponse(answer.id, _OBJECT, answer.created, answer.model, choices, usage, times))
 
     def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
         choice = self._choices[sequence]
@@ -185,7 +187,8 @@ class CompletionAnswer(OpenAIEvents):
         if not self._answer.include_usage:
             return self.DONE
         answer = self._answer
-        last = CompletionResponse(answer.id, _OBJECT, answer.created, answer.model, [], self._usage())
+        usage, times = self._usage(), answer.times(self._streams)
+        last = CompletionResponse(answer.id, _OBJECT, answer.created, answer.model, [], usage, times)
         return event(last) + self.DONE
 
     def _usage(self) -> Usage:

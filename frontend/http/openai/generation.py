@@ -1,13 +1,6 @@
 """Runs one HTTP request's prompts on an engine: submits, waits for the end or the client's leaving, answers.
 
 A client that leaves, a deadline that passes and a server that stops all end in the same place: `Running.abort`.
-
-A response of server-sent events is written as steps come, without a task switch per token:
-
-    core's step --> RequestTable.on_step --> RequestStream.on_step --> EventStream --> connection.write_chunk
-
-All events of one step for one connection leave in one write. A client that does not read stops the writing, not the
-core: what comes meanwhile stays in the request's lists and leaves as one larger event.
 """
 
 from __future__ import annotations
@@ -26,48 +19,18 @@ import msgspec
 from headrace.frontend.api.beam_search import BeamSearchParams
 from headrace.frontend.api.inputs.prompts import Prompt, check_request
 from headrace.frontend.api.parameters.sampling_params import SamplingParams
-from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.client.request import RequestStream
 from headrace.frontend.fleet.decisions import ANYWHERE, Affinity
 from headrace.frontend.fleet.pool import Engine, EnginePool
 from headrace.frontend.http.connection import Connection
 from headrace.frontend.http.errors import ApiError, unavailable
 from headrace.frontend.http.metrics import Pages, RequestMeter
 from headrace.frontend.http.openai.choosing import Choosing, likeliest, search
+from headrace.frontend.http.openai.event_stream import HEADERS, TURN_S, Chunks, EventStream, KeepAlive
 from headrace.frontend.http.openai.prompts import as_api_error
-from headrace.ipc.failure import HeadraceError, InvalidRequestError
+from headrace.ipc.failure import HeadraceError, InvalidRequestError, QueueFullError
 
 logger = logging.getLogger(__name__)
-
-KEEP_ALIVE = b": keep-alive\n\n"
-HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies of nginx's kind pass events on at once
-]
-
-
-class Chunks(Protocol):
-    """Writes one kind of response as events."""
-
-    def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
-        """The events that tell what is new of one output; nothing when that cannot be told yet."""
-        ...
-
-    def end(self) -> bytes:
-        """What follows the last output."""
-        ...
-
-    def failure(self, error: BaseException) -> bytes:
-        """The last event of a stream that failed."""
-        ...
-
-
-class Silent(Protocol):
-    """What a comment keeps open while it writes nothing."""
-
-    last_write_s: float
-
-    def keep_alive(self) -> None: ...
 
 
 class Listener(Protocol):
@@ -82,148 +45,10 @@ class Listener(Protocol):
         ...
 
 
-class EventStream:
-    """The events of some requests on one connection. Everything happens in the client's loop."""
-
-    def __init__(self, connection: Connection, chunks: Chunks) -> None:
-        self._connection, self._chunks = connection, chunks
-        self._streams: Sequence[RequestStream] = ()
-        self._choices: list[tuple[RequestStream, SequenceState]] = []  # whose end is not told yet
-        self._is_open = False
-        self._is_flush_due = False
-        self._error: BaseException | None = None
-        self._loop = asyncio.get_running_loop()
-        self.last_write_s = time.monotonic()
-        self.ended: asyncio.Future[None] = self._loop.create_future()
-        """Done once the last event is written."""
-
-    def attach(self, streams: Sequence[RequestStream]) -> None:
-        """Listens to these, which have just been submitted."""
-        self._streams = streams
-        self._choices = [(stream, sequence) for stream in streams for sequence in stream.sequences]
-
-    def open(self) -> None:
-        """The response has begun: writes what has come so far, and everything later as it comes."""
-        self._is_open = True
-        self._connection.on_writable = self._flush
-        self._flush()
-
-    def close(self) -> None:
-        """Writes nothing more."""
-        self._is_open = False
-        self._connection.on_writable = None
-
-    def on_step(self, stream: RequestStream) -> None:
-        if not self._is_open:
-            return
-        if len(self._streams) == 1:
-            self._flush()
-        else:  # other requests of this connection may have news of the same step
-            self._flush_soon()
-
-    def _flush_soon(self) -> None:
-        if not self._is_flush_due:
-            self._is_flush_due = True
-            self._loop.call_soon(self._flush)
-
-    def fail(self, error: BaseException) -> None:
-        """Ends the stream with an event that tells why."""
-        if self._error is None:
-            self._error = error
-            if self._is_open:
-                self._flush()
-
-    def keep_alive(self) -> None:
-        if self._is_open and not self._connection.congested:
-            self._write(KEEP_ALIVE)
-
-    def _flush(self) -> None:
-        self._is_flush_due = False
-        if not self._is_open or self._connection.congested:
-            return
-        try:
-            self._write_news()
-        except Exception as error:  # the caller is the loop of all requests, and must not end for one
-            logger.exception("an event could not be written")
-            self._error = self._error or error
-            self._write(self._chunks.failure(error))
-            self._finish()
-
-    def _write_news(self) -> None:
-        parts: list[bytes] = []
-        ended = []
-        end_s = time.monotonic() + TURN_S
-        for index, choice in enumerate(self._choices):
-            if parts and time.monotonic() > end_s:  # others have their turn before the rest, which comes first then
-                self._choices = self._choices[index:] + self._choices[:index]
-                self._is_flush_due = True
-                self._loop.call_later(TURN_S, self._flush)  # a turn of others may be several of the loop's
-                break
-            stream, sequence = choice
-            if sequence.has_news() and (data := self._chunks.delta(stream, sequence)):
-                parts.append(data)
-                if sequence.finish_reason is not None:
-                    ended.append(choice)
-        if ended:
-            gone = set(map(id, ended))
-            self._choices = [choice for choice in self._choices if id(choice) not in gone]
-        if self._error is not None:
-            parts.append(self._chunks.failure(self._error))
-        elif not self._choices:
-            parts.append(self._chunks.end())
-        else:
-            if parts:
-                self._write(parts[0] if len(parts) == 1 else b"".join(parts))
-            return
-        self._write(b"".join(parts))
-        self._finish()
-
-    def _write(self, data: bytes) -> None:
-        self.last_write_s = time.monotonic()
-        self._connection.write_chunk(data)
-
-    def _finish(self) -> None:
-        self.close()
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-
-class KeepAlive:
-    """Looks at all open streams from time to time, and only while there are any."""
-
-    def __init__(self, silence_s: float) -> None:
-        """A comment is sent after `silence_s` without an event."""
-        self._silence_s = silence_s
-        self._streams: set[Silent] = set()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def add(self, stream: Silent) -> None:
-        self._streams.add(stream)
-        if self._timer is None:
-            self._schedule()
-
-    def remove(self, stream: Silent) -> None:
-        self._streams.discard(stream)
-
-    def _schedule(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._silence_s / 2, self._look)
-
-    def _look(self) -> None:
-        self._timer = None
-        now_s = time.monotonic()
-        for stream in list(self._streams):
-            if now_s - stream.last_write_s > self._silence_s / 2:  # looked at twice in the time allowed
-                stream.keep_alive()
-        if self._streams:
-            self._schedule()
-
-
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-TURN_S = 0.005
-"""How long one request may keep others waiting while its prompts are submitted."""
 INLINE_TOKENS = 2000
 """Answers of fewer tokens, or likeliest ones beside them, are written at once."""
 HOLD_S = 1.0
@@ -272,7 +97,7 @@ class Running:
         """form_field: see PreparedRequest."""
         if engine.client is None:  # it was there when the request was prepared
             raise unavailable("the engine is not running", code="engine_dead")
-        self._engine, self._jobs, self._welcome = engine, jobs, engine.client.welcome
+        self.engine, self._jobs, self._welcome = engine, jobs, engine.client.welcome
         self._pool, self._pages, self._form_field = pool, pages, form_field
         self._meters: dict[RequestStream, RequestMeter] = {}
         self.error: HeadraceError | None = None
@@ -294,7 +119,7 @@ class Running:
             except InvalidRequestError as error:
                 raise as_api_error(error, index, len(jobs)) from error
             await pace.step()
-        model, meters = self._engine.names[0], dict[int, RequestMeter]()
+        model, meters = self.engine.names[0], dict[int, RequestMeter]()
         for job, max_tokens in zip(jobs, most_tokens, strict=True):
             # Two clients may choose one name; both get their answer under it.
             name = f"{job.name}-{uuid.uuid4().hex}" if job.name in self._pool else job.name
@@ -307,7 +132,7 @@ class Running:
                 max_tokens=max_tokens,
                 affinity=job.affinity,
             )
-            engine = self._pool.engine_of(stream) or self._engine
+            engine = self._pool.engine_of(stream) or self.engine
             if engine.index not in meters:
                 meters[engine.index] = RequestMeter(self._pages.engine(engine.index))
             self._meters[stream] = meters[engine.index]
@@ -362,8 +187,8 @@ class RunningSearch(Running):
         self._task: asyncio.Task[list[RequestStream]] | None = None
 
     async def submit(self) -> None:
-        assert self._engine.client is not None, "it was there a moment ago"
-        model, tokenizer = self._engine.names[0], self._engine.client.tokenizer
+        assert self.engine.client is not None, "it was there a moment ago"
+        model, tokenizer = self.engine.names[0], self.engine.client.tokenizer
         searching = search(self._jobs, self._beams, self._pool, model, self._welcome, tokenizer)
         self._task = asyncio.ensure_future(searching)
         self._task.add_done_callback(self._on_found)
@@ -383,7 +208,7 @@ class RunningSearch(Running):
         except Exception as error:  # whoever waits for the search is to hear of it
             logger.exception("a beam search failed")
             self.error = HeadraceError(f"the beam search failed: {type(error).__name__}: {error}")
-        meter = RequestMeter(self._pages.engine(self._engine.index))
+        meter = RequestMeter(self._pages.engine(self.engine.index))
         for stream in self.streams:
             meter.on_done(stream)
         for each in (self.news, self.ended):
@@ -441,6 +266,9 @@ class Generator:
         try:
             await running.submit()
             yield running
+        except QueueFullError:
+            self._pages.count_rejection(running.engine.index)
+            raise
         finally:
             running.abort()
             running.events = None

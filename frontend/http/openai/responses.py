@@ -34,6 +34,20 @@ class Usage(msgspec.Struct):
     """Of answers in which reasoning is told apart."""
 
 
+class RequestTimes(msgspec.Struct):
+    """vLLM's `metrics` of an answer: milliseconds, and null for what there was none of."""
+
+    time_to_first_token_ms: float | None = None
+    """From first scheduling."""
+    generation_time_ms: float | None = None
+    """From the first token to the last."""
+    queue_time_ms: float | None = None
+    mean_itl_ms: float | None = None
+    """From one token to the next."""
+    tokens_per_second: float | None = None
+    """Of all output tokens, from first scheduling to the last token."""
+
+
 class PromptLogprob(msgspec.Struct, gc=False):
     logprob: float
     rank: int | None
@@ -80,6 +94,7 @@ class CompletionResponse(msgspec.Struct):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    metrics: RequestTimes | UnsetType = UNSET
 
 
 # --- chat completions ----------------------------------------------------------------------------------------------
@@ -144,6 +159,7 @@ class ChatResponse(msgspec.Struct):
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
+    metrics: RequestTimes | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct):
@@ -172,6 +188,7 @@ class ChatChunk(msgspec.Struct):
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    metrics: RequestTimes | UnsetType = UNSET
 
 
 # --- the rest ------------------------------------------------------------------------------------------------------
@@ -242,6 +259,10 @@ class TokenSpelling:
     def __call__(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.decode_token(token_id)
 
+    def bytes_of(self, token_id: int) -> list[int]:
+        """Of all tokens in order they are the text, also where each has but a part of a character."""
+        return list(self(token_id).encode() if self._tokenizer is None else self._tokenizer.token_bytes(token_id))
+
 
 def completion_logprobs(
     token_ids: Sequence[int], positions: Sequence[LogprobsOfPosition | None], spell: TokenSpelling, offset: int
@@ -273,13 +294,15 @@ def chat_logprobs(
     for token_id, position in zip(token_ids, positions, strict=True):
         told = (each for each in position.items() if num_top is None or (each[1].rank or 0) <= num_top)
         likeliest = sorted(told, key=lambda each: each[1].rank or 0)
-        token = spell(token_id)
         content.append(
             TokenLogprob(
-                token=token,
+                token=spell(token_id),
                 logprob=_finite(position[token_id]),
-                bytes=list(token.encode()),
-                top_logprobs=[_top(spell(each), logprob) for each, logprob in likeliest[:num_top]],
+                bytes=spell.bytes_of(token_id),
+                top_logprobs=[
+                    TopLogprob(spell(each), _finite(logprob), spell.bytes_of(each))
+                    for each, logprob in likeliest[:num_top]
+                ],
             )
         )
     return ChatLogprobs(content)
@@ -297,10 +320,6 @@ def prompt_logprobs(positions: Sequence[LogprobsOfPosition | None]) -> PromptLog
     ]
 
 
-def _top(token: str, logprob: Logprob) -> TopLogprob:
-    return TopLogprob(token=token, logprob=_finite(logprob), bytes=list(token.encode()))
-
-
 def _finite(logprob: Logprob) -> float:
     return max(logprob.logprob, LOWEST)
 
@@ -313,8 +332,11 @@ _encode = msgspec.json.Encoder().encode
 class Answer:
     """One response's constants: the same in its whole form and in each of its events."""
 
-    def __init__(self, request: GenerationRequest, id: str, model: str, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, request: GenerationRequest, id: str, model: str, tokenizer: Tokenizer | None, *, tells_times: bool
+    ) -> None:
         """`model` is the name that the answer gives."""
+        self._tells_times = tells_times
         self.id, self.model, self.created = id, model, int(time.time())
         options = request.stream_options
         self.include_usage = options is not None and options.include_usage
@@ -323,9 +345,28 @@ class Answer:
         self.tokenizer = tokenizer
         self.spell = TokenSpelling(tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
 
+    def times(self, streams: Sequence[RequestStream]) -> RequestTimes | UnsetType:
+        """Of an answer of one output, which has ended: several outputs have no times in common."""
+        if not self._tells_times or len(streams) != 1 or streams[0].params.n != 1:
+            return UNSET
+        told = streams[0].metrics
+        count, prefill_s, decode_s = told.num_generation_tokens, told.prefill_s, told.decode_s
+        whole_s = None if prefill_s is None or decode_s is None else prefill_s + decode_s
+        return RequestTimes(
+            time_to_first_token_ms=_ms(prefill_s),
+            generation_time_ms=_ms(decode_s),
+            queue_time_ms=_ms(told.queued_s),
+            mean_itl_ms=_ms(decode_s / (count - 1)) if decode_s is not None and count > 1 else None,
+            tokens_per_second=count / whole_s if whole_s else None,
+        )
+
     def no_usage(self) -> UnsetType | None:
         """The usage field of an event that does not count: null where a later one does, absent where none does."""
         return None if self.include_usage else UNSET
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1000
 
 
 def usage_of(streams: Sequence[RequestStream]) -> Usage:

@@ -208,6 +208,13 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool,
         Option(CHAT, "Count tokens in every event of every stream and at its end, whatever its stream_options say"),
     ] = False
+    enable_per_request_metrics: Annotated[
+        bool,
+        Option(
+            CHAT,
+            "Tell the times of a request with one output, as `metrics` of the answer, or of the event with usage",
+        ),
+    ] = False
 
     enable_tokenizer_info_endpoint: Annotated[
         bool, Option(CHAT, "Serve GET /tokenizer_info: special tokens and the chat template, as lm-eval asks for them")

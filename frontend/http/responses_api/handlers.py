@@ -16,7 +16,8 @@ from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import ApiError, bad_field
 from headrace.frontend.http.exchange import Exchange
 from headrace.frontend.http.openai.chat import ChatWork, chat_work
-from headrace.frontend.http.openai.generation import HEADERS, HOLD_S, first_of
+from headrace.frontend.http.openai.event_stream import HEADERS
+from headrace.frontend.http.openai.generation import HOLD_S, first_of
 from headrace.frontend.http.openai.requests import RANK_HEADER, ResponsesRequest, decode_query, take_rank
 from headrace.frontend.http.process.engines import engine_for
 from headrace.frontend.http.responses_api.conversation import (

@@ -1,0 +1,189 @@
+"""The events of requests on one connection, written as steps come, without a task switch per token:
+
+    core's step --> RequestTable.on_step --> RequestStream.on_step --> EventStream --> connection.write_chunk
+
+All events of one step for one connection leave in one write. A client that does not read stops the writing, not the
+core: what comes meanwhile stays in the request's lists and leaves as one larger event. Silence is filled with comments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.http.connection import Connection
+
+logger = logging.getLogger(__name__)
+
+TURN_S = 0.005
+"""How long one request may keep others waiting, while its prompts are submitted or its events written."""
+KEEP_ALIVE = b": keep-alive\n\n"
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies of nginx's kind pass events on at once
+]
+
+
+class Chunks(Protocol):
+    """Writes one kind of response as events."""
+
+    def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
+        """The events that tell what is new of one output; nothing when that cannot be told yet."""
+        ...
+
+    def end(self) -> bytes:
+        """What follows the last output."""
+        ...
+
+    def failure(self, error: BaseException) -> bytes:
+        """The last event of a stream that failed."""
+        ...
+
+
+class Silent(Protocol):
+    """What a comment keeps open while it writes nothing."""
+
+    last_write_s: float
+
+    def keep_alive(self) -> None: ...
+
+
+class EventStream:
+    """The events of some requests on one connection. Everything happens in the client's loop."""
+
+    def __init__(self, connection: Connection, chunks: Chunks) -> None:
+        self._connection, self._chunks = connection, chunks
+        self._streams: Sequence[RequestStream] = ()
+        self._choices: list[tuple[RequestStream, SequenceState]] = []  # whose end is not told yet
+        self._is_open = False
+        self._is_flush_due = False
+        self._error: BaseException | None = None
+        self._loop = asyncio.get_running_loop()
+        self.last_write_s = time.monotonic()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        """Done once the last event is written."""
+
+    def attach(self, streams: Sequence[RequestStream]) -> None:
+        """Listens to these, which have just been submitted."""
+        self._streams = streams
+        self._choices = [(stream, sequence) for stream in streams for sequence in stream.sequences]
+
+    def open(self) -> None:
+        """The response has begun: writes what has come so far, and everything later as it comes."""
+        self._is_open = True
+        self._connection.on_writable = self._flush
+        self._flush()
+
+    def close(self) -> None:
+        """Writes nothing more."""
+        self._is_open = False
+        self._connection.on_writable = None
+
+    def on_step(self, stream: RequestStream) -> None:
+        if not self._is_open:
+            return
+        if len(self._streams) == 1:
+            self._flush()
+        else:  # other requests of this connection may have news of the same step
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self._loop.call_soon(self._flush)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the stream with an event that tells why."""
+        if self._error is None:
+            self._error = error
+            if self._is_open:
+                self._flush()
+
+    def keep_alive(self) -> None:
+        if self._is_open and not self._connection.congested:
+            self._write(KEEP_ALIVE)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        if not self._is_open or self._connection.congested:
+            return
+        try:
+            self._write_news()
+        except Exception as error:  # the caller is the loop of all requests, and must not end for one
+            logger.exception("an event could not be written")
+            self._error = self._error or error
+            self._write(self._chunks.failure(error))
+            self._finish()
+
+    def _write_news(self) -> None:
+        parts: list[bytes] = []
+        ended = []
+        end_s = time.monotonic() + TURN_S
+        for index, choice in enumerate(self._choices):
+            if parts and time.monotonic() > end_s:  # others have their turn before the rest, which comes first then
+                self._choices = self._choices[index:] + self._choices[:index]
+                self._is_flush_due = True
+                self._loop.call_later(TURN_S, self._flush)  # a turn of others may be several of the loop's
+                break
+            stream, sequence = choice
+            if sequence.has_news() and (data := self._chunks.delta(stream, sequence)):
+                parts.append(data)
+                if sequence.finish_reason is not None:
+                    ended.append(choice)
+        if ended:
+            gone = set(map(id, ended))
+            self._choices = [choice for choice in self._choices if id(choice) not in gone]
+        if self._error is not None:
+            parts.append(self._chunks.failure(self._error))
+        elif not self._choices:
+            parts.append(self._chunks.end())
+        else:
+            if parts:
+                self._write(parts[0] if len(parts) == 1 else b"".join(parts))
+            return
+        self._write(b"".join(parts))
+        self._finish()
+
+    def _write(self, data: bytes) -> None:
+        self.last_write_s = time.monotonic()
+        self._connection.write_chunk(data)
+
+    def _finish(self) -> None:
+        self.close()
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+class KeepAlive:
+    """Looks at all open streams from time to time, and only while there are any."""
+
+    def __init__(self, silence_s: float) -> None:
+        """A comment is sent after `silence_s` without an event."""
+        self._silence_s = silence_s
+        self._streams: set[Silent] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, stream: Silent) -> None:
+        self._streams.add(stream)
+        if self._timer is None:
+            self._schedule()
+
+    def remove(self, stream: Silent) -> None:
+        self._streams.discard(stream)
+
+    def _schedule(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._silence_s / 2, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        now_s = time.monotonic()
+        for stream in list(self._streams):
+            if now_s - stream.last_write_s > self._silence_s / 2:  # looked at twice in the time allowed
+                stream.keep_alive()
+        if self._streams:
+            self._schedule()
