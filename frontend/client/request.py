@@ -24,7 +24,7 @@ from headrace.frontend.api.outputs import (
 )
 from headrace.frontend.api.parameters.repetition import STOP_REASON
 from headrace.frontend.api.parameters.sampling_params import NOTHING, RequestOutputKind, SamplingParams
-from headrace.frontend.text.detokenizer import Detokenizer, StopChecker
+from headrace.frontend.text.detokenizer import REPLACEMENT, Detokenizer, StopChecker
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.codec import Tensor
 from headrace.ipc.failure import HeadraceError
@@ -113,7 +113,10 @@ class SequenceState:
             return
         if self.stops is None or self.stops.matched is None:
             end = len(self.token_ids) - silent_last_token
-            text = self.detokenizer.extend(self.token_ids[self.num_text_tokens : end]) + self.detokenizer.finish()
+            text, rest = self.detokenizer.extend(self.token_ids[self.num_text_tokens : end]), self.detokenizer.finish()
+            if self.stream.params.structured_outputs is not None and reason == "length":
+                rest = rest.rstrip(REPLACEMENT)  # with it, the text would not be the beginning of anything of the form
+            text += rest
             self.num_text_tokens = end
             if self.stops is not None:
                 text = self.stops.add(text) + self.stops.finish()
