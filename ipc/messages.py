@@ -62,6 +62,8 @@ class Thinking(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_
     """The prompt leaves it open."""
     budget: Annotated[int, Range(0, INT32)] | None = None
     """After so many tokens the end is forced."""
+    forced: Annotated[tuple[TokenId, ...], Longest(64)] = ()
+    """What is forced then, where that is more than `end`."""
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True, omit_defaults=True):
@@ -402,6 +404,10 @@ class Welcome(Message):
     """Tokens of an output that its reader gets together; the first comes at once, and the end with all that is left."""
     reasoning_parser: str = ""
     """The format of reasoning where neither a request nor a server names one."""
+    reasoning_begin: str = ""
+    """Begins reasoning in the place of what the format has."""
+    reasoning_end: str = ""
+    """Forced when a budget is spent, in the place of the format's end, which it holds."""
     max_waiting_requests: int = 1 << 30
     """Requests that may wait besides those that run."""
     grammars_hold_in_reasoning: bool = False

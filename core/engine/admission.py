@@ -121,7 +121,8 @@ class Admission:
         if (thinking := sampling.thinking) is not None:
             if not thinking.end:
                 return self.refusal("thinking has an end of no tokens")
-            outside = next((each for each in (*thinking.begin, *thinking.end) if each >= self._vocab_size), None)
+            named = (*thinking.begin, *thinking.end, *thinking.forced)
+            outside = next((each for each in named if each >= self._vocab_size), None)
             if outside is not None:
                 return self.refusal(f"thinking has token {outside}; the vocabulary has {self._vocab_size} tokens")
         if not all(sampling.bad_words):

@@ -356,6 +356,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "thinking_token_budget ends (a server's own reasoning_parser comes first)",
         ),
     ] = {}
+    reasoning_config: Annotated[
+        dict[str, Any],
+        Option(
+            SCHEDULER,
+            "How reasoning is set off: reasoning_parser as above, reasoning_start_str in the place of the format's own "
+            "start, and reasoning_end_str, forced when a thinking_token_budget is spent: the format's end, after words "
+            "that lead to it",
+        ),
+    ] = {}
     stream_interval: Annotated[
         int,
         Option(SCHEDULER, "Tokens of an output that are sent together; its first is sent at once", "tokens", minimum=1),

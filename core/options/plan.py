@@ -8,6 +8,7 @@ import msgspec
 
 from headrace.core.options.cache_groups import ONE_GROUP, CacheGroup
 from headrace.core.options.engine_options import Options
+from headrace.core.options.reasoning import Reasoning
 from headrace.core.options.speculation import Speculation
 from headrace.core.options.structured_outputs import StructuredOutputs
 
@@ -76,6 +77,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How requests get draft tokens; None: they get none."""
     structured_outputs: StructuredOutputs = StructuredOutputs()
     """How the grammars of requests are followed."""
+    reasoning: Reasoning = Reasoning()
+    """How the reasoning of answers is set off."""
     weights_stay_packed: bool = False
     """Quantised weights are kept, and computed where the device can, as the checkpoint stores them."""
     weight_bits: int | None = None

@@ -11,6 +11,7 @@ import msgspec
 
 from headrace.core.options.engine_options import Options
 from headrace.core.options.plan import Decision, ModelDescription, Plan
+from headrace.core.options.reasoning import reasoning_of
 from headrace.core.options.speculation import CPU_STEP_TOKENS, Speculation, speculation_of
 from headrace.core.options.structured_outputs import WHY, structured_outputs_of
 from headrace.ipc.failure import OptionError
@@ -94,6 +95,7 @@ def resolve(options: Options, model: ModelDescription, draw_seed: Callable[[], i
         max_logprobs=max_logprobs,
         speculation=speculation,
         structured_outputs=structured_outputs,
+        reasoning=reasoning_of(options.reasoning_config, structured_outputs.reasoning_parser),
         enable_prefix_caching=prefix_caching,
         seed=seed,
         decisions=tuple(decisions),

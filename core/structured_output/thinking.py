@@ -2,7 +2,7 @@
 
     BEFORE ----begin----> THINKING ----end----> AFTER        the tokens of the markers `begin` and `end` lead on
        |                      |                   ^
-       |                      +- budget spent --> CLOSING -- the end's tokens, which are forced
+       |                      +- budget spent --> CLOSING -- the tokens that are forced: the end, or words and the end
        +--- a token of the form, where there is one ------->
 
 In BEFORE and THINKING any token may come; where a form is asked for, an answer either begins with the marker or is of
@@ -43,6 +43,7 @@ class ThinkingMatcher:
     def __init__(self, thinking: Thinking, form: Matcher | None, place: Place | None = None) -> None:
         """form: at its beginning; None where any answer may follow."""
         self._thinking, self._form = thinking, form
+        self._closing = thinking.forced or thinking.end
         self._place = place or self._entered(Place(Stage.THINKING if thinking.is_open else Stage.BEFORE))
 
     # --- as a matcher ---------------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ class ThinkingMatcher:
     def _forced(self, place: Place) -> list[int]:
         if place.stage is Stage.OPENING:
             return list(self._thinking.begin[place.num_tokens :])
-        return list(self._thinking.end[place.num_tokens :]) if place.stage is Stage.CLOSING else []
+        return list(self._closing[place.num_tokens :]) if place.stage is Stage.CLOSING else []
 
     def _next(self, place: Place, token_id: int) -> Place:
         """After a token, which what is forced allows."""
@@ -146,10 +147,11 @@ class ThinkingMatcher:
         thinking = self._thinking
         if place.stage is Stage.OPENING and place.num_tokens == len(thinking.begin):
             place = Place(Stage.THINKING)
-        if place.stage is Stage.CLOSING and place.num_tokens == len(thinking.end):
+        if place.stage is Stage.CLOSING and place.num_tokens == len(self._closing):
             return Place(Stage.AFTER)
         if place.stage is Stage.THINKING and thinking.budget is not None and place.num_tokens >= thinking.budget:
-            begun = (n for n in range(len(thinking.end) - 1, 0, -1) if place.recent[-n:] == thinking.end[:n])
+            closing = self._closing
+            begun = (n for n in range(len(closing) - 1, 0, -1) if place.recent[-n:] == closing[:n])
             return Place(Stage.CLOSING, next(begun, 0))
         return place
 

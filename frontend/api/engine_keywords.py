@@ -59,6 +59,7 @@ class EngineOptions(TypedDict, total=False):
     async_scheduling: bool | None
     speculative_config: dict[str, Any] | None
     structured_outputs_config: dict[str, Any] | None
+    reasoning_config: dict[str, Any] | None
     stream_interval: int | str | None
     logits_processors: Sequence[str] | str | None
     scheduler_cls: str | None

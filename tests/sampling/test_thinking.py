@@ -111,6 +111,32 @@ def test_drafts_are_held_to_the_same(llm: LLM, folder: str, reasoning: str) -> N
     assert [(output.outputs[0].text, list(output.outputs[0].token_ids)) for output in outputs] == expected
 
 
+def test_words_lead_to_the_end_where_the_budget_is_spent(folder: str, reasoning: str) -> None:
+    words = ". Time is up.</th>"
+    with LLM(
+        model=folder, reasoning_config={"reasoning_parser": reasoning, "reasoning_end_str": words}, **ENGINE
+    ) as llm:
+        text, token_ids = ask(llm, "the water<th>", form(4, regex=FORM))
+        assert re.fullmatch(f"(?s).*{re.escape(words)}{FORM}", text)
+        forced = llm.get_tokenizer().encode(words, add_special_tokens=False)
+        assert token_ids[4 : 4 + len(forced)] == forced
+        assert ask(llm, "the water</th>", form(4)) == ask(llm, "the water</th>", form())
+    own = {"reasoning_start_str": "<a>", "reasoning_end_str": "</a>"}
+    with LLM(model=folder, reasoning_config=own, **ENGINE) as llm:
+        assert re.fullmatch(f"(?s).*</a>{FORM}", ask(llm, "the water<a>", form(4, regex=FORM))[0])
+    wrong = {"reasoning_parser": reasoning, "reasoning_end_str": "enough"}
+    with LLM(model=folder, reasoning_config=wrong, **ENGINE) as llm, pytest.raises(BAD, match=r"own end, '</th>', is"):
+        ask(llm, "the water<th>", form(4))
+    for config, said in (
+        ({"end": "x"}, "reasoning_config has no 'end'; it has reasoning_parser, reasoning_start_str"),
+        ({"reasoning_end_str": 5}, "reasoning_end_str=5; it must be text"),
+    ):
+        with pytest.raises(OptionError, match=said):
+            LLM(model=folder, reasoning_config=config, **ENGINE)
+    with pytest.raises(OptionError, match="give one of them"):
+        LLM(model=folder, reasoning_config=wrong, structured_outputs_config={"reasoning_parser": "qwen3"}, **ENGINE)
+
+
 def test_what_is_not_known_is_named(folder: str) -> None:
     config = {"reasoning_parser": "nobodys"}
     said = "reasoning_parser='nobodys': no output format"

@@ -1,13 +1,15 @@
 """What of a request depends on where its reasoning ends: `thinking_token_budget`, and a form that begins there.
 
 The markers of the reasoning come from the prompt, where it was rendered for a format of reasoning that is known, or
-else from the engine's structured_outputs_config.
+else from the engine's reasoning_config or structured_outputs_config.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+
+import msgspec
 
 from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.api.parameters.sampling_fields import bad
@@ -33,19 +35,33 @@ def thinking_of(
         raise bad("thinking_token_budget", budget, f"{why} enable_in_reasoning")
     if budget is None and not waits:
         return None
-    declared = prompt.reasoning or _declared(welcome.reasoning_parser)
+    declared = _as_configured(prompt.reasoning or _declared(welcome.reasoning_parser), welcome)
     if declared is None or tokenizer is None:
         if budget is None:
             return None
         why = "needs the model's format of reasoning: start the server with reasoning_parser, or the engine with"
-        raise bad("thinking_token_budget", budget, f"{why} structured_outputs_config={{'reasoning_parser': ...}}")
+        raise bad("thinking_token_budget", budget, f"{why} reasoning_config={{'reasoning_parser': ...}}")
     begin, end = (_token_ids(tokenizer, marker.strip()) for marker in (declared.begin, declared.end))
     token_ids = prompt.token_ids or []
     opened, ended = _last(token_ids, begin), _last(token_ids, end)
     is_open = opened > ended or (declared.starts_open and ended < 0)
     if not is_open and (ended >= 0 or not begin):
         return None  # there is no reasoning any more, or none that could be seen
-    return Thinking(end=end, begin=begin, is_open=is_open, budget=budget)
+    forced = _token_ids(tokenizer, welcome.reasoning_end)
+    return Thinking(end=end, begin=begin, is_open=is_open, budget=budget, forced=() if forced == end else forced)
+
+
+def _as_configured(declared: ReasoningFormat | None, welcome: Welcome) -> ReasoningFormat | None:
+    """A format with the texts of the engine's reasoning_config, or what these are by themselves."""
+    begin, end = welcome.reasoning_begin, welcome.reasoning_end
+    if declared is None:
+        return ReasoningFormat(begin=begin, end=end) if begin and end else None
+    if end and declared.end.strip() not in end:
+        raise InvalidRequestError(
+            f"reasoning_config has reasoning_end_str={end!r}, in which the format's own end, {declared.end.strip()!r}, "
+            "is missing: no answer would begin after it"
+        )
+    return msgspec.structs.replace(declared, begin=begin) if begin else declared
 
 
 @functools.cache
@@ -55,9 +71,9 @@ def _declared(name: str) -> ReasoningFormat | None:
     try:
         declared = load_format(name).reasoning
     except FormatError as error:
-        raise InvalidRequestError(f"structured_outputs_config has reasoning_parser={name!r}: {error}") from None
+        raise InvalidRequestError(f"the engine's options have reasoning_parser={name!r}: {error}") from None
     if declared is None:
-        raise InvalidRequestError(f"structured_outputs_config has reasoning_parser={name!r}: it has no reasoning")
+        raise InvalidRequestError(f"the engine's options have reasoning_parser={name!r}: it has no reasoning")
     return declared
 
 
