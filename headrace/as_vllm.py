@@ -1,6 +1,7 @@
 """`import headrace.as_vllm` first, and `import vllm` and `from vllm... import ...` mean Headrace from then on.
 
-For scripts that are not to be changed. Raises ImportError where vLLM itself is imported already.
+For scripts that are not to be changed; a module that vLLM has and Headrace has not is told with the reason when it is
+imported. Raises ImportError where vLLM itself is imported already.
 """
 
 import importlib

@@ -18,7 +18,13 @@ OUTPUTS = ("CompletionOutput", "RequestOutput", "ClassificationRequestOutput", "
 SAMPLING = ("RequestOutputKind", "SamplingParams", "BeamSearchParams", "StructuredOutputsParams")
 ERRORS = ("EngineDeadError", "EngineGenerateError")
 EXCEPTIONS = ("GenerationError", "QueueOverflowError", "VLLMClientError", "VLLMError", "VLLMValidationError")
-CONFIGS = ("CacheConfig", "CompilationConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig", "VllmConfig")
+CONFIGS = (
+    *("CacheConfig", "CompilationConfig", "KVTransferConfig", "ModelConfig", "ParallelConfig", "PoolerConfig"),
+    *("ProfilerConfig", "SchedulerConfig", "VllmConfig", "WeightTransferConfig"),
+)
+PROCESSORS = (
+    *("AdapterLogitsProcessor", "BatchUpdate", "LogitsProcessor", "MoveDirectionality", "RequestLogitsProcessor"),
+)
 
 MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
     {
@@ -45,13 +51,14 @@ MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
         "pooling_params": ("PoolingParams",),
         "sampling_params": (*SAMPLING, "GuidedDecodingParams"),
         "sequence": ("Logprob", "RequestMetrics"),
-        "tokenizers": ("get_tokenizer",),
+        "tokenizers": ("TokenizerLike", "cached_get_tokenizer", "get_tokenizer"),
         "transformers_utils": (),
         "transformers_utils.tokenizer": ("get_tokenizer",),
         "usage": (),
         "usage.usage_lib": ("UsageContext",),
         "utils": ("Counter", "FlexibleArgumentParser", "random_uuid"),
         "utils.argparse_utils": ("FlexibleArgumentParser",),
+        "utils.network_utils": ("get_ip", "get_open_port"),
         "v1": (),
         "v1.engine": (),
         "v1.engine.async_llm": ("AsyncEngineArgs", "AsyncLLM"),
@@ -60,12 +67,15 @@ MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
         "v1.metrics": (),
         "v1.metrics.loggers": (
             "AggregateStatLoggerBase",
+            "AggregatedLoggingStatLogger",
             "LoggingStatLogger",
             "PrometheusStatLogger",
             "StatLoggerBase",
         ),
         "v1.metrics.reader": ("Counter", "Gauge", "Histogram", "Metric", "Vector"),
         "v1.metrics.stats": ("FinishedRequestStats", "IterationStats", "PrefixCacheStats", "SchedulerStats"),
+        "v1.sample": (),
+        "v1.sample.logits_processor": PROCESSORS,
         "version": ("__version__",),
     }
 )
@@ -90,11 +100,15 @@ HOMES: Mapping[str, str] = types.MappingProxyType(
         "RequestMetrics": "frontend.api.outputs:RequestMetrics",
         "SchedulerConfig": "frontend.api.engine_config:SchedulerConfig",
         "StreamingInput": "frontend.api.inputs.streaming_input:StreamingInput",
+        "TokenizerLike": "frontend.text.tokenizer:Tokenizer",
         "UsageContext": "frontend.api.helpers:UsageContext",
         "VLLMClientError": "ipc.failure:InvalidRequestError",
         "VLLMError": "ipc.failure:HeadraceError",
         "VLLMValidationError": "ipc.failure:InvalidRequestError",
         "VllmConfig": "frontend.api.engine_config:EngineConfig",
+        "cached_get_tokenizer": "frontend.api.helpers:get_tokenizer",
+        "get_ip": "frontend.api.helpers:get_ip",
+        "get_open_port": "frontend.api.helpers:get_open_port",
         "get_tokenizer": "frontend.api.helpers:get_tokenizer",
         "init_logger": "frontend.api.helpers:init_logger",
         "random_uuid": "frontend.api.helpers:random_uuid",
@@ -103,6 +117,7 @@ HOMES: Mapping[str, str] = types.MappingProxyType(
             "AggregateStatLoggerBase", "FinishedRequestStats", "IterationStats", "PrefixCacheStats", "SchedulerStats",
             "StatLoggerBase",
         )},
+        **{name: f"executor.sampling.logits_processors:{name}" for name in PROCESSORS},
         **{f"v1.metrics.reader.{name}": f"frontend.client.engine_metrics:{name}" for name in (
             "Counter", "Gauge", "Histogram", "Metric", "Vector"
         )},
@@ -144,6 +159,17 @@ def find(row: str, name: str) -> object:
     raise error
 
 
+def tell_why_not(package: str, row: str) -> None:
+    """Raises ModuleNotFoundError with the reason, for a module of vLLM's that is not here."""
+    from headrace.frontend.api.unsupported import ABSENT_MODULES
+
+    parts = row.split(".")
+    begins = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    if (found := next((begin for begin in begins if begin in ABSENT_MODULES), None)) is not None:
+        name = f"{package}.{row}"
+        raise ModuleNotFoundError(f"Headrace has no module {name!r}: {ABSENT_MODULES[found]}", name=name)
+
+
 class VllmModules:
     """Finds the modules of the table, and loads them. They are packages, for others may be below them."""
 
@@ -151,7 +177,9 @@ class VllmModules:
         self, fullname: str, path: object = None, target: object = None
     ) -> importlib.machinery.ModuleSpec | None:
         prefix, _, row = fullname.partition(".")
-        if prefix != "headrace" or row not in MODULES:
+        if prefix not in ("headrace", "vllm") or row not in MODULES:
+            if prefix == "headrace" or (prefix == "vllm" and sys.modules.get("vllm") is sys.modules.get("headrace")):
+                tell_why_not(prefix, row)
             return None
         is_package = any(other.startswith(f"{row}.") for other in MODULES)
         return importlib.machinery.ModuleSpec(fullname, self, origin="headrace/vllm_modules.py", is_package=is_package)  # type: ignore[arg-type]

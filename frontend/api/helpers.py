@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 import inspect
 import logging
+import os
+import socket
 import typing
 import uuid
 from typing import Any
@@ -40,6 +42,27 @@ class Counter:
 def random_uuid() -> str:
     """32 hexadecimal digits, for a request's id."""
     return uuid.uuid4().hex
+
+
+def get_open_port() -> int:
+    """A port that is free at this moment."""
+    with socket.socket() as listening:
+        listening.bind(("", 0))
+        port: int = listening.getsockname()[1]
+        return port
+
+
+def get_ip() -> str:
+    """The address by which other hosts reach this one, as VLLM_HOST_IP or the route to the world says."""
+    if given := os.environ.get("VLLM_HOST_IP"):
+        return given
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # which sends nothing
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.1"
+        address: str = probe.getsockname()[0]
+        return address
 
 
 def init_logger(name: str) -> logging.Logger:

@@ -71,7 +71,40 @@ def check_arguments(method: str, given: Mapping[str, Any]) -> None:
         raise InvalidRequestError(f"{method}: {name} is refused: {reason}")
 
 
+_INSIDE = "the engine is a program of its own, and its parts are not vLLM's; docs/architecture.md maps them"
+ABSENT_MODULES: Mapping[str, str] = types.MappingProxyType(
+    {
+        **dict.fromkeys(("assets", "multimodal"), NO_MEDIA),
+        "benchmarks": "`headrace bench` measures, and `headrace bench serve --help` lists its data sets",
+        "distributed": "ranks find each other by options (tensor_parallel_size, nnodes), an engine keeps its cache to "
+        "itself, and POST /reload_weights and LLM.reload_weights read weights again from files",
+        "entrypoints.openai": "the server is a program, `headrace serve`, whose types OpenAI's own package has",
+        "entrypoints.pooling": ONLY_GENERATION,
+        "entrypoints": _INSIDE,
+        "envs": "docs/server.md lists the variables of the environment that are read",
+        **dict.fromkeys(
+            (
+                *("attention", "compilation", "core", "device_allocator", "executor", "forward_context", "kernels"),
+                *("model_executor", "v1", "worker"),
+            ),
+            _INSIDE,
+        ),
+        "platforms": "a script holds no device: the engine's process does, and describe_engine() says which",
+        "plugins": "plug-ins are entry points of packages in headrace.plugins or vllm.general_plugins",
+        **dict.fromkeys(("reasoning", "tool_parsers", "parser"), "formats are YAML files: frontend/text/formats"),
+        "renderers": "get_tokenizer().apply_chat_template renders a conversation",
+        "triton_utils": "kernels import triton themselves",
+        "utils": "of vLLM's helpers there are those of headrace.utils",
+    }
+)
+"""By the beginning of a module's name, why vLLM's modules below it are not here. The longest one counts, of which all
+that is above is here: Python imports that first."""
+
 PACKAGE = {
+    "AggregatedLoggingStatLogger": "do_log_stats() logs that line without one",
+    **dict.fromkeys(("KVTransferConfig", "WeightTransferConfig"), "engines exchange neither cache nor weights yet"),
+    "PoolerConfig": ONLY_GENERATION,
+    "ProfilerConfig": 'profiler_config takes a dict: {"torch_profiler_dir": FOLDER}',
     "CompilationConfig": "there is no compiler to configure; enforce_eager and cudagraph_capture_sizes are options",
     "EmbedsPrompt": "prompt embeddings are not supported yet; give text or token ids",
     "LoRARequest": NO_ADAPTERS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import socket
 import subprocess
 import sys
 
@@ -42,6 +43,33 @@ def test_names_are_the_same_objects_everywhere() -> None:
     assert EngineArgs.from_cli_args(parsed).max_model_len == 64
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("platforms", "describe_engine"),
+        ("multimodal.utils", "text alone"),
+        ("distributed.kv_transfer", "keeps its cache to itself"),
+        ("entrypoints.pooling", "only generation"),
+        ("entrypoints.cli.main", "a program of its own"),
+        ("v1.core.sched.output", "a program of its own"),
+        ("utils.nobody_knows", "headrace.utils"),
+    ],
+)
+def test_a_module_that_is_not_there_is_told_with_the_reason(name: str, said: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=rf"^Headrace has no module '.*{said}") as told:
+        importlib.import_module(f"headrace.{name}")
+    assert f"headrace.{name}".startswith(told.value.name or "?")
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'headrace\.nonsense'"):
+        importlib.import_module("headrace.nonsense")
+
+
+def test_the_port_and_address_of_helpers_can_be_listened_at() -> None:
+    from headrace.utils.network_utils import get_ip, get_open_port
+
+    with socket.socket() as listening:
+        listening.bind((get_ip(), get_open_port()))
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False)
 
@@ -61,10 +89,17 @@ try:
     from vllm.lora.request import LoRARequest
 except ImportError as error:
     print(error)
+try:
+    from vllm.platforms import current_platform
+except ModuleNotFoundError as error:
+    print(error)
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, BatchUpdate
+assert AdapterLogitsProcessor.__module__.startswith("headrace")
 """
     done = run("-c", script)
     assert done.returncode == 0, done.stderr
     assert "LoRA adapters are not supported yet" in done.stdout
+    assert "Headrace has no module 'vllm.platforms': a script holds no device" in done.stdout
 
 
 def test_the_api_server_starts_as_a_module() -> None:
