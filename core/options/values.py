@@ -87,7 +87,7 @@ def read_options(
                 except ValueError as error:
                     problems.append(str(error))
                     continue
-                notes.append(note)
+                notes += [note] if note else []
                 if value is None:
                     continue
             elif name in unsupported_options():

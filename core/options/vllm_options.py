@@ -76,14 +76,15 @@ def successor(name: str) -> str:
 
 
 def rename(name: str, value: Any) -> tuple[str, Any, str]:
-    """The successor of a retired name, the value in its form (None: nothing is asked), and a sentence for the user.
+    """The successor of a retired name, the value in its form (None: nothing is asked), and a sentence for the user,
+    empty where nothing is asked.
 
     Raises ValueError.
     """
     target, _, fixed = renamed_options()[name].partition("=")
     option, _, key = target.partition(".")
     if value is None:
-        return option, None, f"{name} is retired"
+        return option, None, ""
     if fixed:
         asked = value if isinstance(value, bool) else {"true": True, "false": False}.get(str(value).lower())
         if asked is None:
@@ -96,7 +97,7 @@ def rename(name: str, value: Any) -> tuple[str, Any, str]:
                 value = json.loads(value)
             except ValueError as error:
                 raise ValueError(f"{name}={value}: it must be JSON ({error})") from None
-        return option, {key: value}, f"{name} is retired; use {option}={json.dumps({key: '...'})}"
+        return option, {key: value}, f"{name} is now called {option}={json.dumps({key: '...'})}"
     return option, value, f"{name} is now called {option}"
 
 

@@ -255,9 +255,16 @@ def test_no_name_is_both_ours_and_unsupported() -> None:
 def test_retired_names_reach_their_successors_with_a_warning() -> None:
     with pytest.warns(FutureWarning, match="kv_cache_memory is now called kv_cache_memory_bytes"):
         assert parse_options(kv_cache_memory="1GiB").kv_cache_memory_bytes == 1 << 30
-    with pytest.warns(FutureWarning, match="rope_theta is retired"):
+    with pytest.warns(FutureWarning, match="rope_theta is now called hf_overrides="):
         options = parse_options(rope_theta=1e6, hf_overrides={"x": 1})
     assert options.hf_overrides == {"rope_theta": 1e6, "x": 1}
+    with pytest.warns(FutureWarning, match="reasoning_parser is now called reasoning_config"):
+        assert parse_options(reasoning_parser="qwen3").reasoning_config == {"reasoning_parser": "qwen3"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert parse_options(**dict.fromkeys(renamed_options())) == Options()
+        # what vLLM 0.4's server printed as its own defaults
+        assert parse_options(middleware=[], disable_log_requests=False, max_paddings=256) == Options()
 
 
 # --- the command line -----------------------------------------------------------------------------------------------
