@@ -171,6 +171,15 @@ CASES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
      "<|message|><|call|>", "", "x", [("now", {})]),
     ("openai", "<|channel|>final<|message|>Yes.<|return|>", "Yes.", "", []),
     ("gigachat3", f"<|function_call|>{NOW_CALL}", "", "", [("now", {})]),
+    # The prompt ends within the header of the first message.
+    ("openai", f" to=functions.get_weather<|channel|>commentary json<|message|>{ZURICH_JSON}<|call|>", "", "", ONE),
+    ("openai", " to=nobody, and so on", " to=nobody, and so on", "", []),
+    # Seed's template writes values as Python does.
+    ("seed_oss", "<seed:tool_call>\n<function=get_weather>\n<parameter=days>3</parameter>\n<parameter=other>"
+     "{'a': [1, None], 'b': \"it's </parameter>\", 'c': True}</parameter>\n</function>\n</seed:tool_call>", "", "",
+     [("get_weather", {"days": 3, "other": {"a": [1, None], "b": "it's </parameter>", "c": True}})]),
+    ("qwen3_xml", "<tool_call>\n<function=get_weather>\n<parameter=other>\n[see, it's]\n</parameter>\n</function>\n"
+     "</tool_call>", "", "", [("get_weather", {"other": "[see, it's]"})]),
 ]  # fmt: skip
 
 
@@ -244,6 +253,33 @@ def test_a_template_speaks_for_its_format():
     assert format_of_template('... <tool_call>\n{"name": <name>, "arguments": <args>}') == "hermes"
     assert format_of_template("<tool_call><function=a><parameter=b>") in ("qwen3_xml", "qwen3_coder")
     assert format_of_template("{{ messages }}") is None
+    llama = """'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'"""
+    assert load_format(format_of_template(llama) or "") == load_format("llama3_json")
+    gigachat = "role_sep='<|role_sep|>' ... by the `function call` role"
+    assert format_of_template(gigachat) == "gigachat3"
+    lists = "json objects within <tool_call></tool_call>: <tool_calls>[{\"name\": ..., \"arguments\": ...}]</tool_calls>"
+    assert load_format(format_of_template(lists) or "") == load_format("jamba")
+
+
+@pytest.mark.parametrize(
+    ("template", "calls", "reasoning"),
+    [
+        ("<tool_call> \"arguments\" </think>", "hermes", "qwen3"),
+        ("<tool_call> \"arguments\"", "hermes", None),
+        ("</think>", None, "qwen3"),
+        ("<arg_key> <arg_value> </think>", "glm45", "glm45"),
+        ("<|channel|> <|message|> analysis", "openai", "openai"),
+    ],
+)
+def test_auto_finds_the_reasoning_too_where_the_format_of_calls_has_none(template, calls, reasoning):
+    prompt, choice = RenderedChat("", template), ToolChoice(TOOLS)
+    found = OutputFormats(reasoning_parser="auto").of(prompt, choice)
+    if calls == "openai":
+        assert found.channels == load_format("openai").channels
+        return
+    assert found.calls == (calls and load_format(calls))
+    assert found.reading == (reasoning and load_format(reasoning))
+    assert OutputFormats().of(prompt, choice).reading is None
 
 
 def test_a_format_of_ones_own_is_a_yaml_file(tmp_path):

@@ -19,6 +19,7 @@ from headrace.frontend.text.formats.parser import Event, OutputParser
 from headrace.frontend.text.formats.pieces import Reads
 
 _LONGEST_HEADER = 300
+_RECIPIENT = " to="
 
 
 class ChannelParser(OutputParser):
@@ -37,14 +38,20 @@ class ChannelParser(OutputParser):
     def _read(self, prompt: str) -> Reads:
         form = self._format
         headers = make_markers((form.start, form.channel, *form.ends, *self._left_out))
+        if (yield from self._accept(_RECIPIENT)):  # the prompt has begun the header of a call
+            if header := (yield from self._short_until_or_end(form.message)):
+                yield from self._message(*self._said_in(_RECIPIENT + header))
+            else:
+                self._say(_RECIPIENT)
         while (marker := (yield from self._until(headers, self._say))) is not None:
-            if marker not in (form.start, form.channel):
-                continue
-            header = marker + (yield from self._short_until_or_end(form.message))
-            found = self._header.findall(header)
-            channel = next((name for name, _ in found if name), "")
-            recipient = next((to for _, to in found if to), "")
-            yield from self._message(channel, recipient)
+            if marker in (form.start, form.channel):
+                header = marker + (yield from self._short_until_or_end(form.message))
+                yield from self._message(*self._said_in(header))
+
+    def _said_in(self, header: str) -> tuple[str, str]:
+        """The channel and the recipient."""
+        found = self._header.findall(header)
+        return next((name for name, _ in found if name), ""), next((to for _, to in found if to), "")
 
     def _message(self, channel: str, recipient: str) -> Reads:
         form, call = self._format, -1

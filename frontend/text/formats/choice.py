@@ -77,9 +77,9 @@ class OutputFormats:
 
     def of(self, prompt: RenderedChat, choice: ToolChoice) -> AnswerFormats:
         """Those of the answers to this prompt."""
-        found = self._found(prompt.template) if self._finds_calls or self._finds_reasoning else None
-        calls = self._calls or (found if self._finds_calls else None)
-        reasoning = self._reasoning or (found if self._finds_reasoning else None)
+        found = self._found(prompt.template) if self._finds_calls or self._finds_reasoning else _Found(None, None)
+        calls = self._calls or (found.calls if self._finds_calls else None)
+        reasoning = self._reasoning or (found.reasoning if self._finds_reasoning else None)
         reads_calls = bool(choice.forced or (self._reads_calls and choice.shown))
         channels = (calls or reasoning or OutputFormat()).channels
         if channels is not None:
@@ -89,7 +89,7 @@ class OutputFormats:
             calls = calls or OutputFormat(calls=PLAIN_CALLS)
         elif not reads_calls:
             calls = None
-        thinking = self._reasoning or found or OutputFormat()
+        thinking = self._reasoning or found.reasoning or OutputFormat()
         reading = reasoning if reasoning is not None and reasoning.reasoning is not None else None
         return AnswerFormats(calls, reading, thinking.reasoning)
 
@@ -166,10 +166,25 @@ def _load_plugin(option: str, file: str) -> dict[str, OutputFormat]:
     return dict.fromkeys((path.stem, *declared.same_as), declared)
 
 
-def _found(template: str, own: Mapping[str, OutputFormat]) -> OutputFormat | None:
+class _Found(NamedTuple):
+    """What a chat template speaks for."""
+
+    calls: OutputFormat | None
+    reasoning: OutputFormat | None
+
+
+def _found(template: str, own: Mapping[str, OutputFormat]) -> _Found:
+    """The format of calls tells of the reasoning too; where it does not, there may be one of reasoning alone."""
     name = format_of_template(template, own)
+    calls = None if name is None else load_format(name, own)
     if name is None:
         logger.info("the chat template matches no known tool-call format: tool calls stay in the text")
-        return None
-    logger.info("answers are read as %s: the chat template speaks for it", name)
-    return load_format(name, own)
+    else:
+        logger.info("answers are read as %s: the chat template speaks for it", name)
+    if calls is not None and (calls.reasoning or calls.channels):
+        return _Found(calls, calls)
+    name = format_of_template(template, own, with_reasoning=True)
+    if name is None:
+        return _Found(calls, None)
+    logger.info("reasoning is that of %s: the chat template speaks for it", name)
+    return _Found(calls, load_format(name, own))

@@ -143,12 +143,15 @@ def load_format(name: str, own: Mapping[str, OutputFormat] = NONE) -> OutputForm
     )
 
 
-def format_of_template(template: str, own: Mapping[str, OutputFormat] = NONE) -> str | None:
-    """The name of the format with calls that a chat template's marks speak for: the one with most marks."""
+def format_of_template(
+    template: str, own: Mapping[str, OutputFormat] = NONE, *, with_reasoning: bool = False
+) -> str | None:
+    """The name of the format with calls, or with reasoning, that a chat template's marks speak for: the one with most
+    marks."""
     found = [
         (sum(map(len, declared.template_marks)), name)
         for name, declared in {**known_formats(), **own}.items()
-        if (declared.calls or declared.channels)
+        if ((declared.reasoning if with_reasoning else declared.calls) or declared.channels)
         and declared.template_marks
         and all(mark in template for mark in declared.template_marks)
     ]

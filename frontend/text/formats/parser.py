@@ -344,7 +344,7 @@ class OutputParser(PieceReader):
         parts: list[str] = []
         yield from self._skip_space()
         if (yield from self._peek(1)) in ("{", "["):  # which may hold the marker as text
-            yield from self._json_value(parts.append)
+            yield from self._nest(parts.append)
         if (yield from self._until(end, parts.append)) is None:
             raise NoCallError
         self._arguments(call, as_json("".join(parts).strip(SPACE)))

@@ -17,8 +17,9 @@ from headrace.frontend.text.formats.values import NoCallError, python_as_json
 Reads = Generator[None, None, Any]
 """Yields when it needs more text, and returns what it read."""
 SPACE = " \t\r\n"
-_IN_STRING = re.compile(r'["\\]')
+_IN_STRING = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 _OUTSIDE = re.compile(r'["{}\[\]]')
+_OUTSIDE_EITHER = re.compile(r"""["'{}\[\]]""")
 _SCALAR_END = re.compile(r"[\s,}\]<\[]")
 _PYTHON_STOP = re.compile(r"""["'()\[\]{},\\]""")
 READ_AT_ONCE = 2048
@@ -127,17 +128,19 @@ class PieceReader:
             yield
         return self._take(len(self._text) if end is None else end.start())
 
-    def _json_value(self, give: Callable[[str], None]) -> Reads:
-        """One value, given as it comes. Raises NoCallError where the answer ends within it."""
+    def _json_value(self, give: Callable[[str], None], outside: re.Pattern[str] = _OUTSIDE) -> Reads:
+        """One value, given as it comes. Raises NoCallError where the answer ends within it.
+
+        outside: what counts outside of texts: quotes, but for a word's apostrophe, and brackets."""
         if (first := (yield from self._peek(1))) and first not in '"{[':
             give((yield from self._scalar()))
             return
-        depth, in_string = 0, False
+        depth, quote, last = 0, "", ""
         while True:
             text, at = self._text, 0
             while at < len(text):
-                if in_string:
-                    stop = _IN_STRING.search(text, at)
+                if quote:
+                    stop = _IN_STRING[quote].search(text, at)
                     at = len(text) if stop is None else stop.start()
                     if stop is None:
                         break
@@ -146,24 +149,32 @@ class PieceReader:
                             break  # the escaped character is not there yet
                         at += 2
                         continue
-                    in_string, at = False, at + 1
+                    quote, at = "", at + 1
                 else:
-                    stop = _OUTSIDE.search(text, at)
+                    stop = outside.search(text, at)
                     at = len(text) if stop is None else stop.end()
                     if stop is None:
                         break
-                    in_string = stop.group() == '"'
+                    before = text[stop.start() - 1] if stop.start() else last
+                    if stop.group() == "'" and before.isalnum():
+                        continue
+                    quote = stop.group() if stop.group() in _IN_STRING else ""
                     depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(stop.group(), 0)
-                if depth <= 0 and not in_string:
+                if depth <= 0 and not quote:
                     give(self._take(at))
                     return
             if at:
+                last = text[at - 1]
                 give(self._take(at))
             if self._ended:
                 if self._text:
                     give(self._take(len(self._text)))
                 raise NoCallError
             yield
+
+    def _nest(self, give: Callable[[str], None]) -> Reads:
+        """An object or a list, in JSON or as Python writes it."""
+        yield from self._json_value(give, _OUTSIDE_EITHER)
 
     def _python_value(self) -> Reads:
         """A literal, up to the comma or bracket that ends it, as JSON."""

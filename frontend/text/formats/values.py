@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -31,10 +32,13 @@ def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def as_json(text: str) -> str:
-    """A value written without quotes: JSON where it is, else text."""
+    """A value written without quotes: JSON or a Python literal where it is one, else text."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
+        if text.startswith(("{", "[")):
+            with contextlib.suppress(NoCallError):
+                return python_as_json(text)
         lowered = {"True": "true", "False": "false", "None": "null"}.get(text)
         return lowered or as_text(text)
     return text
