@@ -79,6 +79,16 @@ def detokeniser(repeats: int) -> None:
         text.extend([token_id])
 
 
+def answer_reader(repeats: int) -> None:
+    """One piece of an answer after another, read for reasoning and calls, where nearly all of them are text."""
+    from headrace.frontend.text.formats.declaration import load_format
+    from headrace.frontend.text.formats.parser import OutputParser
+
+    parser = OutputParser(load_format("qwen3"), load_format("hermes"), prompt="<think>")
+    for number in range(repeats):
+        parser.feed(" word" if number % 50 else "\n")
+
+
 def kernels(_: int) -> None:
     """Prints microseconds of each CPU kernel on the demo model's shapes: the median of some calls."""
     import torch
@@ -172,6 +182,7 @@ CASES: dict[str, Callable[[int], None]] = {
     "ring": ring,
     "codec": codec,
     "detokeniser": detokeniser,
+    "answer reader": answer_reader,
     "kernels": kernels,
 }
 

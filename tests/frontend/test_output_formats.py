@@ -233,6 +233,25 @@ def test_a_prompt_that_opened_the_reasoning_is_known():
     assert read("qwen3", ["yes"], prompt="a<think>\n\n</think>\n\n") == Read("yes", "", [])
 
 
+def test_pieces_in_which_no_marker_can_begin_are_known_at_once():
+    """What most pieces are: their cost is a look for the markers' first letters."""
+    declared = load_format("hermes")
+    parser = OutputParser(load_format("qwen3"), declared, prompt="<think>\n", tools=TOOLS)
+    assert parser.go_on("so") is None, "nothing has been read yet"
+    assert Read.of(parser.feed("so")) == Read("", "so", [])
+    assert (parser.go_on(" it is "), parser.is_thinking) == (" it is ", True)
+    assert parser.go_on("a < b") is None
+    assert Read.of(parser.feed(" a </thi")) == Read("", " a ", [])
+    assert parser.go_on("nk, he said") is None, "the text before waits to be read"
+    assert Read.of(parser.feed("nk>yes")) == Read("yes", "", [])
+    assert (parser.go_on(" no"), parser.is_thinking) == (" no", False)
+    assert parser.go_on(" no\n") is None, "it may stand before a call"
+    assert Read.of(parser.feed(" no\n")) == Read(" no", "", [])
+    assert parser.go_on("but") == "\nbut"
+    assert Read.of([*parser.feed('<tool_call>{"name": "now", "arguments": {"a": "')]).calls == [("now", '{"a": "')]
+    assert parser.go_on("text") is None, "it is the call's"
+
+
 def test_special_tokens_that_are_no_markers_are_left_out():
     text = '<|im_start|>a<|eot|><tool_call>{"name": "now"}</tool_call><|im_end|>'
     for pieces in ([text], text):
@@ -253,19 +272,21 @@ def test_a_template_speaks_for_its_format():
     assert format_of_template('... <tool_call>\n{"name": <name>, "arguments": <args>}') == "hermes"
     assert format_of_template("<tool_call><function=a><parameter=b>") in ("qwen3_xml", "qwen3_coder")
     assert format_of_template("{{ messages }}") is None
-    llama = """'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'"""
+    llama = (
+        """'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value.'"""
+    )
     assert load_format(format_of_template(llama) or "") == load_format("llama3_json")
     gigachat = "role_sep='<|role_sep|>' ... by the `function call` role"
     assert format_of_template(gigachat) == "gigachat3"
-    lists = "json objects within <tool_call></tool_call>: <tool_calls>[{\"name\": ..., \"arguments\": ...}]</tool_calls>"
+    lists = '<tool_call></tool_call>: <tool_calls>[{"name": ..., "arguments": ...}]</tool_calls>'
     assert load_format(format_of_template(lists) or "") == load_format("jamba")
 
 
 @pytest.mark.parametrize(
     ("template", "calls", "reasoning"),
     [
-        ("<tool_call> \"arguments\" </think>", "hermes", "qwen3"),
-        ("<tool_call> \"arguments\"", "hermes", None),
+        ('<tool_call> "arguments" </think>', "hermes", "qwen3"),
+        ('<tool_call> "arguments"', "hermes", None),
         ("</think>", None, "qwen3"),
         ("<arg_key> <arg_value> </think>", "glm45", "glm45"),
         ("<|channel|> <|message|> analysis", "openai", "openai"),

@@ -226,10 +226,11 @@ def _schema_of(form: StructuredOutputsParams | None) -> Any:
 class _Choice:
     """What is told of one output so far."""
 
-    __slots__ = ("began", "num_tokens", "reader", "text_event")
+    __slots__ = ("began", "num_tokens", "reader", "reasoning_event", "text_event")
 
     def __init__(self, text_event: TextEvent, reader: OutputParser | None) -> None:
         self.text_event, self.reader = text_event, reader
+        self.reasoning_event: TextEvent | None = None
         self.began = False
         self.num_tokens = 0
 
@@ -307,8 +308,11 @@ class ChatAnswer(OpenAIEvents):
         deltas = [Delta(content=output.text)]
         finish_reason = output.finish_reason
         if choice.reader is not None:
+            is_plain = self._is_plain and finish_reason is None
+            if is_plain and (said := choice.reader.go_on(output.text)) is not None:
+                return first + self._went_on(choice, said, output.index)
             events = self._read(choice.reader, output, ends=finish_reason is not None)
-            if self._is_plain and finish_reason is None:
+            if is_plain:
                 return first + b"".join([self._event_of(choice, each, output.index) for each in events])
             deltas = [_delta_of(each) for each in events] or [Delta()]
             finish_reason = self._finish_reason(choice.reader, finish_reason)
@@ -341,6 +345,19 @@ class ChatAnswer(OpenAIEvents):
         if self._request.parallel_tool_calls is False:
             events = [each for each in events if each.call <= 0]
         return events
+
+    def _went_on(self, choice: _Choice, said: str, index: int) -> bytes:
+        """The event of a piece that is all content, or all reasoning."""
+        assert choice.reader is not None
+        if not choice.reader.is_thinking:
+            return choice.text_event.of(said)
+        self._thoughts.setdefault(index, []).append(said)
+        if self._request.include_reasoning is False:
+            return b""
+        if choice.reasoning_event is None:
+            delta = Delta(reasoning=TextEvent.PLACE, reasoning_content=TextEvent.PLACE)
+            choice.reasoning_event = TextEvent(self._chunk([ChatChunkChoice(index=index, delta=delta)]))
+        return choice.reasoning_event.of(said)
 
     def _finish_reason(self, reader: OutputParser, reason: str | None) -> str | None:
         """As OpenAI has it: a call of the tool that the request named is an ordinary stop."""

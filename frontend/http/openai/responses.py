@@ -394,17 +394,16 @@ def prompt_is_told(stream: RequestStream) -> bool:
 class TextEvent:
     """An event of which only the text changes: everything around it is encoded once."""
 
-    __slots__ = ("_head", "_tail")
+    __slots__ = ("_parts",)
 
     def __init__(self, chunk_with_text: Any) -> None:
-        """Of a chunk that holds `TextEvent.PLACE` where the text goes."""
-        head, tail = _encode(chunk_with_text).split(_TEXT_JSON)
-        self._head, self._tail = b"data: " + head, tail + b"\n\n"
+        """Of a chunk that holds `TextEvent.PLACE` wherever the text goes."""
+        self._parts = (b"data: " + _encode(chunk_with_text) + b"\n\n").split(_TEXT_JSON)
 
     PLACE = _TEXT
 
     def of(self, text: str) -> bytes:
-        return self._head + _encode(text) + self._tail
+        return _encode(text).join(self._parts)
 
 
 _ENCODED_AT_ONCE = 256

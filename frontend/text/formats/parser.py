@@ -80,10 +80,26 @@ class OutputParser(PieceReader):
         self._space = ""  # the end of the content so far: dropped when a call follows
         self._events: list[Event] = []
         self.num_calls = 0
+        self.is_thinking = False
+        """What was read last is reasoning, and it has not ended."""
         self._reader = self._read(prompt)
+
+    def go_on(self, text: str) -> str | None:
+        """What is certain now, where the text goes on with the content, or the reasoning (`is_thinking`), and with
+        nothing else: as most pieces of an answer do. None where that is not sure; then `feed` has to read it."""
+        if self._awaited is None or not text or self._awaited.may_begin_in(text):
+            return None
+        if self._calls is None or self.is_thinking:
+            return text
+        if text[-1] in SPACE:
+            return None
+        text, self._space = self._space + text, ""
+        return text
 
     def feed(self, text: str) -> list[Event]:
         """What is certain now."""
+        if (said := self.go_on(text)) is not None:
+            return [Event(reasoning=said) if self.is_thinking else Event(content=said)]
         for start in range(0, len(text), READ_AT_ONCE):
             self._text += text[start : start + READ_AT_ONCE]
             next(self._reader, None)
@@ -110,7 +126,7 @@ class OutputParser(PieceReader):
             begin = yield from self._peek(max(1, len(calls.opener)))
             if begin.startswith("[" if calls.body == "pythonic" else ("{", "[")) and begin != calls.opener:
                 yield from self._try_calls("")
-        while (marker := (yield from self._until(self._openers, self._content))) is not None:
+        while (marker := (yield from self._until(self._openers, self._content, is_plain=True))) is not None:
             if marker in self._call_openers:
                 yield from self._try_calls(marker)
             elif marker not in self._ignored:
@@ -130,9 +146,10 @@ class OutputParser(PieceReader):
         yield from self._reason()
 
     def _reason(self) -> Reads:
-        self._space = ""
-        while (yield from self._until(self._closers, self._think)) in self._ignored:
+        self._space, self.is_thinking = "", True
+        while (yield from self._until(self._closers, self._think, is_plain=True)) in self._ignored:
             pass
+        self.is_thinking = False
 
     def _think(self, text: str) -> None:
         self._events.append(Event(reasoning=text))

@@ -34,6 +34,8 @@ class PieceReader:
         self._text, self._ended = "", False
         self._raw: list[str] | None = None
         """What has been read of a call whose name is not known yet; None outside."""
+        self._awaited: Markers | None = None
+        """All has been read, in `_until(..., is_plain=True)`, up to one of these."""
 
     @property
     def _is_over(self) -> bool:
@@ -73,8 +75,10 @@ class PieceReader:
         if not (yield from self._accept(literal)):
             raise NoCallError
 
-    def _until(self, markers: Markers, give: Callable[[str], None]) -> Reads:
-        """Gives what comes before the first of the markers, and takes that; None at the end of the answer."""
+    def _until(self, markers: Markers, give: Callable[[str], None], *, is_plain: bool = False) -> Reads:
+        """Gives what comes before the first of the markers, and takes that; None at the end of the answer.
+
+        is_plain: who feeds the text may look by itself whether any of it is more than text to `give`."""
         while True:
             found = markers.find(self._text)
             if found is not None:
@@ -87,7 +91,10 @@ class PieceReader:
                 give(self._take(certain))
             if self._ended:
                 return None
+            if is_plain and not self._text:
+                self._awaited = markers
             yield
+            self._awaited = None
 
     def _short_until(self, marker: str) -> Reads:
         """A name or key. At most 300 characters, else this is no call."""
