@@ -53,7 +53,8 @@ REASONS: Mapping[str, str] = types.MappingProxyType(
         **dict.fromkeys(("/v1/assistants", "/v1/threads", "/v1/vector_stores", "/v1/conversations"), _NOTHING_STORED),
         **dict.fromkeys(("/v1/completions/render", "/v1/chat/completions/render"), _RENDER),
         **dict.fromkeys(("/inference/v1/generate", "/generate", "/generate_stream"), _TEXT),
-        "/api": "Ollama's API is not spoken here; /v1/chat/completions answers conversations",
+        **dict.fromkeys(("/api/embed", "/api/embeddings"), _GENERATION),
+        "/api": "of Ollama's API there are chat, generate, show, tags and version",
     }
 )
 _DEVELOPMENT = frozenset(route.path for route in DEVELOPMENT_ROUTES)

@@ -224,7 +224,7 @@ class MessagesAnswer:
                 blocks.append({"type": kind, kind: told.content or told.reasoning, **signature})
         for block in blocks:
             if block["type"] == "tool_use":
-                block["input"] = _arguments(block["input"])
+                block["input"] = call_input(block["input"])
         reason, sequence_text = self._stop(output.finish_reason, output.stop_reason)
         usage = self._usage(len(output.token_ids))
         response = MessagesResponse(self._answer.id, self._answer.model, blocks, reason, sequence_text, usage)
@@ -312,7 +312,7 @@ class MessagesAnswer:
         return MessagesUsage(len(stream.prompt.token_ids or ()) - cached, num_output, cached)
 
 
-def _arguments(text: str) -> Any:
+def call_input(text: str) -> Any:
     """A call's input; what the model wrote where that is no JSON."""
     try:
         msgspec.json.decode(text or "{}")

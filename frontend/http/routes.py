@@ -18,6 +18,7 @@ import headrace
 from headrace.frontend.client.client import CoreClient
 from headrace.frontend.fleet.pool import Engine, EnginePool
 from headrace.frontend.fleet.scaling import Scaler
+from headrace.frontend.http import ollama
 from headrace.frontend.http.errors import ApiError, bad_field, unavailable
 from headrace.frontend.http.exchange import Exchange, LargeBodies
 from headrace.frontend.http.files import handlers as files_api
@@ -470,6 +471,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         refusals=(400, 404),
     ),
     *files_api.ROUTES,
+    *ollama.ROUTES,
     RouteSpec(
         method="POST",
         path="/invocations",

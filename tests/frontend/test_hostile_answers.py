@@ -15,7 +15,7 @@ import pytest
 from http_server import ask, events_of, serving
 from null_with_tokenizer import PARROT
 
-from headrace.frontend.http.messages import _arguments
+from headrace.frontend.http.messages import call_input
 from headrace.frontend.text.formats.channels import ChannelParser
 from headrace.frontend.text.formats.declaration import known_formats, load_format
 from headrace.frontend.text.formats.parser import OutputParser
@@ -114,12 +114,12 @@ def test_values_of_any_depth_are_arguments_or_none(nest: str, size: int) -> None
 
 @pytest.mark.parametrize("text", ["[" * 100_000 + "]" * 100_000, '{"a":' * 3000 + "1" + "}" * 3000])
 def test_deep_arguments_are_an_input_of_anthropics_api(text: str) -> None:
-    assert json.loads(msgspec.json.encode(_arguments(text))) == {"": text}
+    assert json.loads(msgspec.json.encode(call_input(text))) == {"": text}
 
 
 @pytest.mark.parametrize("number", ["9" * 300, "-1e-999", str(2**64)])
 def test_numbers_of_any_size_stay_as_the_model_wrote_them(number: str) -> None:
-    assert msgspec.json.encode(_arguments(f'{{"a": {number}}}')) == f'{{"a": {number}}}'.encode()
+    assert msgspec.json.encode(call_input(f'{{"a": {number}}}')) == f'{{"a": {number}}}'.encode()
 
 
 SAID: dict[str, str] = {

@@ -7,15 +7,12 @@ import random
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import httpx
 import jsonschema
 import numpy as np
 import pytest
 from fake_tokenizers import bundle_of, byte_level_tokenizer
-from http_server import ask, serving, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from null_with_tokenizer import PARROT
 
 from headrace.frontend.text.chat_template import RenderedChat
 from headrace.frontend.text.formats.channels import ChannelParser, ForcedChannelCalls
@@ -33,7 +30,6 @@ from headrace.frontend.text.formats.parser import Event, OutputParser
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import OptionError
 
-CHAT = "/v1/chat/completions"
 WEATHER = {
     "type": "function",
     "function": {
@@ -333,95 +329,6 @@ def test_a_plugin_makes_a_format_known_by_its_files_name_and_to_templates(tmp_pa
         OutputFormats(reasoning_parser="mine", plugins={"reasoning_parser_plugin": str(path)})
 
 
-# --- over HTTP ------------------------------------------------------------------------------------------------------
-
-END = "STOPHERE"
-TEMPLATE = "{# <tool_call> \"arguments\" #}{{ messages[-1]['content'] }}"
-
-
-@pytest.fixture(scope="module")
-def client():
-    """Of a server whose model says what it is told to, up to the stop string."""
-    arguments = ("--chat-template", TEMPLATE, "--reasoning-parser", "qwen3", "--max-model-len", "1024")
-    with serving("--distributed-executor-backend", PARROT, *arguments) as server, server.client() as client:
-        ask(client, CHAT, **body_of("hm", tool_choice="required"))  # the engine's process that tries grammars stays
-        yield client
-
-
-def body_of(said: str, **more: Any) -> dict[str, Any]:
-    messages = [{"role": "user", "content": said + END}]
-    return {"messages": messages, "max_tokens": 400, "stop": [END], "tools": TOOLS, **more}
-
-
-SAID = f"Sure.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{NOW_CALL}</tool_call>"
-
-
-def test_calls_are_answered_whole(client: httpx.Client):
-    (choice,) = ask(client, CHAT, **body_of("<think>hm</think>" + SAID))["choices"]
-    message = choice["message"]
-    assert choice["finish_reason"] == "tool_calls"
-    assert (message["content"], message["reasoning"], message["reasoning_content"]) == ("Sure.", "hm", "hm")
-    calls = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message["tool_calls"]]
-    assert calls == TWO
-    assert len({call["id"] for call in message["tool_calls"]}) == 2
-
-
-def test_calls_are_streamed_as_openais_clients_join_them(client: httpx.Client):
-    events = stream(client, CHAT, body_of("<think>hm</think>" + SAID, stream_options={"include_usage": True}))
-    deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
-    assert "".join(delta.get("content") or "" for delta in deltas) == "Sure."
-    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "hm"
-    parts = [part for delta in deltas for part in delta.get("tool_calls") or ()]
-    names = {part["index"]: part["function"]["name"] for part in parts if "name" in part["function"]}
-    assert names == {0: "get_weather", 1: "now"}
-    joined = ["".join(p["function"].get("arguments", "") for p in parts if p["index"] == index) for index in (0, 1)]
-    assert [json.loads(each) for each in joined] == [ZURICH, {}]
-    assert [event["choices"][0]["finish_reason"] for event in events if event["choices"]][-1] == "tool_calls"
-
-
-def test_usage_counts_the_tokens_of_reasoning(client: httpx.Client):
-    def count(said: str, **more: Any) -> Any:
-        return ask(client, CHAT, **body_of(said, **more))["usage"]["completion_tokens_details"]
-
-    thought = "<think>hm hm</think>" + SAID
-    assert count(thought) == count(thought, include_reasoning=False) == {"reasoning_tokens": 5}, "one for each letter"
-    streamed = stream(client, CHAT, body_of(thought, stream_options={"include_usage": True}))
-    assert streamed[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 5}
-    assert count(thought, n=2) == {"reasoning_tokens": 10}
-    assert count(SAID) == {"reasoning_tokens": 0}
-
-
-def test_requests_say_what_they_want_of_it(client: httpx.Client):
-    def message(**more: Any) -> dict[str, Any]:
-        return ask(client, CHAT, **body_of("<think>hm</think>" + SAID, **more))["choices"][0]["message"]
-
-    assert len(message(parallel_tool_calls=False)["tool_calls"]) == 1
-    assert message(include_reasoning=False)["reasoning"] is None
-    assert message(tool_choice="none")["content"] == SAID
-    assert "tool_calls" not in message(tools=None)  # as OpenAI has it: a client reads None
-
-
-def test_a_budget_ends_the_reasoning_and_the_form_begins_after_it(client: httpx.Client):
-    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["yes"]}}}
-    wanted = body_of("<think>a long thought", tools=None, thinking_token_budget=3, response_format=form)
-    (choice,) = ask(client, CHAT, **wanted)["choices"]
-    assert (len(choice["message"]["reasoning"]), choice["message"]["content"]) == (3, '"yes"')
-
-
-@pytest.mark.parametrize(
-    ("tools", "param"),
-    [
-        ([{"name": "f"}], "tools[0]"),
-        ([NOW, {"type": "function", "function": {}}], "tools[1].function.name"),
-        ([{"type": "function", "function": {"name": "f", "parameters": "x"}}], "tools[0].function.parameters"),
-    ],
-)
-def test_tools_of_another_shape_are_refused_by_name(client: httpx.Client, tools, param):
-    response = client.post(CHAT, json=body_of("x", tools=tools))
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
-
-
 # --- calls that a request asks for -----------------------------------------------------------------------------------
 
 DETAILED = {
@@ -571,42 +478,6 @@ def test_harmonys_grammar_admits_thoughts_then_one_call():
         assert read("openai", [said]).calls == [("get_weather", GOOD)]
     assert not accepts(grammar, call.replace(GOOD, BAD), specials)
     assert not accepts(grammar, "<|channel|>final<|message|>no", specials)
-
-
-def test_a_request_that_asks_for_a_call_gets_one(client: httpx.Client):
-    body = body_of("hm", tools=FORCED, stop=None, max_tokens=600, temperature=1.0)
-    for seed in range(3):
-        (choice,) = ask(client, CHAT, **body, tool_choice="required", seed=seed)["choices"]
-        if choice["finish_reason"] != "length":
-            assert choice["finish_reason"] == "tool_calls"
-            assert choice["message"]["tool_calls"]
-    named = {"type": "function", "function": {"name": "now"}}
-    (choice,) = ask(client, CHAT, **body, tool_choice=named)["choices"]
-    assert [call["function"] for call in choice["message"]["tool_calls"]] == [{"name": "now", "arguments": "{}"}]
-    assert choice["finish_reason"] == "stop"
-    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
-    calls = ask(client, CHAT, **body, tool_choice=allowed, parallel_tool_calls=False)["choices"][0]["message"][
-        "tool_calls"
-    ]
-    assert [call["function"]["name"] for call in calls] == ["now"]
-
-
-@pytest.mark.parametrize(
-    ("choice", "words"),
-    [
-        ("required", "needs tools"),
-        ({"type": "function", "function": {"name": "later"}}, "names the tool 'later'; tools has get_weather, now"),
-        ({"type": "function"}, "names the tool 'None'"),
-        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, "allowed_tools must be"),
-        ("maybe", "tool_choice must be none, auto, required"),
-    ],
-)
-def test_a_choice_that_cannot_be_is_refused_by_name(client: httpx.Client, choice, words):
-    tools = None if choice == "required" else TOOLS
-    response = client.post(CHAT, json=body_of("x", tools=tools, tool_choice=choice))
-    assert response.status_code == 400
-    assert words in response.json()["error"]["message"]
-    assert response.json()["error"]["param"].startswith("tool_choice")
 
 
 def test_a_header_is_none_beyond_its_longest_however_the_text_is_cut():

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.http.connection import Connection
@@ -27,6 +27,17 @@ HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies of nginx's kind pass events on at once
 ]
+
+
+class StreamForm(NamedTuple):
+    """How a response that grows is sent."""
+
+    headers: list[tuple[bytes, bytes]]
+    keep_alive: bytes
+    """What fills silence; empty: nothing does."""
+
+
+EVENTS = StreamForm(HEADERS, KEEP_ALIVE)
 
 
 class Chunks(Protocol):
@@ -56,8 +67,8 @@ class Silent(Protocol):
 class EventStream:
     """The events of some requests on one connection. Everything happens in the client's loop."""
 
-    def __init__(self, connection: Connection, chunks: Chunks) -> None:
-        self._connection, self._chunks = connection, chunks
+    def __init__(self, connection: Connection, chunks: Chunks, form: StreamForm = EVENTS) -> None:
+        self._connection, self._chunks, self._form = connection, chunks, form
         self._streams: Sequence[RequestStream] = ()
         self._choices: list[tuple[RequestStream, SequenceState]] = []  # whose end is not told yet
         self._is_open = False
@@ -105,8 +116,8 @@ class EventStream:
                 self._flush()
 
     def keep_alive(self) -> None:
-        if self._is_open and not self._connection.congested:
-            self._write(KEEP_ALIVE)
+        if self._is_open and self._form.keep_alive and not self._connection.congested:
+            self._write(self._form.keep_alive)
 
     def _flush(self) -> None:
         self._is_flush_due = False

@@ -26,7 +26,7 @@ from headrace.frontend.http.connection import Connection
 from headrace.frontend.http.errors import ApiError, unavailable
 from headrace.frontend.http.metrics import Pages, RequestMeter
 from headrace.frontend.http.openai.choosing import Choosing, likeliest, search
-from headrace.frontend.http.openai.event_stream import HEADERS, TURN_S, Chunks, EventStream, KeepAlive
+from headrace.frontend.http.openai.event_stream import EVENTS, TURN_S, Chunks, EventStream, KeepAlive, StreamForm
 from headrace.frontend.http.openai.prompts import as_api_error
 from headrace.ipc.failure import HeadraceError, InvalidRequestError, QueueFullError
 
@@ -88,6 +88,8 @@ class PreparedRequest(msgspec.Struct):
     """The field by which the request asks for a form of its answer: errors name it."""
     choosing: Choosing | None = None
     """How outputs are chosen among those that are computed; None: all of them are given, as they come."""
+    form: StreamForm = EVENTS
+    """Of a stream."""
 
 
 class Running:
@@ -349,7 +351,7 @@ class Generator:
         deadline_s: float | None,
         send: Send,
     ) -> None:
-        events = EventStream(connection, prepared.answer)
+        events = EventStream(connection, prepared.answer, prepared.form)
         events.attach(running.streams)
         hold_s = time.monotonic() + HOLD_S
         try:
@@ -360,7 +362,7 @@ class Generator:
                 raise
         if running.error is not None:
             raise running.error
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": prepared.form.headers})
         self.keep_alive.add(events)
         try:
             running.events = events

@@ -280,6 +280,13 @@ class ChatPrompts:
         )
         return RenderedChat(text, template)
 
+    def template(self, tokenizer: Tokenizer, tools: Sequence[Any] | None = None) -> str | None:
+        """The one that conversations are rendered with; None where there is none."""
+        try:
+            return tokenizer.get_chat_template(self._template, tools)
+        except InvalidRequestError:
+            return None
+
     def _choose_template(self, asked: str | None, tokenizer: Tokenizer) -> str | None:
         if asked is None:
             return self._template

@@ -1,0 +1,580 @@
+"""Ollama's API, as far as it says what ours can do: /api/chat, /api/generate, /api/tags, /api/show and /api/version.
+
+A request becomes a chat completion, or with `raw` a completion (`_as_chat`, `_as_completion`), and is answered by their
+code. The answer is one JSON object, or lines of JSON, of which the last has the counts:
+
+    {"message": {"content": "Yes"}, "done": false} ... {"message": {"content": ""}, "done": true, "eval_count": 7}
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from headrace.frontend.api.outputs import CompletionOutput
+from headrace.frontend.client.request import RequestStream, SequenceState
+from headrace.frontend.fleet.pool import Engine
+from headrace.frontend.http.errors import ApiError, bad_field
+from headrace.frontend.http.exchange import Exchange
+from headrace.frontend.http.messages import call_input
+from headrace.frontend.http.openai.chat import prepare_chat
+from headrace.frontend.http.openai.completions import prepare_completion
+from headrace.frontend.http.openai.event_stream import StreamForm
+from headrace.frontend.http.openai.generation import PreparedRequest
+from headrace.frontend.http.openai.requests import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    Few,
+    Many,
+)
+from headrace.frontend.http.openai.responses import Answer, TokenLogprob, chat_logprobs
+from headrace.frontend.http.process.engines import engine_for
+from headrace.frontend.http.route_spec import RouteSpec, get, post
+from headrace.frontend.text.chat_template import RenderedChat
+from headrace.frontend.text.formats.choice import ToolChoice
+from headrace.frontend.text.formats.message import call_id
+from headrace.frontend.text.formats.parser import Event, OutputParser
+
+if TYPE_CHECKING:
+    from headrace.frontend.http.routes import ServerState
+
+API_VERSION = "0.12.11"
+"""Of Ollama, whose API this is: clients look whether it is new enough for them."""
+LINES = StreamForm([(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-cache")], keep_alive=b"")
+_ANY_TOOL = {"type": "function", "function": {"name": "any"}}
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+class OllamaMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    thinking: str | None = None
+    images: Few[Any] | None = None
+    tool_calls: Few[dict[str, Any]] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: Annotated[str, Meta(description="One of /api/tags, with or without :latest")]
+    stream: Annotated[bool | None, Meta(description="Lines of JSON while the answer grows; default: true")] = None
+    format: Annotated[str | dict[str, Any] | None, Meta(description="The answer's form: json, or a JSON schema")] = None
+    options: Annotated[dict[str, Any] | None, Meta(description="Sampling: temperature, num_predict, stop, ...")] = None
+    keep_alive: Annotated[float | str | None, Meta(description="Taken, and not read: the model stays loaded")] = None
+    think: Annotated[bool | str | None, Meta(description="Whether to reason, or how much: low, medium, high")] = None
+    logprobs: Annotated[bool | None, Meta(description="Report log-probabilities")] = None
+    top_logprobs: Annotated[int | None, Meta(description="Likeliest tokens to report, with logprobs")] = None
+
+
+class OllamaChatRequest(OllamaRequest):
+    """POST /api/chat"""
+
+    messages: Many[OllamaMessage] | None = None
+    tools: Few[dict[str, Any]] | None = None
+
+
+class OllamaGenerateRequest(OllamaRequest):
+    """POST /api/generate"""
+
+    prompt: str = ""
+    system: str | None = None
+    raw: Annotated[bool | None, Meta(description="The prompt is taken as it is, without the chat template")] = None
+    suffix: Annotated[str | None, Meta(description="Refused: nothing is filled in")] = None
+    template: Annotated[str | None, Meta(description="Refused: templates are the model's")] = None
+    context: Annotated[list[int] | None, Meta(description="Refused: retired; use /api/chat")] = None
+    images: Annotated[Few[Any] | None, Meta(description="Refused: the model reads text")] = None
+
+
+class ShowRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /api/show"""
+
+    model: str | None = None
+    name: Annotated[str | None, Meta(description="The older name of model")] = None
+    verbose: Annotated[bool | None, Meta(description="Taken, and not read")] = None
+
+
+_SAME_OPTIONS = (
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "stop", "presence_penalty", "frequency_penalty"),
+    *("mirostat", "mirostat_tau", "mirostat_eta"),
+)
+_OF_LOADING = (
+    *("numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "use_mmap", "use_mlock", "num_thread"),
+    "num_keep",
+)
+"""How Ollama loads a model, and what it keeps of a context that overflows, which none does here: no answer depends on
+them."""
+
+
+def _sampling(options: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:
+    """Fields of a completion. Raises ApiError, which names the option."""
+    fields: dict[str, Any] = {}
+    given = {name: value for name, value in (options or {}).items() if value is not None}
+    for name, value in given.items():
+        where = f"options.{name}"
+        if name in _SAME_OPTIONS:
+            fields[name] = value
+        elif name == "seed":
+            fields["seed"] = None if _integer(value, where) < 0 else value
+        elif name == "num_predict":
+            fields["max_tokens"] = None if _integer(value, where) in (-1, -2) else value
+        elif name == "num_ctx":
+            assert engine.client is not None
+            limit = engine.client.welcome.max_model_len
+            if _integer(value, where) > limit:
+                raise bad_field(where, f"num_ctx is {value}; this server's context is {limit} tokens")
+        elif name == "repeat_penalty":
+            if given.get("repeat_last_n") != 0:
+                fields["repetition_penalty"] = value
+        elif name == "repeat_last_n":
+            if value not in (0, -1):
+                raise bad_field(where, "repeat_last_n must be -1 or 0: penalties are of the whole context, or none")
+        elif name not in _OF_LOADING:
+            raise bad_field(where, f"options.{name[:80]} is not supported", "unknown_parameter")
+    return fields
+
+
+def _integer(value: Any, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise bad_field(where, f"{where} must be an integer")
+    return value
+
+
+def _shared(request: OllamaRequest, engine: Engine) -> dict[str, Any]:
+    """Fields that a chat and a completion have both. Raises ApiError."""
+    form: dict[str, Any] | None = None
+    if isinstance(request.format, dict):
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": request.format}}
+    elif request.format == "json":
+        form = {"type": "json_object"}
+    elif request.format:
+        raise bad_field("format", "format must be json or a JSON schema")
+    return {
+        "model": _name(request.model, engine.names),
+        "stream": request.stream is not False,
+        "response_format": form,
+        **_sampling(request.options, engine),
+    }
+
+
+def _as_chat(
+    request: OllamaRequest, messages: Sequence[OllamaMessage], tools: Any, engine: Engine
+) -> ChatCompletionRequest:
+    """Raises ApiError, which names the field."""
+    thinks = request.think
+    try:
+        return msgspec.convert(
+            {
+                **_shared(request, engine),
+                "messages": [_message(each, f"messages[{index}]") for index, each in enumerate(messages)],
+                "tools": tools or None,
+                "enable_thinking": thinks if isinstance(thinks, bool) else None,
+                "reasoning_effort": thinks if isinstance(thinks, str) else None,
+                "logprobs": request.logprobs,
+                "top_logprobs": request.top_logprobs if request.logprobs else None,
+            },
+            ChatCompletionRequest,
+        )
+    except msgspec.ValidationError as error:
+        raise bad_field("options", f"options: {error}") from None
+
+
+def _as_completion(request: OllamaGenerateRequest, engine: Engine) -> CompletionRequest:
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    fields = {**_shared(request, engine), "prompt": request.prompt, "logprobs": logprobs}
+    try:
+        return msgspec.convert(fields, CompletionRequest)
+    except msgspec.ValidationError as error:
+        raise bad_field("options", f"options: {error}") from None
+
+
+def _message(message: OllamaMessage, where: str) -> ChatMessage:
+    if message.images:
+        raise bad_field(f"{where}.images", f"{where}.images: the model reads text", "unsupported_parameter")
+    calls = []
+    for index, call in enumerate(message.tool_calls or ()):
+        function = call.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            at = f"{where}.tool_calls[{index}]"
+            raise bad_field(at, f"{at} must be {{function: {{name: ..., arguments: {{...}}}}}}")
+        named = {"name": function["name"], "arguments": function.get("arguments") or {}}
+        calls.append({"id": str(call.get("id") or f"call_{index}"), "type": "function", "function": named})
+    return ChatMessage(
+        role=message.role,
+        content=message.content,
+        name=message.tool_name,
+        tool_calls=calls or None,
+        tool_call_id=message.tool_call_id,
+        reasoning_content=message.thinking or None,
+    )
+
+
+def _name(asked: str, names: Sequence[str]) -> str:
+    """Ollama's clients add a tag to names without one."""
+    plain = asked.removesuffix(":latest")
+    return plain if asked not in names and plain in names else asked
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+class OllamaFunction(msgspec.Struct):
+    name: str
+    arguments: Any
+
+
+class OllamaCall(msgspec.Struct):
+    id: str
+    function: OllamaFunction
+
+
+class OllamaAnswerMessage(msgspec.Struct, omit_defaults=True):
+    role: str
+    content: str
+    thinking: str = ""
+    tool_calls: list[OllamaCall] = []
+
+
+class OllamaLine(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """The whole answer, or a piece of it; counts and times, in nanoseconds, come with the last."""
+
+    model: str
+    created_at: str
+    done: bool
+    logprobs: list[TokenLogprob] | None = None
+    done_reason: str | None = None
+    total_duration: int | None = None
+    load_duration: int | None = None
+    prompt_eval_count: int | None = None
+    prompt_eval_duration: int | None = None
+    eval_count: int | None = None
+    eval_duration: int | None = None
+
+
+class OllamaChatLine(OllamaLine):
+    message: OllamaAnswerMessage
+
+
+class OllamaGenerateLine(OllamaLine):
+    response: str
+    thinking: str = ""
+    tool_calls: list[OllamaCall] = []
+
+
+class OllamaDetails(msgspec.Struct):
+    """What is not known stays empty."""
+
+    parent_model: str = ""
+    format: str = ""
+    family: str = ""
+    families: list[str] = []
+    parameter_size: str = ""
+    quantization_level: str = ""
+
+
+class OllamaModel(msgspec.Struct):
+    name: str
+    model: str
+    modified_at: str
+    details: OllamaDetails
+
+
+class OllamaModels(msgspec.Struct):
+    models: list[OllamaModel]
+
+
+class OllamaVersion(msgspec.Struct):
+    version: str
+
+
+class ShowResponse(msgspec.Struct):
+    details: OllamaDetails
+    model_info: dict[str, str | int]
+    capabilities: list[str]
+    modified_at: str
+
+
+class OllamaAnswer:
+    """Both forms of the response (see `generation.ResponseText`). There is one output.
+
+    A call is told once it is complete: its arguments are an object.
+    """
+
+    def __init__(
+        self,
+        answer: Answer,
+        make_reader: Callable[[], OutputParser] | None,
+        *,
+        is_chat: bool,
+        num_top_logprobs: int | None = None,
+    ) -> None:
+        """is_chat: texts are in a message. num_top_logprobs: None where no log-probabilities are asked for."""
+        self._answer, self._is_chat, self._num_top = answer, is_chat, num_top_logprobs
+        self._reader = OutputParser(None, None) if make_reader is None else make_reader()
+        self._streams: Sequence[RequestStream] = ()
+        self._call: tuple[Event, list[str]] | None = None
+        """One whose arguments still come."""
+        self._logprobs: list[TokenLogprob] = []
+        """Of tokens that no line has told of."""
+
+    def attach(self, streams: Sequence[RequestStream]) -> None:
+        self._streams = streams
+
+    def whole(self) -> list[bytes]:
+        (stream,) = self._streams
+        (sequence,) = stream.sequences
+        output = sequence.read(delta=False, tokenizer=stream.tokenizer)
+        told = OllamaAnswerMessage("assistant", "")
+        for part in self._read(output):
+            told.content += part.content
+            told.thinking += part.thinking
+            told.tool_calls = [*told.tool_calls, *part.tool_calls]
+        return [msgspec.json.encode(self._line(told, output, sequence))]
+
+    def delta(self, stream: RequestStream, sequence: SequenceState) -> bytes:
+        output = sequence.read(delta=True, tokenizer=stream.tokenizer)
+        lines = [self._line(part) for part in self._read(output)]
+        if output.finish_reason is not None:
+            lines.append(self._line(OllamaAnswerMessage("assistant", ""), output, sequence))
+        return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+
+    def end(self) -> bytes:
+        return b""
+
+    def failure(self, error: BaseException) -> bytes:
+        return error_body(ApiError.of(error)) + b"\n"
+
+    def _read(self, output: CompletionOutput) -> list[OllamaAnswerMessage]:
+        """What is new, in pieces of one kind."""
+        if output.logprobs is not None and self._num_top is not None:
+            told = chat_logprobs(output.token_ids, output.logprobs, self._answer.spell, self._num_top)
+            self._logprobs += told.content
+        ends = output.finish_reason is not None
+        parts = []
+        for event in self._reader.feed(output.text) + (self._reader.finish() if ends else []):
+            if event.call >= 0 and not event.name:
+                assert self._call is not None, "its name came before"
+                self._call[1].append(event.arguments)
+                continue
+            parts += self._complete_call()
+            if event.name:
+                self._call = event, [event.arguments]
+            else:
+                parts.append(OllamaAnswerMessage("assistant", event.content, thinking=event.reasoning))
+        return parts + (self._complete_call() if ends else [])
+
+    def _complete_call(self) -> list[OllamaAnswerMessage]:
+        if self._call is None:
+            return []
+        (event, arguments), self._call = self._call, None
+        function = OllamaFunction(event.name, call_input("".join(arguments)))
+        return [OllamaAnswerMessage("assistant", "", tool_calls=[OllamaCall(call_id(event), function)])]
+
+    def _line(
+        self,
+        part: OllamaAnswerMessage,
+        output: CompletionOutput | None = None,
+        sequence: SequenceState | None = None,
+    ) -> OllamaLine:
+        """output and sequence: of the last line."""
+        line = _line(self._answer.model, part, is_chat=self._is_chat)
+        line.logprobs, self._logprobs = self._logprobs or None, []
+        if output is not None and sequence is not None:
+            (stream,) = self._streams
+            total_s, first_s = stream.metrics.total_s or 0.0, stream.first_token_s or 0.0
+            line.done, line.done_reason = True, output.finish_reason
+            line.total_duration, line.load_duration = _nanoseconds(total_s), 0
+            line.prompt_eval_count, line.prompt_eval_duration = (
+                len(stream.prompt.token_ids or ()),
+                _nanoseconds(first_s),
+            )
+            line.eval_count, line.eval_duration = len(sequence.token_ids), _nanoseconds(total_s - first_s)
+        return line
+
+
+def _line(model: str, part: OllamaAnswerMessage, *, is_chat: bool) -> OllamaLine:
+    now = _time(datetime.datetime.now(datetime.UTC).timestamp())
+    if is_chat:
+        return OllamaChatLine(model=model, created_at=now, done=False, message=part)
+    return OllamaGenerateLine(
+        model=model,
+        created_at=now,
+        done=False,
+        response=part.content,
+        thinking=part.thinking,
+        tool_calls=part.tool_calls,
+    )
+
+
+def _time(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat().replace("+00:00", "Z")
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(1e9 * seconds)
+
+
+def error_body(error: ApiError) -> bytes:
+    """In Ollama's shape."""
+    return msgspec.json.encode({"error": error.body.message})
+
+
+# --- routes -----------------------------------------------------------------------------------------------------------
+
+
+async def chat(state: ServerState, exchange: Exchange) -> None:
+    def prepare(body: bytes) -> PreparedRequest | OllamaLine:
+        request = state.decoder.decode(body, OllamaChatRequest)
+        engine = _engine(state, request.model)
+        if not request.messages:
+            return _loaded(request, is_chat=True)
+        return _prepare(state, exchange, request, _as_chat(request, request.messages, request.tools, engine), engine)
+
+    await _answer(state, exchange, await exchange.prepare(prepare))
+
+
+async def generate(state: ServerState, exchange: Exchange) -> None:
+    def prepare(body: bytes) -> PreparedRequest | OllamaLine:
+        request = state.decoder.decode(body, OllamaGenerateRequest)
+        engine = _engine(state, request.model)
+        for name in ("suffix", "template", "context", "images"):
+            if getattr(request, name):
+                raise bad_field(name, f"{name} is not supported", "unsupported_parameter")
+        if not request.prompt:
+            return _loaded(request, is_chat=False)
+        if request.raw:
+            return _prepare(state, exchange, request, _as_completion(request, engine), engine)
+        messages = [OllamaMessage(role="user", content=request.prompt)]
+        if request.system:
+            messages.insert(0, OllamaMessage(role="system", content=request.system))
+        return _prepare(state, exchange, request, _as_chat(request, messages, None, engine), engine)
+
+    await _answer(state, exchange, await exchange.prepare(prepare))
+
+
+def _engine(state: ServerState, model: str) -> Engine:
+    state.check_accepting()
+    return engine_for(state.pool, _name(model, state.pool.names))
+
+
+def _loaded(request: OllamaRequest, *, is_chat: bool) -> OllamaLine:
+    """Ollama's clients ask for nothing to have the model loaded, which it is, or put away, which it is not."""
+    if request.keep_alive in (0, "0", "0s"):
+        raise bad_field("keep_alive", "keep_alive is 0; the model of this server stays loaded", "unsupported_parameter")
+    line = _line(request.model, OllamaAnswerMessage("assistant", ""), is_chat=is_chat)
+    line.done, line.done_reason = True, "load"
+    return line
+
+
+def _prepare(
+    state: ServerState,
+    exchange: Exchange,
+    request: OllamaRequest,
+    asked: ChatCompletionRequest | CompletionRequest,
+    engine: Engine,
+) -> PreparedRequest:
+    name, num_top = exchange.request_id(None), (request.top_logprobs or 0) if request.logprobs else None
+    is_chat = isinstance(request, OllamaChatRequest)
+    if isinstance(asked, ChatCompletionRequest):
+
+        def make_answer(
+            _: ChatCompletionRequest, answer: Answer, role: str, make_reader: Callable[[], OutputParser] | None
+        ) -> OllamaAnswer:
+            return OllamaAnswer(answer, make_reader, is_chat=is_chat, num_top_logprobs=num_top)
+
+        prepared = prepare_chat(asked, engine, state.chat, name, exchange.tenant, make_answer, "ollama-")
+    else:
+        prepared = prepare_completion(asked, engine, state.options, name, exchange.tenant)
+        assert engine.client is not None
+        answer = Answer(asked, f"ollama-{name}", asked.model or engine.names[0], engine.client.tokenizer)
+        prepared.answer = OllamaAnswer(answer, None, is_chat=False, num_top_logprobs=num_top)
+        if asked.max_tokens is None:  # OpenAI's completions are short unless they are told to be long
+            prepared.jobs[0].params.max_tokens = None
+    prepared.form = LINES
+    return prepared
+
+
+async def _answer(state: ServerState, exchange: Exchange, prepared: PreparedRequest | OllamaLine) -> None:
+    if isinstance(prepared, OllamaLine):
+        await exchange.answer(prepared)
+    else:
+        await state.generator.answer(prepared, exchange.connection, exchange.receive, exchange.send)
+
+
+async def tags(state: ServerState, exchange: Exchange) -> None:
+    since = _time(state.started_at)
+    models = [OllamaModel(name, name, since, OllamaDetails()) for name in state.pool.names]
+    await exchange.answer(OllamaModels(models))
+
+
+async def show(state: ServerState, exchange: Exchange) -> None:
+    def find(body: bytes) -> ShowResponse:
+        request = state.decoder.decode(body, ShowRequest)
+        asked = request.model or request.name
+        if asked is None:
+            raise bad_field("model", "model is required", "missing_required_parameter")
+        engine = _engine(state, asked)
+        assert engine.client is not None
+        length = engine.client.welcome.max_model_len
+        info: dict[str, str | int] = {"general.architecture": "headrace", "headrace.context_length": length}
+        return ShowResponse(OllamaDetails(), info, _capabilities(state, engine), _time(state.started_at))
+
+    await exchange.answer(await exchange.prepare(find))
+
+
+def _capabilities(state: ServerState, engine: Engine) -> list[str]:
+    """As far as answers are read for it."""
+    assert engine.client is not None
+    tokenizer = engine.client.tokenizer
+    template = None if tokenizer is None else state.chat.prompts.template(tokenizer, tools=[_ANY_TOOL])
+    if template is None:
+        return ["completion"]
+    formats = state.chat.formats.of(RenderedChat("", template), ToolChoice([_ANY_TOOL]))
+    reads = {
+        "tools": formats.calls is not None or formats.reads_channels_calls,
+        "thinking": formats.reading is not None or formats.channels is not None,
+    }
+    return ["completion", *(name for name, is_read in reads.items() if is_read)]
+
+
+async def version(state: ServerState, exchange: Exchange) -> None:
+    await exchange.answer(OllamaVersion(API_VERSION))
+
+
+_REFUSALS = (400, 404, 413, 415, 429, 500, 503, 504)
+ROUTES: tuple[RouteSpec, ...] = (
+    post(
+        "/api/chat",
+        chat,
+        "Answer a conversation, as Ollama has it",
+        OllamaChatRequest,
+        OllamaChatLine,
+        _REFUSALS,
+        error_body=error_body,
+    ),
+    post(
+        "/api/generate",
+        generate,
+        "Answer a prompt, as Ollama has it",
+        OllamaGenerateRequest,
+        OllamaGenerateLine,
+        _REFUSALS,
+        error_body=error_body,
+    ),
+    post(
+        "/api/show",
+        show,
+        "What a model can do, as Ollama has it",
+        ShowRequest,
+        ShowResponse,
+        (400, 404, 413, 415, 503),
+        error_body=error_body,
+    ),
+    get("/api/tags", tags, "The models that are served, as Ollama has it", OllamaModels, error_body=error_body),
+    get("/api/version", version, "Which of Ollama's versions has this API", OllamaVersion, error_body=error_body),
+)

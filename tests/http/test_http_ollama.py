@@ -1,0 +1,167 @@
+"""Ollama's API: the official client's calls, whole and in lines, with tools and thinking; errors in its shape."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import ollama
+import pytest
+from http_server import serving
+from null_with_tokenizer import PARROT
+
+END = "STOPHERE"
+TEMPLATE = (
+    '{# <tool_call> "arguments" </think> #}{% for m in messages %}{% if not loop.last %}[{{ m.role }}:{{ m.content }}'
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}]"
+    "{% endif %}{% endfor %}{{ messages[-1]['content'] }}"
+)
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Zürich"}}</tool_call>'
+SAID = f"<think>hm</think>Sure.\n{CALL}\n{CALL}"
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Of a model that says its last message, up to the stop string."""
+    arguments = ("--chat-template", TEMPLATE, "--reasoning-parser", "auto", "--max-model-len", "1024")
+    with serving("--distributed-executor-backend", PARROT, *arguments) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    return ollama.Client(host=server.url)
+
+
+def chat_of(said: str, **more: Any) -> dict[str, Any]:
+    options = {"stop": [END], "num_predict": 400, **more.pop("options", {})}
+    return {"model": "null", "messages": [{"role": "user", "content": said + END}], "options": options, **more}
+
+
+def test_an_answer_is_one_message_with_counts(client):
+    answer = client.chat(**chat_of(SAID, tools=[WEATHER]))
+    assert (answer.message.role, answer.message.content, answer.message.thinking) == ("assistant", "Sure.", "hm")
+    calls = answer.message.tool_calls
+    assert [(call.function.name, call.function.arguments) for call in calls] == [
+        ("get_weather", {"city": "Zürich"})
+    ] * 2
+    assert (answer.model, answer.done, answer.done_reason) == ("null", True, "stop")
+    assert answer.prompt_eval_count > 10 < answer.eval_count
+    assert answer.total_duration >= answer.eval_duration > 0
+    cut = client.chat(**chat_of("hello", options={"num_predict": 2}))
+    assert (cut.done_reason, cut.eval_count, cut.message.content) == ("length", 2, "hel")
+
+
+def test_lines_join_to_the_same_message(client):
+    whole = client.chat(**chat_of(SAID, tools=[WEATHER]))
+    lines = list(client.chat(**chat_of(SAID, tools=[WEATHER]), stream=True))
+    assert [line.done for line in lines] == [False] * (len(lines) - 1) + [True]
+    assert "".join(line.message.content for line in lines) == whole.message.content
+    assert "".join(line.message.thinking or "" for line in lines) == whole.message.thinking
+    calls = [call for line in lines for call in line.message.tool_calls or ()]
+    assert [call.function for call in calls] == [call.function for call in whole.message.tool_calls]
+    assert (lines[-1].eval_count, lines[-1].prompt_eval_count) == (whole.eval_count, whole.prompt_eval_count)
+    assert len(lines) > 5, "text comes as it is generated"
+
+
+def test_lines_are_json_and_nothing_else(server):
+    with server.client() as client:
+        answer = client.post("/api/chat", json=chat_of("hello"))
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    assert lines[0]["message"]["role"] == "assistant"
+    assert "eval_count" not in lines[0]
+    assert lines[-1]["done_reason"] == "stop"
+
+
+def test_conversations_with_tools_reach_the_template(client):
+    messages: Any = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},
+        {"role": "tool", "tool_name": "f", "content": "sunny"},
+        {"role": "user", "content": END},
+    ]
+    answer = client.chat("null", messages, tools=[WEATHER], options={"stop": [END]})
+    assert answer.message.content == '[system:s][user:a][assistant:bf{"x": 1}][tool:sunny]'
+
+
+def test_a_prompt_is_answered_with_the_template_or_raw(client):
+    options = {"stop": [END], "num_predict": 100}
+    assert client.generate("null", "hi" + END, system="s", options=options).response == "[system:s]hi"
+    raw = client.generate("null", "hi" + END, raw=True, options=options)
+    assert raw.response == "hi"
+    assert raw.prompt_eval_count <= len("hi" + END)
+    lines = list(client.generate("null", "<think>so</think>yes" + END, stream=True, options=options))
+    assert "".join(line.thinking or "" for line in lines) == "so"
+    assert "".join(line.response for line in lines) == "yes"
+    long = client.generate("null", "hi", raw=True, options={"stop": [END]})
+    assert long.done_reason == "length", "as long as the context where nothing else is said"
+    assert long.eval_count > 500
+
+
+def test_the_answers_form_and_its_tokens_chances_are_given(client):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    answer = client.chat(**chat_of("<think>so</think>", format=schema, options={"stop": []}))
+    assert json.loads(answer.message.content)["a"] in (1, 2)
+    told = client.chat(**chat_of("hey", logprobs=True, top_logprobs=2))
+    assert "".join(each.token for each in told.logprobs).startswith("hey")
+    assert len(told.logprobs) == told.eval_count
+    assert all(len(each.top_logprobs) == 2 for each in told.logprobs)
+    lines = list(client.chat(**chat_of("hey", logprobs=True), stream=True))
+    assert [each.token for line in lines for each in line.logprobs or ()] == [each.token for each in told.logprobs]
+
+
+def test_models_are_listed_and_shown(client, server):
+    assert [(model.model, str(model.modified_at.tzinfo)) for model in client.list().models] == [("null", "UTC")]
+    shown = client.show("null:latest")
+    assert shown.capabilities == ["completion", "tools", "thinking"]
+    assert shown.modelinfo[f"{shown.modelinfo['general.architecture']}.context_length"] == 1024
+    assert client.chat("null:latest", [], keep_alive="5m").done_reason == "load"
+    with server.client() as plain:
+        numbers = plain.get("/api/version").json()["version"].split(".")
+    assert [int(each) for each in numbers] >= [0, 12, 11]
+
+
+@pytest.mark.parametrize(
+    ("call", "status", "words"),
+    [
+        (lambda client: client.chat("other", [{"role": "user", "content": "x"}]), 404, "'other' does not exist"),
+        (lambda client: client.show("other"), 404, "'other' does not exist"),
+        (lambda client: client.chat(**chat_of("x", options={"tfs_z": 1.0})), 400, "options.tfs_z is not supported"),
+        (lambda client: client.chat(**chat_of("x", options={"repeat_last_n": 64})), 400, "repeat_last_n must be"),
+        (lambda client: client.chat(**chat_of("x", options={"num_ctx": 4096})), 400, "context is 1024 tokens"),
+        (lambda client: client.chat(**chat_of("x", options={"temperature": "hot"})), 400, "temperature"),
+        (lambda client: client.chat(**chat_of("x", options={"temperature": -1.0})), 400, "temperature"),
+        (lambda client: client.generate("null", "a", suffix="b"), 400, "suffix is not supported"),
+        (lambda client: client.generate("null", keep_alive=0), 400, "stays loaded"),
+        (lambda client: client.chat("null", [{"role": "user", "content": "x", "images": [b"x"]}]), 400, "reads text"),
+        (lambda client: client.embed("null", "x"), 404, "/api/embed"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(client, call, status, words):
+    with pytest.raises(ollama.ResponseError) as refused:
+        call(client)
+    assert refused.value.status_code == status
+    assert words in str(refused.value)
+
+
+def test_options_of_loading_are_taken_and_a_context_within_the_models(client):
+    options = {"num_ctx": 512, "num_gpu": 1, "num_thread": 4, "repeat_penalty": 1.1, "repeat_last_n": 0, "seed": -1}
+    assert client.chat(**chat_of("hello", options=options)).message.content == "hello"
+
+
+def test_a_wrong_key_is_told_in_ollamas_shape():
+    with serving("--api-key", "k") as server, httpx.Client(base_url=server.url) as client:
+        answer = client.post("/api/chat", json=chat_of("x"))
+        assert (answer.status_code, type(answer.json()["error"])) == (401, str)
+        assert client.get("/api/tags").status_code == 401
