@@ -22,6 +22,7 @@ from headrace.ipc.coordination import ToCoordinator
 from headrace.ipc.failure import Failure, HeadraceError
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, ParentMessage, Ready, Start
 from headrace.ipc.process.child import leave_signals_to_parent
+from headrace.ipc.process.limits import raise_file_limit
 from headrace.ipc.process.log import protect_stderr, set_up_logging
 from headrace.ipc.transport.channel import Channel, ChannelClosedError, obey_parent
 from headrace.ipc.transport.keys import Gatekeeper, key_file
@@ -31,6 +32,8 @@ from headrace.ipc.wait import Deadline
 logger = logging.getLogger(__name__)
 _LONGEST_WAIT_S = 0.5
 """How soon it sees that it is to stop."""
+_GATHER_S = 0.01
+"""What comes together is handled in one turn: to wake up for each of a thousand engines costs more than to read."""
 _MESSAGES_PER_TURN = 1000
 EXIT_FAILED = 1
 
@@ -40,6 +43,7 @@ class Coordinator:
 
     def __init__(self, address: str = "") -> None:
         """Binds at once. Raises AddressError and KeyFileError."""
+        raise_file_limit()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         keys_path = key_file() if address.startswith("tcp://") else None
         self._gatekeeper = Gatekeeper(self._context, keys_path) if keys_path else None
@@ -52,6 +56,7 @@ class Coordinator:
         self.registry = Registry(secrets.token_hex(8))
         self._stopping = threading.Event()
         self._known: set[str] = set()
+        self._num_changes = 0
 
     def run(self) -> None:
         """Until `stop`."""
@@ -59,6 +64,7 @@ class Coordinator:
         while not self._stopping.is_set():
             wait_s = min(max(0.0, registry.due_s - time.monotonic()), _LONGEST_WAIT_S)
             if self._socket.poll(int(wait_s * 1e3) + 1):
+                time.sleep(_GATHER_S)
                 self._receive_all()
             self._send(registry.tick(time.monotonic()))
             self._log_changes()
@@ -102,6 +108,9 @@ class Coordinator:
                     self.registry.lost(peer)
 
     def _log_changes(self) -> None:
+        if self.registry.num_changes == self._num_changes:
+            return
+        self._num_changes = self.registry.num_changes
         now = set(self.registry.addresses)
         for verb, addresses in (("joined", now - self._known), ("left", self._known - now)):
             for address in sorted(addresses):

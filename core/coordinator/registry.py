@@ -69,6 +69,8 @@ class Registry:
     def __init__(self, epoch: str) -> None:
         """`epoch` is another at each start."""
         self.epoch = epoch
+        self.num_changes = 0
+        """Of membership: how often an engine has joined or left."""
         self._engines: dict[str, _Engine] = {}  # by address
         self._former: OrderedDict[tuple[str, str], None] = OrderedDict()  # address and life
         self._followers: dict[Peer, float] = {}  # when each one's lease ends
@@ -117,8 +119,6 @@ class Registry:
 
     def tick(self, now_s: float) -> list[Outgoing]:
         """What is due now: to be called at `due_s` and after each `receive`, whichever is sooner."""
-        for peer in [peer for peer, ends_s in self._followers.items() if ends_s <= now_s]:
-            del self._followers[peer]
         if now_s >= self._loads_due_s:
             self._loads_due_s = now_s + LOADS_EVERY_S
             self._expire(now_s)
@@ -143,6 +143,7 @@ class Registry:
             engine = None
         if engine is None:
             engine = self._engines[entry.address] = _Engine(next(self._keys), message)
+            self.num_changes += 1
             self._change(entry.address, now_s)
         elif message.number <= engine.number:
             return  # late, or doubled
@@ -162,12 +163,15 @@ class Registry:
             self._remove(engine, now_s, withdrew=True)
 
     def _expire(self, now_s: float) -> None:
+        for peer in [peer for peer, ends_s in self._followers.items() if ends_s <= now_s]:
+            del self._followers[peer]
         for engine in [each for each in self._engines.values() if each.lease_ends_s <= now_s]:
             self._remove(engine, now_s, withdrew=False)
 
     def _remove(self, engine: _Engine, now_s: float, *, withdrew: bool) -> None:
         entry = engine.entry
         del self._engines[entry.address]
+        self.num_changes += 1
         self._changed.pop(entry.address, None)
         self._moved_loads.pop(entry.address, None)
         self._gone[entry.address, entry.life] = Gone(address=entry.address, life=entry.life, withdrew=withdrew)

@@ -56,9 +56,11 @@ class RoutedRequest:
         "num_outputs",
         "num_prompt_tokens",
         "pending_tokens",
+        "placed_s",
         "priority",
         "rank",
         "refusals",
+        "seen_s",
         "session",
         "tokens",
         "tokens_at_death",
@@ -89,7 +91,9 @@ class RoutedRequest:
         self.num_migrations = 0
         self.deaths = 0  # of engines in a row, between which it brought no token
         self.tokens_at_death = 0
+        self.placed_s = 0.0
         self.tokens_seen = 0  # by the last tick
+        self.seen_s: float | None = None  # when it last was; None before its first token, infinite after a move
         self.pending_tokens = 0  # that its engine has to compute before its first token
         self.expected_cached_tokens = 0
         self.refusals: set[str] = set()  # engines that would not have it

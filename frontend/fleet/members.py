@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from headrace.frontend.fleet.decisions import RoutedRequest
 
 
+_STALL_WEIGHT, _MOST_STALLED = 0.1, 0.75
+
+
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What does not change while an engine lives."""
 
@@ -40,11 +43,18 @@ class Member:
     """One engine from its joining to its end."""
 
     __slots__ = (
+        "_brought",
+        "_computed",
+        "_measured_s",
+        "_rows_seconds",
+        "_seconds",
         "ailing_since_s",
         "ailment_",
         "bit",
         "busy_since_s",
+        "cost_per_token_s",
         "cost_s",
+        "elsewhere_until_s",
         "facts",
         "full_until_s",
         "heard_s",
@@ -55,12 +65,13 @@ class Member:
         "pending_tokens",
         "per_row",
         "progress_s",
-        "prompt_rate",
+        "prompt_token_s",
         "requests",
+        "requests_elsewhere",
         "speed",
+        "stalled_share",
         "stamp",
         "token_s",
-        "told_requests",
         "wait_s",
     )  # fmt: skip
 
@@ -71,19 +82,27 @@ class Member:
         """Of those requests: what runs there of this frontend's."""
         self.pending_tokens = 0
         """To be computed before the first tokens of those that have none yet."""
-        self.told_requests = 0
-        """Of all frontends, as it said last."""
+        self.requests_elsewhere = 0
+        """Of other frontends, as far as it has said how many it has."""
+        self.elsewhere_until_s = 0.0
+        """How long that is believed."""
         self.heard_s = self.busy_since_s = self.progress_s = now_s
         self.full_until_s = 0.0
         self.is_draining = self.is_paused = self.is_gone = False
         self.ailment_ = ""
         self.ailing_since_s = 0.0
         self.speed = Speed()
-        self.per_row = self.token_s = self.prompt_rate = 0.0
+        self.stalled_share = 0.0
+        """Of time, in which tokens wait for prompts to be computed."""
+        self._computed, self._measured_s = 0, now_s
+        self._brought, self._seconds, self._rows_seconds = 0, 0.0, 0.0  # tokens, and what they took; since the tick
+        self.per_row = self.token_s = self.prompt_token_s = 0.0
         """As it is weighed: share of a token's time that each row adds, seconds that a token would take if nothing else
-        ran, tokens per second of prompts. Its group sets them."""
+        ran, and that a token of a prompt takes. Its group sets them."""
         self.cost_s = 0.0
-        """How long a request of an empty prompt would take."""
+        """Of a request of an empty prompt: how long it would take, and how much longer others."""
+        self.cost_per_token_s = 0.0
+        """The same of each token of its prompt that has to be computed."""
         self.wait_s = 0.0
         """How long one would wait for its turn."""
         self.stamp = 0
@@ -102,7 +121,12 @@ class Member:
     @property
     def num_active(self) -> int:
         """Outputs that run or wait there, as far as is known."""
-        return max(self.num_outputs, self.told_requests)
+        return self.num_outputs + self.requests_elsewhere
+
+    def note_load(self, num_requests: int, until_s: float) -> None:
+        """It has so many, those of this frontend among them."""
+        self.requests_elsewhere = max(0, num_requests - self.num_outputs)
+        self.elsewhere_until_s = until_s
 
     def is_full(self, now_s: float) -> bool:
         return now_s < self.full_until_s or self.num_active >= self.facts.capacity + self.facts.max_waiting
@@ -110,56 +134,84 @@ class Member:
     def is_usable(self, now_s: float) -> bool:
         return not (self.is_gone or self.is_draining or self.ailment_) and not self.is_full(now_s)
 
-    def measure(self, since_s: float, now_s: float) -> bool:
+    def measure(self, now_s: float) -> bool:
         """What its requests have brought since the last tick. Whether that says something of its speed."""
-        brought = brought_by_whole = decoding = decoding_whole = 0
-        computing = self.pending_tokens
+        has_brought, is_decoding, computing = False, False, self.pending_tokens
         for request in self.requests:
             num_tokens = request.work.num_tokens
-            new, was_decoding = num_tokens - request.tokens_seen, request.tokens_seen > 0
-            request.tokens_seen = num_tokens
             if not num_tokens:
                 continue
+            is_decoding = True
+            if num_tokens == request.tokens_seen:
+                continue
+            has_brought = True
             if request.pending_tokens:
                 self._note_first_token(request, computing)
-            brought += new
-            decoding += request.num_outputs
-            if was_decoding:
-                brought_by_whole += new
-                decoding_whole += request.num_outputs
-        if brought or not decoding:
+            self._note_tokens(request, num_tokens, now_s)
+        if has_brought or not is_decoding:
             self.progress_s = now_s
-        if since_s <= 0:
+        if not self._brought:
             return False
-        rows = min(self.num_active, self.facts.capacity)
-        if brought_by_whole:
-            self.speed.note_token_time(since_s * decoding_whole / brought_by_whole, rows, self.per_row)
-        elif brought and not self.speed.is_measured:  # of requests that began meanwhile: better than no measure
-            self.speed.note_token_time(since_s * decoding / brought, rows, self.per_row)
-        return brought > 0
+        self._note_stall(now_s)
+        token_s = self._seconds / self._brought * (1.0 - self.stalled_share)
+        self.speed.note_token_time(token_s, self._rows_seconds / self._seconds, self.per_row)
+        self._seconds = self._rows_seconds = 0.0
+        self._brought = 0
+        return True
+
+    def _note_stall(self, now_s: float) -> None:
+        """For what share of the time since the last measure tokens waited for prompts: those of this frontend, and of
+        others as many for each of their requests."""
+        since_s, self._measured_s = now_s - self._measured_s, now_s
+        computed_s = self._computed * self.prompt_token_s * self.num_active / max(1, self.num_outputs)
+        self._computed = 0
+        if since_s > 0:
+            self.stalled_share += _STALL_WEIGHT * (min(_MOST_STALLED, computed_s / since_s) - self.stalled_share)
 
     def _note_first_token(self, request: RoutedRequest, computing: int) -> None:
         """computing: tokens that were to be computed for first tokens, of all requests."""
         work = request.work
+        num_computed = request.num_prompt_tokens - (work.num_cached_tokens or 0)
+        self._computed += num_computed
         if work.first_token_s and request.num_migrations == 0 and computing == request.pending_tokens:
-            computed = request.num_prompt_tokens - (work.num_cached_tokens or 0)
-            self.speed.note_prompt(computed, work.first_token_s)
+            self.speed.note_prompt(num_computed, work.first_token_s)
         self.pending_tokens -= request.pending_tokens
         request.pending_tokens = 0
 
+    def _note_tokens(self, request: RoutedRequest, num_tokens: int, now_s: float) -> None:
+        """It has brought some. They may come many at once, so what counts is the time since those before them."""
+        since_s, before = request.seen_s, request.tokens_seen
+        if since_s is None and (first_s := request.work.first_token_s) is not None:
+            since_s, before = request.placed_s + first_s, request.num_outputs
+        if since_s is not None and num_tokens > before and now_s > since_s:
+            seconds = (now_s - since_s) * request.num_outputs
+            self._brought += num_tokens - before
+            self._seconds += seconds
+            self._rows_seconds += seconds * min(self.num_active, self.facts.capacity)
+        request.seen_s, request.tokens_seen = now_s, num_tokens
+
+    def note_end(self, request: RoutedRequest, now_s: float) -> None:
+        """Comes before it is no longer on board."""
+        if (num_tokens := request.work.num_tokens) > request.tokens_seen:
+            self._note_tokens(request, num_tokens, now_s)
+
     def keep_pace(self, pace: Pace) -> None:
         """As the engines of its group are."""
-        self.per_row = pace.per_row
-        self.token_s, self.prompt_rate = self.speed.believed(pace)
+        self.per_row, self.token_s = pace.per_row, self.speed.believed(pace)
+        self.prompt_token_s = pace.prompt_token_s * (self.token_s / pace.token_s if pace.token_s else 1.0)
 
     def forget_times(self) -> None:
         self.speed = Speed()
 
     def weigh(self, mean_output_tokens: float) -> None:
+        """One request more takes its own time, and makes the tokens of those that run take longer."""
         num_active, capacity = self.num_active, self.facts.capacity
-        answer_s = mean_output_tokens * self.token_s * (1.0 + self.per_row * min(num_active, capacity))
+        rows = min(num_active, capacity)
+        answer_s = mean_output_tokens * self.token_s * (1.0 + self.per_row * rows)
         self.wait_s = answer_s * (num_active - capacity) / max(1, capacity) if num_active > capacity else 0.0
-        self.cost_s = self.pending_tokens / self.prompt_rate + answer_s + self.wait_s
+        others_s = mean_output_tokens * self.token_s * self.per_row * rows
+        self.cost_s = self.pending_tokens * self.prompt_token_s + answer_s + self.wait_s + others_s
+        self.cost_per_token_s = self.prompt_token_s * (1 + rows)  # they stand still meanwhile
 
 
 class Group:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
@@ -32,6 +33,9 @@ from headrace.ipc.failure import PEER_LOST, Failure
 from headrace.ipc.prefix_names import chunk_tokens, prefix_keys
 
 MOST_SESSIONS = 1 << 14
+_LOAD_HOLDS_S, _LOAD_ELSEWHERE_HOLDS_S = 3.0, 60.0
+"""How long is believed what an engine has of others: it says so each second while requests of ours are there, and those
+who hear it elsewhere tell of changes alone."""
 _HOLDERS_LOOKED_AT = 3
 """Of each length of a prefix, how many of its holders are weighed on each side of a random one."""
 
@@ -176,7 +180,9 @@ class Router:
         """What the engine says that it has, of all its clients."""
         member = self.members.get(name)
         if member is not None:
-            member.told_requests, member.is_paused = num_running + num_waiting, is_paused
+            member.note_load(num_running + num_waiting, now_s + _LOAD_HOLDS_S)
+            member.is_paused = is_paused
+            self.watched[member] = None
             member.heard_s = max(member.heard_s, now_s)
             self._update(member, now_s)
 
@@ -186,7 +192,8 @@ class Router:
         """The same as somebody else has heard it, which is no sign that the engine can be reached from here."""
         member = self.members.get(name)
         if member is not None and not member.requests:
-            member.told_requests, member.is_paused = num_running + num_waiting, is_paused
+            member.note_load(num_running + num_waiting, now_s + _LOAD_ELSEWHERE_HOLDS_S)
+            member.is_paused = is_paused
             self._update(member, now_s)
 
     # --- requests -----------------------------------------------------------------------------------------------
@@ -196,7 +203,7 @@ class Router:
 
         Raises NoEngineError and AllFullError.
         """
-        request._arrival = next(self._arrivals)
+        request._arrival, request.placed_s = next(self._arrivals), now_s
         member, reason = self._choose(request, now_s)
         self.choices[reason] += 1
         self._board(request, member, now_s)
@@ -207,6 +214,7 @@ class Router:
         self.held.pop(request, None)
         member, work = request.member, request.work
         if member is not None:
+            member.note_end(request, now_s)
             self._disembark(request, now_s)
         num_tokens = work.num_tokens
         self._mean_output_tokens += 0.02 * (num_tokens / request.num_outputs - self._mean_output_tokens)
@@ -254,7 +262,7 @@ class Router:
             return []
         self._refill(since_s)
         decisions: list[Decision] = []
-        self._measure(since_s, now_s)
+        self._measure(now_s)
         for member in list(self.watched):
             reason = self._what_ails(member, now_s)
             if reason != member.ailment:
@@ -265,15 +273,18 @@ class Router:
             elif member.full_until_s and member.full_until_s <= now_s:
                 member.full_until_s = 0.0
                 self._update(member, now_s)
-            if not (member.requests or member.ailment or member.full_until_s):
+            if member.requests_elsewhere and not member.requests and member.elsewhere_until_s <= now_s:
+                member.requests_elsewhere = 0
+                self._update(member, now_s)
+            if not (member.requests or member.requests_elsewhere or member.ailment or member.full_until_s):
                 self.watched.pop(member, None)
         return decisions + self._place_held(now_s)
 
-    def _measure(self, since_s: float, now_s: float) -> None:
+    def _measure(self, now_s: float) -> None:
         """What those that are watched have brought, and what it says of them and of their kind."""
         measured: dict[Group, list[Member]] = {}
         for member in self.watched:
-            if member.measure(since_s, now_s):
+            if member.measure(now_s):
                 measured.setdefault(self._groups[member.facts.version], []).append(member)
         weighed = {member: None for group, news in measured.items() for member in group.learn(news)}
         for member in weighed | self.watched:
@@ -320,12 +331,12 @@ class Router:
             request.keys = prefix_keys(request.tokens, request.cache_salt, chunk)
         masks = self.prefixes.holders(request.keys, group.usable) if request.keys else []
         best_cached = _cached_chunks(masks, best.bit) * chunk
-        best_s = best.cost_s + (request.num_prompt_tokens - best_cached) / best.prompt_rate
+        best_s = best.cost_s + (request.num_prompt_tokens - best_cached) * best.cost_per_token_s
         reason = "prefix" if best_cached else "load"
         for member, num_tokens in self._candidates(request, group, masks, chunk):
             if member is best or not member.is_usable(now_s) or member.facts.name in request.refusals:
                 continue
-            cost_s = member.cost_s + (request.num_prompt_tokens - num_tokens) / member.prompt_rate
+            cost_s = member.cost_s + (request.num_prompt_tokens - num_tokens) * member.cost_per_token_s
             if cost_s < best_s:
                 best, best_s, best_cached, reason = member, cost_s, num_tokens, "prefix"
         if request.session and self._sessions.get(request.session, ("",))[0] == best.facts.name:
@@ -508,6 +519,7 @@ class Router:
         computed = request.num_prompt_tokens + request.work.num_tokens - request.expected_cached_tokens
         request.pending_tokens = max(1, computed)
         request.tokens_seen = request.work.num_tokens
+        request.seen_s = math.inf if request.has_begun else None  # it has to be computed again first
         member.pending_tokens += request.pending_tokens
         if request.keys:  # it will hold what it computes
             self.prefixes.add(request.keys, member.bit)

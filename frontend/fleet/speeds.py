@@ -1,10 +1,11 @@
 """How fast engines are: what each was measured to take, what of that is noise, and what a larger batch costs them.
 
-    seconds per token of a row = base of the engine x (1 + per_row x rows that run there)
+    seconds per token of a row  = base of the engine x (1 + per_row x rows that run there)
+    seconds to a first token    = what a step takes + prompt_token_s x tokens of the prompt that are computed
 
-`per_row` is one for a group of engines (`Pace`), by decayed least squares of the times over the rows: it is learnt from
-how each engine's own times vary with its own load, so engines of different speed do not blur it. The base is of each
-engine; one that was not measured, or differs from the group's usual by no more than its noise, has the usual.
+`per_row` and `prompt_token_s` are of a group of engines (`Pace`), by decayed least squares: they are learnt from how
+each engine's own times vary with its own load and with its prompts, so engines of different speed do not blur them. The
+base is of each engine; one that was not measured, or differs from the group's usual within noise, has the usual.
 """
 
 from __future__ import annotations
@@ -13,20 +14,35 @@ import statistics
 from collections.abc import Iterable
 
 _FIRST_TOKEN_S = 0.02
-_FIRST_PROMPT_RATE = 4000.0
+_FIRST_PROMPT_TOKEN_S = 1 / 4000
 _WEIGHT = 0.2
 """Of the newest in a running mean."""
 _OLDER = 0.98
-"""What remains of the sums of least squares with each new time."""
-_PRIOR_ROWS_2 = 16.0
-"""How much variation of the load, in squared rows, weighs as much as the assumption from before any."""
+"""What remains of the sums of least squares with each new point."""
+_PRIOR_ROWS_2, _PRIOR_TOKENS_2 = 16.0, 256.0**2
+"""How much variation of the load, and of prompts' lengths, weighs as much as the assumption from before any."""
 _LEAST_NOISE, _FIRST_NOISE = 0.1, 0.5
 _OUTLIER = 4.0
 """A time so many times off what was expected is no news of the batch's size: the engine itself has changed."""
 _NEWS = 0.05
 """By so much the pace has to change before all engines of a group are weighed anew."""
-_LEAST_PROMPT_TOKENS = 64
-"""A shorter prompt takes about a step, which says nothing of a rate."""
+
+
+class _Line:
+    """Decayed sums of points, from which the slope of a line through them follows."""
+
+    __slots__ = ("_n", "_x", "_xx", "_xy", "_y", "covariance", "variance")
+
+    def __init__(self) -> None:
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self.covariance = self.variance = 0.0
+        """Of y with x, and of x: sums, not means."""
+
+    def add(self, x: float, y: float) -> None:
+        n, of_x, of_y = _OLDER * self._n + 1.0, _OLDER * self._x + x, _OLDER * self._y + y
+        xx, xy = _OLDER * self._xx + x * x, _OLDER * self._xy + x * y
+        self._n, self._x, self._y, self._xx, self._xy = n, of_x, of_y, xx, xy
+        self.covariance, self.variance = xy - of_x * of_y / n, max(0.0, xx - of_x * of_x / n)
 
 
 class Pace:
@@ -35,9 +51,9 @@ class Pace:
     def __init__(self) -> None:
         self.token_s: float | None = None
         """The usual base: the median of those that were measured, of two the less."""
-        self.prompt_rate: float | None = None
         self.per_row = 0.0
         """Share of a token's time that each row adds."""
+        self.prompt_token_s = _FIRST_PROMPT_TOKEN_S
         self.num_measured = 0
         self._prior = 0.0
         self._told: tuple[float, ...] = ()
@@ -53,16 +69,22 @@ class Pace:
     def learn(self, speeds: Iterable[Speed]) -> bool:
         """From all that were measured. Whether it has changed by so much that all are to be weighed anew."""
         measured = [each for each in speeds if each.is_measured]
-        rates = [each.rate for each in measured if each.rate is not None]
-        covariance, variance = _PRIOR_ROWS_2 * self._prior, _PRIOR_ROWS_2
-        for each in measured:
-            covariance += each.covariance / each.base_s(self.per_row)
-            variance += each.variance
+        bases_s = [each.base_s(self.per_row) for each in measured]
+        if not measured:
+            return False
+        usual_s = self.token_s or statistics.median_low(bases_s)
+        of_rows, rows_2 = _PRIOR_ROWS_2 * self._prior, _PRIOR_ROWS_2
+        of_tokens, tokens_2 = _PRIOR_TOKENS_2 * _FIRST_PROMPT_TOKEN_S, _PRIOR_TOKENS_2
+        for each, base_s in zip(measured, bases_s, strict=True):
+            of_rows += each.times.covariance / base_s
+            rows_2 += each.times.variance
+            of_tokens += each.prompts.covariance * usual_s / base_s
+            tokens_2 += each.prompts.variance
         self.num_measured = len(measured)
-        self.per_row = min(1.0, max(0.0, covariance / variance))  # 1: each row costs as much as the first
-        self.token_s = statistics.median_low(each.base_s(self.per_row) for each in measured) if measured else None
-        self.prompt_rate = statistics.median_high(rates) if rates else None
-        now = (self.per_row, self.token_s or 0.0, self.prompt_rate or 0.0)
+        self.per_row = min(1.0, max(0.0, of_rows / rows_2))  # 1: each row costs as much as the first
+        self.prompt_token_s = max(0.0, of_tokens / tokens_2)
+        self.token_s = statistics.median_low(each.base_s(self.per_row) for each in measured)
+        now = (self.per_row, self.token_s, self.prompt_token_s)
         if self._told and all(abs(new - old) <= _NEWS * old for new, old in zip(now, self._told, strict=True)):
             return False
         self._told = now
@@ -72,31 +94,20 @@ class Pace:
 class Speed:
     """What one engine was measured to take."""
 
-    __slots__ = (
-        "covariance", "noise", "num_times", "rate_noise", "rows", "seconds", "sums", "token_s", "tokens", "variance",
-    )  # fmt: skip
+    __slots__ = ("noise", "num_times", "prompts", "rows", "times", "token_s")
 
     def __init__(self) -> None:
         self.token_s = self.rows = 0.0
         """Running means of the last: seconds per token of a row, and rows that ran meanwhile."""
-        self.noise = self.rate_noise = _FIRST_NOISE
+        self.noise = _FIRST_NOISE
         """By what share times differ from what was expected."""
         self.num_times = 0
-        self.tokens = self.seconds = 0.0
-        """Running means of prompts."""
-        self.sums = (0.0, 0.0, 0.0, 0.0, 0.0)
-        """Of least squares: how many, rows, times, rows squared, rows by times."""
-        self.covariance = self.variance = 0.0
-        """Of times with rows, and of rows: sums, not means."""
+        self.times, self.prompts = _Line(), _Line()
+        """Of times per token over rows, and of times to a first token over what was computed for it."""
 
     @property
     def is_measured(self) -> bool:
         return self.num_times > 0
-
-    @property
-    def rate(self) -> float | None:
-        """Tokens of prompts per second."""
-        return self.tokens / self.seconds if self.seconds else None
 
     def base_s(self, per_row: float) -> float:
         """Seconds that a token would take if nothing ran."""
@@ -111,34 +122,20 @@ class Speed:
             self.token_s += _WEIGHT * (token_s - self.token_s)
             self.rows += _WEIGHT * (rows - self.rows)
             if not 1 / _OUTLIER < off < _OUTLIER:
-                self.sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+                self.times = _Line()
         self.num_times += 1
-        n, x, y, xx, xy = (_OLDER * each for each in self.sums)
-        n, x, y, xx, xy = n + 1.0, x + rows, y + token_s, xx + rows * rows, xy + rows * token_s
-        self.sums = n, x, y, xx, xy
-        self.covariance, self.variance = xy - x * y / n, max(0.0, xx - x * x / n)
+        self.times.add(rows, token_s)
 
     def note_prompt(self, num_tokens: int, seconds: float) -> None:
-        """Computed in so long, beside what else ran."""
-        if num_tokens < _LEAST_PROMPT_TOKENS or seconds <= 0.0:
-            return
-        if (rate := self.rate) is None:
-            self.tokens, self.seconds = float(num_tokens), seconds
-            return
-        self.rate_noise += _WEIGHT * (min(1.0, abs(seconds * rate / num_tokens - 1.0)) - self.rate_noise)
-        self.tokens += _WEIGHT * (num_tokens - self.tokens)
-        self.seconds += _WEIGHT * (seconds - self.seconds)
+        """Computed so many, and then brought the first token, in so long."""
+        self.prompts.add(num_tokens, seconds)
 
-    def believed(self, pace: Pace) -> tuple[float, float]:
-        """Its base seconds per token, and its tokens of prompts per second."""
-        base_s = _beyond_noise(self.base_s(pace.per_row) if self.num_times else None, pace.token_s, self.noise)
-        rate = _beyond_noise(self.rate, pace.prompt_rate, self.rate_noise)
-        return base_s or _FIRST_TOKEN_S, rate or _FIRST_PROMPT_RATE
-
-
-def _beyond_noise(own: float | None, usual: float | None, noise: float) -> float | None:
-    """The usual, but for what one's own differs from it by more than noise."""
-    if own is None or usual is None:
-        return own if usual is None else usual
-    ratio, margin = own / usual, 1.0 + max(_LEAST_NOISE, noise)
-    return usual * (max(1.0, ratio / margin) if ratio > 1.0 else min(1.0, ratio * margin))
+    def believed(self, pace: Pace) -> float:
+        """Its base seconds per token: the usual, but for what its own differs from that by more than noise."""
+        usual_s = pace.token_s
+        if usual_s is None:
+            return _FIRST_TOKEN_S
+        if not self.num_times:
+            return usual_s
+        ratio, margin = self.base_s(pace.per_row) / usual_s, 1.0 + max(_LEAST_NOISE, self.noise)
+        return usual_s * (max(1.0, ratio / margin) if ratio > 1.0 else min(1.0, ratio * margin))

@@ -122,6 +122,7 @@ class SimulatedEngine:
         """Called when it is there again."""
         self.num_deaths = self.num_steps = self.num_generated = 0
         self.num_prompt_tokens = self.num_cached_tokens = 0
+        self.busy_s = 0.0
         self._is_up = self._is_frozen = self._is_draining = False
         self._life = 0
         self.start()
@@ -266,6 +267,7 @@ class SimulatedEngine:
             num_computed += self._compute_prompt(row)
         seconds = self.shape.step_s + self.shape.row_s * len(self._running)
         seconds += num_computed / self.shape.prompt_tokens_per_s
+        self.busy_s += seconds * self.slowness
         self._loop.call_later(seconds * self.slowness, self._step, self._life)
 
     def _compute_prompt(self, row: _Row) -> int:

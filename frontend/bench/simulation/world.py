@@ -100,7 +100,7 @@ def simulate(seed: int, scenario: Scenario | None = None) -> Report:
     return run_virtually(_World(seed, scenario or Scenario()).run())
 
 
-class _Source(Source):
+class EngineSource(Source):
     """Where a frontend gets an engine from: its address, tried again for ever."""
 
     is_awaited = True
@@ -178,14 +178,14 @@ class _Frontend:
         self._well_since_s: dict[int, float] = {}
         """Since when some engine of a version has been well for it."""
 
-    def _source(self, engine: SimulatedEngine) -> _Source:
-        return _Source(engine, random.Random(f"{self._seed} link {self.index} {engine.name}"))
+    def _source(self, engine: SimulatedEngine) -> EngineSource:
+        return EngineSource(engine, random.Random(f"{self._seed} link {self.index} {engine.name}"))
 
     def add(self, engine: SimulatedEngine) -> None:
         """There is another one, of which the pool does not know."""
         self.sources.append(self._source(engine))
 
-    def _found(self, address: str) -> _Source:
+    def _found(self, address: str) -> EngineSource:
         source = next(each for each in self.sources if each.address == address)
         source.stay()
         return source

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import gc
 import os
-import resource
 import socket
 import ssl
 import sys
@@ -33,6 +32,7 @@ from headrace.frontend.http.process.options import LOG_STATS_EVERY_S, LOOPBACK, 
 from headrace.frontend.http.routes import ServerState
 from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 from headrace.ipc.process.gc_pauses import gc_watched
+from headrace.ipc.process.limits import raise_file_limit
 
 EXIT_DONE, EXIT_ERROR, EXIT_ENGINE_FAILED = 0, 1, 70
 KEY_VARIABLES = ("HEADRACE_API_KEY", "VLLM_API_KEY")
@@ -314,11 +314,3 @@ def _tls_arguments(options: ServeOptions) -> dict[str, Any]:
         "ssl_ca_certs": options.ssl_ca_certs,
         "ssl_cert_reqs": options.ssl_cert_reqs,
     }
-
-
-def raise_file_limit() -> None:
-    """Each connection is a descriptor: takes as many as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

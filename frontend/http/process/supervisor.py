@@ -30,13 +30,13 @@ from headrace.frontend.http.process.server import (
     EXIT_ERROR,
     check_files,
     listen,
-    raise_file_limit,
     url_of,
 )
 from headrace.frontend.http.process.worker import EngineDown, EngineLost, EngineUp, ScaleTo, WorkerOptions
 from headrace.ipc.failure import EngineStartError, Failure
 from headrace.ipc.messages import SCHEMA_HASH, ChildMessage, Ready, Start
 from headrace.ipc.process.child import STOP_SIGNALS
+from headrace.ipc.process.limits import raise_file_limit
 from headrace.ipc.transport.channel import ChannelClosedError
 from headrace.ipc.transport.sockets import peer_timeout_s
 from headrace.ipc.wait import Deadline, WaitTimeoutError

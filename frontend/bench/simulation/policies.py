@@ -1,0 +1,91 @@
+"""Other rules by which a frontend may choose an engine, to compare the router with; each sees what its frontend sent.
+
+They replace the choice alone; what becomes of requests whose engine is lost stays the router's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+from headrace.frontend.fleet.decisions import NoEngineError, RoutedRequest
+from headrace.frontend.fleet.members import Member
+from headrace.frontend.fleet.router import Router, RouterOptions
+from headrace.ipc.prefix_names import CHUNK_TOKENS, prefix_keys
+
+
+class _Rule(Router):
+    """Of engines of one model that are all alike."""
+
+    def _choose(self, request: RoutedRequest, now_s: float) -> tuple[Member, str]:
+        usable = [each for each in self.members.values() if each.is_usable(now_s)]
+        if not usable:
+            raise NoEngineError("no engine takes requests now")
+        return self._pick(request, usable), "load"
+
+    def _pick(self, request: RoutedRequest, usable: list[Member]) -> Member:
+        raise NotImplementedError
+
+
+class RoundRobin(_Rule):
+    def __init__(self, options: RouterOptions, chance: random.Random) -> None:
+        super().__init__(options, chance)
+        self._turns = itertools.count(chance.randrange(1 << 16))
+
+    def _pick(self, request: RoutedRequest, usable: list[Member]) -> Member:
+        return usable[next(self._turns) % len(usable)]
+
+
+class LeastRequests(_Rule):
+    def _pick(self, request: RoutedRequest, usable: list[Member]) -> Member:
+        least = min(each.num_outputs for each in usable)
+        return self._chance.choice([each for each in usable if each.num_outputs == least])
+
+
+class CacheAware(_Rule):
+    """The rule of SGLang's router (`--policy cache_aware`): while loads are unequal, the engine with the fewest
+    requests; else the one whose tree of prompts sent there has most of this one, if that is enough of it; else the
+    one with the smallest tree."""
+
+    CACHE_THRESHOLD = 0.3
+    BALANCE_ABS_THRESHOLD = 64
+    BALANCE_REL_THRESHOLD = 1.5
+
+    def __init__(self, options: RouterOptions, chance: random.Random) -> None:
+        super().__init__(options, chance)
+        self._sent: dict[int, int] = {}  # by prefix, bits of the engines that it was sent to
+        self._tree_sizes: dict[Member, int] = {}
+
+    def _pick(self, request: RoutedRequest, usable: list[Member]) -> Member:
+        keys = prefix_keys(request.tokens, request.cache_salt, CHUNK_TOKENS)
+        loads = [each.num_outputs for each in usable]
+        most, least = max(loads), min(loads)
+        if most - least > self.BALANCE_ABS_THRESHOLD and most > self.BALANCE_REL_THRESHOLD * least:
+            target = usable[loads.index(least)]
+        else:
+            target = self._best_match(request, usable, keys)
+        for key in keys:
+            if not self._sent.get(key, 0) & target.bit:
+                self._sent[key] = self._sent.get(key, 0) | target.bit
+                self._tree_sizes[target] = self._tree_sizes.get(target, 0) + 1
+        return target
+
+    def _best_match(self, request: RoutedRequest, usable: list[Member], keys: list[int]) -> Member:
+        holders, length = sum(each.bit for each in usable), 0
+        for key in keys:
+            longer = holders & self._sent.get(key, 0)
+            if not longer:
+                break
+            holders, length = longer, length + 1
+        if length * CHUNK_TOKENS > self.CACHE_THRESHOLD * request.num_prompt_tokens:
+            return next(each for each in usable if each.bit & holders)
+        return min(usable, key=lambda each: self._tree_sizes.get(each, 0))
+
+
+POLICIES: dict[str, Callable[[RouterOptions, random.Random], Router]] = {
+    "headrace": Router,
+    "round robin": RoundRobin,
+    "least requests": LeastRequests,
+    "cache-aware": CacheAware,
+}
