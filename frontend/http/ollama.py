@@ -491,7 +491,8 @@ def _prepare(
     else:
         prepared = prepare_completion(asked, engine, state.options, name, exchange.tenant)
         assert engine.client is not None
-        answer = Answer(asked, f"ollama-{name}", asked.model or engine.names[0], engine.client.tokenizer)
+        model, tokenizer = asked.model or engine.names[0], engine.client.tokenizer
+        answer = Answer(asked, f"ollama-{name}", model, tokenizer, tells_times=False)
         prepared.answer = OllamaAnswer(answer, None, is_chat=False, num_top_logprobs=num_top)
         if asked.max_tokens is None:  # OpenAI's completions are short unless they are told to be long
             prepared.jobs[0].params.max_tokens = None
