@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +128,7 @@ def _grammar_of(wanted: StructuredOutput) -> str:
         case "json_object":
             return _json_grammar({"type": "object"}, wanted)
         case "regex":
-            return LLMatcher.grammar_from_regex(wanted.text)
+            return LLMatcher.grammar_from_regex(_with_narrow_classes(wanted.text))
         case "choice":
             return LLMatcher.grammar_from_lark(
                 "start: " + " | ".join(json.dumps(each) for each in json.loads(wanted.text))
@@ -136,6 +137,29 @@ def _grammar_of(wanted: StructuredOutput) -> str:
             return LLMatcher.grammar_from_lark(any_to_lark(wanted.text))
         case "structural_tag":
             return _tag_grammar(json.loads(wanted.text))
+
+
+def _with_narrow_classes(pattern: str) -> str:
+    r"""With classes of characters that lie within those of Python's `re`; \d and \w are ASCII, as in JSON schemas.
+
+    The library's are Unicode's: a small model writes segmented digits for \d, and marks for \w.
+    """
+    open_sets = list[bool]()  # whether each is negated
+
+    def read(found: re.Match[str]) -> str:
+        part = found[0]
+        if part.startswith("["):
+            open_sets.append(part.startswith("[^"))
+        elif part == "]" and open_sets:
+            open_sets.pop()
+        return (_WIDE if sum(open_sets) % 2 else _NARROW).get(part, part)
+
+    return re.sub(r"\\.|\[\^?\]?|\]", read, pattern, flags=re.DOTALL)
+
+
+_NARROW = {r"\d": "[0-9]", r"\w": "[0-9A-Za-z_]", r"\W": r"[^\w\p{N}]", r"\S": r"[^\s\x1c-\x1f]"}
+_WIDE = {r"\w": r"[\w\p{N}]", r"\s": r"[\s\x1c-\x1f]", r"\D": "[^0-9]", r"\W": "[^0-9A-Za-z_]"}
+"""Where a set leaves them out."""
 
 
 def _json_grammar(schema: Any, wanted: StructuredOutput) -> str:

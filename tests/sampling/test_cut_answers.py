@@ -21,7 +21,7 @@ from test_structured_outputs import ENGINE, form, random_schema
 
 from headrace import LLM
 
-EXPRESSIONS = ("[a-z]{3,9}@[a-z]{2,30}[.](com|org)", "([0-9]{2}-){4,12}end", "(no|yés){6,20}!?", "é[世界]{1,30}")
+EXPRESSIONS = ("[a-z]{3,9}@[a-z]{2,30}[.](com|org)", r"(\d{2}-){4,12}end", "(no|yés){6,20}!?", "é[世界]{1,30}")
 CHOICES = ["the water carries the mill", "the water carries nothing", "thé 世界 of the mill", "no"]
 SUM = 'start: term (("+" | "-") term)*\nterm: DIGIT+ | "(" start ")"\nDIGIT: /[0-9]/\n'
 """Its terminals have one character each, so that no cut falls within one."""

@@ -102,6 +102,25 @@ def test_no_answer_has_what_utf_8_does_not_have(name: str, kind: str, text: str,
     assert start.num_valid([BYTES[each] for each in "\ud7ff".encode()]) == 3
 
 
+CLASSES = (r"\d", r"\w", r"[\d-]{2}", r"[-\w]{2}", r"\\\d", r"\[\d")
+COMPLEMENTS = (r"\D", r"\W", r"\S", r"[^\d]", r"[^a\w]{2}", r"[^]\w]", r"[^\s]", r"[^\D]", r"[^\W]", r"[]\d]")
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [(name, each) for name in NAMES for each in CLASSES] + [("llguidance", each) for each in COMPLEMENTS],
+)
+def test_classes_of_characters_are_no_wider_than_pythons(name: str, pattern: str) -> None:
+    r"""Unicode has digits that few fonts and no int() know, and marks that are part of Rust's \w alone."""
+    start, numbers = compiled(name, "regex", pattern), random.Random(3)
+    for _ in range(40):
+        text, is_whole = walk(name, start.copy(), numbers, 40)
+        assert is_whole
+        assert re.fullmatch(pattern, text), text
+        if pattern in CLASSES:
+            assert text.isascii()
+
+
 # --- schemas ----------------------------------------------------------------------------------------------------------
 
 
