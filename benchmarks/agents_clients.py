@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,10 @@ def instructor(url: str) -> None:
         check(found.model_dump(), {"name": "Änn", "age": 3}, str(mode))
 
 
-CASES: dict[str, tuple[Callable[[str], None], tuple[str, ...]]] = {
+Cases = dict[str, tuple[Callable[[str], None], tuple[str, ...]]]
+"""The function that uses a framework, and the packages that it needs, by the framework's name."""
+
+CASES: Cases = {
     "openai-agents": (openai_agents, ("openai-agents",)),
     "langchain-openai": (langchain_openai, ("langchain-openai",)),
     "llama-index": (llama_index, ("llama-index-llms-openai-like",)),
@@ -195,10 +198,9 @@ def python_with(packages: tuple[str, ...], folder: Path) -> Path:
     return python
 
 
-def run_case(name: str, url: str, work: Path) -> dict[str, Any]:
-    packages = CASES[name][1]
+def run_case(script: str, name: str, packages: tuple[str, ...], url: str, work: Path) -> dict[str, Any]:
     python = python_with(packages, work / name)
-    command = [str(python), __file__, "--case", name, "--url", url]
+    command = [str(python), script, "--case", name, "--url", url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=CASE_S, check=False)
     listed = subprocess.run([str(python), "-m", "pip", "freeze"], capture_output=True, text=True, check=True).stdout
     wanted = {*packages, "openai"}
@@ -210,17 +212,21 @@ def run_case(name: str, url: str, work: Path) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(description: str | None, cases: Cases, results: Path) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, help="where environments are kept; default: nowhere")
-    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--only", nargs="+", choices=list(cases), default=list(cases))
+    parser.add_argument("--out", type=Path, default=results)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def run(script: str, arguments: argparse.Namespace, cases: Cases, serve: Sequence[str]) -> None:
+    """The cases against a server, or one of them here. serve: what its command has besides the port."""
     if arguments.case is not None:
         try:
-            CASES[arguments.case][0](arguments.url)
+            cases[arguments.case][0](arguments.url)
         except Exception:
             traceback.print_exc()
             sys.exit(1)
@@ -228,22 +234,25 @@ def main() -> None:
     from http_overhead import free_port, program, wait_ready
     from report import write_report
 
-    with tempfile.TemporaryDirectory(prefix="headrace-agents-") as folder:
+    with tempfile.TemporaryDirectory(prefix="headrace-clients-") as folder:
         work = (arguments.work or Path(folder)).resolve()
         url = f"http://127.0.0.1:{(port := free_port())}"
-        command = [sys.executable, "-m", "headrace", "serve", "null", "--chat-template", TEMPLATE, "--port", str(port)]
-        command += ["--distributed-executor-backend", "null_with_tokenizer:EchoExecutor", "--max-model-len", "4096"]
-        command += ["--hf-overrides", '{"vocab_size": 400}']
+        command = [sys.executable, "-m", "headrace", "serve", *serve, "--port", str(port)]
         log, environment = Path(folder) / "log", {"PYTHONPATH": str(ROOT / "tests" / "support")}
         with program(command, log, environment, Path(folder)) as process:
             wait_ready(process, url, log)
             results = {}
             for name in arguments.only:
-                results[name] = run_case(name, url, work)
+                results[name] = run_case(script, name, cases[name][1], url, work)
                 print(f"{name}: {'passed' if results[name]['passed'] else results[name]['said']}", flush=True)
-    write_report(arguments.out, "agents_clients", results)
+    write_report(arguments.out, Path(script).stem, results)
     sys.exit(0 if all(each["passed"] for each in results.values()) else 1)
 
 
+ECHO = (
+    *("null", "--chat-template", TEMPLATE, "--max-model-len", "4096", "--hf-overrides", '{"vocab_size": 400}'),
+    *("--distributed-executor-backend", "null_with_tokenizer:EchoExecutor"),
+)
+
 if __name__ == "__main__":
-    main()
+    run(__file__, parse(__doc__, CASES, RESULTS), CASES, ECHO)

@@ -7,6 +7,9 @@ row's tokens, block table and sampling parameters. Only the core decides; the ex
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 
@@ -46,6 +49,17 @@ class Drafts(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=Tru
     """[sum of counts] int32, row after row"""
 
 
+class LaterWords:
+    """An array that is made when it is first asked for, which is while a device runs the model that it was given."""
+
+    def __init__(self, make: Callable[[], np.ndarray]) -> None:
+        self._make = make
+
+    @functools.cached_property
+    def value(self) -> np.ndarray:
+        return self._make()
+
+
 class TokenMasks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     """Which tokens may be chosen at some of the places that the step samples for.
 
@@ -55,8 +69,16 @@ class TokenMasks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
 
     places: np.ndarray
     """[num_masks] int32, ascending: the places that have a mask; at others any token may be chosen"""
-    bits: np.ndarray
-    """[num_masks * num_words] int32, mask after mask: bit t % 32 of its word t // 32 is set where token t may be"""
+    words: np.ndarray
+    """What `bits` are; in the process that makes them, a `LaterWords` in their place."""
+
+    @property
+    def bits(self) -> np.ndarray:
+        """[num_masks * num_words] int32, mask after mask: bit t % 32 of its word t // 32 is set where token t may be.
+
+        Whoever computes the step asks for them as late as it can: the first to ask waits until they are made.
+        """
+        return self.words.value if isinstance(self.words, LaterWords) else self.words
 
     def allowed(self, vocab_size: int) -> np.ndarray:
         """[num_masks, vocab_size] bool"""
@@ -67,7 +89,7 @@ class TokenMasks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
         """Of the places that kept [num_places] bool leaves, numbered anew."""
         chosen = kept[self.places]
         places = (np.cumsum(kept, dtype=np.int32) - 1)[self.places[chosen]].astype(np.int32)
-        return TokenMasks(places=places, bits=self.bits.reshape(len(self.places), -1)[chosen].reshape(-1))
+        return TokenMasks(places=places, words=self.bits.reshape(len(self.places), -1)[chosen].reshape(-1))
 
 
 Attachment = Drafts | TokenMasks

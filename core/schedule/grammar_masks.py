@@ -12,13 +12,13 @@ Other drafts are cut where the grammar would refuse them, and each place after a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from headrace.core.schedule.requests import RowTable
 from headrace.core.structured_output.backend import Backend, Matcher
-from headrace.ipc.step import StepPlan, TokenMasks
+from headrace.ipc.step import LaterWords, StepPlan, TokenMasks
 
 
 class Followed(NamedTuple):
@@ -81,8 +81,7 @@ class GrammarMasks:
             else:
                 work.append((matcher, at, drafts.get(row, [])))
             at = end
-        self._backend.fill(work, bits)
-        return TokenMasks(places=places, bits=bits.reshape(-1))
+        return _masks(self._backend, work, places, bits)
 
     def repeated(self, table: RowTable, rows: np.ndarray, *, may_force: bool) -> RepeatedMasks | None:
         """Of the plans that compute a token of each of `rows` again and again; None where no row has a grammar.
@@ -131,8 +130,7 @@ class RepeatedMasks:
         """Of the next step. None where it is to have drafts: a grammar forces tokens."""
         if self._may_force and any(each.forced_tokens() for each in self._matchers):
             return None
-        self._backend.fill(self._work, self._bits)
-        return TokenMasks(places=self._places, bits=self._bits.reshape(-1))
+        return _masks(self._backend, self._work, self._places, self._bits)
 
     def take(self, token_ids: np.ndarray) -> Followed | None:
         """Follows a token of each row, [num_rows]. None where none of them completes a form or has a problem."""
@@ -145,6 +143,18 @@ class RepeatedMasks:
         if not completes and not problems:
             return None
         return Followed(np.isin(np.arange(len(token_ids)), completes), problems)
+
+
+def _masks(
+    backend: Backend, work: list[tuple[Matcher, int, list[int]]], places: np.ndarray, bits: np.ndarray
+) -> TokenMasks:
+    """That are made when the rank asks for them. No matcher of theirs moves before: their rows wait for the step."""
+
+    def make() -> np.ndarray:
+        backend.fill(work, bits)
+        return bits.reshape(-1)
+
+    return TokenMasks(places=places, words=cast(np.ndarray, LaterWords(make)))
 
 
 def _problem_after(matcher: Matcher, token_id: int) -> str:

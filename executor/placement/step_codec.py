@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from headrace.ipc.codec import CodecError, Tensor
-from headrace.ipc.step import StepPlan, StepResult
+from headrace.ipc.step import LaterWords, StepPlan, StepResult
 
 T = TypeVar("T", StepPlan, StepResult)
 _DTYPES = {kind.char.encode(): kind for kind in map(np.dtype, ("bool", "int8", "int32", "int64", "uint64", "float32"))}
@@ -70,6 +70,8 @@ class StepCodec(Generic[T]):
 
 
 def _encode_array(value: Any) -> Any:
+    if isinstance(value, LaterWords):
+        value = value.value
     if isinstance(value, Tensor):
         return (value.dtype, value.shape, value.data)
     if isinstance(value, np.ndarray):

@@ -116,7 +116,7 @@ def with_masks(plan: StepPlan, dice: np.random.Generator) -> StepPlan:
     if not len(places):
         return plan
     words = dice.integers(-(2**31), 2**31, (len(places), -(-VOCAB_SIZE // 32)), np.int32)
-    masks = TokenMasks(places=places, bits=(words | 1).reshape(-1))
+    masks = TokenMasks(places=places, words=(words | 1).reshape(-1))
     return msgspec.structs.replace(plan, attachments=(*plan.attachments, masks))
 
 
