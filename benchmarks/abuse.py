@@ -39,6 +39,7 @@ LIMIT = 8 << 20
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 ORDINARY = {"prompt": [[5 + each] * 400 for each in range(32)], "max_tokens": 1}
+ORDINARY_LONG = {"prompt": [6] * 4000, "max_tokens": 1}
 ECHO = {"prompt": [5] * 4000, "echo": True, "logprobs": 1, "max_tokens": 1}
 
 
@@ -230,7 +231,8 @@ def main() -> None:
         print(f"quiet: longest gap {1e3 * quiet_s:.1f} ms")
         with httpx.Client(base_url=server.url, headers=headers, timeout=600, verify=False) as client:
             if arguments.demo:
-                client.post(COMPLETIONS, json=ORDINARY).raise_for_status()
+                for ordinary in (ORDINARY, ORDINARY_LONG):
+                    client.post(COMPLETIONS, json=ordinary).raise_for_status()
                 quiet_s = report.results["quiet_gap_s"] = max(quiet_s, watcher.longest_gap_s())
                 print(f"beside ordinary prompts: longest gap {1e3 * quiet_s:.1f} ms")
             for name, path, make in cases():

@@ -21,6 +21,7 @@ from headrace.executor.gpu.step_times import StepTimes
 from headrace.executor.models import kv_cache
 from headrace.executor.models.arch import ArchSpec
 from headrace.executor.models.implementations import FoundModel, find_model
+from headrace.executor.models.sizes import prompt_logprobs_cost
 from headrace.executor.parallel.divisibility import check_experts, check_shares
 from headrace.executor.parallel.expert_exchange import ExpertExchange
 from headrace.executor.parallel.rank_place import Collectives, RankPlace
@@ -114,6 +115,7 @@ class ModelRank(Rank):
             cache_groups=groups,
             eos_token_ids=tuple(checkpoint.eos_token_ids),
             generation_defaults=dict(checkpoint.generation_config),
+            prompt_logprobs_cost=prompt_logprobs_cost(spec),
             why_no_prefix_caching=_why_no_prefix_caching(spec),
         )
 

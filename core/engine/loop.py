@@ -116,6 +116,7 @@ class Loop:
                 max_num_batched_tokens=plan.max_num_batched_tokens,
                 eos_token_ids=plan.model.eos_token_ids,
                 vocab_size=plan.model.vocab_size,
+                prompt_logprobs_cost=plan.model.prompt_logprobs_cost,
                 policy=options.scheduling_policy,
                 chunked_prefill=options.enable_chunked_prefill,
                 prefix_caching=plan.enable_prefix_caching,

@@ -271,7 +271,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         int | None,
         Option(
             SCHEDULER,
-            "Most tokens computed in one step",
+            "Most tokens computed in one step; prompt tokens with log-probabilities count as more",
             "tokens",
             minimum=1,
             default_text="2048, 8192 on a GPU of 70 GiB or more; more where max_num_seqs or whole prefills need it",

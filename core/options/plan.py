@@ -45,6 +45,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     quantization_config; empty for floats, and for GGUF files, which `dtype` dequantises."""
     rounds_inputs: bool = False
     """Whether that format means the inputs of matrices to be rounded to 8 bits."""
+    prompt_logprobs_cost: float = 0.0
+    """What a prompt token costs whose log-probabilities are reported, more than another, in prompt tokens."""
     why_no_prefix_caching: str = ""
     """Why a token's key may depend on more than the tokens before it, so that blocks cannot be shared; else empty."""
 

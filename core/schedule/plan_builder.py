@@ -15,7 +15,9 @@ class PlanBuilder:
     """Decodes are kept as arrays, since there may be a thousand; prefills one by one, since each is large."""
 
     def __init__(self, budget_tokens: int) -> None:
-        self.budget = self._all_tokens = budget_tokens
+        self.budget = budget_tokens
+        """Tokens that the step may still compute."""
+        self.total_tokens = 0
         self.decodes: np.ndarray = _NO_ROWS
         self._drafts: dict[int, np.ndarray] = {}  # of decodes, by their index and in its order
         self._block_tables: list[int] = []
@@ -32,17 +34,13 @@ class PlanBuilder:
         self.decodes = rows
         self._block_tables += tables.tolist()
         self._block_ids += blocks.tolist()
-        self.budget -= len(rows)
-
-    @property
-    def total_tokens(self) -> int:
-        return self._all_tokens - self.budget
+        self._spend(len(rows))
 
     def add_draft(self, index: int, token_ids: np.ndarray, tables: list[int], blocks: list[int]) -> None:
         """Guessed tokens, [num_drafts] int32, of the decode at `index`, for which `tables` of its row got one of
         `blocks` each."""
         self._drafts[index] = token_ids
-        self.budget -= len(token_ids)
+        self._spend(len(token_ids))
         self._block_tables += tables
         self._block_ids += blocks
 
@@ -50,13 +48,19 @@ class PlanBuilder:
         """A request entered `row` in this step: it will be sent in full, its blocks included."""
         self._admitted[row] = num_cached_tokens
 
-    def extend(self, row: int, count: int, tables: list[int], blocks: list[int]) -> None:
-        """`count` more tokens of a prefill, for which `tables` of the row got one of `blocks` each."""
+    def extend(self, row: int, count: int, tables: list[int], blocks: list[int], extra_budget: int = 0) -> None:
+        """`count` more tokens of a prefill, for which `tables` of the row got one of `blocks` each. extra_budget: what
+        they take beside themselves, as ones that cost more than others."""
         self._granted[row] = self.granted(row) + count
-        self.budget -= count
+        self._spend(count)
+        self.budget -= extra_budget
         if row not in self._admitted:
             self._block_tables += tables
             self._block_ids += blocks
+
+    def _spend(self, count: int) -> None:
+        self.budget -= count
+        self.total_tokens += count
 
     def granted(self, row: int) -> int:
         return self._granted.get(row, 0)

@@ -19,6 +19,7 @@ A class of one's own (`--scheduler-cls`) is derived from `Scheduler` and replace
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -69,6 +70,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A row may be in several steps in flight; else it is left out of plans until its last token is known."""
     speculation: Speculation | None = None
     """How decodes get draft tokens; None: they get none but those that a grammar forces."""
+    prompt_logprobs_cost: float = 0.0
+    """What a prompt token whose log-probabilities are reported takes of a step's tokens beside itself."""
     most_forced_step_tokens: int = 0
     """Without speculation: a step gets tokens that grammars force as drafts, up to so many tokens in all."""
 
@@ -468,12 +471,25 @@ class Scheduler:
         room = (held + tables.num_free_to_grow()) * block_size - start
         if room < count and not self.config.chunked_prefill:
             return
-        count = min(count, room)
+        count, extra = self._affordable(builder, row, start, min(count, room))
         if count <= 0:
             return
-        builder.extend(row, count, *tables.extend(row, max(0, -(-(start + count) // block_size) - held)))
+        builder.extend(row, count, *tables.extend(row, max(0, -(-(start + count) // block_size) - held)), extra)
         if self.hasher is not None:
             self._publish(row, start, count)
+
+    def _affordable(self, builder: PlanBuilder, row: int, start: int, count: int) -> tuple[int, int]:
+        """How many of a row's `count` tokens from `start` on the step computes, and what they take of its budget beside
+        themselves: logits of prompt tokens would make it longer than any other step. Each row gets one token anyway."""
+        request, cost = self.rows.requests[row], self.config.prompt_logprobs_cost
+        assert request is not None, f"row {row} is planned without a request"
+        if request.sampling.prompt_logprobs is None or not cost or count <= 0:
+            return count, 0
+        unreported = max(0, min(count, request.sampling.prompt_logprob_start - 1 - start))
+        if self.config.chunked_prefill:
+            affordable = unreported + int((builder.budget - unreported) / (1 + cost))
+            count = max(min(count, affordable), 0 if builder.granted(row) else 1)
+        return count, min(builder.budget - count, math.ceil(cost * max(0, count - unreported)))
 
     def _look_up(self, request: Request) -> PrefixHit:
         """Cached blocks that the request's tokens start with.

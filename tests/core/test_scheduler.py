@@ -15,7 +15,7 @@ from headrace.core.schedule.block_tables import PrefixHit
 from headrace.core.schedule.policies import PrefillLimits, prefill_share
 from headrace.core.schedule.requests import Request
 from headrace.core.schedule.scheduler import HASHED_AT_ONCE, Scheduler, SchedulerConfig
-from headrace.executor.testing.null import NullModel
+from headrace.executor.testing.null import NullExecutor, NullModel
 from headrace.ipc.messages import Abort, FinishReason, Goodbye, ResetPrefixCache
 
 
@@ -68,6 +68,7 @@ LIMITS = st.fixed_dictionaries(
         "enable_prefix_caching": st.booleans(),
         "prefix_caching_hash_algo": st.sampled_from(["sha256", "xxhash", "builtin"]),
         "enable_chunked_prefill": st.booleans(),
+        "prompt_logprobs_cost": st.sampled_from([0.0, 0.5, 20.0]),
     }
 )
 
@@ -239,6 +240,36 @@ def test_a_long_prompt_alone_takes_the_whole_step():
     for _ in range(3):
         core.loop.turn()
     assert len(client.finishes()) == 1
+
+
+@pytest.mark.parametrize(
+    ("start", "others", "steps"),
+    [
+        (0, 0, [10] * 10),  # 10 tokens and a half of each more are 15 of 16
+        (0, 8, [5 + 8] * 8),  # what decodes leave
+        (50, 0, [16, 16, 16, 11, 10, 10, 10, 10, 1]),  # the first 49 are reported by nobody
+        (99, 0, [16] * 6 + [4]),
+    ],
+)
+def test_a_step_computes_fewer_tokens_where_it_reports_their_log_probabilities(start, others, steps):
+    computed = []
+
+    class Recorder(NullExecutor):
+        def submit(self, plan):
+            computed.append(plan.total_tokens)
+            super().submit(plan)
+
+    options = {"max_num_batched_tokens": 16, "max_num_seqs": 16, "max_model_len": 200, "num_blocks": 400}
+    core = SteppedCore(executor_class=Recorder, prompt_logprobs_cost=0.5, **options)
+    client = core.open()
+    for slot in range(others):
+        client.add(1 + slot, [4, 5], max_tokens=60)
+    if others:
+        core.loop.turn()
+        computed.clear()
+    client.add(0, [5] * 100, max_tokens=1, prompt_logprobs=0, prompt_logprob_start=start)
+    core.run_until_idle()
+    assert computed[: len(steps)] == steps
 
 
 def test_decodes_go_on_while_a_long_prompt_is_computed():

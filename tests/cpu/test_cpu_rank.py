@@ -18,7 +18,7 @@ from headrace.core.options.resolve import resolve
 from headrace.executor.cpu.host import HostMemory, host_memory, usable_cores
 from headrace.executor.cpu.rank import CpuRank, check_weights_fit, use_all_cores
 from headrace.executor.models.families import spec_from_config
-from headrace.executor.models.sizes import weight_elements
+from headrace.executor.models.sizes import prompt_logprobs_cost, weight_elements
 from headrace.ipc.failure import ModelError
 
 PROMPT = [7, 8, 9, 10, 11, 12, 13]
@@ -119,6 +119,18 @@ def test_weights_are_estimated_from_the_config_to_a_few_percent(name: str) -> No
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     actual = sum(parameter.numel() for parameter in model.parameters())
     assert 0.96 * actual < weight_elements(spec_from_config(config)) <= actual
+
+
+@pytest.mark.parametrize(("name", "chosen_share"), [("llama", 1.0), ("mixtral", 2 / 5)])
+def test_a_reported_prompt_token_costs_the_vocabularys_product_beside_those_of_the_layers(
+    name: str, chosen_share: float
+) -> None:
+    model = tiny_models.build(name)
+    config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    head = model.lm_head.weight.numel()
+    layers = {key: each.numel() for key, each in model.named_parameters() if ".layers." in key}
+    of_token = sum(count * (chosen_share if ".experts" in key else 1.0) for key, count in layers.items())
+    assert prompt_logprobs_cost(spec_from_config(config)) == pytest.approx(2 * head / of_token)
 
 
 def test_weights_that_do_not_fit_are_refused_with_the_numbers(checkpoint: Path) -> None:

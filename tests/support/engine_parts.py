@@ -40,6 +40,7 @@ def make_plan(**changes: Any) -> tuple[Plan, Facts]:
     num_blocks = changes.pop("num_blocks", 64)
     max_model_len = changes.pop("max_model_len", 64)
     groups = group_layers(changes.pop("windows", (None,)))
+    prompt_logprobs_cost = changes.pop("prompt_logprobs_cost", 0.0)
     values = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32, **changes}
     plan_fields = {name: values[name] for name in ("block_size", "max_num_seqs", "max_num_batched_tokens")}
     options = Options(**values)
@@ -59,6 +60,7 @@ def make_plan(**changes: Any) -> tuple[Plan, Facts]:
         cache_groups=groups,
         eos_token_ids=(EOS,),
         generation_defaults={},
+        prompt_logprobs_cost=prompt_logprobs_cost,
     )
     plan = Plan(
         options=options,

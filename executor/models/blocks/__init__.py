@@ -295,6 +295,11 @@ class Ffn(Block):
     inner: int
     """Its widest row of values, over all ranks."""
 
+    @property
+    def chosen_share(self) -> float:
+        """The part of its experts that computes one token."""
+        return 1.0
+
 
 class Mixer(Block):
     """A block that reads other tokens, by way of what it keeps of each."""

@@ -42,6 +42,10 @@ class Experts(Ffn):
     correction: Literal["no", "vector", "row"] = "no"
     """Whether experts are chosen by their scores and a vector added to them, and how that is stored."""
 
+    @property
+    def chosen_share(self) -> float:
+        return self.routing.num_chosen / self.num_experts
+
     def declare(self, spec: ArchSpec) -> Mapping[str, Declared]:
         names, hidden = spec.names, spec.hidden_size
         router = Linear(((names.router, self.num_experts),), hidden, self.router_bias, role="router")
