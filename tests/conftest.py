@@ -10,10 +10,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a script's background job is started, and as all its children would then be: none would notice Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
+# How fast a busy machine makes examples says nothing of what is tested.
 
 LEFTOVER_GRACE_S = 5.0
 """How long a test's processes may take to end after it: what the design promises after a death."""

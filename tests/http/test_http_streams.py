@@ -35,7 +35,9 @@ def clients() -> Iterator[tuple[httpx.Client, httpx.Client]]:
 TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(RICH), min_size=1, max_size=20)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     text=TEXT,
     is_parrot=st.booleans(),
@@ -71,7 +73,9 @@ def test_stream_and_whole_are_the_same(clients, text, is_parrot, stops, logprobs
         assert not any(stop in choice["text"] for stop in body["stop"])
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(text=TEXT, is_parrot=st.booleans(), top=st.sampled_from([None, 0, 2]), n=st.integers(1, 2))
 def test_a_streamed_chat_is_the_whole_one(clients, text, is_parrot, top, n):
     client = clients[0 if is_parrot else 1]
