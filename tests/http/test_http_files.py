@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from http_server import Server, serving, wait_until
 from null_with_tokenizer import PARROT
 
-from headrace.frontend.http.files.store import FileStore
+from headrace.frontend.http.files.store import SILENT_S, FileStore
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 END = "STOPHERE"
@@ -236,3 +237,47 @@ def test_a_batch_whose_server_ends_has_failed_and_its_folder_keeps_what_it_answe
     found, written = asyncio.run(look())
     assert (found.status, found.request_counts.completed) == ("failed", 1)
     assert [json.loads(each)["custom_id"] for each in written.splitlines()] == ["a"]
+
+
+def test_a_batch_whose_server_was_killed_is_told_as_failed_by_the_next_with_what_it_answered(tmp_path: Path):
+    folder = tmp_path / "files"
+    arguments = (
+        *("--distributed-executor-backend", PARROT, "--chat-template", TEMPLATE, "--max-model-len", "4096"),
+        *("--file-store", str(folder)),
+    )
+    with serving(*arguments, null_model={"step_delay_s": 0.02}) as server:
+        with client_of(server) as client:
+            long = line("long", messages=[{"role": "user", "content": "x"}], max_tokens=4000)
+            batch = start(client, said("a", "hello"), long)
+            wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 1, 20, "the first answer")
+        server.process.kill()
+        server.wait_exit()
+    with serving(*arguments) as server, client_of(server) as client:
+        assert client.batches.retrieve(batch.id).status == "in_progress", "who is silent is not dead"
+        with sqlite3.connect(folder / "index.sqlite") as index:
+            index.execute("update batches set heard = heard - ?", (SILENT_S + 1,))
+        found = client.batches.retrieve(batch.id)
+        assert found.status == "failed"
+        assert "the process that ran this batch has ended" in found.errors.data[0].message
+        assert set(rows(client, found.output_file_id)) == {"a"}
+        assert found.error_file_id is None
+        assert end_of(client, start(client, said("b", "again"))).status == "completed", "the store is in use again"
+
+
+def test_processes_of_a_server_share_files_and_batches(tmp_path: Path):
+    """Each connection comes to one of two processes; one of them runs the batch, and any of them ends it."""
+    arguments = ("--distributed-executor-backend", PARROT, "--chat-template", TEMPLATE, "--max-model-len", "4096")
+    with serving(
+        *arguments, "--api-server-count", "2", "--file-store", str(tmp_path), null_model={"step_delay_s": 0.02}
+    ) as server:
+        with client_of(server) as client:
+            done = end_of(client, start(client, said("a", "hello")))
+            long = start(client, line("long", messages=[{"role": "user", "content": "x"}], max_tokens=4000))
+        for _ in range(16):
+            with client_of(server) as client:
+                assert set(rows(client, done.output_file_id)) == {"a"}
+                assert client.batches.retrieve(long.id).status in ("validating", "in_progress")
+        with client_of(server) as client:
+            assert client.batches.cancel(long.id).status == "cancelling"
+        with client_of(server) as client:
+            assert end_of(client, long).status == "cancelled"

@@ -70,7 +70,7 @@ def test_lines_join_to_the_same_message(client):
     calls = [call for line in lines for call in line.message.tool_calls or ()]
     assert [call.function for call in calls] == [call.function for call in whole.message.tool_calls]
     assert (lines[-1].eval_count, lines[-1].prompt_eval_count) == (whole.eval_count, whole.prompt_eval_count)
-    assert len(lines) > 5, "text comes as it is generated"
+    assert len(lines) >= 5, "a line for each kind of text, each call, and the end"
 
 
 def test_lines_are_json_and_nothing_else(server):

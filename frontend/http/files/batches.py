@@ -14,7 +14,16 @@ from headrace.frontend.batch_file.file import BatchResult, read_lines
 from headrace.frontend.batch_file.lines import LineAnswers
 from headrace.frontend.fleet.pool import Engine
 from headrace.frontend.http.errors import ApiError
-from headrace.frontend.http.files.store import BatchObject, FileObject, FileStore, FullError, fail
+from headrace.frontend.http.files.store import (
+    RESULTS,
+    BatchObject,
+    FileObject,
+    FileStore,
+    FullError,
+    error_name,
+    fail,
+    output_name,
+)
 from headrace.frontend.http.process.engines import engine_for
 from headrace.ipc.failure import EngineDeadError, HeadraceError
 
@@ -30,8 +39,8 @@ _LOOK_S = 1.0
 class ResultFile:
     """What a batch writes: its answers, or its errors. The file comes to be with its first line."""
 
-    def __init__(self, store: FileStore, name: str) -> None:
-        self._store, self._name = store, name
+    def __init__(self, store: FileStore, tenant: str, name: str) -> None:
+        self._store, self._tenant, self._name = store, tenant, name
         self.file: FileObject | None = None
 
     def append(self, lines: list[bytes]) -> None:
@@ -42,11 +51,12 @@ class ResultFile:
         if self.file is None:
             id = self._store.new_id()
             made = int(time.time())
-            self.file = FileObject(id=id, bytes=0, created_at=made, filename=self._name, purpose="batch_output")
+            self.file = FileObject(id=id, bytes=0, created_at=made, filename=self._name, purpose=RESULTS)
         self._store.grow(self.file.id, len(data))
         with self._store.path(self.file.id).open("ab") as file:
             file.write(data)
         self.file.bytes += len(data)
+        self._store.keep(self._tenant, self.file)
 
 
 class Batch:
@@ -56,8 +66,8 @@ class Batch:
         self._state, self._tenant, self.batch = state, tenant, batch
         store = state.files.store
         self._store = store
-        self._answers = ResultFile(store, f"{batch.id}_output.jsonl")
-        self._errors = ResultFile(store, f"{batch.id}_error.jsonl")
+        self._answers = ResultFile(store, tenant, output_name(batch.id))
+        self._errors = ResultFile(store, tenant, error_name(batch.id))
         self._new: list[BatchResult] = []
         self._work: asyncio.Task[None] | None = None
         self.is_cancelled = False
@@ -180,7 +190,6 @@ class Batch:
             fail(batch, why, f"results could not be written: {self._failure}")
         for results, name in ((self._answers, "output_file_id"), (self._errors, "error_file_id")):
             if results.file is not None:
-                await self._store.add(self._tenant, results.file)
                 setattr(batch, name, results.file.id)
         await self._store.put_batch(self._tenant, batch)
 

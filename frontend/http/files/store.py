@@ -28,6 +28,8 @@ SILENT_S = 30.0
 """A batch that runs and whose process has not been heard of for so long has failed."""
 MOST_BATCHES = 4096
 """Those that ended first are forgotten first."""
+RESULTS = "batch_output"
+"""The purpose of files that batches write."""
 _WAIT_S = 5.0
 _TABLES = """
 create table if not exists files (tenant text, id text, made real, expires real, size integer, object blob,
@@ -134,7 +136,7 @@ class FileStore:
         (kept,) = self._database.execute("select coalesce(sum(size), 0) from files").fetchone()
         if kept + sum(self._growing.values()) + num_bytes > self.most_bytes:
             raise FullError(f"the server keeps {self.most_bytes} bytes of files at most, and they are full")
-        self._growing[id] += num_bytes
+        self._growing[id] = self._growing.get(id, 0) + num_bytes
 
     def drop(self, id: str) -> None:
         """In the store's thread: a file that is not wanted after all."""
@@ -143,14 +145,17 @@ class FileStore:
 
     async def add(self, tenant: str, file: FileObject) -> None:
         """One that has been written."""
+        await self.run(lambda: self.keep(tenant, file))
 
-        def add() -> None:
-            self._forget_expired()
-            values = (tenant, file.id, time.time(), file.expires_at, file.bytes, msgspec.json.encode(file))
+    def keep(self, tenant: str, file: FileObject) -> None:
+        """In the store's thread: so much of a file has been written, and is there whatever happens to this process."""
+        self._forget_expired()
+        change = "update files set size = ?, object = ? where tenant = ? and id = ?"
+        said = msgspec.json.encode(file)
+        if not self._database.execute(change, (file.bytes, said, tenant, file.id)).rowcount:
+            values = (tenant, file.id, time.time(), file.expires_at, file.bytes, said)
             self._database.execute("insert into files values (?,?,?,?,?,?)", values)
-            self._growing.pop(file.id, None)
-
-        await self.run(add)
+        self._growing.pop(file.id, None)
 
     async def file(self, tenant: str, id: str) -> FileObject | None:
         def find() -> FileObject | None:
@@ -253,13 +258,29 @@ class FileStore:
         batch = msgspec.json.decode(row[0], type=BatchObject)
         if batch.status in RUNNING and time.time() - row[1] > SILENT_S:
             fail(batch, "server_error", "the process that ran this batch has ended")
+            batch.output_file_id = self._result_of(tenant, output_name(batch.id))
+            batch.error_file_id = self._result_of(tenant, error_name(batch.id))
             self._write_batch(tenant, batch)
         return batch
+
+    def _result_of(self, tenant: str, name: str) -> str | None:
+        """What a batch has written, by the name of its file."""
+        rows = self._database.execute("select object from files where tenant = ?", (tenant,)).fetchall()
+        found = (msgspec.json.decode(each, type=FileObject) for (each,) in rows)
+        return next((file.id for file in found if (file.filename, file.purpose) == (name, RESULTS)), None)
 
     def _write_batch(self, tenant: str, batch: BatchObject) -> None:
         change = "update batches set heard = ?, runs = ?, object = ? where tenant = ? and id = ?"
         values = (time.time(), batch.status in RUNNING, msgspec.json.encode(batch), tenant, batch.id)
         self._database.execute(change, values)
+
+
+def output_name(batch_id: str) -> str:
+    return f"{batch_id}_output.jsonl"
+
+
+def error_name(batch_id: str) -> str:
+    return f"{batch_id}_error.jsonl"
 
 
 def fail(batch: BatchObject, code: str, message: str) -> None:
