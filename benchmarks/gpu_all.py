@@ -75,9 +75,11 @@ class Outcome:
     """The last lines of a job that did not end well."""
 
 
-def script(name: str, file: str, most_s: float, least_s: float, *arguments: str) -> Job:
-    command = (sys.executable, str(ROOT / "benchmarks" / f"{file}.py"), *arguments, "--out", f"{OUT}/{file}.json")
-    return Job(name, f"{file}.json", command, most_s, least_s)
+def script(name: str, file: str, most_s: float, least_s: float, *arguments: str, kind: str = "") -> Job:
+    """kind: what another job of the same program has not, in the JSON's name."""
+    json_file = f"{file}{kind}.json"
+    command = (sys.executable, str(ROOT / "benchmarks" / f"{file}.py"), *arguments, "--out", f"{OUT}/{json_file}")
+    return Job(name, json_file, command, most_s, least_s)
 
 
 PYTEST = (sys.executable, "-m", "pytest", str(ROOT / "tests" / "gpu" / "test_gpu_device.py"), "-vv", "--tb=short")
@@ -92,6 +94,7 @@ JOBS = (  # in order of value
     script("nano", "gpu_serving", 270, 60, "--case", "nano"),
     script("full", "gpu_serving", 330, 150, "--case", "full"),
     script("linear", "gpu_linear", 110, 30, "--sweep"),
+    script("early", "gpu_decode", 100, 45, "--launch-early", "--weights", "bf16", "--batch", "1", kind="_early"),
 )
 
 

@@ -1,6 +1,7 @@
 """Decoding on a GPU: dummy weights in the shape of Llama-3.1-8B, batches 1, 32, 64 and 256 at a context of 1024 tokens.
 
-    python benchmarks/gpu_decode.py --out results/gpu_decode.json [--batch 1] [--weights fp8] [--model NAME] [--dry]
+    python benchmarks/gpu_decode.py --out results/gpu_decode.json [--batch 1] [--weights fp8] [--model NAME]
+        [--launch-early] [--dry]
 
 A step's limit is the larger of two times: what it must read (weights once, every request's keys and values) at the
 rate that copying reaches in this run, and what it must multiply at the rate that bf16 products reach. To reach: 85% of
@@ -13,13 +14,14 @@ result to the next with two steps in flight. Last, a profile of a few steps is p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
+import os
 import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,7 +74,7 @@ def measure(feeder: Feeder, config: dict[str, Any], step: Step, steps: int, foun
     }
 
 
-@contextmanager
+@contextlib.contextmanager
 def timed_replays(graphs: DecodeGraphs, batch: int, mark: Callable[[], Mark]) -> Iterator[list[tuple[Mark, Mark]]]:
     """Meanwhile the graph of that batch is marked where each of its replays begins and ends; nothing without one."""
     marks: list[tuple[Mark, Mark]] = []
@@ -151,6 +153,14 @@ def measure_all(folder: Path, arguments: argparse.Namespace, report: Report, wei
         cudagraph_capture_sizes=() if arguments.dry else tuple(sorted(batches)),
         **options,
     )
+    with contextlib.closing(feeder):  # its cache leaves room for the next weights' whatever happens
+        measure_batches(feeder, arguments, report, weights, began_s)
+
+
+def measure_batches(
+    feeder: Feeder, arguments: argparse.Namespace, report: Report, weights: str, began_s: float
+) -> None:
+    batches, steps, context = arguments.batch, arguments.steps, arguments.context
     loaded_s = time.perf_counter() - began_s
     capture_s = feeder.capture()
     report.results[weights] = {
@@ -161,12 +171,11 @@ def measure_all(folder: Path, arguments: argparse.Namespace, report: Report, wei
     }
     print(f"{weights}: ready after {loaded_s:.1f} s, graphs after {capture_s:.1f} s more", flush=True)
     for batch in batches:
-        step = Step(batch, context, weight_bytes=1 if options else 2)
+        step = Step(batch, context, weight_bytes=1 if weights == "fp8" and not arguments.dry else 2)
         case = {"weights": weights, "batch": batch, "context": context}
         config, found = MODELS[arguments.model], report.results["limits"]
         show(attempt(report, case, partial(measure, feeder, config, step, steps, found)))
         feeder.release()
-    feeder.close()
 
 
 def main() -> None:
@@ -178,7 +187,10 @@ def main() -> None:
     parser.add_argument("--context", type=gpu_common.positive, default=1024)
     parser.add_argument("--steps", type=gpu_common.positive, default=128)
     parser.add_argument("--weights", choices=["bf16", "fp8"], action="append", help="repeatable; default both")
+    parser.add_argument("--launch-early", action="store_true", help="small linear kernels with HEADRACE_PDL=1")
     arguments = parser.parse_args()
+    if arguments.launch_early:
+        os.environ["HEADRACE_PDL"] = "1"
     arguments.batch = arguments.batch or list(BATCHES)
     if arguments.dry:
         arguments.model, arguments.batch, arguments.steps, arguments.context = "tiny", [1, 4], 12, 64

@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from headrace.kernels.triton import configs
 
-OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "launch_pdl")
 TYPES = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
@@ -87,7 +87,14 @@ def record(run: Callable[[], Any], architecture: int) -> list[LaunchRecord]:
 
 
 def compile_launch(launch: LaunchRecord, architecture: int) -> Resources:
-    """Compiles for `architecture`, with the specialisations that Triton's own launcher would choose."""
+    """What it takes on `architecture`."""
+    compiled = compile_kernel(launch, architecture)
+    num_threads = 32 * compiled.metadata.num_warps
+    return _resources(compiled.asm["cubin"], compiled.asm["ptx"], compiled.metadata.shared, num_threads)
+
+
+def compile_kernel(launch: LaunchRecord, architecture: int) -> Any:
+    """Triton's compiled kernel, with the specialisations that its own launcher would choose."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.function.params):
         value = launch.arguments.get(parameter.name, parameter.default)
@@ -101,9 +108,7 @@ def compile_launch(launch: LaunchRecord, architecture: int) -> Resources:
         if specialised and is_aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.function, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=launch.options)
-    num_threads = 32 * compiled.metadata.num_warps
-    return _resources(compiled.asm["cubin"], compiled.asm["ptx"], compiled.metadata.shared, num_threads)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=launch.options)
 
 
 def _type(value: Any) -> str:

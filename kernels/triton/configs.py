@@ -7,6 +7,7 @@ must be measured on a GPU.
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,6 +46,12 @@ class Device:
     @property
     def has_large_shared_memory(self) -> bool:
         return self.capability in LARGE_SHARED_MEMORY
+
+    @property
+    def launches_early(self) -> bool:
+        """Whether a kernel that knows how is launched while the one before it ends (programmatic dependent launch).
+        Only where HEADRACE_PDL=1 asks for it, until a GPU has shown what it brings."""
+        return self.capability >= (9, 0) and os.environ.get("HEADRACE_PDL") == "1"
 
 
 def device_of(tensor: Tensor) -> Device:
@@ -186,6 +193,8 @@ class SmallTiles:
     columns: int
     """Rows of the weight that a program owns; 2 at the least where an activation pairs them."""
     num_warps: int
+    launches_early: bool = False
+    """`Device.launches_early`"""
 
 
 MOST_SMALL_ROWS = {32: 4, 16: 4, 8: 2, 4: 1}
@@ -220,4 +229,5 @@ def small_tiles(
     while columns > least and -(-shape[0] // columns) < 3 * device.num_multiprocessors:
         columns //= 2
     loads = max(1, shape[1] * itemsize // (16 * 32))  # 16 bytes for each thread of a warp
-    return SmallTiles(max(columns, least, 1), min(4, power_of_two(loads + 1) // 2))
+    num_warps = min(4, power_of_two(loads + 1) // 2)
+    return SmallTiles(max(columns, least, 1), num_warps, device.launches_early)

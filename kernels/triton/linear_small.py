@@ -5,6 +5,9 @@ along them BLOCK_K inputs at a time, of which each thread has VECTOR neighbours:
 the block before them is multiplied. `configs.small_tiles` counts what is under way. All tensors of the loop have one
 dimension and one layout, so nothing in it passes through shared memory; threads meet once, at the end.
 
+With HEADRACE_PDL=1 a launch begins while the kernel before it ends: weights are constants, so the first of them are on
+their way before x is there. Everything else that is read may be that kernel's, and is read once it has ended.
+
 What stands around a linear layer is done where its data are in registers anyway: the norm before it by each program for
 itself (x comes from the caches), an activation or an addition after it by the program that has the sums.
 """
@@ -20,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.triton.activation import activated
 from headrace.kernels.triton.common import INTERPRETED, e4m3_of, rounded, widen
@@ -92,8 +96,10 @@ def multiply_small(x: Tensor, packed: Packed, tiles: SmallTiles, around: Around 
         BLOCK_K=vector * 32 * tiles.num_warps,
         VECTOR=vector,
         HALF=INT4_BLOCK if packed.kind == INT4 else 1,
+        EARLY=tiles.launches_early,
         num_warps=tiles.num_warps,
         num_stages=1,
+        **({"launch_pdl": True} if tiles.launches_early else {}),
     )
     return out.view(*x.shape[:-1], width)
 
@@ -178,12 +184,14 @@ def small_linear_kernel(
     BLOCK_K: tl.constexpr,
     VECTOR: tl.constexpr,
     HALF: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """COLUMNS columns of the result for all rows, at most ROWS of them. Grid (ceil(out_features / COLUMNS)).
 
     KIND, GROUP: as of `linear_kernel`; GROUP is a multiple of VECTOR. ROUNDED: each row of x is rounded to e4m3 with a
     scale of its own. ACTIVATION: None, or what the first half of the columns passes before it multiplies the second.
     BLOCK_K: elements of a row of `weight` at a time, for 4 bits bytes; HALF: bytes between the two halves' inputs.
+    EARLY: the launch may begin before the kernel before it has ended.
     """
     # A row beyond the last is the last again: nobody stores what comes of it. With an activation each is followed by
     # the one that it multiplies.
@@ -204,6 +212,8 @@ def small_linear_kernel(
     vectors = tl.arange(0, BLOCK_K // VECTOR) * VECTOR
     # The first weights are under way while x is looked at.
     following = load_rows(weight, rows, weight_stride, offsets, width, COLUMNS)
+    if EARLY:
+        gdc_wait()
 
     nothing = tl.zeros([BLOCK_K // VECTOR], tl.float32)
     roots, inverses, x_scales, sums = (), (), (), ()
@@ -271,6 +281,8 @@ def small_linear_kernel(
                         total *= tl.load(scales + rows[column] * num_groups + group).to(tl.float32)
                     updated = updated + (sums[m * COLUMNS + column] + total,)
         sums = updated
+    if EARLY:
+        gdc_launch_dependents()
 
     index = tl.arange(0, COLUMNS)
     columns, kept = first + index, first + index

@@ -31,6 +31,20 @@ for name, architecture in (("attention Llama mixed", 90), ("attention Qwen mixed
 print(json.dumps({"sources": recorded.sources_hash(), "compiled": found}))
 """
 
+EARLY_PROGRAM = """
+import json, re, warnings
+warnings.simplefilter("ignore")
+import triton_resources as recorded
+from triton_compile import compile_kernel, record
+found = {}
+for architecture in (80, 90):
+    (launch,) = record(recorded.all_cases()["linear before an activation"], architecture)
+    ptx = compile_kernel(launch, architecture).asm["ptx"]
+    marks = r"griddepcontrol\\.(wait|launch_dependents)|(ld\\.global)|(st\\.global)"
+    found[architecture] = [match[1] or match[2] or match[3] for match in re.finditer(marks, ptx)]
+print(json.dumps(found))
+"""
+
 
 @pytest.fixture(scope="module")
 def record() -> dict[str, Any]:
@@ -38,14 +52,7 @@ def record() -> dict[str, Any]:
 
 
 def test_compiling_anew_gives_kernels_without_spills(record: dict[str, Any]) -> None:
-    """In a process of its own, which triton has not been told to interpret in."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT / "benchmarks")
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200, check=False, env=environment
-    )
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout)
+    report = compiled_by(PROGRAM)
     assert report["sources"] == record["sources"], "run benchmarks/triton_resources.py: the kernels have changed"
     kernels = [entry["kernel"] for entry in report["compiled"]]
     assert kernels.count("attend_kernel") == 4
@@ -54,6 +61,28 @@ def test_compiling_anew_gives_kernels_without_spills(record: dict[str, Any]) -> 
         assert entry["spilled_bytes"] == 0, entry
         if entry["kernel"] == "attend_kernel":
             assert entry["tensor_core_instructions"] > 0, entry
+
+
+def test_a_launch_before_the_last_ends_reads_weights_alone_until_that_has_ended() -> None:
+    found = compiled_by(EARLY_PROGRAM, HEADRACE_PDL="1")
+    assert set(found["80"]) == {"ld.global", "st.global"}, "it has no such launches"
+    marks = found["90"]
+    assert marks.count("wait") == marks.count("launch_dependents") == 1
+    waits = marks.index("wait")
+    assert marks[:waits] == ["ld.global"] * 8, "the first weights of each of 8 rows, and nothing else"
+    assert "ld.global" in marks[waits:]
+    assert marks.index("launch_dependents") < marks.index("st.global")
+
+
+def compiled_by(program: str, **variables: str) -> Any:
+    """What the program prints, in a process of its own, which triton has not been told to interpret in."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT / "benchmarks"), **variables}
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False, env=environment
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
 def test_every_kernel_is_on_record_for_both_architectures_and_fits(record: dict[str, Any]) -> None:
