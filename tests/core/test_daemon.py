@@ -306,13 +306,14 @@ def ready_address(daemon: subprocess.Popen[str]) -> str:
     return line.split()[-1]
 
 
-def test_a_daemon_drains_on_sigterm_and_leaves_no_file():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_daemon_drains_on_the_first_signal_and_leaves_no_file(number):
     daemon = run_daemon("--hf-overrides", '{"step_delay_s": 0.01}')
     address = ready_address(daemon)
     with WireClient(address) as client:
         client.add(1, [5], max_tokens=100, ignore_eos=True)
         client.receive(StepOutputs)
-        daemon.send_signal(signal.SIGTERM)
+        daemon.send_signal(number)
         client.receive(Draining)
         client.add(2, [5], max_tokens=5)
         rejected = client.finish(2)

@@ -237,10 +237,12 @@ def http_processes(server: Server) -> list[psutil.Process]:
         ("two ranks", signal.SIGTERM),
         ("one process", signal.SIGHUP),
         ("two HTTP processes", signal.SIGHUP),
+        ("two ranks", signal.SIGHUP),
+        ("two ranks", signal.SIGINT),
     ],
 )
 def test_a_signal_to_every_process_drains(kind, number):
-    """As systemd sends it to a control group, and a terminal that is closed to its session."""
+    """As systemd sends it to a control group, and a terminal to its session that is closed, or is told Ctrl-C."""
     if kind == "two ranks":
         overrides = json.dumps({"step_delay_s": 0.01})
         arguments = ["null", "-tp", "2", "--worker-cls", "null_rank:NullRank", "--skip-tokenizer-init"]
@@ -265,7 +267,7 @@ def test_a_signal_to_every_process_drains(kind, number):
 # --- HTTP processes that die or stop -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_an_http_process_that_is_killed_is_started_again_and_the_others_serve_on(number):
     with serving("--api-server-count", "2", null_model=SLOW) as server:
         before = {process.pid for process in http_processes(server)}
