@@ -295,6 +295,21 @@ def test_an_http_process_that_is_killed_is_started_again_and_the_others_serve_on
         assert server.wait_exit() == 0
 
 
+@pytest.mark.system
+def test_an_http_process_that_stays_stopped_is_told_and_replaced():
+    """It would still get its share of the connections, which wait."""
+    with serving("--api-server-count", "2", "--peer-timeout", "1", null_model=SLOW) as server:
+        before = {process.pid for process in http_processes(server)}
+        stopped = min(before)
+        os.kill(stopped, signal.SIGSTOP)
+        server.wait_log(rf"\(pid {stopped}\) is stopped by a signal or a debugger; its connections wait")
+        server.wait_log("an HTTP process has ended and is started again")
+        wait_until(lambda: len({process.pid for process in http_processes(server)} - before) == 1, 20, "its successor")
+        wait_until_all(server, "/health/ready", 200)
+        server.signal()
+        assert server.wait_exit() == 0
+
+
 def test_an_http_process_killed_while_it_drains_is_told_in_the_exit_status():
     with serving("--api-server-count", "2", null_model=SLOW) as server, server.client() as client:
         with contextlib.suppress(Exception), streaming(client, max_tokens=3000) as lines:
