@@ -225,6 +225,30 @@ def test_chat_templates_and_what_they_see(client):
     assert rendered(tools=tools, add_generation_prompt=False) == "x||f|False"
 
 
+def test_documents_and_efforts_reach_the_template_of_a_chat(client):
+    """The answer echoes the prompt's tokens, so they show what was rendered."""
+    template = "{{ documents[0].text if documents }}|{{ reasoning_effort }}|{{ enable_thinking }}"
+
+    def rendered(**more: Any) -> str:
+        body = {"messages": [{"role": "user", "content": "x"}], "chat_template": template, "max_tokens": 1, **more}
+        tokens = ask(client, "/v1/chat/completions", **body, return_token_ids=True)["prompt_token_ids"]
+        return str(ask(client, "/detokenize", tokens=tokens)["prompt"])
+
+    assert rendered(documents=[{"title": "a", "text": "one"}]) == "one||"
+    assert rendered(reasoning_effort="high") == "|high|"
+    assert rendered(reasoning_effort="none") == "|none|False"
+    assert rendered(reasoning_effort="none", enable_thinking=True) == "|none|True"
+    assert rendered(chat_template_kwargs={"enable_thinking": False}) == "||False"
+
+
+def test_roles_in_an_order_that_the_template_refuses_are_a_bad_request(client):
+    template = "{% if messages[0].role != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    body = {"messages": [{"role": "assistant", "content": "x"}], "chat_template": template}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+    assert "roles must alternate" in answer.json()["error"]["message"]
+
+
 def test_continue_final_message(client):
     messages = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "I am"}]
     tokens = ask(client, "/tokenize", messages=messages, continue_final_message=True)["tokens"]

@@ -8,8 +8,10 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
+from anthropic.types import ErrorResponse, Message, MessageTokensCount, RawMessageStreamEvent
 from http_server import serving
 from null_with_tokenizer import PARROT
+from pydantic import TypeAdapter
 
 END = "STOPHERE"
 TEMPLATE = (
@@ -162,6 +164,31 @@ def test_events_are_named_and_there_is_no_other_end(server):
     for name, data in events:
         assert json.loads(data.removeprefix("data: "))["type"] == name.removeprefix("event: ")
     assert events[-1][0] == "event: message_stop"
+
+
+def test_answers_events_and_errors_are_of_the_clients_own_types(server):
+    event: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+    with server.client(headers={"x-api-key": "k"}) as client:
+        whole = client.post("/v1/messages", json=body_of(SAID, tools=[WEATHER])).json()
+        text = client.post("/v1/messages", json=body_of(SAID, tools=[WEATHER], stream=True)).text
+        counted = client.post("/v1/messages/count_tokens", json={"messages": body_of("x")["messages"]}).json()
+        refused = client.post("/v1/messages", json=body_of("x", temperature=-1)).json()
+    assert [block.type for block in Message.model_validate(whole, strict=True).content] == [
+        "thinking",
+        "text",
+        "tool_use",
+    ]
+    told = [json.loads(part.split("data: ", 1)[1]) for part in text.strip().split("\n\n")]
+    assert {type(event.validate_python(each)).__name__ for each in told} == {
+        "RawMessageStartEvent",
+        "RawContentBlockStartEvent",
+        "RawContentBlockDeltaEvent",
+        "RawContentBlockStopEvent",
+        "RawMessageDeltaEvent",
+        "RawMessageStopEvent",
+    }
+    MessageTokensCount.model_validate(counted, strict=True)
+    ErrorResponse.model_validate(refused)
 
 
 def test_openais_routes_keep_their_own_errors(server):

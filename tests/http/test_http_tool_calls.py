@@ -9,6 +9,7 @@ import httpx
 import pytest
 from http_server import ask, serving, stream
 from null_with_tokenizer import PARROT
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 CHAT = "/v1/chat/completions"
 WEATHER = {
@@ -72,6 +73,29 @@ def test_calls_are_streamed_as_openais_clients_join_them(client: httpx.Client):
     joined = ["".join(p["function"].get("arguments", "") for p in parts if p["index"] == index) for index in (0, 1)]
     assert [json.loads(each) for each in joined] == [ZURICH, {}]
     assert [event["choices"][0]["finish_reason"] for event in events if event["choices"]][-1] == "tool_calls"
+
+
+def test_answers_and_their_events_are_of_the_clients_own_types(client: httpx.Client):
+    thought = "<think>hm</think>" + SAID
+    whole = ask(client, CHAT, **body_of(thought, logprobs=True, top_logprobs=1))
+    answer = ChatCompletion.model_validate(whole, strict=True)
+    assert answer.choices[0].message.tool_calls is not None
+    asked = body_of(thought, logprobs=True, stream_options={"include_usage": True})
+    chunks = [ChatCompletionChunk.model_validate(each, strict=True) for each in stream(client, CHAT, asked)]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens
+    error = client.post(CHAT, json=body_of("x", temperature=-1)).json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("parameters", [{"type": "nothing"}, {"type": "object", "properties": {"a": 3}}])
+@pytest.mark.parametrize(("choice", "strict"), [("required", False), ("auto", True)])
+def test_a_schema_that_is_none_is_refused(client: httpx.Client, parameters, choice, strict):
+    function = {"name": "f", "parameters": parameters, "strict": strict}
+    body = body_of("x", tools=[{"type": "function", "function": function}], tool_choice=choice)
+    answer = client.post(CHAT, json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == "tool_choice"
 
 
 def test_usage_counts_the_tokens_of_reasoning(client: httpx.Client):
