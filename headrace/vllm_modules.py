@@ -30,6 +30,8 @@ MODULES: Mapping[str, Sequence[str]] = types.MappingProxyType(
     {
         "beam_search": ("BeamSearchOutput", "BeamSearchSequence"),
         "config": CONFIGS,
+        "config.kv_transfer": ("KVTransferConfig",),
+        "distributed": ("cleanup_dist_env_and_memory",),
         "engine": (),
         "engine.arg_utils": ("AsyncEngineArgs", "EngineArgs"),
         "engine.async_llm_engine": ("AsyncEngineArgs", "AsyncLLMEngine"),
@@ -106,6 +108,7 @@ HOMES: Mapping[str, str] = types.MappingProxyType(
         "VLLMError": "ipc.failure:HeadraceError",
         "VLLMValidationError": "ipc.failure:InvalidRequestError",
         "VllmConfig": "frontend.api.engine_config:EngineConfig",
+        "cleanup_dist_env_and_memory": "frontend.api.helpers:cleanup_dist_env_and_memory",
         "cached_get_tokenizer": "frontend.api.helpers:get_tokenizer",
         "get_ip": "frontend.api.helpers:get_ip",
         "get_open_port": "frontend.api.helpers:get_open_port",
@@ -181,7 +184,7 @@ class VllmModules:
             if prefix == "headrace" or (prefix == "vllm" and sys.modules.get("vllm") is sys.modules.get("headrace")):
                 tell_why_not(prefix, row)
             return None
-        is_package = any(other.startswith(f"{row}.") for other in MODULES)
+        is_package = row not in PROGRAMS  # of a package `python -m` runs another module
         return importlib.machinery.ModuleSpec(fullname, self, origin="headrace/vllm_modules.py", is_package=is_package)  # type: ignore[arg-type]
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> VllmModule:

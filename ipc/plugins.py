@@ -122,7 +122,10 @@ def _named(option: str, name: str, module: str, attribute: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:  # whatever the module does when it is imported
-        raise OptionError(f"{option}={name} cannot be loaded: {type(error).__name__}: {error}") from error
+        hint = "; the engine is a process of its own: put the class into a module that it can import"
+        raise OptionError(
+            f"{option}={name} cannot be loaded: {type(error).__name__}: {error}{hint if module == '__main__' else ''}"
+        ) from error
 
 
 def _package(entry: EntryPoint) -> str:

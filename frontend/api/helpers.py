@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import gc
 import inspect
 import logging
 import os
@@ -42,6 +43,19 @@ class Counter:
 def random_uuid() -> str:
     """32 hexadecimal digits, for a request's id."""
     return uuid.uuid4().hex
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """What vLLM's scripts call after `del llm`: here the engine's process has ended then, with all that it held.
+
+    Collects garbage, for an LLM that something refers to in a circle still has its engine. Raises InvalidRequestError
+    for shutdown_ray: the Ray of others is theirs to stop.
+    """
+    if shutdown_ray:
+        raise InvalidRequestError(
+            "cleanup_dist_env_and_memory: shutdown_ray is refused: ray.shutdown() detaches from Ray"
+        )
+    gc.collect()
 
 
 def get_open_port() -> int:

@@ -47,7 +47,7 @@ from headrace.ipc.failure import HeadraceError, InvalidRequestError
 if TYPE_CHECKING:
     from headrace.core.engine.engine import EngineThread
     from headrace.frontend.api.engine_keywords import EngineOptions
-    from headrace.frontend.api.llm_engine import LLMEngine
+    from headrace.frontend.api.llm_engine import EngineArgs, LLMEngine
     from headrace.frontend.client.request import RequestStream
     from headrace.frontend.fleet.sources import EngineProcess
     from headrace.frontend.text.chat_template import Message
@@ -94,6 +94,11 @@ class LLM(Controls, NamesWhatIsMissing):
             for child in children:
                 child.kill()
             raise
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
+        """Starts an engine-core with these options. Raises as `LLM(...)` does."""
+        return cls(**vars(engine_args))
 
     @classmethod
     def connect(cls, address: str, timeout_s: float = CONNECT_TIMEOUT_S, *, keys: str | None = None) -> LLM:

@@ -76,8 +76,9 @@ ABSENT_MODULES: Mapping[str, str] = types.MappingProxyType(
     {
         **dict.fromkeys(("assets", "multimodal"), NO_MEDIA),
         "benchmarks": "`headrace bench` measures, and `headrace bench serve --help` lists its data sets",
-        "distributed": "ranks find each other by options (tensor_parallel_size, nnodes), an engine keeps its cache to "
-        "itself, and POST /reload_weights and LLM.reload_weights read weights again from files",
+        "distributed": "ranks find each other by options (tensor_parallel_size, nnodes), not by calls of a script",
+        "distributed.kv_transfer": "an engine keeps its cache to itself",
+        "distributed.weight_transfer": "POST /reload_weights and LLM.reload_weights read weights again from files",
         "entrypoints.openai": "the server is a program, `headrace serve`, whose types OpenAI's own package has",
         "entrypoints.pooling": ONLY_GENERATION,
         "entrypoints": _INSIDE,

@@ -113,9 +113,20 @@ class AsyncControls:
         """Carries out a command, and gives the result that its docstring in ipc/control.py names."""
         return await self.call(Control, timeout_s, command=command)
 
-    async def reset_prefix_cache(self) -> None:
-        """Forgets every cached block that no request is using."""
-        await self.call(ResetPrefixCache)
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forgets every cached block that no request is using, and says True.
+
+        reset_running_requests: also what requests that run have computed, which is computed again.
+        reset_connector: as in vLLM without a connector, there is nothing to reset by it.
+        """
+        if not reset_running_requests:
+            await self.call(ResetPrefixCache)
+            return True
+        was_paused = await self.is_paused()
+        await self.pause_generation("keep", clear_cache=True)
+        if not was_paused:
+            await self.resume_generation()
+        return True
 
     async def reset_mm_cache(self) -> None:
         """Forgets processed images and sounds. Models of this version take none, so there is nothing to forget."""

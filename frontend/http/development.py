@@ -69,6 +69,13 @@ class WakeQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = ()
 
 
+class ResetQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    reset_running_requests: Annotated[
+        bool, Meta(description="Also what running requests have computed, which is computed again")
+    ] = False
+    reset_external: Annotated[bool, Meta(description="Caches outside the engine too; there are none")] = False
+
+
 class NoQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Nothing can be asked for."""
 
@@ -160,8 +167,8 @@ async def is_sleeping(state: ServerState, exchange: Exchange) -> None:
 
 async def reset_prefix_cache(state: ServerState, exchange: Exchange) -> None:
     _refuse_foreign_pages(state, exchange)
-    decode_query(exchange.query(), NoQuery)
-    await asyncio.gather(*(client.reset_prefix_cache() for client in _clients(state)))
+    asked = decode_query(exchange.query(), ResetQuery)
+    await asyncio.gather(*(client.reset_prefix_cache(asked.reset_running_requests) for client in _clients(state)))
     await exchange.answer(StatusResponse("ok"))
 
 
@@ -275,7 +282,7 @@ DEVELOPMENT_ROUTES: tuple[RouteSpec, ...] = (
     _post("/sleep", sleep, "Give memory back, until /wake_up; needs enable_sleep_mode", StatusResponse, SleepQuery),
     _post("/wake_up", wake_up, "Take memory again, and go on", StatusResponse, WakeQuery),
     _get("/is_sleeping", is_sleeping, "Whether an engine sleeps", SleepingResponse),
-    _post("/reset_prefix_cache", reset_prefix_cache, "Forget cached prefixes", StatusResponse),
+    _post("/reset_prefix_cache", reset_prefix_cache, "Forget cached prefixes", StatusResponse, ResetQuery),
     _post("/reset_mm_cache", reset_mm_cache, "Forget processed images and sounds", StatusResponse),
     _post("/start_profile", start_profile, "Record what engines do; needs profiler_config", StatusResponse),
     _post("/stop_profile", stop_profile, "Write what was recorded", ProfileResponse),

@@ -48,7 +48,8 @@ def test_names_are_the_same_objects_everywhere() -> None:
     [
         ("platforms", "describe_engine"),
         ("multimodal.utils", "text alone"),
-        ("distributed.kv_transfer", "keeps its cache to itself"),
+        ("distributed.kv_transfer.kv_connector.v1", "keeps its cache to itself"),
+        ("distributed.parallel_state", "tensor_parallel_size"),
         ("entrypoints.pooling", "only generation"),
         ("entrypoints.cli.main", "a program of its own"),
         ("v1.core.sched.output", "a program of its own"),

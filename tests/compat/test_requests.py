@@ -184,6 +184,28 @@ def test_a_reset_forgets_cached_prefixes(llm: LLM) -> None:
     assert cached() == 0
 
 
+# test_reset_prefix_cache_e2e.py: reset_running_requests; examples/features/reset_kv
+def test_a_reset_of_running_requests_computes_them_again_to_the_same_answer(llm: LLM) -> None:
+    long = SamplingParams(temperature=0, max_tokens=240, ignore_eos=True)
+    (expected,) = llm.generate("the water", long, use_tqdm=False)
+    before = llm.get_stats().num_preemptions
+    for _ in range(30):  # a request may have ended before the reset comes to the engine
+        stream = llm.stream("the water", long)
+        pieces = [next(stream)]
+        assert llm.reset_prefix_cache(reset_running_requests=True) is True
+        pieces += list(stream)
+        assert [token for piece in pieces for token in piece.outputs[0].token_ids] == expected.outputs[0].token_ids
+        if llm.get_stats().num_preemptions > before:
+            break
+    else:
+        raise AssertionError("no reset met a running request")
+    assert not llm.is_paused()
+    llm.pause_generation("keep")
+    llm.reset_prefix_cache(reset_running_requests=True)
+    assert llm.is_paused(), "a pause that somebody asked for stays"
+    llm.resume_generation()
+
+
 # tests/v1/engine/test_parallel_sampling.py, test_async_llm.py::test_finished_flag
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
 def test_parallel_sampling_ends_every_output_and_the_request_once(address: str, kind: RequestOutputKind) -> None:

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.system
 SETTINGS = "dtype='float32', max_model_len=128, num_gpu_blocks_override=64"
 SCRIPTS = {
     "generate and reset": """
-from vllm import LLM, SamplingParams
+from vllm import LLM, EngineArgs, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
 prompts = ["Hello, my name is", "The capital of France is"]
 llm = LLM(model=MODEL, **SETTINGS)
 outputs = llm.generate(prompts, SamplingParams(temperature=0.8, top_p=0.95, max_tokens=8))
@@ -23,6 +24,10 @@ for output in outputs:
     print(f"{output.prompt!r}: {output.outputs[0].text!r}")
 assert [output.prompt for output in outputs] == prompts
 llm.reset_prefix_cache()
+del llm
+cleanup_dist_env_and_memory()
+llm = LLM.from_engine_args(EngineArgs(model=MODEL, **SETTINGS))
+assert len(llm.generate(prompts, SamplingParams(max_tokens=2))) == 2
 """,
     "engine arguments from a command line": """
 from vllm import LLM, EngineArgs

@@ -108,7 +108,7 @@ def test_the_prefix_cache_is_forgotten(server, client):
 
     num_cached()
     assert num_cached() == 48
-    assert client.post("/reset_prefix_cache").status_code == 200
+    assert client.post("/reset_prefix_cache?reset_running_requests=true").status_code == 200
     assert client.post("/reset_mm_cache").json() == {"status": "ok"}
     assert client.post("/reset_mm_cache?everything=1").status_code == 400
     assert num_cached() == 0
