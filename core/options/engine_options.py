@@ -416,6 +416,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             short="-dpn",
         ),
     ] = 0
+    data_parallel_size_local: Annotated[
+        int | None,
+        Option(PARALLEL, "How many of them this machine has", "engines", minimum=0, default_text="all", short="-dpl"),
+    ] = None
     coordinator: Annotated[
         tuple[str, ...],
         Option(
@@ -580,6 +584,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Option(PROCESS, 'Where start_profile writes, such as {"torch_profiler_dir": "/tmp/profiles"}'),
     ] = {}
     disable_log_stats: Annotated[bool, Option(PROCESS, "Do not log load and throughput every 10 s")] = False
+
+    @property
+    def num_engines_here(self) -> int:
+        """Engines of data_parallel_size that this machine has."""
+        local = self.data_parallel_size_local
+        return self.data_parallel_size if local is None else local
 
     @property
     def shares_experts(self) -> bool:

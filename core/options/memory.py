@@ -53,7 +53,7 @@ def fit_cache(plan: Plan, reading: MemoryReading) -> Facts:
     """
     options, size = plan.options, block_bytes(plan)
     # Engines of one machine have a GPU each, or a part of the host's memory.
-    num_sharing = options.data_parallel_size if reading.device == "cpu" else 1
+    num_sharing = max(1, options.num_engines_here) if reading.device == "cpu" else 1
     usable = max(0, reading.room_bytes(options.gpu_memory_utilization) // num_sharing)
     if options.num_gpu_blocks_override is not None:
         num_blocks, source = options.num_gpu_blocks_override, "num_gpu_blocks_override"

@@ -138,9 +138,9 @@ def run_alone(options: Options, address: str) -> int:
 
 def take_part_of_machine(options: Options) -> None:
     """Of several engines on one machine, each computes on cores of its own. Before anything is imported that asks."""
-    if options.data_parallel_size > 1:
+    if options.num_engines_here > 1:
         host = importlib.import_module("headrace.executor.cpu.host")  # by name: the core imports no executor
-        host.take_share(options.data_parallel_rank, options.data_parallel_size)
+        host.take_share(options.data_parallel_rank % options.num_engines_here, options.num_engines_here)
 
 
 def new_port(options: Options, address: str) -> ZmqPort:

@@ -67,6 +67,7 @@ class EngineOptions(TypedDict, total=False):
     pipeline_parallel_size: int | None
     data_parallel_size: int | None
     data_parallel_rank: int | None
+    data_parallel_size_local: int | None
     coordinator: Sequence[str] | str | None
     pipeline_layer_partition: Sequence[int] | str | None
     enable_expert_parallel: bool | None

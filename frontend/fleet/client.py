@@ -21,7 +21,7 @@ from headrace.frontend.fleet.router import RouterOptions
 from headrace.frontend.fleet.sources import EngineProcess, Owned, Source
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.control import ExtensionAnswers
-from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError
+from headrace.ipc.failure import EngineDeadError, Failure, HeadraceError, OptionError
 from headrace.ipc.messages import EngineStats, GetStats, Welcome
 
 if TYPE_CHECKING:
@@ -38,8 +38,18 @@ def with_meeting(options: Options) -> Options:
     return msgspec.structs.replace(options, data_parallel_meeting=secrets.token_hex(8))
 
 
-def start_ranks(options: Options) -> list[EngineProcess]:
-    """The engines of data_parallel_size, which divide this machine among them."""
+def start_ranks(
+    options: Options, ranks: Sequence[int] | None = None, new_address: Callable[[], str] = lambda: ""
+) -> list[EngineProcess]:
+    """The engines of data_parallel_size, or those of these ranks, which divide this machine among them.
+
+    new_address: where each is to listen; "" for an address of its own choice.
+    """
+    if ranks is None and options.num_engines_here != options.data_parallel_size:
+        raise OptionError(
+            f"data_parallel_size_local={options.data_parallel_size_local}: all of data_parallel_size are started here; "
+            "`headrace serve` can start some of them, and find those of other hosts"
+        )
     if options.data_parallel_backend == "ray":
         from headrace.core.process.ray_engines import RayFleet
 
@@ -49,8 +59,8 @@ def start_ranks(options: Options) -> list[EngineProcess]:
 
     children: list[EngineProcess] = []
     try:
-        for rank in range(options.data_parallel_size):
-            children.append(start_engine(of_rank(options, rank)))
+        for rank in range(options.data_parallel_size) if ranks is None else ranks:
+            children.append(start_engine(of_rank(options, rank), new_address()))
     except BaseException:
         for child in children:
             child.kill()
@@ -63,7 +73,9 @@ def of_rank(options: Options, rank: int) -> Options:
     return msgspec.structs.replace(options, data_parallel_rank=rank)
 
 
-def owned_ranks(options: Options, children: Sequence[EngineProcess], restarts: int) -> list[Owned]:
+def owned_ranks(
+    options: Options, children: Sequence[EngineProcess], restarts: int, ranks: Sequence[int] | None = None
+) -> list[Owned]:
     """As sources, each of which starts its engine again under its rank."""
     from headrace.core.process.ray_engines import RayEngine
     from headrace.core.process.supervisor import start_engine
@@ -71,7 +83,8 @@ def owned_ranks(options: Options, children: Sequence[EngineProcess], restarts: i
     def starter(rank: int, first: EngineProcess) -> Callable[[], EngineProcess]:
         return first.again if isinstance(first, RayEngine) else lambda: start_engine(of_rank(options, rank))
 
-    return [Owned(starter(rank, child), child, restarts=restarts) for rank, child in enumerate(children)]
+    of_children = zip(range(len(children)) if ranks is None else ranks, children, strict=True)
+    return [Owned(starter(rank, child), child, restarts=restarts, rank=rank) for rank, child in of_children]
 
 
 class FleetClient(AsyncControls):

@@ -151,7 +151,10 @@ class EnginePool:
         discovery: Discovery | None = None,
     ) -> None:
         """Of these sources, and of those that are discovered or added later."""
-        self.engines = [Engine(index, source, is_needed=True) for index, source in enumerate(sources)]
+        self.engines = [
+            Engine(index if source.rank is None else source.rank, source, is_needed=True)
+            for index, source in enumerate(sources)
+        ]
         """In the order of their indices, which are data_parallel_ranks."""
         self._discovery = discovery
         self.router = Router(options or RouterOptions(), chance or random.Random())
@@ -279,7 +282,8 @@ class EnginePool:
             raise InvalidRequestError(f"a request with the id {request_id!r} is running; ids must be unique")
         if affinity.rank is not None and f"engine {affinity.rank}" not in self._by_name:
             raise InvalidRequestError(
-                f"data_parallel_rank is {affinity.rank}, and there are {len(self.engines)} engines, from rank 0 on"
+                f"data_parallel_rank is {affinity.rank}, and there are {len(self.engines)} engines, of rank "
+                f"{', '.join(str(engine.index) for engine in self.engines)}"
             )
         token_ids, is_one = prompt.token_ids or (), len(self.router.members) < 2
         routed = RoutedRequest(

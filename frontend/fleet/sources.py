@@ -27,6 +27,8 @@ class Source:
     """Where an engine comes from."""
 
     address = ""
+    rank: int | None = None
+    """data_parallel_rank of the engine; None: its place among those that the frontend began with."""
     is_own = False
     """It is started by this program."""
     is_gone = False
@@ -113,8 +115,11 @@ class Owned(Source):
 
     is_own = True
 
-    def __init__(self, start: Callable[[], EngineProcess], first: EngineProcess, *, restarts: int) -> None:
+    def __init__(
+        self, start: Callable[[], EngineProcess], first: EngineProcess, *, restarts: int, rank: int | None = None
+    ) -> None:
         """`first` runs already; `start` starts another at the same address, up to `restarts` times in a row."""
+        self.rank = rank
         self._start, self._child = start, first
         self._used = False
         self._restarts = self._restarts_left = restarts

@@ -186,8 +186,8 @@ def test_vllms_other_options_are_refused_with_a_reason_or_pass_with_one() -> Non
 
 def test_neutral_values_are_recognised_as_text() -> None:
     assert from_command_line("--data-parallel-size", "1", "--compilation-config", "{}", "--no-enforce-eager")
-    with pytest.raises(OptionError, match="--data-parallel-size-local=True"):
-        from_command_line("-dpl", "True")
+    with pytest.raises(OptionError, match="--data-parallel-start-rank=True"):
+        from_command_line("-dpr", "True")
     options = from_command_line("-tp", "2", "-pp", "3", "-dp", "4", "-dpn", "1")
     assert (options.tensor_parallel_size, options.pipeline_parallel_size) == (2, 3)
     assert (options.data_parallel_size, options.data_parallel_rank) == (4, 1)
@@ -199,7 +199,7 @@ def test_neutral_values_are_recognised_as_text() -> None:
         (["-dpr", "1"], "--data-parallel-start-rank=1 is refused"),
         (["-dcp", "2"], "--decode-context-parallel-size=2 is refused"),
         (["--hf-token"], "--hf-token=True is refused: not supported: set HF_TOKEN"),
-        (["--headless"], "--headless=True is refused: not supported: start engine-core on the other hosts"),
+        (["--headless"], "--headless=True is refused: not supported here: it is of `headrace serve`"),
         (["--enable-lora", "True"], "--enable-lora=True is refused: LoRA"),
         (["--max-log-len", "80"], "--max-log-len=80 is refused: not supported: a logged request shows no prompt"),
         (["--kv-offloading-size", "4"], "kv_cache_dtype fp8 or int8"),
@@ -399,7 +399,7 @@ def test_the_command_line_wins_over_the_config_file(tmp_path: Path) -> None:
     [
         ("max-modle-len: 1", ["engine.yaml", "max-modle-len", "did you mean max_model_len?"]),
         ("block_size: 0", ["engine.yaml", "block_size=0", "1 to 256 tokens"]),
-        ("data-parallel-size-local: 4", ["engine.yaml", "data_parallel_size_local=4 is refused"]),
+        ("data-parallel-start-rank: 4", ["engine.yaml", "data_parallel_start_rank=4 is refused"]),
         ("- a\n- b", ["engine.yaml", "must map option names"]),
         ("a: [", ["engine.yaml", "not YAML"]),
         ("seed: 1\nblock-size: 32\nseed: 2", ["engine.yaml", "seed is given twice, on lines 1 and 3"]),

@@ -73,6 +73,8 @@ def test_several_http_processes_share_several_engines() -> None:
             wait_until(lambda: len(engines_of(server)) == 2, 20, "the engine that takes its place")
             wait_until(lambda: metric(client, "headrace:engine_up") == 2, 30, "its return")
             assert metric(client, "headrace:router_migrations_total", reason="died") > 0
+            for rank in range(2):  # which it is known by again
+                assert ask(client, COMPLETIONS, prompt=[5], max_tokens=1, data_parallel_rank=rank)
         server.wait_log("the coordinator has ended and is started again")
         assert len(coordinators_of(server)) == 1
 

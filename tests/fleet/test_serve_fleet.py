@@ -90,7 +90,7 @@ def test_a_request_may_name_its_engine_or_share_one_by_a_key() -> None:
 
         assert ask(data_parallel_rank=1).status_code == ask({"X-data-parallel-rank": "1"}).status_code == 200
         assert (chosen("rank"), metric(client, "headrace:request_success_total", engine="1")) == (2, 2)
-        for bad, words in (({"data_parallel_rank": 2}, "2 engines"), ({"data_parallel_rank": -1}, "from rank 0")):
+        for bad, words in (({"data_parallel_rank": 2}, "2 engines"), ({"data_parallel_rank": -1}, "of rank 0, 1")):
             refused = ask(**bad)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "data_parallel_rank")
             assert words in refused.json()["error"]["message"]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 
+import msgspec
+
 from headrace.core.options.engine_options import Options
 from headrace.core.options.parsing import add_options, flag, options_from_arguments, struct_from_arguments
 from headrace.core.options.values import option_specs
@@ -28,6 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     serve_options = struct_from_arguments(arguments, ServeOptions)
     check_serve_options(serve_options)
     engine_options = options_from_arguments(arguments)
+    if "data_parallel_rank" in vars(arguments):
+        serve_options = msgspec.structs.replace(serve_options, data_parallel_external_lb=True)
     use_keys(serve_options.keys, serve_options.insecure)
     if serve_options.engine or engine_options.coordinator:
         given = [

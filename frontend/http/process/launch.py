@@ -28,6 +28,7 @@ from headrace.frontend.client.event_loop import run_async
 from headrace.frontend.fleet.client import owned_ranks, start_ranks, with_meeting
 from headrace.frontend.fleet.sources import EngineProcess
 from headrace.frontend.http.process.options import LOOPBACK, ServeOptions, with_environment
+from headrace.frontend.http.process.ranks import Ranks, ranks_of
 from headrace.ipc.failure import Failure, OptionError
 from headrace.ipc.messages import Ready
 from headrace.ipc.process.child import STOP_SIGNALS
@@ -96,26 +97,35 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
     phases = PhaseLog("read options", process_began_s())
     children: list[EngineProcess] = []
     coordinator: Child | None = None
+    ranks = Ranks(range(0))
     if not options.engine and not engine_options.coordinator:
-        several = engine_options.data_parallel_size > 1
+        ranks = ranks_of(engine_options, options)
+        for name in ranks.unused:
+            say(f"{name} is not needed: something else balances between hosts")
+        several = len(ranks.here) > 1 or bool(ranks.coordinator)
         phases.enter("start the engines' processes" if several else "start the engine's process")
         engine_options = with_meeting(engine_options)
-        if several and options.api_server_count > 1:
-            if engine_options.data_parallel_backend == "ray":
-                raise OptionError(
-                    "data_parallel_backend=ray places engines for one HTTP process: leave api_server_count"
-                )
-            # The HTTP processes find them by it, and those that are started later.
-            coordinator = start_coordinator()
-            engine_options = msgspec.structs.replace(engine_options, coordinator=(coordinator.wait_ready().address,))
-        children = start_ranks(engine_options)
+        if engine_options.data_parallel_backend == "ray" and options.api_server_count > 1:
+            raise OptionError("data_parallel_backend=ray places engines for one HTTP process: leave api_server_count")
+        if ranks.has_coordinator or (several and options.api_server_count > 1 and not ranks.coordinator):
+            # The HTTP processes find engines by it, also those that are started later, here or elsewhere.
+            coordinator = start_coordinator(ranks.coordinator)
+        if coordinator is not None or ranks.coordinator:
+            address = ranks.coordinator if coordinator is None else coordinator.wait_ready().address
+            engine_options = msgspec.structs.replace(engine_options, coordinator=(address,))
+        if engine_options.coordinator:
+            children = start_ranks(engine_options, ranks.here, ranks.new_address)
+        else:
+            children = start_ranks(engine_options, ranks.here)
+    elif options.headless:
+        raise OptionError("headless is for hosts that start engines: leave engine and coordinator out")
     try:
-        if options.api_server_count > 1:
+        if options.api_server_count > 1 or ranks.coordinator:
             from headrace.frontend.http.process.supervisor import serve_with_processes
 
             own = [each for each in children if isinstance(each, Child)]
-            return serve_with_processes(engine_options, options, own, phases, coordinator)
-        return _serve_here(engine_options, options, children, phases)
+            return serve_with_processes(engine_options, options, own, phases, coordinator, ranks)
+        return _serve_here(engine_options, options, children, phases, ranks)
     except BaseException:
         for child in (*children, *([coordinator] if coordinator is not None else [])):
             child.kill()
@@ -123,7 +133,11 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
 
 
 def _serve_here(
-    engine_options: Options, options: ServeOptions, children: Sequence[EngineProcess], phases: PhaseLog
+    engine_options: Options,
+    options: ServeOptions,
+    children: Sequence[EngineProcess],
+    phases: PhaseLog,
+    ranks: Ranks,
 ) -> int:
     """In this process, which is all that is needed for most."""
     # Imported while the engine loads.
@@ -141,8 +155,9 @@ def _serve_here(
         sources = [Attached(address, engine_options.peer_timeout) for address in options.engine]
     else:
         restarts = options.num_restarts(len(children))
-        sources = owned = owned_ranks(engine_options, children, restarts)
-        if not engine_options.data_parallel_meeting and engine_options.data_parallel_backend == "mp":
+        sources = owned = owned_ranks(engine_options, children, restarts, ranks.here)
+        is_whole = len(children) == engine_options.data_parallel_size
+        if is_whole and not engine_options.data_parallel_meeting and engine_options.data_parallel_backend == "mp":
             server.scaler = OwnScaler(engine_options, restarts)
         owned[0].on_progress = lambda phase: phases.enter(f"engine: {phase}")
         for each in owned:

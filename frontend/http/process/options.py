@@ -41,6 +41,48 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int, Option(ADDRESS, "HTTP processes that share the port and the engines", "processes", minimum=1, maximum=256)
     ] = 1
 
+    data_parallel_start_rank: Annotated[
+        int, Option(ENGINES, "Of the engines that this host starts, the first one's rank", minimum=0, short="-dpr")
+    ] = 0
+    data_parallel_address: Annotated[
+        str,
+        Option(
+            ENGINES,
+            "Of data_parallel_size engines on several hosts: the address of the one that serves HTTP, as the others "
+            "reach it. A coordinator listens there, at data_parallel_rpc_port",
+            "host",
+            default_text="127.0.0.1",
+            short="-dpa",
+        ),
+    ] = ""
+    data_parallel_rpc_port: Annotated[
+        int, Option(ENGINES, "Port of that coordinator", minimum=1, maximum=65535, short="-dpp")
+    ] = 29550
+    data_parallel_hybrid_lb: Annotated[
+        bool,
+        Option(
+            ENGINES,
+            "Each host serves HTTP for its own data_parallel_size_local engines, from data_parallel_start_rank on; "
+            "something else balances between the hosts",
+            short="-dph",
+        ),
+    ] = False
+    data_parallel_external_lb: Annotated[
+        bool,
+        Option(
+            ENGINES,
+            "The same of the one engine of data_parallel_rank: to name that rank is enough",
+            short="-dpe",
+        ),
+    ] = False
+    headless: Annotated[
+        bool,
+        Option(
+            ENGINES,
+            "Start data_parallel_size_local engines, from data_parallel_start_rank on, for the host at "
+            "data_parallel_address, and serve no HTTP",
+        ),
+    ] = False
     engine: Annotated[
         tuple[str, ...],
         Option(ENGINES, "Addresses of running engine-cores to attach to, instead of starting one; repeatable"),
@@ -316,6 +358,8 @@ def check_serve_options(options: ServeOptions) -> None:
         raise OptionError(
             "a Unix socket belongs to one process: use --host and --port with --api-server-count, or one process"
         )
+    if options.headless and options.api_server_count > 1:
+        raise OptionError("headless serves no HTTP: leave api_server_count out")
     if options.ssl_keyfile is not None and options.ssl_certfile is None:
         raise OptionError("ssl_keyfile is the key of a certificate: give ssl_certfile too")
     if (options.ssl_ca_certs is not None or options.ssl_cert_reqs) and options.ssl_certfile is None:

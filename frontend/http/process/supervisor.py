@@ -9,6 +9,7 @@ import contextlib
 import os
 import queue
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -24,6 +25,7 @@ from headrace.frontend.fleet.client import of_rank
 from headrace.frontend.http.metrics import pages_bytes
 from headrace.frontend.http.process.launch import PhaseLog, ready_text, say, say_workers
 from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.process.ranks import Ranks
 from headrace.frontend.http.process.server import (
     EXIT_DONE,
     EXIT_ENGINE_FAILED,
@@ -119,31 +121,35 @@ def serve_with_processes(
     options: ServeOptions,
     engines: Sequence[Child],
     phases: PhaseLog,
-    coordinator: Child | None = None,
+    coordinator: Child | None,
+    ranks: Ranks,
 ) -> int:
-    """Serves until it is told to stop, or the engines end for good; the exit status. `engines` are starting already.
+    """Serves until it is told to stop, or the engines end for good; the exit status. `engines` are starting already,
+    those of these ranks.
 
     The HTTP processes find several engines by the coordinator; of one, this process tells them. Raises HeadraceError
     when the start fails.
     """
-    check_files(options)
-    # Bound and never listening: it holds the port, and no connection waits at it.
-    listen(options).close()  # processes that share a port would share it with another server's just as well
-    sock = listen(options, shared=True)
-    if options.port == 0:
-        options = msgspec.structs.replace(options, port=sock.getsockname()[1])
+    sock: socket.socket | None = None
+    if not options.headless:
+        check_files(options)
+        # Bound and never listening: it holds the port, and no connection waits at it.
+        listen(options).close()  # processes that share a port would share it with another server's just as well
+        sock = listen(options, shared=True)
+        if options.port == 0:
+            options = msgspec.structs.replace(options, port=sock.getsockname()[1])
     raise_file_limit()
     events: Events = queue.SimpleQueue()
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: _on_signal(events, number, frame))
-    with sock, _shared_stores(options) as options:
-        restarts = options.num_restarts(len(engines))
+    with sock or contextlib.nullcontext(), _shared_stores(options) as options:
+        restarts = options.num_restarts(engine_options.data_parallel_size if ranks.coordinator else len(engines))
         keepers = [
-            _EngineKeeper(of_rank(engine_options, rank) if len(engines) > 1 else engine_options, restarts, each, events)
-            for rank, each in enumerate(engines)
+            _EngineKeeper(of_rank(engine_options, rank), restarts, each, events)
+            for rank, each in zip(ranks.here, engines, strict=True)
         ]
-        processes = [_HttpProcess(index) for index in range(options.api_server_count)]
-        service = _Service(options, keepers, events, engine_options, processes, coordinator)
+        processes = [_HttpProcess(index) for index in range(0 if sock is None else options.api_server_count)]
+        service = _Service(options, keepers, events, engine_options, processes, coordinator, ranks)
         try:
             service.start_all()
             for keeper in keepers[1:]:  # which pass through the same phases
@@ -152,8 +158,12 @@ def serve_with_processes(
                 keepers[0].watch_start(lambda phase: phases.enter(f"engine: {phase}"))
             if not keepers:
                 phases.enter(f"start {options.api_server_count} HTTP processes")
-            service.on_engine = lambda: phases.enter(f"attach {options.api_server_count} HTTP processes")
-            service.on_ready = lambda: phases.finish(ready_text(url_of(options, sock), options))
+            if sock is not None:
+                text = ready_text(url_of(options, sock), options)
+                service.on_engine = lambda: phases.enter(f"attach {options.api_server_count} HTTP processes")
+            else:
+                text = f"ready: {len(keepers)} engines, for the host of the coordinator at {ranks.coordinator}"
+            service.on_ready = lambda: phases.finish(text)
             return service.run()
         finally:
             service.close()
@@ -173,6 +183,8 @@ class _EngineKeeper:
 
     def __init__(self, options: Options, restarts: int, child: Child, events: Events) -> None:
         self._options, self._events = options, events
+        self._address = ""
+        """Where it listened, and another is to be found where frontends know its rank: with a coordinator."""
         self.rank = options.data_parallel_rank
         self.is_ready = self.is_leaving = False
         self.stopped_since_s: float | None = None
@@ -186,6 +198,8 @@ class _EngineKeeper:
 
         def on_ready(ready: Ready) -> None:
             say_workers(ready)
+            if self._options.coordinator:
+                self._address = ready.address
             self._events.put(EngineReady(self.rank, ready.address, ready.peer_timeout_s))
 
         _watch_start(
@@ -234,7 +248,7 @@ class _EngineKeeper:
     def restart(self) -> None:
         say("starting the engine again")
         self._began_s = time.monotonic()
-        self.child = start_engine(self._options)
+        self.child = start_engine(self._options, self._address)
         self.watch_start()
 
     def stop(self) -> None:
@@ -267,10 +281,15 @@ class _Service:
         engine_options: Options,
         processes: list[_HttpProcess],
         coordinator: Child | None,
+        ranks: Ranks,
     ) -> None:
         self._options, self._events = options, events
         self._keepers = {keeper.rank: keeper for keeper in keepers}
-        self._engine_options, self._coordinator = engine_options, coordinator
+        self._engine_options, self._coordinator, self._ranks = engine_options, coordinator, ranks
+        self._are_found = bool(engine_options.coordinator)
+        """HTTP processes find engines by coordinators, and are not told of them."""
+        is_whole = len(keepers) == engine_options.data_parallel_size
+        self._scales = coordinator is not None and is_whole and not engine_options.data_parallel_meeting
         self._shutdown_timeout_s, self._peer_timeout_s = engine_options.shutdown_timeout, engine_options.peer_timeout
         self._logs_stats = not engine_options.disable_log_stats
         self._processes = processes
@@ -314,9 +333,9 @@ class _Service:
     def _start(self, process: _HttpProcess) -> None:
         told = WorkerOptions(
             server=self._options,
-            parent_has_engine=bool(self._keepers) and self._coordinator is None,
+            parent_has_engine=bool(self._keepers) and not self._are_found,
             coordinators=self._engine_options.coordinator,
-            parent_scales=self._coordinator is not None and not self._engine_options.data_parallel_meeting,
+            parent_scales=self._scales,
             peer_timeout_s=self._peer_timeout_s,
             pages_file=f"/proc/self/fd/{self._pages}",
             num_processes=len(self._processes),
@@ -362,7 +381,7 @@ class _Service:
                     if not self._was_ready and all(keeper.is_ready for keeper in self._keepers.values()):
                         self.on_engine()
                     self._check_ready()
-                    if self._coordinator is None:
+                    if not self._are_found:
                         self._tell(EngineUp(address=event.address, peer_timeout_s=event.peer_timeout_s))
                 case EngineEnded() | ProcessEnded() if not self._was_ready:
                     raise EngineStartError.from_failure(event.failure)
@@ -411,11 +430,11 @@ class _Service:
             keeper, failure = self._keepers[event.rank], event.failure
         else:
             return True  # it has left already
-        has_left = keeper.is_leaving or (self._coordinator is not None and keeper.child.status == EXIT_DONE)
+        has_left = keeper.is_leaving or (self._are_found and keeper.child.status == EXIT_DONE)
         if has_left:
             say(f"the engine of rank {keeper.rank} was drained and has left")
         comes_back = not has_left and keeper.on_end(failure)
-        if self._coordinator is None:
+        if not self._are_found:
             self._tell(EngineDown(failure=failure, comes_back=comes_back))
             return comes_back
         if not comes_back:
@@ -429,7 +448,9 @@ class _Service:
         for rank in [each for each in range(wanted.size) if each not in self._keepers]:
             of_this = of_rank(options, rank)
             restarts = self._options.num_restarts(wanted.size)
-            self._keepers[rank] = keeper = _EngineKeeper(of_this, restarts, start_engine(of_this), self._events)
+            self._keepers[rank] = keeper = _EngineKeeper(
+                of_this, restarts, start_engine(of_this, self._ranks.new_address()), self._events
+            )
             keeper.watch_start()
         for rank in sorted(self._keepers)[wanted.size :]:
             self._keepers[rank].drain(wanted.drain_timeout_s)

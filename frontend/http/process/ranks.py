@@ -1,0 +1,75 @@
+"""Which of data_parallel_size engines a server starts, and how it finds the others.
+
+internal    all of them here, or some: those of other hosts are started there by `headrace serve --headless`, and
+            found by a coordinator at data_parallel_address
+headless    the engines of such a host, without HTTP
+hybrid      the engines of this host alone; something else balances between hosts
+external    one engine alone; something else balances between them all
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.core.coordinator.announcer import reachable
+from headrace.core.options.engine_options import Options
+from headrace.frontend.http.process.options import ServeOptions
+from headrace.ipc.failure import OptionError
+from headrace.ipc.transport.sockets import new_ipc_address
+
+_LOOPBACK = "127.0.0.1"
+_ANY_HOST = "tcp://0.0.0.0:*"
+
+
+class Ranks(msgspec.Struct, frozen=True):
+    """Of the engines that this host starts."""
+
+    here: range
+    coordinator: str = ""
+    """Where engines announce themselves that are of several hosts."""
+    has_coordinator: bool = False
+    """It is to be started here."""
+    unused: tuple[str, ...] = ()
+    """Options that were given and are not needed."""
+
+    def new_address(self) -> str:
+        """Where one of these engines is to listen. An address of this machine has this process's number, so another
+        engine may be started there."""
+        return reachable(_ANY_HOST, self.coordinator) if self.coordinator else new_ipc_address("engine-core")
+
+
+def ranks_of(engine: Options, server: ServeOptions) -> Ranks:
+    """Raises OptionError for options that contradict each other."""
+    size, here = engine.data_parallel_size, engine.num_engines_here
+    start, is_external, is_hybrid = (
+        server.data_parallel_start_rank,
+        server.data_parallel_external_lb,
+        server.data_parallel_hybrid_lb,
+    )
+    spans_hosts = bool(server.data_parallel_address) or server.headless or here < size or start > 0
+    if not (spans_hosts or is_external or is_hybrid):
+        return Ranks(range(size))
+    if engine.shares_experts:
+        raise OptionError("enable_expert_parallel divides experts among engines of one machine: leave -dpl, -dpa out")
+    if engine.data_parallel_backend == "ray":
+        raise OptionError("data_parallel_backend=ray places engines on hosts by itself: leave -dpl, -dpr and -dpa out")
+    if engine.nnodes > 1 or engine.node_rank:
+        raise OptionError("an engine of several hosts (nnodes) is started by engine-core, on each with its --node-rank")
+    if is_external and (is_hybrid or server.headless):
+        raise OptionError("data_parallel_rank is of external balancing, which is neither hybrid nor headless")
+    if is_external:
+        if engine.data_parallel_size_local not in (None, 1):
+            raise OptionError("data_parallel_rank is of one engine: leave data_parallel_size_local out")
+        start, here = start or engine.data_parallel_rank, 1
+    if start + here > size:
+        raise OptionError(f"ranks {start} to {start + here - 1} are asked for of data_parallel_size={size}")
+    given = tuple(each for each in ("data_parallel_address",) if getattr(server, each))
+    if is_external or is_hybrid:
+        if not here:
+            raise OptionError("data_parallel_size_local=0: hybrid balancing is among engines of this host")
+        return Ranks(range(start, start + here), unused=given)
+    if server.headless and not here:
+        raise OptionError("headless is for hosts that start engines: data_parallel_size_local is 0")
+    host = server.data_parallel_address or _LOOPBACK
+    coordinator = f"tcp://{f'[{host}]' if ':' in host else host}:{server.data_parallel_rpc_port}"
+    return Ranks(range(start, start + here), coordinator, has_coordinator=not server.headless)
