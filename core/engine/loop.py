@@ -64,6 +64,7 @@ from headrace.ipc.messages import (
 )
 from headrace.ipc.plugins import load_class
 from headrace.ipc.process.gc_pauses import gc_watched
+from headrace.ipc.process.memory import give_back_freed_memory
 from headrace.ipc.step import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -249,7 +250,7 @@ class Loop:
 
         Nothing runs, so no answer can be wrong, and an engine that ended here would only lose what waits. The
         accounting of blocks starts afresh, as after a start. Rows whose requests are mixed up cannot be repaired, and
-        end the engine.
+        end the engine. Memory that requests took and left goes back to the system then, too.
         """
         if self._audited_steps == self._statistics.num_steps:
             return
@@ -262,6 +263,8 @@ class Loop:
             self.scheduler.forget_blocks()
             self.scheduler.check()
         self._audited_steps = self._statistics.num_steps
+        if self._inbox.empty():
+            give_back_freed_memory()
 
     def _handle(self, client: int, message: InboxMessage) -> None:
         self._load_changed = True

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -25,6 +24,7 @@ from headrace.frontend.http.openai.generation import Receive, Scope, Send, send_
 from headrace.frontend.http.process.options import ServeOptions
 from headrace.ipc.failure import HeadraceError
 from headrace.ipc.process.gc_pauses import CollectorHold
+from headrace.ipc.process.memory import give_back_freed_memory
 
 T = TypeVar("T")
 
@@ -106,8 +106,7 @@ class LargeBodies:
 
     def _trim(self) -> None:
         self._is_trim_due = False
-        with contextlib.suppress(AttributeError):  # glibc's alone
-            ctypes.CDLL(None).malloc_trim(0)
+        give_back_freed_memory()
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Iterator
 
+import psutil
 import pytest
 from engine_parts import SteppedCore
 
@@ -36,6 +38,20 @@ def test_books_that_are_right_are_read_once_after_the_last_step(core: SteppedCor
     monkeypatch.undo()
     serve(core)
     assert core.loop._audited_steps < core.loop.stats().steps
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that keeps what is freed")
+def test_memory_that_is_free_between_blocks_in_use_goes_back_when_the_engine_is_idle(core: SteppedCore) -> None:
+    process = psutil.Process()
+    everything = [bytes(2000) for _ in range(60_000)]
+    in_use = everything[499::500]
+    del everything
+    freed = process.memory_info().rss
+    serve(core)
+    assert process.memory_info().rss > freed - (10 << 20), "glibc has given it back by itself"
+    core.loop._audit()
+    assert process.memory_info().rss < freed - (60 << 20)
+    assert len(in_use) == 120
 
 
 def test_a_request_does_not_wait_for_the_audit(core: SteppedCore, monkeypatch) -> None:
