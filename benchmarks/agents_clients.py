@@ -106,6 +106,34 @@ def langchain_openai(url: str) -> None:
             check(found, Person(name="Änn", age=3), f"with_structured_output, {method}, responses={responses}")
 
 
+def langchain_ollama(url: str) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+    from langchain_ollama import ChatOllama
+    from pydantic import BaseModel
+
+    class Person(BaseModel):
+        """Somebody."""
+
+        name: str
+        age: int
+
+    @tool
+    def get_weather(city: str) -> str:
+        """Of a city."""
+        return f"sunny in {city}"
+
+    model = ChatOllama(base_url=url, model="null", num_predict=200, validate_model_on_init=True)
+    bound = model.bind_tools([get_weather])
+    answer = bound.invoke(WEATHER)
+    check([(each["name"], each["args"]) for each in answer.tool_calls], [("get_weather", {"city": "Zürich"})], "calls")
+    result = ToolMessage(get_weather.invoke(answer.tool_calls[0]["args"]), tool_call_id=answer.tool_calls[0]["id"])
+    check(bound.invoke([HumanMessage(WEATHER), answer, result]).text, f"It is {SUNNY}.", "the result's answer")
+    check("".join(each.text for each in model.stream("hello")), "hello", "streamed")
+    found = model.with_structured_output(Person, method="json_schema").invoke(PERSON)
+    check(found, Person(name="Änn", age=3), "with_structured_output")
+
+
 def llama_index(url: str) -> None:
     from llama_index.core.llms import ChatMessage
     from llama_index.core.tools import FunctionTool
@@ -180,6 +208,7 @@ Cases = dict[str, tuple[Callable[[str], None], tuple[str, ...]]]
 CASES: Cases = {
     "openai-agents": (openai_agents, ("openai-agents",)),
     "langchain-openai": (langchain_openai, ("langchain-openai",)),
+    "langchain-ollama": (langchain_ollama, ("langchain-ollama",)),
     "llama-index": (llama_index, ("llama-index-llms-openai-like",)),
     "litellm": (litellm, ("litellm", "mcp")),
     "instructor": (instructor, ("instructor",)),

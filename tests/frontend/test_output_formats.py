@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterable
@@ -197,6 +198,15 @@ def test_an_answer_reads_the_same_however_it_is_cut(name, text):
     assert read(name, text) == whole, "by characters"
     for at in range(len(text)):
         assert read(name, [text[:at], text[at:]]) == whole, f"cut at {at}"
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=st.sampled_from(CASES), numbers=st.randoms(use_true_random=False), num_cuts=st.integers(2, 12))
+def test_an_answer_reads_the_same_in_any_pieces(case, numbers, num_cuts):
+    name, text, *_ = case
+    cuts = sorted(numbers.randint(0, len(text)) for _ in range(num_cuts))
+    pieces = [text[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(text)])]
+    assert read(name, pieces) == read(name, [text])
 
 
 @settings(max_examples=300, deadline=None)
