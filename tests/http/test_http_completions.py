@@ -241,6 +241,19 @@ def test_documents_and_efforts_reach_the_template_of_a_chat(client):
     assert rendered(chat_template_kwargs={"enable_thinking": False}) == "||False"
 
 
+def test_results_of_tools_may_be_parts(client):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    parts = [{"type": "text", "text": "sun"}, {"type": "text", "text": "ny"}]
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": parts},
+    ]
+    template = "{{ messages[1].tool_calls[0].function.arguments.a }}|{{ messages[2].content }}"
+    tokens = ask(client, "/tokenize", messages=messages, chat_template=template)["tokens"]
+    assert ask(client, "/detokenize", tokens=tokens)["prompt"] == "1|sun\nny"
+
+
 def test_roles_in_an_order_that_the_template_refuses_are_a_bad_request(client):
     template = "{% if messages[0].role != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}"
     body = {"messages": [{"role": "assistant", "content": "x"}], "chat_template": template}
