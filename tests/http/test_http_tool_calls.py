@@ -63,10 +63,15 @@ def test_calls_are_answered_whole(client: httpx.Client):
 
 
 def test_calls_are_streamed_as_openais_clients_join_them(client: httpx.Client):
-    events = stream(client, CHAT, body_of("<think>hm</think>" + SAID, stream_options={"include_usage": True}))
+    thought = "let me think, " * 5
+    said = f"<think>{thought}</think>{SAID}"
+    events = stream(client, CHAT, body_of(said, stream_options={"include_usage": True}, stream_interval=1))
     deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
     assert "".join(delta.get("content") or "" for delta in deltas) == "Sure."
-    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "hm"
+    for name in ("reasoning", "reasoning_content"):
+        assert "".join(delta.get(name) or "" for delta in deltas) == thought
+    hidden = stream(client, CHAT, body_of(said, include_reasoning=False))
+    assert not any("reasoning" in choice["delta"] for event in hidden for choice in event["choices"])
     parts = [part for delta in deltas for part in delta.get("tool_calls") or ()]
     names = {part["index"]: part["function"]["name"] for part in parts if "name" in part["function"]}
     assert names == {0: "get_weather", 1: "now"}
