@@ -33,6 +33,13 @@ LIMITS: dict[str, Any] = {
 """What one grammar may cost: tens of milliseconds to compile, a few for a mask, and some 100 MB."""
 
 
+MASKS_ON_ONE_THREAD = 8
+"""So many are made before the library's threads have woken up, which then compete with those of the step."""
+STRING_LENGTHS = (2, 4, 6, 8, 10, 14, 20, 30)
+"""Tokens of text up to each length are allowed together, where that much may come. The library's own lengths are 10 and
+30: near the end of a text of bounded length it would look at every token."""
+
+
 class LLGuidanceMatcher:
     """A `Matcher`."""
 
@@ -73,7 +80,10 @@ class LLGuidanceBackend:
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Takes about a second for a large vocabulary. Raises ValueError for a tokenizer that it cannot read."""
         self._tokenizer = LLTokenizer(
-            _without_length_rules(tokenizer_json), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
+            _without_length_rules(tokenizer_json),
+            n_vocab=vocab_size,
+            eos_token=list(eos_token_ids) or None,
+            slices=_slices(),
         )
         self._limits = LLParserLimits(**LIMITS)
         self._executor = LLExecutor(num_threads=os.cpu_count() or 1)
@@ -103,8 +113,11 @@ class LLGuidanceBackend:
 
     def fill(self, places: Sequence[tuple[Any, int, list[int]]], masks: np.ndarray) -> None:
         plain = [(place.matcher, index) for place, index, drafts in places if not drafts]
-        if plain:
+        if len(plain) > MASKS_ON_ONE_THREAD:
             fill_next_token_bitmask_par(self._executor, plain, masks)
+        else:
+            for matcher, index in plain:
+                matcher.unsafe_compute_mask_ptr(masks.ctypes.data + index * masks.strides[0], masks.strides[0])
         drafted = [(place.matcher, index, drafts) for place, index, drafts in places if drafts]
         if drafted:
             fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, masks)
@@ -187,6 +200,13 @@ def _problem_of(schema: Any, limits: LLParserLimits) -> str:
     """Why the schema cannot be compiled, without a tokenizer; "" when it can."""
     grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
     return LLMatcher.validate_grammar(grammar, limits=limits)
+
+
+def _slices() -> list[str]:
+    """Sets of tokens whose part of a mask the library knows beforehand, narrow ones first."""
+    spaces, *_, texts = LLTokenizer.general_slices()
+    assert texts.endswith("]+"), "the last ones are texts of any length"
+    return [spaces, *(f"{texts[:-1]}{{1,{length}}}" for length in STRING_LENGTHS), texts]
 
 
 def _without_length_rules(tokenizer_json: str) -> str:
