@@ -48,8 +48,8 @@ def coordinator(address: str) -> Any:
     return program("-m", "headrace", "coordinator", "--address", address, ready="coordinator: ready at")
 
 
-def engine(coordinator_address: str, rank: int) -> Any:
-    known = ("--coordinator", coordinator_address, "-dp", "8", "-dpn", str(rank))
+def engine(coordinator_address: str, rank: int, *more: str) -> Any:
+    known = ("--coordinator", coordinator_address, "-dp", "8", "-dpn", str(rank), *more)
     arguments = [*null_engine_arguments(**SLOW), *known]
     return program("-m", "headrace.core.process.daemon", *arguments, ready="engine-core: ready at")
 
@@ -108,6 +108,27 @@ def test_frontends_find_engines_and_go_on_without_a_coordinator(
                 second.send_signal(signal.SIGTERM)
                 wait_until(lambda: [each.index for each in pool.engines] == [0, 2], 30, "the second to be let go")
                 assert llm.generate([[5, 6]], params, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
+def test_with_keys_engines_are_found_over_tcp_by_those_who_have_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [tmp_path / "ours.keys", tmp_path / "others.keys"]
+    for each in files:
+        assert main(["keys", str(each)]) == 0
+    monkeypatch.setenv("HEADRACE_KEYS", str(files[0]))
+    with contextlib.ExitStack() as stack:
+        _, address = stack.enter_context(coordinator("tcp://127.0.0.1:*"))
+        stack.enter_context(engine(address, 0, "--address", "tcp://127.0.0.1:*"))
+        stack.enter_context(engine(address, 1, "--address", "tcp://127.0.0.1:*", "--keys", str(files[1])))
+        with LLM(coordinator=(address,)) as llm:
+            (output,) = llm.generate([[5, 6]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+            assert len(output.outputs[0].token_ids) == 3
+            pool = llm._client.pool  # type: ignore[union-attr]
+            assert [each.index for each in pool.engines] == [0], "the other has keys that the coordinator does not know"
+        monkeypatch.setenv("HEADRACE_KEYS", str(files[1]))
+        with pytest.raises(EngineDeadError, match="no engine was found"):
+            LLM(coordinator=(address,))
 
 
 def test_a_server_of_found_engines_serves_and_tells_what_cannot_be(tmp_path: Path) -> None:

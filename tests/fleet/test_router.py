@@ -283,6 +283,23 @@ def test_what_waits_fails_when_the_awaited_engine_does_not_come() -> None:
     assert not router.held
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_what_waits_for_a_version_that_is_gone_begins_at_another_unless_it_has_tokens(has_begun: bool) -> None:
+    router = Router(RouterOptions(), random.Random(1))
+    router.join(facts(0, capacity=1, max_waiting=0), 0.0)
+    waiting, other = request(), request()
+    place(router, waiting)
+    router.join(facts(1, version="v2", capacity=1, max_waiting=0), 0.0)
+    place(router, other)
+    waiting.work.num_tokens = int(has_begun)  # type: ignore[misc]
+    (wait,) = router.leave("engine 0", KILLED, 1.0, is_awaited=True)
+    assert isinstance(wait, Wait)
+    failed = router.give_up("engine 0", Failure(message="it does not come back"))
+    assert [each.request for each in failed] == ([waiting] if has_begun else [])
+    router.end(other, 1.0)
+    assert [each.request for each in router.tick(1.25)] == ([] if has_begun else [waiting])
+
+
 def test_moves_are_rationed_and_the_rest_follows() -> None:
     router = make(2, capacity=200, migrations_per_capacity_s=0.1)
     requests = [request(affinity=Affinity(rank=0)) for _ in range(190)]
