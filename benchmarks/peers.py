@@ -36,6 +36,8 @@ TARGETS = (  # what is compared, ours, the best peer's kind of weights, the rati
     ("decode, 1 stream, the demo GGUF as stored", "decode_1", "out_tok_s", "headrace gguf", ("llama.cpp",), 2.0),
     ("decode, 8 streams, bf16", "decode_8", "out_tok_s", "headrace bf16", ("vllm", "transformers"), 2.0),
     ("64 requests, 128 in, 128 out, bf16", "mixed_64", "out_tok_s", "headrace bf16", ("vllm", "transformers"), 1.6),
+    ("8 streams, JSON schema by llguidance, bf16", "schema_8 guidance", "out_tok_s", "headrace bf16", ("vllm",), 2.0),
+    ("8 streams, JSON schema by xgrammar, bf16", "schema_8 xgrammar", "out_tok_s", "headrace bf16", ("vllm",), 2.0),
     ("prefill of 1024 tokens, bf16", "prefill_1024", "in_tok_s", "headrace bf16", ("vllm", "transformers"), 1.3),
 )
 
@@ -49,6 +51,28 @@ def commands(arguments: argparse.Namespace) -> dict[str, list[str]]:
         "headrace gguf": [*ours, str(arguments.gguf)],
         "llama.cpp": [str(peers / "llamacpp/bin/python"), str(scripts / "bench_llamacpp.py"), str(arguments.gguf), "2"],
         "transformers": [str(peers / "hf/bin/python"), str(scripts / "bench_hf.py"), str(arguments.bf16)],
+    }
+
+
+def structured_commands(arguments: argparse.Namespace) -> dict[str, list[list[str]]]:
+    """That give more rows of an engine: eight streams with a schema, by one library of grammars after the other."""
+    vllm = arguments.peers / "vllm"
+    at_its_best = [  # as the scripts' run_vllm.sh has it
+        "env",
+        *("VLLM_CPU_KVCACHE_SPACE=2", "VLLM_NO_USAGE_STATS=1", "VLLM_CPU_OMP_THREADS_BIND=0-1"),
+        *(f"LD_PRELOAD={found}" for found in sorted(vllm.rglob("libiomp5.so"))[:1]),
+    ]
+    begins = {
+        "headrace bf16": ("headrace", [sys.executable]),
+        "vllm": ("vllm", [*at_its_best, str(vllm / "bin" / "python")]),
+    }
+    script = str(ROOT / "benchmarks" / "structured_workload.py")
+    return {
+        name: [
+            [*begin, script, str(arguments.bf16), "--engine", engine, "--backend", backend]
+            for backend in ("guidance", "xgrammar")
+        ]
+        for name, (engine, begin) in begins.items()
     }
 
 
@@ -153,7 +177,7 @@ def main() -> None:
     if arguments.table:
         write_readme(json.loads(RESULTS.read_text())["results"])
         return
-    engines = commands(arguments)
+    engines, structured = commands(arguments), structured_commands(arguments)
     install(arguments.peers, arguments.scripts, arguments.only or list(engines))
     results: dict[str, Any] = {
         "samples": {},
@@ -169,6 +193,8 @@ def main() -> None:
             if arguments.only and name not in arguments.only:
                 continue
             sample = run(name, command)
+            for more in structured.get(name, ()):
+                sample["rows"] |= run(name, more)["rows"]
             results["samples"].setdefault(name, []).append(sample)
             rates = {case: row["out_tok_s"] for case, row in sample["rows"].items()}
             print(f"round {number + 1} {name}: {rates}, start-up {sample['startup_s']} s", flush=True)

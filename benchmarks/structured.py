@@ -23,26 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from report import write_report
+from structured_schema import schema_of
 
 from headrace import LLM, AsyncLLM, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from headrace.executor.checkpoints.demo_model import fetch_demo_model
 
 PROMPT = "<|im_start|>user\nDescribe a person as JSON.<|im_end|>\n<|im_start|>assistant\n"
 LONG_PROMPT = "<|im_start|>user\nTell a long story.<|im_end|>\n<|im_start|>assistant\n"
-WORDS = ("red", "green", "blue", "white")
-
-
-def schema_of(nth: int = 0, fields: int = 20) -> dict[str, Any]:
-    """An object with strings, numbers, enums, arrays and objects; each `nth` is another schema."""
-    kinds: list[dict[str, Any]] = [
-        {"type": "string", "minLength": 12, "maxLength": 24},
-        {"type": "integer", "minimum": 0, "maximum": 1000 + nth},
-        {"enum": [f"{word} {nth}" for word in WORDS]},
-        {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 4},
-        {"type": "object", "properties": {"on": {"type": "boolean"}, "id": {"type": "string", "minLength": 8}}},
-    ]
-    properties = {f"field_{index}_{nth}": kinds[index % len(kinds)] for index in range(fields)}
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 def following(schema: dict[str, Any]) -> dict[str, Any]:
