@@ -1,0 +1,144 @@
+"""Two engines on this machine's cores against one on the same cores, and what the router costs beside a single engine.
+
+    python benchmarks/fleet_throughput.py [--rounds 5] [--streams 64] [--tokens 256] [--model MODEL] [--out FILE]
+
+Without a model the engines compute nothing (NullExecutor), so all that is measured is overhead. Each round serves all
+streams by one engine and by two, in turns; figures are medians of the rounds, tokens per second of wall-clock time. To
+reach: two have 0.95 of one. The router's cost is its processor time (every call into it, with the pool's ticks) as a
+share of the processor time of frontend and engine together, with one engine behind the same pool. To reach: 1%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from headrace import AsyncLLM, RequestOutputKind, SamplingParams
+from headrace.core.options.parsing import parse_options
+from headrace.frontend.api.inputs.prompts import Prompt
+from headrace.frontend.bench.results.record import surroundings
+from headrace.frontend.fleet.client import FleetClient, owned_ranks, start_ranks
+from headrace.frontend.fleet.pool import EnginePool
+
+NULL = {
+    "model": "null",
+    "distributed_executor_backend": "headrace.executor.testing.null:NullExecutor",
+    "skip_tokenizer_init": True,
+}
+PROMPT_TOKENS = 64
+
+
+def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"model": arguments.model} if arguments.model else dict(NULL)
+
+
+def params(number: int, num_tokens: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=num_tokens, ignore_eos=True, seed=number, output_kind=RequestOutputKind.DELTA, detokenize=False
+    )
+
+
+async def tokens_per_s(llm: AsyncLLM, arguments: argparse.Namespace, name: str) -> float:
+    async def stream(number: int) -> None:
+        prompt = {"prompt_token_ids": [5 + (number + each) % 90 for each in range(PROMPT_TOKENS)]}
+        async for _ in llm.generate(prompt, params(number, arguments.tokens), f"{name}-{number}"):
+            pass
+
+    began_s = time.perf_counter()
+    await asyncio.gather(*(stream(number) for number in range(arguments.streams)))
+    return arguments.streams * arguments.tokens / (time.perf_counter() - began_s)
+
+
+async def compare(arguments: argparse.Namespace) -> dict[str, Any]:
+    rates: dict[int, list[float]] = {1: [], 2: []}
+    for index in range(arguments.rounds):
+        for size, measured in rates.items():
+            llm = AsyncLLM(**options_of(arguments), data_parallel_size=size)
+            try:
+                await tokens_per_s(llm, arguments, "first")
+                measured.append(await tokens_per_s(llm, arguments, f"round-{index}"))
+            finally:
+                await llm.close()
+    one, two = (statistics.median(each) for each in rates.values())
+    return {"tokens_per_s_of_1": one, "tokens_per_s_of_2": two, "ratio": two / one, "rounds": rates}
+
+
+class Watch:
+    """Processor time of the calls that it wraps."""
+
+    def __init__(self) -> None:
+        self.seconds, self._depth = 0.0, 0
+
+    def wrap(self, owner: Any, name: str) -> None:
+        real: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*values: Any, **keywords: Any) -> Any:
+            if self._depth:
+                return real(*values, **keywords)
+            self._depth, began_s = 1, time.thread_time()
+            try:
+                return real(*values, **keywords)
+            finally:
+                self._depth, self.seconds = 0, self.seconds + time.thread_time() - began_s
+
+        setattr(owner, name, timed)
+
+
+async def router_share(arguments: argparse.Namespace) -> dict[str, Any]:
+    parsed = parse_options(**options_of(arguments))
+    watch = Watch()
+    client = FleetClient(owned_ranks(parsed, start_ranks(parsed), 0))
+    await client.start()
+    try:
+        pool: EnginePool = client.pool
+        for name in ("place", "end", "tick", "heard", "load", "refused"):
+            watch.wrap(pool.router, name)
+        watch.wrap(pool, "_tick")
+        engine = psutil.Process(pool.engines[0].source.pid)  # type: ignore[attr-defined]
+
+        async def stream(number: int) -> None:
+            prompt = Prompt(token_ids=[5 + (number + each) % 90 for each in range(PROMPT_TOKENS)])
+            async for _ in client.submit(f"share-{number}", prompt, params(number, arguments.tokens)):
+                pass
+
+        before_s = time.process_time() + sum(engine.cpu_times()[:2])
+        await asyncio.gather(*(stream(number) for number in range(arguments.streams)))
+        total_s = time.process_time() + sum(engine.cpu_times()[:2]) - before_s
+    finally:
+        await client.close()
+    num_tokens = arguments.streams * arguments.tokens
+    return {
+        "router_us_per_token": 1e6 * watch.seconds / num_tokens,
+        "processor_us_per_token": 1e6 * total_s / num_tokens,
+        "router_share": watch.seconds / total_s,
+    }
+
+
+async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {**await router_share(arguments), **await compare(arguments)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--model", help="default: none is computed")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    result = asyncio.run(measure(arguments))
+    print(json.dumps({name: value for name, value in result.items() if name != "rounds"}, indent=2))
+    if arguments.out:
+        arguments.out.write_text(json.dumps({**surroundings(probe=False), "results": result}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
