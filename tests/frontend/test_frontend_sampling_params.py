@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import pickle
 from typing import Any
@@ -70,6 +71,12 @@ def test_a_bad_value_is_refused_by_name_and_value(field: str, value: Any) -> Non
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams(**{field: value})
     assert f"SamplingParams.{field} = {value!r}: " in str(caught.value)
+
+
+@pytest.mark.parametrize("field", [each.name for each in dataclasses.fields(SamplingParams)])
+def test_no_field_takes_an_object_of_another_kind(field: str) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"SamplingParams.{field}\b"):
+        SamplingParams(**{field: object()})
 
 
 def test_the_range_is_named() -> None:

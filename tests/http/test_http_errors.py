@@ -11,6 +11,9 @@ import openai
 import pytest
 from http_server import Server, serving
 
+from headrace import SamplingParams
+from headrace.frontend.api.parameters.sampling_fields import declared_fields
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hello"}]
 LIMITS = (
@@ -199,6 +202,22 @@ def test_a_field_that_changes_no_answer_is_taken_as_others_take_it(client, extra
 def test_a_field_that_would_change_the_answer_and_cannot_is_refused_by_name(client, name):
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, name: {"type": "json_object"}}
     check_error(client.post(CHAT, json=body), 400, name, "not supported")
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_each_wrong_sampling_field_is_named_and_the_engine_goes_on(client, path):
+    asked = {"prompt": "x"} if path == COMPLETIONS else {"messages": MESSAGES}
+    fields = [each.name for each in declared_fields(SamplingParams).values() if each.field.in_body]
+    fields += ["structured_outputs", "response_format", "guided_choice", "logprobs"]
+    assert len(fields) > 40
+    for name in fields:
+        # An object that no field takes: of no known name, and with a list for a value.
+        answer = client.post(path, json={**asked, "max_tokens": 1, name: {"no": [[]]}})
+        assert answer.status_code == 400, (name, answer.text)
+        error = answer.json()["error"]
+        assert (error["param"] or "").startswith(name), (name, error)
+        assert name in error["message"], (name, error)
+    assert client.post(path, json={**asked, "max_tokens": 1}).status_code == 200
 
 
 def test_a_strict_server_takes_no_field_without_effect():

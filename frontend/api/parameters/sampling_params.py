@@ -202,6 +202,8 @@ class SamplingParams:
         if self.guided_decoding is not None:
             if self.structured_outputs is not None:
                 raise bad("guided_decoding", self.guided_decoding, "is the older name of structured_outputs: give one")
+            if not isinstance(self.guided_decoding, StructuredOutputsParams | dict):
+                raise bad("guided_decoding", self.guided_decoding, "must be a GuidedDecodingParams")
             self.structured_outputs, self.guided_decoding = self.guided_decoding, None
         if isinstance(self.structured_outputs, dict):
             self.structured_outputs = structured_outputs_from(self.structured_outputs)
