@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from headrace.executor.checkpoints.mapped_pages import MappedPages
 from headrace.executor.checkpoints.weights import bounds, take_part, unreadable
 from headrace.executor.parallel.rank_place import SINGLE, RankPlace
 from headrace.ipc.failure import ModelError
@@ -107,6 +108,7 @@ class SafetensorsFile:
             file.read(1)
         self._file = safe_open(path, framework="pt")
         self.names = frozenset(self._file.keys())
+        self._pages: MappedPages | None = None
 
     def metadata(self) -> dict[str, str]:
         return dict(self._file.metadata() or {})
@@ -119,12 +121,20 @@ class SafetensorsFile:
         return str(self._file.get_slice(name).get_dtype())
 
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """The tensor or that part of it; nothing else is read."""
+        """The tensor or that part of it; nothing else is read. It is the file's own memory, to be left unchanged."""
         shape = self.shape(name)
         if not shape:
             scalar: Tensor = self._file.get_tensor(name)
             return scalar
-        return take_part(self._file.get_slice(name), shape, rows, columns)
+        part = take_part(self._file.get_slice(name), shape, rows, columns)
+        if self._pages is None and part.numel():
+            self._pages = MappedPages.of(self.path, part.data_ptr())
+        if self._pages is not None:
+            # Columns are a view of whole rows.
+            self._pages.read(
+                part.data_ptr(), int(part.untyped_storage().nbytes()) - part.storage_offset() * part.itemsize
+            )
+        return part
 
 
 class Buffers:

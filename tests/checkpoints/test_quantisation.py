@@ -53,6 +53,9 @@ def opened(folder: Path, **options: Any) -> CpuDecoder:
     return CpuDecoder(spec, checkpoint.weights(), torch.float32, LIMITS, keep_packed=True, used=runtime(num_threads=1))
 
 
+MOST_PERPLEXITY_CHANGE = 1e-3
+
+
 def exact_greedy(model: Any, steps: int) -> tuple[list[int], Tensor]:
     """Tokens after PROMPT and their logits in float64."""
     ids, logits = list(PROMPT), []
@@ -100,6 +103,8 @@ CASES: dict[str, Case] = {
     "modelopt nvfp4": (lambda: made.modelopt("NVFP4"), {"float4"}, EXACT_ERROR),
     "quark fp8": (lambda: made.quark("fp8_e4m3"), {"e4m3"}, EXACT_ERROR),
     "quark int8": (lambda: made.quark("int8"), {"int8"}, MOST_ERROR),
+    "quark int4": (lambda: made.quark("int4"), {"int4"}, MOST_ERROR),
+    "quark uint4": (lambda: made.quark("uint4"), {"int4"}, MOST_ERROR),
     "quark mxfp4": (lambda: made.quark("fp4"), {"float4"}, EXACT_ERROR),
     "compressed W4A16": (lambda: made.compressed("W4A16", **made.W4), {"int4"}, MOST_ERROR),
     "compressed W4A16 zeros": (lambda: made.compressed("W4A16 zeros", **made.W4), {"int4"}, MOST_ERROR),
@@ -129,6 +134,8 @@ def test_logits_are_those_of_the_dequantised_model_and_weights_stay_packed(case:
     decoder = opened(tmp_path)
     assert kinds_of(decoder) == kinds
     assert error_of(decoder, model) < bound
+    own, exact = made.perplexities(decoder, model)
+    assert own == pytest.approx(exact, rel=MOST_PERPLEXITY_CHANGE)
 
 
 ROUNDINGS = {
@@ -477,6 +484,12 @@ def test_config_and_tensors_that_disagree_are_named_before_serving(
             torch.ones(64, 3).half(),
             r"scales are \[64, 3\], and \[64, 64\] in groups",
         ),
+        (
+            "quark int4",
+            "weight_scale",
+            torch.ones(3, 64),
+            r"scales are \[3, 64\], and \[64, 64\] in groups of 32",
+        ),
         ("hqq 4 bits", "W_q", torch.zeros(3, 32).byte(), r"W_q is torch.uint8 \[3, 32\], and \[64, 64\] of 4 bits in"),
         ("hqq 4 bits", "scale", torch.ones(5, 1), "scale has 5 numbers, and there are 128 groups"),
         ("torchao int8", "_weight_scale", None, "lack .*_weight_scale"),
@@ -508,6 +521,10 @@ def test_each_format_names_tensors_that_do_not_fit(
         (
             {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp6_e2m3"}}},
             "Quark weights of fp6_e2m3",
+        ),
+        (
+            made.quark("int4")[0] | {"export": {"pack_method": "shuffled"}},
+            "Quark config's pack_method is 'shuffled'; reorder and order are known",
         ),
         ({"quant_method": "compressed-tensors"}, "the compressed-tensors config has no config_groups"),
         (made.compressed("W4A16", **made.W4)[0] | {"format": "marlin-24"}, "layout marlin-24 .*: 2:4 sparse weights"),

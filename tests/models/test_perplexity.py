@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+import quantised_checkpoints as made
+import torch
 
 from headrace import LLM, SamplingParams
 from headrace.core.options.engine_options import Options
@@ -40,7 +43,7 @@ def perplexity(passages: list[dict[str, Any]], **options: Any) -> float:
         for token_id, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
             assert entry is not None, "only a text's first token has none"
             logprobs.append(entry[token_id].logprob)
-    assert len(logprobs) == PASSAGES * (PASSAGE_TOKENS - 1)
+    assert len(logprobs) == len(passages) * (PASSAGE_TOKENS - 1)
     return math.exp(-sum(logprobs) / len(logprobs))
 
 
@@ -65,3 +68,59 @@ def test_perplexity_stays_near_that_of_the_dequantised_float32_model(
     change = perplexity(passages, **options) / exact - 1
     print(f"perplexity {exact:.3f} in float32, {change:+.3%} with {options}")
     assert abs(change) < 0.005
+
+
+@pytest.fixture(scope="module")
+def demo_model() -> Any:
+    """A function that makes transformers' model of the demo model's weights, in float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    checkpoint = open_checkpoint(Options())
+    source = checkpoint.weights()
+    weights = {name: source.get(name) for name in source.names()}
+
+    def make() -> Any:
+        model = LlamaForCausalLM(LlamaConfig(**checkpoint.config))
+        missing, unknown = model.load_state_dict(weights, strict=False)
+        assert not unknown
+        assert set(missing) <= {"lm_head.weight"}
+        model.tie_weights()
+        return model
+
+    return make
+
+
+FORMS = {
+    "int4": lambda: made.compressed("W4A16", **made.W4),
+    "int4, zeros": made.awq,
+    "int8": lambda: made.compressed("W8A16", **made.W8),
+    "e4m3": lambda: made.fp8("blocks"),
+    "float4": lambda: made.compressed("NVFP4", **made.F4),
+}
+"""Of packed weights, each in the layout of one format: all formats are read into these.
+
+W8A8 whose inputs become int8 is not among them: rounding them over 30 layers, transformers' own perplexity of single
+passages moves by 3% when the embedding is scaled by 1.000001. Its products are tested layer by layer.
+"""
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_perplexity_of_a_quantised_checkpoint_is_that_of_its_dequantised_model(
+    passages: list[dict[str, Any]], demo_model: Any, form: str, tmp_path: Path
+) -> None:
+    config, writer = FORMS[form]()
+    expected = perplexity_of(made.write(tmp_path, demo_model(), config, writer), passages)
+    own = perplexity(passages, model=str(tmp_path), dtype="float32")
+    print(f"perplexity {expected:.4f} dequantised in float64, {own / expected - 1:+.4%} of {form} packed")
+    assert own == pytest.approx(expected, rel=1e-3)
+
+
+@torch.no_grad()
+def perplexity_of(model: Any, passages: list[dict[str, Any]]) -> float:
+    """As transformers computes it."""
+    losses = []
+    for passage in passages:
+        ids = torch.tensor([passage["prompt_token_ids"]])
+        logits = model(ids, use_cache=False).logits[0, :-1]
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:]))
+    return float(torch.stack(losses).mean().exp())

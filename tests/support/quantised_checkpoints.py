@@ -15,9 +15,12 @@ import pytest
 import tiny_models
 import torch
 import torch.nn.functional as F
+from model_driver import Driver
 from safetensors.torch import save_file
 from torch import Tensor
 
+from headrace.executor.cpu.decoder import CpuDecoder
+from headrace.executor.models.decoder import Decoder
 from headrace.kernels.grouped import InputRounding
 
 Written = tuple[dict[str, Tensor], Tensor]
@@ -89,6 +92,20 @@ def inputs_rounded(model: Any, inputs: InputRounding) -> Iterator[list[float]]:
         yield clearances
 
 
+TEXT = torch.randint(0, 300, (48,), generator=torch.Generator().manual_seed(0))
+"""A fixed text, for its perplexity."""
+
+
+def perplexities(decoder: CpuDecoder | Decoder, model: Any) -> tuple[float, float]:
+    """Of TEXT: the decoder's, which reads each of its beginnings, and the model's in its own dtype."""
+    driver = Driver(decoder, num_blocks=400)
+    logits = [driver.greedy([TEXT[:end].tolist()], 1, chunk=64)[1][0] for end in range(1, len(TEXT))]
+    with torch.no_grad():
+        exact = model(TEXT[None], use_cache=False).logits[0, :-1]
+    own, expected = (float(F.cross_entropy(each.double(), TEXT[1:]).exp()) for each in (torch.cat(logits), exact))
+    return own, expected
+
+
 def affine(
     weight: Tensor, bits: int, group: int, *, symmetric: bool, order: Tensor | None = None
 ) -> tuple[Tensor, ...]:
@@ -150,14 +167,15 @@ def gptq(
     return config | {"checkpoint_format": "gptq_v2" if v2 else "gptq"}, writer
 
 
-def awq(group: int = 32) -> tuple[dict[str, Any], Writer]:
-    def words(codes: Tensor) -> Tensor:
-        in_order = codes.unflatten(-1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(-2)
-        return packed(in_order, 4)
+def awq_words(codes: Tensor) -> Tensor:
+    in_order = codes.unflatten(-1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(-2)
+    return packed(in_order, 4)
 
+
+def awq(group: int = 32) -> tuple[dict[str, Any], Writer]:
     def writer(module: str, weight: Tensor) -> Written:
         codes, scales, zeros, values = affine(weight, 4, group, symmetric=False)
-        return {".qweight": words(codes.T), ".qzeros": words(zeros.T), ".scales": scales.T}, values
+        return {".qweight": awq_words(codes.T), ".qzeros": awq_words(zeros.T), ".scales": scales.T}, values
 
     config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
     return config, writer
@@ -240,13 +258,18 @@ def quark(dtype: str) -> tuple[dict[str, Any], Writer]:
         if dtype == "int8":
             codes, scales, values = in_int8(weight)
             return {".weight": codes, ".weight_scale": scales[:, 0]}, values
+        if dtype in ("int4", "uint4"):
+            codes, scales, zeros, values = affine(weight, 4, 32, symmetric=dtype == "int4")
+            sign = 8 if dtype == "int4" else 0
+            tensors = {".weight": awq_words((codes ^ sign).T), ".weight_zero_point": awq_words((zeros ^ sign).T)}
+            return tensors | {".weight_scale": scales.T}, values
         exponents, scales = mxfp4_scales(weight)
         codes, values = in_fp4(weight, scales)
         return {".weight": codes, ".weight_scale": exponents}, values
 
     return {
         "quant_method": "quark",
-        "global_quant_config": {"weight": {"dtype": dtype}},
+        "global_quant_config": {"weight": {"dtype": dtype, "group_size": 32 if dtype.endswith("int4") else None}},
         "exclude": ["lm_head"],
     }, writer
 

@@ -153,7 +153,7 @@ class GGUFWeights:
 
     def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         """The tensor, or that part of it: only the bytes of those rows and blocks are read."""
-        record = self._records[name]
+        record = self._read(name)
         order = self._row_order(name)
         if len(record.shape) == 1:
             vector = _decode(record, record.data).reshape(-1)
@@ -179,11 +179,18 @@ class GGUFWeights:
         record = self._records[name]
         if record.type_name in UNQUANTISED or len(record.shape) != 2 or self._is_offset(name):
             return None
+        self._read(name)
         order = self._row_order(name)
         rows = record.data if order is None else record.data[order]
         if form := REGROUPED.get(record.type_name):
             return form.take_apart(record.type_name, rows)
         return record.type_name, rows
+
+    def _read(self, name: str) -> TensorRecord:
+        """Which is about to be read."""
+        record = self._records[name]
+        record.pages.read(record.data.ctypes.data, record.nbytes)
+        return record
 
     def group_of(self, name: str) -> int | None:
         """Neighbours of a row that ranks cannot divide; None where it is in floats."""

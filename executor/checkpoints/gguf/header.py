@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.executor.checkpoints.mapped_pages import MappedPages
 from headrace.ipc.failure import ModelError
 
 MAGIC = b"GGUF"
@@ -51,6 +52,8 @@ class TensorRecord:
     block_bytes: int
     data: np.ndarray
     """[rows, bytes of a row] uint8, a view of the memory map; a vector is one row."""
+    pages: MappedPages
+    """Of the memory map."""
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +88,7 @@ class GGUFHeader:
         self.path = path
         self._map = _mapped(path)
         self._data = memoryview(self._map)
+        self._pages = MappedPages(self._map.ctypes.data, self._map.ctypes.data + self._map.nbytes)
         self._position = 0
         tensor_count, key_count = self._read_start()
         self.metadata: dict[str, Any] = {}
@@ -234,7 +238,7 @@ class GGUFHeader:
                 f"to {end}, but the file ends at {len(self._data)}; fetch it again"
             )
         data = self._map[start:end].view(np.ndarray).reshape(rows, row_bytes)
-        return TensorRecord(name, shape, type_number, kind.name, block_size, block_bytes, data)
+        return TensorRecord(name, shape, type_number, kind.name, block_size, block_bytes, data, self._pages)
 
 
 def _mapped(path: Path) -> Any:

@@ -76,14 +76,14 @@ class Awq(Format):
                 module,
                 f"zero points are {list(qzeros.shape)}; {[k // size, n // 8]} is expected",
             )
-            zeros = _codes(qzeros).T.float()
-        return integers(_codes(tensors["qweight"]).T, 4, zeros, scales.T.contiguous(), size)
+            zeros = codes_of_words(qzeros).T.float()
+        return integers(codes_of_words(tensors["qweight"]).T, 4, zeros, scales.T.contiguous(), size)
 
 
-def _codes(words: Tensor) -> Tensor:
-    """[rows, words] int32 -> [rows, outputs] uint8"""
+def codes_of_words(words: Tensor, outputs: tuple[int, ...] = OUTPUTS) -> Tensor:
+    """[rows, words] int32 -> [rows, outputs] uint8; `outputs`: those of a word's codes."""
     found = torch.empty(*words.shape, 8, dtype=torch.uint8)
-    for index, output in enumerate(OUTPUTS):
+    for index, output in enumerate(outputs):
         found[..., output] = (words >> 4 * index & 15).to(torch.uint8)
     return found.flatten(1)
 

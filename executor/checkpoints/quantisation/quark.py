@@ -2,6 +2,8 @@
 
 fp8_e4m3    weight float8_e4m3fn [n, k], weight_scale of the matrix or of each row
 int8        weight int8 [n, k], weight_scale of the matrix or of each row, weight_zero_point
+int4, uint4 weight int32 [k, n / 8], codes along the outputs as AWQ packs them (`pack_method` reorder) or in their
+            order, weight_scale [k / group, n], weight_zero_point as the weight; int4 in two's complement
 fp4         weight uint8 [n, k / 2] of e2m1, weight_scale uint8 [n, k / 32], exponents (MXFP4)
 """
 
@@ -16,18 +18,43 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes
+from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, expect
 from headrace.executor.checkpoints.quantisation._scaled import (
     floats_of_4_bits,
     floats_of_8_bits,
     integers_of_8_bits,
     powers_of_two,
 )
+from headrace.executor.checkpoints.quantisation.awq import OUTPUTS, codes_of_words
+from headrace.executor.checkpoints.quantisation.gptq import integers
 from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight
 
-KNOWN = ("fp8_e4m3", "int8", "fp4")
+KNOWN = ("fp8_e4m3", "int8", "int4", "uint4", "fp4")
+OF_4_BITS = ("int4", "uint4")
+IN_ORDER = tuple(range(8))
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a module's matrix is stored."""
+
+    dtype: str
+    group_size: int | None
+    """Inputs that share a scale; None where a row or the matrix does."""
+
+    @classmethod
+    def of(cls, config: object) -> Self:
+        """Raises ModelError for weights that cannot be read."""
+        weight = config.get("weight") if isinstance(config, Mapping) else None
+        found = weight if isinstance(weight, Mapping) else {"dtype": "nothing"}
+        dtype, size = str(found.get("dtype")), found.get("group_size")
+        if dtype not in KNOWN:
+            raise ModelError(f"Quark weights of {dtype} are not supported; {', '.join(KNOWN)} are")
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise ModelError(f"the Quark config's group_size is {size!r}; a whole number above 0 is expected")
+        return cls(dtype, size)
 
 
 @dataclass(frozen=True)
@@ -36,26 +63,33 @@ class Quark(Format):
     stored = (
         "fp8_e4m3, a scale for the matrix or each row; activations stay in floats",
         "int8, a scale for the matrix or each row; activations keep 16 bits",
+        "int4 and uint4, in groups or rows, zero points or none",
         "MXFP4; activations stay in floats",
         "schemes by module (`layer_quant_config`)",
     )
     made_by = "a writer in tests"
-    everywhere: str
-    by_pattern: tuple[tuple[str, str], ...]
-    """Patterns of module names with their dtypes, the first that fits counts."""
+    everywhere: Scheme
+    by_pattern: tuple[tuple[str, Scheme], ...]
+    """Patterns of module names with their schemes, the first that fits counts."""
+    outputs: tuple[int, ...]
+    """Of codes of 4 bits: the outputs that the codes of a word are of, lowest bits first."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
         by_pattern = config.get("layer_quant_config") or {}
-        pairs = tuple((pattern, _dtype(own)) for pattern, own in by_pattern.items())
-        return cls(_dtype(config.get("global_quant_config")), pairs)
+        pairs = tuple((pattern, Scheme.of(own)) for pattern, own in by_pattern.items())
+        export = config.get("export")
+        method = export.get("pack_method") if isinstance(export, Mapping) else None
+        if method not in (None, "reorder", "order"):
+            raise ModelError(f"the Quark config's pack_method is {method!r}; reorder and order are known")
+        return cls(Scheme.of(config.get("global_quant_config")), pairs, IN_ORDER if method == "order" else OUTPUTS)
 
-    def _dtype(self, module: str) -> str:
-        for pattern, dtype in self.by_pattern:
+    def _scheme(self, module: str) -> Scheme:
+        for pattern, scheme in self.by_pattern:
             if pattern == module or fnmatch.fnmatch(module, pattern):
-                return dtype
+                return scheme
             if pattern.startswith("re:") and re.match(pattern[3:], module):
-                return dtype
+                return scheme
         return self.everywhere
 
     def parts(self, module: str, role: Role, held: Container[str]) -> Parts | None:
@@ -63,20 +97,27 @@ class Quark(Format):
             return None
         found = {"weight": f"{module}.weight", "scales": f"{module}.weight_scale"}
         zeros = f"{module}.weight_zero_point"
-        return found | {"zeros": zeros} if self._dtype(module) == "int8" and zeros in held else found
+        may_have_zeros = self._scheme(module).dtype in ("int8", *OF_4_BITS)
+        return found | {"zeros": zeros} if may_have_zeros and zeros in held else found
 
     def beside(self, module: str) -> tuple[str, ...]:
         return ("input_scale", "input_zero_point", "output_scale", "weight_zero_point")
 
     def shape(self, module: str, shapes: Shapes) -> tuple[int, int]:
-        n, stored = shapes["weight"]
-        return n, stored * 2 if self._dtype(module) == "fp4" else stored
+        first, second = shapes["weight"]
+        dtype = self._scheme(module).dtype
+        if dtype in OF_4_BITS:
+            return second * 8, first
+        return first, second * 2 if dtype == "fp4" else second
 
     def group(self, module: str, columns: int) -> int:
-        return 32 if self._dtype(module) == "fp4" else columns
+        scheme = self._scheme(module)
+        return 32 if scheme.dtype == "fp4" else scheme.group_size or columns
 
     def read(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
-        dtype, weight, scales = self._dtype(module), tensors["weight"], tensors["scales"]
+        dtype, weight, scales = self._scheme(module).dtype, tensors["weight"], tensors["scales"]
+        if dtype in OF_4_BITS:
+            return self._of_4_bits(module, tensors)
         if dtype == "fp4":
             return floats_of_4_bits(
                 module, weight, powers_of_two(scales) if scales.dtype == torch.uint8 else scales.float()
@@ -85,13 +126,26 @@ class Quark(Format):
             return integers_of_8_bits(module, weight, scales, tensors.get("zeros"))
         return floats_of_8_bits(module, weight, scales)
 
-
-def _dtype(scheme: object) -> str:
-    weight = scheme.get("weight") if isinstance(scheme, Mapping) else None
-    found = str(weight.get("dtype")) if isinstance(weight, Mapping) else "nothing"
-    if found not in KNOWN:
-        raise ModelError(f"Quark weights of {found} are not supported; {', '.join(KNOWN)} are")
-    return found
+    def _of_4_bits(self, module: str, tensors: Mapping[str, Tensor]) -> GroupedWeight:
+        weight, scales, zeros = tensors["weight"], tensors["scales"], tensors.get("zeros")
+        expect(weight.dtype == torch.int32, module, f"they are {weight.dtype}; int32 is expected")
+        n, k = self.shape(module, {"weight": tuple(weight.shape)})
+        size = self.group(module, k)
+        scales = scales.reshape(1, -1) if scales.dim() == 1 else scales
+        expect(
+            k % size == 0 and tuple(scales.shape) == (k // size, n),
+            module,
+            f"scales are {list(scales.shape)}, and [{n}, {k}] in groups of {size} needs {[k // size, n]}",
+        )
+        expect(
+            zeros is None or tuple(zeros.shape) == (k // size, n // 8),
+            module,
+            f"zero points are {None if zeros is None else list(zeros.shape)}; {[k // size, n // 8]} is expected",
+        )
+        sign = 8 if self._scheme(module).dtype == "int4" else 0  # -8 is code 0
+        codes = (codes_of_words(weight, self.outputs) ^ sign).T
+        own_zeros = None if zeros is None else (codes_of_words(zeros, self.outputs) ^ sign).T.float()
+        return integers(codes, 4, own_zeros, scales.T.contiguous(), size)
 
 
 FORMAT = Quark
