@@ -20,7 +20,13 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from headrace.core.options.engine_options import Option, Options
-from headrace.core.options.vllm_options import check_unsupported, rename, renamed_options, unsupported_options
+from headrace.core.options.vllm_options import (
+    check_unsupported,
+    rename,
+    renamed_options,
+    unsupported_options,
+    why_no_value,
+)
 from headrace.ipc.failure import OptionError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -246,6 +252,8 @@ def _to_choice(spec: OptionSpec, value: Any) -> str:
     # torch.float16 and numpy.float16 are recognised by name, so that neither library need be imported.
     text = value if isinstance(value, str) else getattr(value, "__name__", None) or str(value).removeprefix("torch.")
     if text not in spec.choices:
+        if reason := why_no_value(spec.name, str(text)):
+            raise ValueError(reason)
         close = nearest(str(text), spec.choices)
         raise ValueError(f"it must be one of {', '.join(spec.choices)}" + (f"; did you mean {close}?" if close else ""))
     return str(text)

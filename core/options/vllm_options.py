@@ -65,6 +65,13 @@ def renamed_options() -> Mapping[str, str]:
     return types.MappingProxyType(_file()["renamed"])
 
 
+def why_no_value(name: str, value: str) -> str | None:
+    """Why an option of ours does not take a value that vLLM's of the same name takes, and what to use; None of any
+    other value."""
+    found: str | None = _file()["values"].get(name, {}).get(value)
+    return found
+
+
 def is_vllm_option(name: str) -> bool:
     """Whether vLLM has or had an option of this name that Headrace has not."""
     return name in unsupported_options() or name in renamed_options()

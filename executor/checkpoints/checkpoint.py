@@ -48,6 +48,8 @@ class Checkpoint:
     generation_config: dict[str, Any]
     """Sampling defaults that the model sets, under SamplingParams' names."""
     eos_token_ids: tuple[int, ...]
+    config_folder: Path | None = None
+    """Whose config.json it is, where that is not the folder of the weights."""
     load_strategy: Strategy = "lazy"
     """How safetensors files are read."""
     gguf: GGUFFile | None = field(default=None, repr=False)
@@ -105,7 +107,7 @@ def open_checkpoint(options: Options) -> Checkpoint:
     Raises ModelError when it is missing, foreign or truncated, and OptionError when `load_format` does not fit it.
     """
     if not _names_demo_model(options):
-        choice = HubChoice(options.revision, options.download_dir, options.load_format)
+        choice = HubChoice.of(options)
         name, path = options.model, locate(options.model, choice)
     else:
         name, path = demo_model.NAME, demo_model.fetch_demo_model()
@@ -144,8 +146,12 @@ def config_at_hand(options: Options) -> dict[str, Any] | None:
         from headrace.executor.checkpoints.gguf.header import GGUFHeader
 
         return _overridden(config_from_gguf(GGUFHeader(path)), options.hf_overrides)
-    choice = HubChoice(options.revision, options.download_dir, options.load_format)
-    file = path / "config.json" if found is not None else cached_config(options.model, choice)
+    choice = HubChoice.of(options)
+    if options.hf_config_path is not None:
+        named = Path(options.hf_config_path).expanduser()
+        file = named / "config.json" if named.is_dir() else cached_config(options.hf_config_path, choice)
+    else:
+        file = path / "config.json" if found is not None else cached_config(options.model, choice)
     if file is None or not file.is_file():
         return None
     config = _overridden(read_json(file), options.hf_overrides)
@@ -182,6 +188,10 @@ def _folder_format(folder: Path, load_format: str) -> tuple[Path, Format]:
 def _open_gguf(name: str, path: Path, found: Format, options: Options) -> Checkpoint:
     from headrace.executor.checkpoints.gguf.file import GGUFFile
 
+    if options.hf_config_path is not None:
+        raise OptionError(
+            f"hf_config_path does not apply to {path}: a GGUF file has its config in itself; leave it out"
+        )
     file = GGUFFile(path)
     config = _overridden(file.config, options.hf_overrides)
     generation = _read_generation_config(None, options) or (
@@ -200,8 +210,9 @@ def _open_gguf(name: str, path: Path, found: Format, options: Options) -> Checkp
 
 
 def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Checkpoint:
-    config_path = folder / "config.json"
-    if not config_path.is_file():
+    config_folder = None if options.hf_config_path is None else _config_folder(options)
+    config_path = (config_folder or folder) / "config.json"
+    if config_folder is None and not config_path.is_file():
         held = sorted(each.name for each in folder.iterdir())
         shown = ", ".join(held[:5]) + (" ..." if len(held) > 5 else "") if held else "nothing"
         raise ModelError(
@@ -233,9 +244,23 @@ def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Ch
         dtype_name=_dtype_name(config, folder, found),
         generation_config=_sampling_defaults(generation, options, folder / "generation_config.json"),
         eos_token_ids=_eos_token_ids(generation, config),
+        config_folder=config_folder,
         load_strategy=options.safetensors_load_strategy,
         quantisation=quantisation,
     )
+
+
+def _config_folder(options: Options) -> Path:
+    """What hf_config_path names. Raises ModelError where no config.json is there."""
+    asked = options.hf_config_path
+    assert asked is not None
+    try:
+        folder = locate(asked, HubChoice(download_dir=options.download_dir, load_format="dummy"))
+    except ModelError as error:
+        raise ModelError(f"hf_config_path={asked}: {error}", hint=error.hint) from None
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"hf_config_path={asked} has no config.json")
+    return folder
 
 
 def _with_quantisation(config: dict[str, Any], folder: Path) -> dict[str, Any]:

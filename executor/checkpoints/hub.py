@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.core.options.engine_options import Options
 from headrace.ipc.failure import ModelError
 
 CONFIG_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
@@ -33,6 +34,12 @@ class HubChoice:
     download_dir: str | None = None
     load_format: str = "auto"
     """As the option; dummy fetches no weights."""
+    ignore_patterns: tuple[str, ...] = ()
+    """Files that are not fetched."""
+
+    @classmethod
+    def of(cls, options: Options) -> HubChoice:
+        return cls(options.revision, options.download_dir, options.load_format, options.ignore_patterns)
 
 
 def locate(model: str, choice: HubChoice) -> Path:
@@ -135,7 +142,8 @@ def _listing(repo: str, choice: HubChoice) -> tuple[list[str] | None, str]:
         return None, "HF_HUB_OFFLINE is set"
     try:
         info = hub.HfApi().model_info(repo, revision=choice.revision, timeout=HUB_TIMEOUT_S)
-        return [each.rfilename for each in info.siblings or ()], ""
+        files = [each.rfilename for each in info.siblings or ()]
+        return [file for file in files if not _matches(file, choice.ignore_patterns)], ""
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
         raise _explained(repo, error, choice, "") from error
     except Exception as error:  # no network: whatever the HTTP library raises

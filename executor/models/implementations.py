@@ -83,7 +83,9 @@ def _config_of(checkpoint: Checkpoint, options: Options) -> Any:
         for architecture in checkpoint.config.get("architectures") or ():
             _tell_transformers(registered_model(architecture) or class_of_plugin(architecture))
         config = AutoConfig.from_pretrained(
-            str(checkpoint.path), trust_remote_code=options.trust_remote_code, local_files_only=True
+            str(checkpoint.config_folder or checkpoint.path),
+            trust_remote_code=options.trust_remote_code,
+            local_files_only=True,
         )
     except Exception as error:  # whatever transformers finds wrong
         raise ForeignError(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}") from error

@@ -27,6 +27,8 @@ class EngineOptions(TypedDict, total=False):
     use_tqdm_on_load: bool | None
     revision: str | None
     download_dir: str | None
+    ignore_patterns: Sequence[str] | str | None
+    hf_config_path: str | None
     trust_remote_code: bool | None
     model_impl: Literal["auto", "headrace", "transformers"] | str | None
     hf_overrides: dict[str, Any] | None

@@ -242,6 +242,24 @@ def test_a_mistyped_path_is_answered_with_the_nearest_one(tmp_path: Path) -> Non
         open_folder(tmp_path / "weights.bin")
 
 
+def test_another_folders_config_may_take_the_place_of_the_models_own(tmp_path: Path) -> None:
+    model, beside = tmp_path / "model", tmp_path / "beside"
+    tiny_models.save("llama", model)
+    beside.mkdir()
+    config = json.loads((model / "config.json").read_text())
+    (beside / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.25}))
+    (model / "config.json").unlink()
+    checkpoint = open_folder(model, hf_config_path=str(beside))
+    assert checkpoint.config["rms_norm_eps"] == 0.25
+    assert checkpoint.path == model
+    (beside / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"hf_config_path=.*beside has no config\.json"):
+        open_folder(model, hf_config_path=str(beside))
+    file = save_gguf(tiny_models.build("llama"), tmp_path / "model.gguf")
+    with pytest.raises(OptionError, match=r"hf_config_path does not apply to .* a GGUF file has its config in itself"):
+        open_folder(file, hf_config_path=str(beside))
+
+
 def test_a_load_format_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     model = tiny_models.build("llama")
     model.config.save_pretrained(tmp_path)

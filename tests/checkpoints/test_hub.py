@@ -13,6 +13,7 @@ import threading
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -110,7 +111,7 @@ json.dump(answers, sys.stdout)
 """
 
 
-def locate_all(asked: list[tuple[str, dict[str, str]]], hub: str, home: Path, **environment: str) -> list[list[object]]:
+def locate_all(asked: list[tuple[str, dict[str, Any]]], hub: str, home: Path, **environment: str) -> list[list[object]]:
     """In a process of its own: huggingface_hub reads its environment once."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE"))}
     done = subprocess.run(
@@ -135,6 +136,7 @@ def test_a_hub_name_fetches_config_tokenizer_and_one_form_of_the_weights(hub: st
             ("mills/both", {"download_dir": str(tmp_path / "c"), "load_format": "dummy"}),
             ("mills/both", {"download_dir": str(tmp_path / "d"), "revision": COMMIT}),
             ("mills/bins", {"download_dir": str(tmp_path / "e")}),
+            ("mills/both", {"download_dir": str(tmp_path / "f"), "ignore_patterns": ["*.safetensors", "tok*"]}),
         ],
         hub,
         tmp_path,
@@ -145,6 +147,7 @@ def test_a_hub_name_fetches_config_tokenizer_and_one_form_of_the_weights(hub: st
         ["", ["config.json", "tokenizer.json"]],
         ["", ["config.json", "model.safetensors", "tokenizer.json"]],
         ["", ["config.json", "pytorch_model.bin", "tokenizer.model"]],
+        ["", ["config.json", "pytorch_model.bin"]],
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import types
@@ -210,6 +211,26 @@ def test_vllms_flags_are_answered_by_name_with_what_works(arguments: list[str], 
     with pytest.raises(OptionError) as caught:
         from_command_line(*arguments)
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ("npcache", "which needs no copy in numpy's format: use pt"),
+        ("bitsandbytes", "a checkpoint that bitsandbytes wrote is recognised by its config: use auto"),
+        ("mistral", "consolidated files with a params.json are not read: use auto"),
+        ("tensorizer", "tensorizer's files are not read: use safetensors"),
+        ("runai_streamer", "use safetensors with safetensors_load_strategy=prefetch"),
+        ("fastsafetensors", "use safetensors with safetensors_load_strategy=eager"),
+    ],
+)
+def test_vllms_other_ways_of_loading_are_answered_with_what_to_use(value: str, sentence: str) -> None:
+    with pytest.raises(OptionError, match=f"--load-format.*{value}.*{re.escape(sentence)}"):
+        from_command_line("--load-format", value)
+
+
+def test_hf_of_vllm_is_our_own_choice_of_files() -> None:
+    assert from_command_line("--load-format", "hf").load_format == "auto"
 
 
 @pytest.mark.parametrize(
