@@ -67,7 +67,7 @@ class Quark(Format):
         "MXFP4; activations stay in floats",
         "schemes by module (`layer_quant_config`)",
     )
-    made_by = "a writer in tests"
+    made_by = "amd-quark 0.13 (benchmarks/quantised_tools.py), a writer in tests"
     everywhere: Scheme
     by_pattern: tuple[tuple[str, Scheme], ...]
     """Patterns of module names with their schemes, the first that fits counts."""
