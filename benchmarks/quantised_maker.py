@@ -151,8 +151,8 @@ def auto_round(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
     """Without its training: rounding to the nearest needs no text."""
     from auto_round import AutoRound
 
-    shaped: dict[str, Any] = {"W4A16": {}, "W4A16 asymmetric": {"sym": False}, "W8A16": {"bits": 8}}[scheme]
-    maker = AutoRound(model_path, iters=0, disable_opt_rtn=True, device_map="cpu", group_size=32, **shaped)
+    shapes: dict[str, dict[str, Any]] = {"W4A16": {}, "W4A16 asymmetric": {"sym": False}, "W8A16": {"bits": 8}}
+    maker = AutoRound(model_path, iters=0, disable_opt_rtn=True, device_map="cpu", group_size=32, **shapes[scheme])
     folder = Path(tempfile.mkdtemp())
     maker.quantize_and_save(str(folder), format="auto_round")
     return _reopened(next(folder.rglob("config.json")).parent)

@@ -131,9 +131,8 @@ class SafetensorsFile:
             self._pages = MappedPages.of(self.path, part.data_ptr())
         if self._pages is not None:
             # Columns are a view of whole rows.
-            self._pages.read(
-                part.data_ptr(), int(part.untyped_storage().nbytes()) - part.storage_offset() * part.itemsize
-            )
+            num_bytes = int(part.untyped_storage().nbytes() - part.storage_offset() * part.itemsize)
+            self._pages.read(part.data_ptr(), num_bytes)
         return part
 
 

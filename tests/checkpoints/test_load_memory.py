@@ -32,8 +32,8 @@ CONFIG = {
     "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": VOCABULARY, "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "dtype": "float16",
 }  # fmt: skip
-LARGEST_BYTES = HIDDEN * INNER * 4
-"""Of a tensor, in the floats that a format's codes may become on their way."""
+MOST_MEMORY = 1.5
+"""Of the packed weights. Files that stayed mapped as a whole would make it more than 2."""
 
 
 def write_quantised(folder: Path, form: tuple[dict[str, Any], made.Writer], num_layers: int) -> Path:
@@ -65,21 +65,21 @@ def write_gguf(folder: Path, num_layers: int) -> Path:
 
 
 CASES: dict[str, tuple[Callable[[Path, int], Path], int]] = {
-    "W4A16": (lambda folder, count: write_quantised(folder, made.compressed("W4A16", **made.W4), count), 30),
-    "gptq": (lambda folder, count: write_quantised(folder, made.gptq(symmetric=False), count), 30),
-    "fp8": (lambda folder, count: write_quantised(folder, made.fp8("blocks"), count), 20),
-    "GGUF": (write_gguf, 20),
+    "W4A16": (lambda folder, count: write_quantised(folder, made.compressed("W4A16", **made.W4), count), 20),
+    "gptq": (lambda folder, count: write_quantised(folder, made.gptq(symmetric=False), count), 20),
+    "fp8": (lambda folder, count: write_quantised(folder, made.fp8("blocks"), count), 12),
+    "GGUF": (write_gguf, 12),
 }
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("case", CASES)
-def test_loading_takes_the_packed_weights_and_one_tensor(case: str, tmp_path: Path) -> None:
+def test_loading_does_not_hold_the_files_and_the_packed_weights_both(case: str, tmp_path: Path) -> None:
     write, num_layers = CASES[case]
     small, large = write(tmp_path / "small", 1), write(tmp_path / "large", num_layers)
     program = Path(__file__).parents[1] / "support/load_memory.py"
     command = [sys.executable, str(program), str(small), str(large)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     found = json.loads(ran.stdout.splitlines()[-1])
-    assert found["weights"] > 250e6
-    assert found["peak"] < 1.15 * found["weights"] + LARGEST_BYTES
+    assert found["weights"] > 150e6
+    assert found["peak"] < MOST_MEMORY * found["weights"]
