@@ -150,15 +150,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     download_dir: Annotated[
         str | None, Option(MODEL, "Where hub models are kept", default_text="the hub's own cache")
     ] = None
-    ignore_patterns: Annotated[
-        tuple[str, ...], Option(MODEL, "Files of a hub model that are not fetched, as in original/*")
-    ] = ()
-    hf_config_path: Annotated[
-        str | None,
-        Option(
-            MODEL, "A folder or hub model whose config.json is read in place of the model's own", default_text="none"
-        ),
-    ] = None
+    ignore_patterns: Annotated[tuple[str, ...], Option(MODEL, "Files of a hub model that are not fetched")] = ()
+    hf_config_path: Annotated[str | None, Option(MODEL, "Where another config.json lies", default_text="none")] = None
     trust_remote_code: Annotated[bool, Option(MODEL, "Allow code that a checkpoint ships to run")] = False
     model_impl: Annotated[
         Literal["auto", "headrace", "transformers"],
