@@ -7,10 +7,7 @@ INTO/model is the checkpoint as the tool saves it, INTO/dequantised.safetensors 
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,47 +144,6 @@ def quark(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
     return _Exported(lambda folder: export_safetensors(model, str(folder))), values
 
 
-def auto_round(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
-    """Without its training: rounding to the nearest needs no text."""
-    from auto_round import AutoRound
-
-    shapes: dict[str, dict[str, Any]] = {"W4A16": {}, "W4A16 asymmetric": {"sym": False}, "W8A16": {"bits": 8}}
-    maker = AutoRound(model_path, iters=0, disable_opt_rtn=True, device_map="cpu", group_size=32, **shapes[scheme])
-    folder = Path(tempfile.mkdtemp())
-    maker.quantize_and_save(str(folder), format="auto_round")
-    return _reopened(next(folder.rglob("config.json")).parent)
-
-
-def gptqmodel(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
-    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it wants no fewer, and takes one of two cores by itself
-    from gptqmodel import GPTQModel, QuantizeConfig
-
-    shaped: dict[str, Any] = {
-        "4 bits": {"bits": 4},
-        "4 bits asymmetric": {"bits": 4, "sym": False},
-        "4 bits desc_act": {"bits": 4, "desc_act": True},
-        "8 bits": {"bits": 8},
-    }[scheme]
-    model = GPTQModel.load(model_path, QuantizeConfig(group_size=32, **shaped), device="cpu")
-    model.quantize(_texts(), batch_size=1)
-    folder = Path(tempfile.mkdtemp())
-    model.save(str(folder))
-    return _reopened(folder)
-
-
-def _reopened(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """A checkpoint that its tool wrote, and what gptqmodel's layers make of it, as transformers loads it."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu")
-    values = {
-        f"{name}.weight": module.dequantize_weight().T.detach().clone()
-        for name, module in model.named_modules()
-        if hasattr(module, "dequantize_weight")
-    }
-    return _Exported(lambda into: shutil.copytree(folder, into)), values
-
-
 def _texts() -> list[dict[str, list[int]]]:
     """Random ids to calibrate with."""
     ids = torch.randint(0, 300, (16, 64), generator=torch.Generator().manual_seed(1)).tolist()
@@ -218,7 +174,7 @@ class _Saved:
 
 TOOLS = {
     "bitsandbytes": bitsandbytes, "llmcompressor": llmcompressor, "torchao": torchao, "hqq": hqq,
-    "modelopt": modelopt, "quark": quark, "auto_round": auto_round, "gptqmodel": gptqmodel,
+    "modelopt": modelopt, "quark": quark,
 }  # fmt: skip
 
 

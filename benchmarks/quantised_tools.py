@@ -2,7 +2,7 @@
 
     python benchmarks/quantised_tools.py bitsandbytes=/tmp/bnb/bin/python llmcompressor=/tmp/llmc/bin/python \\
         torchao=/tmp/ao/bin/python hqq=/tmp/hqq/bin/python modelopt=/tmp/modelopt/bin/python \\
-        quark=/tmp/quark/bin/python auto_round=/tmp/ar/bin/python gptqmodel=/tmp/gptq/bin/python
+        quark=/tmp/quark/bin/python
 
 Each tool runs in the Python given, of a virtual environment of its own that has the tool, torch of this project's
 version and transformers. For each scheme: the error of logits, root mean square over their spread, against
@@ -38,10 +38,8 @@ SCHEMES = {
     "hqq": ("8 bits", "4 bits", "2 bits"),
     "modelopt": ("FP8_DEFAULT", "NVFP4_DEFAULT"),
     "quark": ("fp8", "int8", "int4", "uint4", "mxfp4"),
-    "auto_round": ("W4A16", "W4A16 asymmetric", "W8A16"),
-    "gptqmodel": ("4 bits", "4 bits asymmetric", "4 bits desc_act", "8 bits"),
 }  # fmt: skip
-DISTRIBUTIONS = {"modelopt": "nvidia-modelopt", "quark": "amd-quark", "auto_round": "auto-round"}
+DISTRIBUTIONS = {"modelopt": "nvidia-modelopt", "quark": "amd-quark"}
 """Where a tool is imported by another name than it is installed by."""
 ROUNDED = ("W8A8", "Int8DynamicActivationInt8Weight")
 """Schemes whose inputs become int8."""
