@@ -126,7 +126,9 @@ def watch(url: str, headers: dict[str, str], pipe: Connection) -> None:
         while True:
             with client.stream("POST", COMPLETIONS, json=body) as response:
                 last_s = 0.0
-                for _ in response.iter_raw():
+                for piece in response.iter_raw():
+                    if not piece.startswith(b"data:"):
+                        continue  # a sign of life, while a new stream waits for its turn
                     now_s = time.perf_counter()
                     longest[0] = max(longest[0], now_s - last_s if last_s else 0.0)
                     last_s = now_s

@@ -43,8 +43,8 @@ from headrace.ipc.step import StepPlan, StepResult
 
 HASHED_AT_ONCE = 64
 """Blocks of a waiting prompt, between two looks whether those before are in the cache."""
-ADMITTED_BESIDE_DECODES = 64
-"""Requests that enter in one step beside running ones, whose next tokens wait meanwhile: some milliseconds' worth."""
+ADMITTED_BESIDE_DECODES = 16
+"""Requests that enter in one step beside running ones, whose next tokens wait meanwhile: a few milliseconds' worth."""
 _NO_INDICES = np.empty(0, np.int32)
 _STAGES = ("_extend_decodes", "_extend_prefills", "_admit_waiting", "_top_up_prefills", "_draft", "_seal", "_extend")
 """Methods that are run anew for every step of a class that has its own."""

@@ -238,6 +238,10 @@ def test_methods_of_the_worker_extension_are_called_over_http(client: httpx.Clie
         "has no method missing; it has handle, add" in refused(client, "/collective_rpc", method="missing")["message"]
     )
     assert refused(client, "/collective_rpc", args=[2])["param"] == "method"
+    late = client.post("/collective_rpc", json={"method": "add", "args": [2], "timeout": 1e-300})
+    assert late.status_code == 408, "the caller's own deadline, of an engine that lives"
+    assert "the request's timeout of 1e-300 s" in late.json()["error"]["message"]
+    assert ask(client, "/collective_rpc", method="add", args=[2]) == {"results": [3]}
 
 
 # tests/v1/sample/test_sampling_params_e2e.py
