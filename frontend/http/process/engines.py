@@ -10,7 +10,7 @@ import time
 from headrace.frontend.client.stats_log import StatsLog, cache_line
 from headrace.frontend.fleet.pool import SILENT_AFTER_S, Engine, EnginePool
 from headrace.frontend.http.errors import ApiError, unavailable
-from headrace.ipc.failure import HeadraceError
+from headrace.ipc.failure import Failure, HeadraceError
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def engine_for(pool: EnginePool, model: str | None) -> Engine:
 
 
 def why_unavailable(pool: EnginePool) -> ApiError:
-    failure = next((engine.failure for engine in pool.engines if engine.failure is not None), None)
+    failure = next(filter(None, map(_failure_of, pool.engines)), None)
     if failure is not None:
         return unavailable(f"the engine is not running: {failure.message}", code="engine_dead")
     if any(engine.is_silent for engine in pool.engines):
@@ -46,6 +46,11 @@ def why_unavailable(pool: EnginePool) -> ApiError:
     if pool.started.is_set():
         return unavailable("the engine is shutting down and takes no new requests", code="shutting_down")
     return unavailable("the engine is still loading the model", code="loading")
+
+
+def _failure_of(engine: Engine) -> Failure | None:
+    """Why it is not there, also in the moment before that has been dealt with."""
+    return engine.failure or (engine.client.failure if engine.client is not None else None)
 
 
 async def log_load(pool: EnginePool, interval_s: float) -> None:
