@@ -281,6 +281,12 @@ class Group:
         usable = [each for each in self.members if each.is_usable(now_s) and each.facts.name not in refused_by]
         return min(usable, key=lambda each: each.cost_s, default=None)
 
+    def look_again(self, now_s: float) -> None:
+        """Those that were full for a while take requests again once that is over, whenever the next tick is."""
+        for member in self.members:
+            if not self.usable & member.bit and member.is_usable(now_s):
+                self.update(member, now_s)
+
     def learn(self, news: Iterable[Member]) -> Iterable[Member]:
         """Its pace, from these that were measured again. Those that are to be weighed anew."""
         self._measured |= dict.fromkeys(news)

@@ -325,6 +325,11 @@ class Router:
                 return only, "only"
         best = group.least_loaded(now_s, request.refusals)
         if best is None:
+            for each in self._groups.values():
+                each.look_again(now_s)
+            group = self._group_of(request)
+            best = group.least_loaded(now_s, request.refusals)
+        if best is None:
             raise self._why_none(group, now_s)
         chunk = chunk_tokens(best.facts.block_size)
         if request.keys is None and best.facts.caches_prefixes:

@@ -232,6 +232,18 @@ def test_a_refused_request_goes_to_one_that_has_not_refused_it() -> None:
     assert isinstance(router.refused(asked, full, 0.0), Fail)
 
 
+def test_those_that_were_full_for_a_while_are_asked_again_before_the_next_tick() -> None:
+    router = make(2)
+    asked = request()
+    place(router, asked)
+    full = Failure(message="full", type="QueueFullError", retry_after_s=9.0)
+    assert isinstance(router.refused(asked, full, 0.0), Move)
+    assert isinstance(router.refused(asked, full, 0.0), Fail)
+    with pytest.raises(AllFullError):
+        router.place(request(), 0.5)
+    assert router.place(request(), 1.5).facts.name in router.members
+
+
 def test_requests_of_a_dead_engine_move_and_two_deaths_without_a_token_quarantine() -> None:
     router = make(3)
     poison, good = request(affinity=Affinity(rank=0)), request(affinity=Affinity(rank=0))
