@@ -154,28 +154,21 @@ def measure_all(folder: Path, arguments: argparse.Namespace, report: Report, wei
         **options,
     )
     with contextlib.closing(feeder):  # its cache leaves room for the next weights' whatever happens
-        measure_batches(feeder, arguments, report, weights, began_s)
-
-
-def measure_batches(
-    feeder: Feeder, arguments: argparse.Namespace, report: Report, weights: str, began_s: float
-) -> None:
-    batches, steps, context = arguments.batch, arguments.steps, arguments.context
-    loaded_s = time.perf_counter() - began_s
-    capture_s = feeder.capture()
-    report.results[weights] = {
-        "load_s": loaded_s,
-        "capture_s": capture_s,
-        "graph_pool_bytes": feeder.executor.steps.graphs.pool_bytes,
-        "reading": msgspec.to_builtins(feeder.reading),
-    }
-    print(f"{weights}: ready after {loaded_s:.1f} s, graphs after {capture_s:.1f} s more", flush=True)
-    for batch in batches:
-        step = Step(batch, context, weight_bytes=1 if weights == "fp8" and not arguments.dry else 2)
-        case = {"weights": weights, "batch": batch, "context": context}
-        config, found = MODELS[arguments.model], report.results["limits"]
-        show(attempt(report, case, partial(measure, feeder, config, step, steps, found)))
-        feeder.release()
+        loaded_s = time.perf_counter() - began_s
+        capture_s = feeder.capture()
+        report.results[weights] = {
+            "load_s": loaded_s,
+            "capture_s": capture_s,
+            "graph_pool_bytes": feeder.executor.steps.graphs.pool_bytes,
+            "reading": msgspec.to_builtins(feeder.reading),
+        }
+        print(f"{weights}: ready after {loaded_s:.1f} s, graphs after {capture_s:.1f} s more", flush=True)
+        for batch in batches:
+            step = Step(batch, context, weight_bytes=1 if options else 2)
+            case = {"weights": weights, "batch": batch, "context": context}
+            config, found = MODELS[arguments.model], report.results["limits"]
+            show(attempt(report, case, partial(measure, feeder, config, step, steps, found)))
+            feeder.release()
 
 
 def main() -> None:

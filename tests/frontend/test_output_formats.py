@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jsonschema
 import numpy as np
 import pytest
+from example_tools import DETAILED, FORCED, NOW
 from fake_tokenizers import bundle_of, byte_level_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,7 +46,6 @@ WEATHER = {
         },
     },
 }
-NOW = {"type": "function", "function": {"name": "now"}}
 TOOLS = [WEATHER, NOW]
 
 
@@ -340,20 +340,6 @@ def test_a_plugin_makes_a_format_known_by_its_files_name_and_to_templates(tmp_pa
 
 
 # --- calls that a request asks for -----------------------------------------------------------------------------------
-
-DETAILED = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "maxLength": 12},
-        "unit": {"type": "string", "enum": ["c", "f"]},
-        "days": {"type": "integer", "minimum": 0, "maximum": 9},
-        "deep": {"$ref": "#/$defs/deep"},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
-    "$defs": {"deep": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}},
-}
-FORCED = [{"type": "function", "function": {"name": "get_weather", "parameters": DETAILED}}, NOW]
 
 
 @pytest.mark.parametrize("name", [name for name, declared in known_formats().items() if declared.calls])

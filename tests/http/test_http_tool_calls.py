@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from example_tools import FORCED, NOW
 from http_server import ask, serving, stream
 from null_with_tokenizer import PARROT
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -25,7 +26,6 @@ WEATHER = {
         },
     },
 }
-NOW = {"type": "function", "function": {"name": "now"}}
 TOOLS = [WEATHER, NOW]
 ZURICH = {"city": 'Zü"r</tool_call>ich [x] {', "days": 3}
 TWO = [("get_weather", ZURICH), ("now", {})]
@@ -147,20 +147,6 @@ def test_tools_of_another_shape_are_refused_by_name(client: httpx.Client, tools,
 
 
 # --- calls that a request asks for ---
-
-DETAILED = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "maxLength": 12},
-        "unit": {"type": "string", "enum": ["c", "f"]},
-        "days": {"type": "integer", "minimum": 0, "maximum": 9},
-        "deep": {"$ref": "#/$defs/deep"},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
-    "$defs": {"deep": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}},
-}
-FORCED = [{"type": "function", "function": {"name": "get_weather", "parameters": DETAILED}}, NOW]
 
 
 def test_a_request_that_asks_for_a_call_gets_one(client: httpx.Client):

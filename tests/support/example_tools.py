@@ -1,0 +1,18 @@
+"""Tools that tests offer: one without parameters, and one whose schema has an enum, bounds and a reference."""
+
+from __future__ import annotations
+
+NOW = {"type": "function", "function": {"name": "now"}}
+DETAILED = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "unit": {"type": "string", "enum": ["c", "f"]},
+        "days": {"type": "integer", "minimum": 0, "maximum": 9},
+        "deep": {"$ref": "#/$defs/deep"},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"deep": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}},
+}
+FORCED = [{"type": "function", "function": {"name": "get_weather", "parameters": DETAILED}}, NOW]
