@@ -26,6 +26,8 @@ from headrace.kernels.grouped import GroupedWeight
 def as_declared(spec: ArchSpec, source: WeightSource) -> WeightSource:
     """The source under the names and with the rows that the model's blocks declare; itself where they are the same."""
     source = each_expert(spec, source)
+    if spec.unit_head:
+        source = UnitRows(source, f"{spec.names.lm_heads[0]}.weight")
     places = _places(spec, source.names())
     return DeclaredWeights(source, places) if places else source
 
@@ -53,6 +55,27 @@ class Place:
     """Rows that it must have."""
     rows: np.ndarray  # [declared rows] int64
     transposed: bool = False
+
+
+class UnitRows(WrappedWeights):
+    """A `WeightSource` over another, of one matrix of which each row is divided by its length."""
+
+    def __init__(self, source: WeightSource, matrix: str) -> None:
+        super().__init__(source)
+        self._matrix = matrix
+
+    def get(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        if name != self._matrix:
+            return self.source.get(name, rows=rows, columns=columns)
+        whole = self.source.get(name, rows=rows)
+        part = torch.nn.functional.normalize(whole.float()).to(whole.dtype)
+        return part if columns is None else part[:, columns]
+
+    def _packed(self, name: str) -> Packed | None:
+        return None if name == self._matrix else super()._packed(name)
+
+    def _group_of(self, name: str) -> int | None:
+        return None if name == self._matrix else super()._group_of(name)
 
 
 class DeclaredWeights(WrappedWeights):

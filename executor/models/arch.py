@@ -203,6 +203,8 @@ class ArchSpec:
     logit_scale: float = 1.0
     """Multiplies the logits; it is applied by the final norm."""
     head_bias: bool = False
+    unit_head: bool = False
+    """The head's rows are divided by their lengths as they are read."""
     embedding_norm: bool = False
     """Whether embeddings are normed before the first layer."""
     foreign: tuple[Weight, ...] = ()

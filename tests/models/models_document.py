@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from published_models import PUBLISHED
+from published_models import config_of as published_config
 from test_mixture_families import FAMILIES as MIXTURES
 from tiny_families import FAMILIES, FOREIGN, foreign
 from tiny_models import COMMON, TINY_MODELS, TinyModel
@@ -40,17 +43,19 @@ class Row(NamedTuple):
 def native_rows() -> Iterator[Row]:
     gguf = {each.architecture for each in (*ARCHITECTURES.values(), MIXTRAL)}
     known = families()
-    tested: dict[str, tuple[str, TinyModel]] = {}
+    tested: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {}
     for tests, table in TABLES:
         for tiny in table.values():
-            tested.setdefault(tiny.model_class, (tests, tiny))
+            tested.setdefault(tiny.model_class, (tests, partial(config_of, tiny)))
+    for name, published in PUBLISHED.items():
+        tested.setdefault(published.architecture, ("test_published_layouts", partial(published_config, name)))
     for architecture in sorted(known, key=str.lower):
         twin = next((name for name in tested if known.get(name) is known[architecture]), None)
         assert twin is not None, f"no test runs a model of {architecture}"
-        tests, tiny = tested.get(architecture, tested[twin])
+        tests, config = tested.get(architecture, tested[twin])
         if architecture not in tested:
             tests += f", as {twin}"
-        spec = spec_from_config(config_of(tiny))
+        spec = spec_from_config(config())
         on_cpu = "op by op" if why_not(spec, torch.float32) else "program"
         found = "yes" if architecture in gguf else ""
         yield Row(architecture, "headrace", on_cpu, divided(spec), found, tests)

@@ -1,0 +1,178 @@
+"""Tiny random checkpoints of architectures that transformers has no code of, laid out as theirs are published.
+
+Each computes what some model of transformers does, its twin: `save` writes the twin's weights under the architecture's
+own names, with its own config.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tiny_models
+import torch
+from safetensors.torch import save_file
+from tiny_models import COMMON, TinyModel
+from torch import Tensor
+
+from headrace.executor.models.families._config import alibi_slopes
+
+State = dict[str, Tensor]
+SMALL = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
+BAICHUAN_2_VOCAB = 125_696
+
+
+@dataclass(frozen=True)
+class Published:
+    architecture: str
+    twin: TinyModel
+    rename: dict[str, str]
+    """What parts of the twin's names are called here."""
+    config: Callable[[dict[str, Any]], dict[str, Any]]
+    """The architecture's config of the twin's."""
+    stored: Callable[[State], State] = dict
+    """The twin's weights, before they are renamed, as this architecture stores them."""
+    has_alibi: bool = False
+    """Instead of the twin's rotation."""
+    unit_head: bool = False
+
+
+def _twin(name: str, **config: Any) -> TinyModel:
+    base = {"num_key_value_heads": 4, "tie_word_embeddings": False}
+    return TinyModel(f"{name}ForCausalLM", f"{name}Config", SMALL | base | config, 0.2)
+
+
+def _plain(config: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Under the names that most configs have, as they were before transformers 5."""
+    kept = (*COMMON, "rms_norm_eps", "hidden_act", "tie_word_embeddings")
+    theta = config["rope_parameters"]["rope_theta"]
+    return {name: config[name] for name in kept if name in config} | {"rope_theta": theta} | more
+
+
+def _fused(name: str, groups: int) -> Callable[[State], State]:
+    """Queries, keys and values as one matrix, their rows in so many groups."""
+
+    def fuse(state: State) -> State:
+        found = dict(state)
+        for query in [each for each in state if ".q_proj." in each]:
+            parts = [found.pop(query.replace(".q_proj.", f".{each}_proj.")) for each in "qkv"]
+            grouped = [part.unflatten(0, (groups, -1)) for part in parts]
+            found[query.replace("self_attn.q_proj", name)] = torch.cat(grouped, dim=1).flatten(0, 1)
+        return found
+
+    return fuse
+
+
+def _qwen(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **{name: config[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")},
+        "intermediate_size": 2 * config["intermediate_size"],
+        "kv_channels": config["hidden_size"] // config["num_attention_heads"],
+        "seq_length": config["max_position_embeddings"],
+        "layer_norm_epsilon": config["rms_norm_eps"],
+        "rotary_emb_base": config["rope_parameters"]["rope_theta"],
+        "rotary_pct": 1.0, "no_bias": True, "use_dynamic_ntk": True, "use_logn_attn": True,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
+def _minicpm(config: dict[str, Any]) -> dict[str, Any]:
+    return _plain(
+        config,
+        scale_emb=config["embedding_multiplier"],
+        dim_model_base=config["hidden_size"] / config["logits_scaling"],
+        scale_depth=config["residual_multiplier"] * config["num_hidden_layers"] ** 0.5,
+    )
+
+
+def _baichuan(config: dict[str, Any]) -> dict[str, Any]:
+    return _plain(config, model_max_length=config["max_position_embeddings"])
+
+
+INTERNLM2_NAMES = {
+    "lm_head": "output", "embed_tokens": "tok_embeddings", "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
+    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+QWEN_NAMES = {
+    "model.layers": "transformer.h", "model.embed_tokens": "transformer.wte", "model.norm": "transformer.ln_f",
+    "self_attn.o_proj": "attn.c_proj", "mlp.gate_proj": "mlp.w2", "mlp.up_proj": "mlp.w1",
+    "mlp.down_proj": "mlp.c_proj", "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2",
+}  # fmt: skip
+GRANITE = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 8**-0.5, "logits_scaling": 4.0
+}  # fmt: skip
+EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 64}
+
+PUBLISHED: dict[str, Published] = {
+    "internlm": Published(
+        "InternLMForCausalLM", _twin("Llama", attention_bias=True), {}, lambda config: _plain(config, bias=True)
+    ),
+    "internlm2": Published(
+        "InternLM2ForCausalLM", _twin("Llama", num_key_value_heads=2), INTERNLM2_NAMES,
+        lambda config: _plain(config, bias=False), _fused("attention.wqkv", 2),
+    ),
+    "internlm3": Published(
+        "InternLM3ForCausalLM", _twin("Llama", num_key_value_heads=2, head_dim=16), {},
+        lambda config: _plain(config, head_dim=16, qkv_bias=False, bias=False),
+    ),
+    "internlm3_biases": Published(
+        "InternLM3ForCausalLM", _twin("Qwen2"), {}, lambda config: _plain(config, qkv_bias=True, bias=False)
+    ),
+    "baichuan_7b": Published(
+        "BaiChuanForCausalLM", _twin("Llama"), {}, _baichuan, _fused("self_attn.W_pack", 1)
+    ),
+    "baichuan_13b": Published(
+        "BaichuanForCausalLM", _twin("Llama", **EIGHT_HEADS), {}, _baichuan,
+        _fused("self_attn.W_pack", 1), has_alibi=True,
+    ),
+    "baichuan_2": Published(
+        "BaichuanForCausalLM", _twin("Llama", vocab_size=BAICHUAN_2_VOCAB, **EIGHT_HEADS),
+        {}, _baichuan, _fused("self_attn.W_pack", 1), has_alibi=True, unit_head=True,
+    ),
+    "qwen": Published("QWenLMHeadModel", _twin("Qwen2"), QWEN_NAMES, _qwen, _fused("attn.c_attn", 1)),
+    "minicpm": Published("MiniCPMForCausalLM", _twin("Granite", num_key_value_heads=2, **GRANITE), {}, _minicpm),
+}  # fmt: skip
+
+
+def twin_of(name: str) -> Any:
+    """The model of transformers."""
+    return tiny_models.make(PUBLISHED[name].twin)
+
+
+def config_of(name: str) -> dict[str, Any]:
+    published = PUBLISHED[name]
+    return published.config(twin_of(name).config.to_dict()) | {"architectures": [published.architecture]}
+
+
+def save(name: str, folder: Path) -> Path:
+    """Writes the checkpoint into `folder`, which is made, and returns it."""
+    published, folder_state = PUBLISHED[name], State()
+    for stem, tensor in published.stored(dict(twin_of(name).state_dict())).items():
+        for old, new in published.rename.items():
+            stem = stem.replace(old, new)
+        folder_state[stem] = tensor.contiguous()
+    folder.mkdir(parents=True)
+    save_file(folder_state, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config_of(name)))
+    return folder
+
+
+@torch.inference_mode()
+def expected_logits(name: str, model: Any, prompt: list[int], answer: list[int]) -> Tensor:
+    """What the twin says after the prompt and after each token of the answer but the last."""
+    ids, published = torch.tensor([prompt + answer[:-1]]), PUBLISHED[name]
+    changed: dict[str, Tensor] = {}
+    if published.has_alibi:  # at position 0 nothing is rotated
+        distances = torch.arange(ids.shape[1]) - torch.arange(ids.shape[1])[:, None]
+        bias = torch.tensor(alibi_slopes(model.config.num_attention_heads))[:, None, None] * distances
+        causal = bias.masked_fill(distances > 0, float("-inf"))[None]
+        changed = {"attention_mask": causal, "position_ids": torch.zeros_like(ids)}
+    hidden = model.model(ids, use_cache=False, **changed).last_hidden_state[0, len(prompt) - 1 :]
+    head = model.lm_head.weight
+    if published.unit_head:
+        return hidden @ (head / head.norm(dim=1, keepdim=True)).T
+    return hidden @ head.T
