@@ -86,15 +86,16 @@ PYTEST = (sys.executable, "-m", "pytest", str(ROOT / "tests" / "gpu" / "test_gpu
 TESTS = (*PYTEST, "-o", "timeout=90", "--maxfail=12", "--durations=5", "-p", "no:cacheprovider")
 JOBS = (  # in order of value
     Job("tests", "", TESTS, 180, 30),
-    script("decode", "gpu_decode", 220, 45),
+    script("decode", "gpu_decode", 200, 45),
     script("prefill", "gpu_prefill", 60, 25),
     script("kernels", "gpu_kernels", 180, 40, "--sweep"),
-    script("greedy", "gpu_greedy", 90, 40),
-    script("startup", "gpu_startup", 150, 70),
-    script("nano", "gpu_serving", 270, 60, "--case", "nano"),
-    script("full", "gpu_serving", 330, 150, "--case", "full"),
-    script("linear", "gpu_linear", 110, 30, "--sweep"),
-    script("early", "gpu_decode", 100, 45, "--launch-early", "--weights", "bf16", "--batch", "1", kind="_early"),
+    script("greedy", "gpu_greedy", 80, 40),
+    script("startup", "gpu_startup", 130, 70),
+    script("nano", "gpu_serving", 240, 60, "--case", "nano"),
+    script("full", "gpu_serving", 300, 150, "--case", "full"),
+    script("linear", "gpu_linear", 90, 30, "--sweep"),
+    script("early", "gpu_decode", 80, 45, "--launch-early", "--weights", "bf16", "--batch", "1", kind="_early"),
+    script("mixed", "gpu_decode", 80, 45, "--beside", "100000", "--weights", "bf16", "--batch", "40", kind="_mixed"),
 )
 
 

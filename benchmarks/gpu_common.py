@@ -264,11 +264,16 @@ class DryBackend:
         return memory.available_bytes, memory.total_bytes
 
 
+def blocks_for(contexts: Sequence[int]) -> int:
+    """Of the cache, for rows of so many tokens each."""
+    return sum(-(-context // BLOCK_SIZE) for context in contexts) + 2
+
+
 class Feeder:
     """Rows of random tokens, planned as the core would, for an executor in this process."""
 
     def __init__(self, model: Path, *, dry: bool, device: str, max_num_seqs: int, context: int, **options: Any) -> None:
-        settings = {"num_gpu_blocks_override": max_num_seqs * (-(-context // BLOCK_SIZE)) + 2, **options}
+        settings = {"num_gpu_blocks_override": blocks_for([context] * max_num_seqs), **options}
         asked = Options(
             model=str(model),
             load_format="dummy",
@@ -304,14 +309,14 @@ class Feeder:
         synchronize(self.device)
         return time.perf_counter() - began_s
 
-    def enter(self, num_rows: int, prompt_tokens: int, temperature: float = 0.0) -> None:
-        """Computes the prompts, as many whole ones in a step as its budget holds, and long ones in pieces."""
-        dice = np.random.default_rng(num_rows)
-        waiting = list(range(num_rows))
+    def enter(self, prompts: Sequence[int], temperature: float = 0.0) -> None:
+        """Computes prompts of so many tokens, as many whole ones in a step as its budget holds, long ones in pieces."""
+        dice = np.random.default_rng(len(prompts))
+        waiting = list(range(len(prompts)))
         while waiting:
             budget, new, rows, counts, starts = self.plan.max_num_batched_tokens, [], [], [], []
             while waiting and budget:
-                row = waiting[0]
+                row, prompt_tokens = waiting[0], prompts[waiting[0]]
                 if row not in self._lengths:
                     self._lengths[row] = 0
                     self._num_blocks[row] = -(-(prompt_tokens + 1) // BLOCK_SIZE)
@@ -325,7 +330,7 @@ class Feeder:
                 budget -= count
                 if self._lengths[row] == prompt_tokens:
                     waiting.pop(0)
-            self._submit(rows, counts, starts, prompt_tokens, new)
+            self._submit(rows, counts, starts, [prompts[row] for row in rows], new)
             self.collect()
 
     def decode(self) -> None:
@@ -334,7 +339,7 @@ class Feeder:
         starts = [self._lengths[row] for row in rows]
         for row in rows:
             self._lengths[row] += 1
-        self._submit(rows, [1] * len(rows), starts, 0, [])
+        self._submit(rows, [1] * len(rows), starts, [0] * len(rows), [])
 
     def release(self) -> None:
         """All rows are over, whatever became of them; the next plan says so."""
@@ -344,9 +349,9 @@ class Feeder:
         self._lengths, self._num_blocks, self._next_block = {}, {}, 0
 
     def _submit(
-        self, rows: list[int], counts: list[int], starts: list[int], sampled_from: int, new: list[NewRow]
+        self, rows: list[int], counts: list[int], starts: list[int], sampled_from: list[int], new: list[NewRow]
     ) -> None:
-        """Rows that reach `sampled_from` tokens or more sample; a row that outgrows its blocks gets one more."""
+        """Rows that reach their `sampled_from` tokens or more sample; a row that outgrows its blocks gets one more."""
         appended = []
         for row in rows:
             if self._lengths[row] > self._num_blocks[row] * BLOCK_SIZE:
@@ -362,7 +367,7 @@ class Feeder:
             rows=np.array(rows, i32),
             num_tokens=np.array(counts, i32),
             num_computed_tokens=np.array(starts, i32),
-            sampled=np.array(starts) + np.array(counts) >= sampled_from,
+            sampled=np.array(starts) + np.array(counts) >= np.array(sampled_from),
             total_tokens=sum(counts),
         )
         self._step += 1

@@ -1,14 +1,15 @@
 """Decoding on a GPU: dummy weights in the shape of Llama-3.1-8B, batches 1, 32, 64 and 256 at a context of 1024 tokens.
 
     python benchmarks/gpu_decode.py --out results/gpu_decode.json [--batch 1] [--weights fp8] [--model NAME]
-        [--launch-early] [--dry]
+        [--launch-early] [--beside 100000] [--dry]
 
 A step's limit is the larger of two times: what it must read (weights once, every request's keys and values) at the
 rate that copying reaches in this run, and what it must multiply at the rate that bf16 products reach. To reach: 85% of
 it at batch 1, 80% at 32 and 256, and 1.6 times bf16's tokens per second with fp8 weights at batch 1; and under 50 us
 between consecutive graphs at batch 64. `gap_us` is that: by the device's clock, from the end of a step's graph to the
 begin of the next one's. Prompts end so that the median step has the context that is named; each sample is from one
-result to the next with two steps in flight. Last, a profile of a few steps is put beside `gpu_ledger.py`'s account.
+result to the next with two steps in flight. --beside adds to each batch one row of another context, as when one long
+request decodes among short ones. Last, a profile of a few steps is put beside `gpu_ledger.py`'s account.
 """
 
 from __future__ import annotations
@@ -42,9 +43,12 @@ WARM_UP = 8
 PROFILED_STEPS = 5
 
 
-def measure(feeder: Feeder, config: dict[str, Any], step: Step, steps: int, found: dict[str, Any]) -> dict[str, Any]:
-    rates, batch = rates_of(found), step.rows
-    feeder.enter(batch, step.context - WARM_UP - steps // 2)
+def measure(
+    feeder: Feeder, config: dict[str, Any], contexts: list[int], weight_bytes: float, steps: int, found: dict[str, Any]
+) -> dict[str, Any]:
+    rates, batch = rates_of(found), len(contexts)
+    step = Step(batch, round(statistics.mean(contexts)), weight_bytes=weight_bytes)
+    feeder.enter([context - WARM_UP - steps // 2 for context in contexts])
     graphs = feeder.executor.steps.graphs
     with timed_replays(graphs, batch, feeder.device_side.mark) as marks:
         samples_s = run_steps(feeder, steps)
@@ -140,17 +144,21 @@ def show(row: dict[str, Any]) -> None:
 
 
 def measure_all(folder: Path, arguments: argparse.Namespace, report: Report, weights: str) -> None:
-    batches, steps, context = arguments.batch, arguments.steps, arguments.context
+    steps, beside = arguments.steps, [arguments.beside] if arguments.beside else []
+    batches = [[arguments.context] * batch + beside for batch in arguments.batch]
+    most = max(batches, key=len)
+    room = steps + PROFILED_STEPS + 64
     options = {} if weights == "bf16" or arguments.dry else {"quantization": "fp8"}
     began_s = time.perf_counter()
     feeder = Feeder(
         folder,
         dry=arguments.dry,
         device=arguments.device,
-        max_num_seqs=max(batches),
-        context=context + steps + PROFILED_STEPS + 64,
-        max_num_batched_tokens=max(8192, *batches),
-        cudagraph_capture_sizes=() if arguments.dry else tuple(sorted(batches)),
+        max_num_seqs=len(most),
+        context=max(most) + room,
+        max_num_batched_tokens=max(8192, len(most)),
+        num_gpu_blocks_override=gpu_common.blocks_for([context + room for context in most]),
+        cudagraph_capture_sizes=() if arguments.dry else tuple(sorted(map(len, batches))),
         **options,
     )
     with contextlib.closing(feeder):  # its cache leaves room for the next weights' whatever happens
@@ -163,11 +171,13 @@ def measure_all(folder: Path, arguments: argparse.Namespace, report: Report, wei
             "reading": msgspec.to_builtins(feeder.reading),
         }
         print(f"{weights}: ready after {loaded_s:.1f} s, graphs after {capture_s:.1f} s more", flush=True)
-        for batch in batches:
-            step = Step(batch, context, weight_bytes=1 if options else 2)
-            case = {"weights": weights, "batch": batch, "context": context}
+        for contexts in batches:
+            case = {"weights": weights, "batch": len(contexts), "context": arguments.context} | (
+                {"beside": arguments.beside} if arguments.beside else {}
+            )
             config, found = MODELS[arguments.model], report.results["limits"]
-            show(attempt(report, case, partial(measure, feeder, config, step, steps, found)))
+            call = partial(measure, feeder, config, contexts, 1 if options else 2, steps, found)
+            show(attempt(report, case, call))
             feeder.release()
 
 
@@ -178,6 +188,7 @@ def main() -> None:
         "--batch", type=gpu_common.positive, action="append", help="repeatable; default 1, 32, 64 and 256"
     )
     parser.add_argument("--context", type=gpu_common.positive, default=1024)
+    parser.add_argument("--beside", type=gpu_common.positive, help="context of one more row in each batch")
     parser.add_argument("--steps", type=gpu_common.positive, default=128)
     parser.add_argument("--weights", choices=["bf16", "fp8"], action="append", help="repeatable; default both")
     parser.add_argument("--launch-early", action="store_true", help="small linear kernels with HEADRACE_PDL=1")
@@ -187,8 +198,10 @@ def main() -> None:
     arguments.batch = arguments.batch or list(BATCHES)
     if arguments.dry:
         arguments.model, arguments.batch, arguments.steps, arguments.context = "tiny", [1, 4], 12, 64
-    if arguments.context <= (least := WARM_UP + arguments.steps // 2):
-        parser.error(f"--context {arguments.context} leaves no prompt: {arguments.steps} steps need more than {least}")
+    least = WARM_UP + arguments.steps // 2
+    for name in ("context", "beside"):
+        if (context := getattr(arguments, name)) is not None and context <= least:
+            parser.error(f"--{name} {context} leaves no prompt: {arguments.steps} steps need more than {least}")
     found = limits(gpu_common.device_of(arguments.dry, arguments.device), arguments.dry)
     report = gpu_common.open_report(arguments, "gpu_decode", {"model": arguments.model, "limits": found})
     with gpu_common.model_folder(arguments.model) as folder:

@@ -4,9 +4,10 @@
 
 The kernels are those that the engine chooses. A kernel's limit is moving its bytes at the rate of copying or
 multiplying at the rate of matrix products (of fp8 where both sides are fp8), whichever takes longer, both measured in
-this run. A sample is a graph of calls on as many sets of inputs as no cache holds, divided by their number, so it has
-the time between two kernels of a graph in it. --sweep times attention with some other tiles too, and says which row of
-`kernels/triton/configs.py` is not the fastest here. --dry runs tiny shapes by Triton's interpreter.
+this run. torch's own attention (FlashAttention and cuDNN, over keys and values that lie side by side) stands beside
+ours for the prompt. A sample is a graph of calls on as many sets of inputs as no cache holds, divided by their number,
+so it has the time between two kernels of a graph in it. --sweep times attention with some other tiles too, and says
+which row of `kernels/triton/configs.py` is not the fastest here. --dry runs tiny shapes by Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,9 +24,11 @@ from unittest import mock
 
 import gpu_common
 import torch
+import torch.nn.functional as F
 from gpu_common import attempt, limits, times_s
 from gpu_shapes import LLAMA_8B, TINY, head_dim_of
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 CACHE_BYTES = 1 << 28
 """Several times a GPU's second-level cache."""
@@ -151,7 +155,7 @@ def row_kernels(machine: Machine, config: dict[str, Any], tokens: int) -> Iterat
         joined = machine.random(tokens, heads + 2 * kv_heads, size)
         query, key, value = joined.split((heads, kv_heads, kv_heads), dim=1)
         angles = machine.random(tokens, size // 2, dtype=FP32)
-        batch, keys, values = paged(machine, (kv_heads, size), tokens, 1, BLOCK_SIZE, BF16)
+        batch, keys, values = paged(machine, (kv_heads, size), [BLOCK_SIZE] * tokens, 1, BF16)
         op = machine.choose("rotary_and_write", head_dim=size)
         return partial(op, query, key, value, Rotation(angles.cos(), angles.sin()), LayerCache(keys, values), batch)
 
@@ -186,24 +190,29 @@ def choices(machine: Machine, config: dict[str, Any], rows: int) -> Iterator[Ker
 
 
 def paged(
-    machine: Machine, heads: tuple[int, int], rows: int, query_len: int, context: int, dtype: torch.dtype
+    machine: Machine, heads: tuple[int, int], contexts: Sequence[int], query_len: int, dtype: torch.dtype
 ) -> tuple[Any, Tensor, Tensor]:
-    """A batch whose rows compute the last `query_len` of `context` tokens, in blocks that lie anywhere, and its cache.
+    """A batch whose rows compute the last `query_len` tokens of their contexts, in blocks that lie anywhere, and its
+    cache.
 
     heads: key/value heads and values of each.
     """
     from headrace.kernels.reference.attention import PagedBatch
 
-    blocks, device = -(-context // BLOCK_SIZE), machine.device
-    tables = (1 + torch.randperm(rows * blocks, device=device)).view(rows, blocks).int()
-    positions = torch.arange(context - query_len, context, device=device)
-    slots = tables.long()[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-    cache = (rows * blocks + 1, heads[0], BLOCK_SIZE, heads[1])
+    rows, device = len(contexts), machine.device
+    blocks = [-(-context // BLOCK_SIZE) for context in contexts]
+    tables, slots = torch.zeros(rows, max(blocks), dtype=torch.int32, device=device), []
+    mixed = 1 + torch.randperm(sum(blocks), device=device)
+    for table, own, context in zip(tables, mixed.split(blocks), contexts, strict=True):
+        table[: len(own)] = own
+        positions = torch.arange(context - query_len, context, device=device)
+        slots.append(own[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE)
+    cache = (sum(blocks) + 1, heads[0], BLOCK_SIZE, heads[1])
     batch = PagedBatch(
         query_start=torch.arange(rows + 1, dtype=torch.int32, device=device) * query_len,
-        seq_lens=torch.full((rows,), context, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
         block_tables=tables,
-        slot_mapping=slots.reshape(-1),
+        slot_mapping=torch.cat(slots),
         block_size=BLOCK_SIZE,
         max_query_len=query_len,
     )
@@ -211,40 +220,63 @@ def paged(
 
 
 def attention(
-    machine: Machine, config: dict[str, Any], rows: int, query_len: int, context: int, stored: torch.dtype = BF16
+    machine: Machine, config: dict[str, Any], contexts: Sequence[int], query_len: int, stored: torch.dtype = BF16
 ) -> Kernel:
     from headrace.kernels.reference.attention import AttentionParams, CacheScales
 
     heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], head_dim_of(config)
+    rows = len(contexts)
 
     def make() -> Callable[[], Any]:
-        batch, keys, values = paged(machine, (kv_heads, size), rows, query_len, context, stored)
+        batch, keys, values = paged(machine, (kv_heads, size), contexts, query_len, stored)
         query = machine.random(rows * query_len, heads, size)
         op = machine.choose("paged_attention", head_dim=size, num_heads=heads, num_kv_heads=kv_heads)
         return partial(op, query, keys, values, batch, AttentionParams(size**-0.5), CacheScales())
 
-    cached = 2 * rows * context * kv_heads * size * (1 if stored is FP8 else 2)
-    pairs = rows * (query_len * context - query_len * (query_len - 1) // 2)
+    cached = 2 * sum(contexts) * kv_heads * size * (1 if stored is FP8 else 2)
+    pairs = query_len * sum(contexts) - rows * (query_len * (query_len - 1) // 2)
     name = "attention" if stored is BF16 else "attention, fp8 cache"
     num_bytes = cached + 4 * rows * query_len * heads * size
-    return Kernel(name, f"{rows} x {query_len} of {context}", num_bytes, 4 * heads * size * pairs, make)
+    shape = " + ".join(f"{count} x {query_len} of {context}" for context, count in Counter(contexts).items())
+    return Kernel(name, shape, num_bytes, 4 * heads * size * pairs, make)
+
+
+def library_attention(machine: Machine, config: dict[str, Any], prompt: int, backend: SDPBackend) -> Kernel:
+    """torch's attention of one whole prompt: what a fallback to it would take."""
+    heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], head_dim_of(config)
+
+    def make() -> Callable[[], Any]:
+        query, key, value = (machine.random(1, count, prompt, size) for count in (heads, kv_heads, kv_heads))
+
+        def call() -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+        return call
+
+    num_bytes, pairs = 4 * prompt * (heads + kv_heads) * size, prompt * (prompt + 1) // 2
+    name = f"attention, torch {backend.name.lower()}"
+    return Kernel(name, f"1 x {prompt} of {prompt}", num_bytes, 4 * heads * size * pairs, make)
 
 
 def kernels_of(machine: Machine, config: dict[str, Any]) -> Iterator[Kernel]:
-    """Steps of 1, 32 and 256 decodes with contexts of 1024, and a prompt of 8192 tokens."""
+    """Steps of 1, 32 and 256 decodes with contexts of 1024, a prompt of 8192, and 40 decodes beside one of 100,000."""
     batches, context, prompt = ((2,), 40, 24) if machine.dry else ((1, 32, 256), 1024, 8192)
     for rows in batches:
         yield from linears(machine, config, rows)
         yield from row_kernels(machine, config, rows)
-        yield attention(machine, config, rows, 1, context)
-        yield attention(machine, config, rows, 1, context, FP8)
+        yield attention(machine, config, [context] * rows, 1)
+        yield attention(machine, config, [context] * rows, 1, FP8)
         yield from choices(machine, config, rows)
     yield from linears(machine, config, prompt)
     yield from row_kernels(machine, config, prompt)
-    yield attention(machine, config, 1, prompt, prompt)
-    yield attention(machine, config, 1, prompt, prompt, FP8)
+    yield attention(machine, config, [prompt], prompt)
+    yield attention(machine, config, [prompt], prompt, FP8)
+    for backend in (SDPBackend.MATH,) if machine.dry else (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        yield library_attention(machine, config, prompt, backend)
+    yield attention(machine, config, [context] * 3 + [2 * context] if machine.dry else [context] * 40 + [100_000], 1)
     if not machine.dry:
-        yield attention(machine, config, 1, 1, 32768)
+        yield attention(machine, config, [32768], 1)
 
 
 DECODE_SWEEP = ((32, 4, 3), (64, 4, 3), (64, 4, 5), (64, 8, 3), (128, 4, 3), (128, 8, 3))
@@ -260,10 +292,10 @@ def sweep(machine: Machine, config: dict[str, Any]) -> Iterator[tuple[dict[str, 
     rows, context, prompt = ((2,), 40, 24) if machine.dry else ((1, 32, 256), 1024, 8192)
     decodes = [None, *(Tiles(16, *each) for each in (DECODE_SWEEP[:1] if machine.dry else DECODE_SWEEP))]
     prefills = [None, *(Tiles(*each) for each in (PREFILL_SWEEP[:1] if machine.dry else PREFILL_SWEEP))]
-    shapes = [("decode_tiles", (count, 1, context), decodes) for count in rows]
-    shapes += [("prefill_tiles", (1, prompt, prompt), prefills)]
-    for table, shape, tried in shapes:
-        kernel = attention(machine, config, *shape)
+    shapes = [("decode_tiles", ([context] * count, 1), decodes) for count in rows]
+    shapes += [("prefill_tiles", ([prompt], prompt), prefills)]
+    for table, (contexts, query_len), tried in shapes:
+        kernel = attention(machine, config, contexts, query_len)
         for tiles in tried:
             case = {"sweep": table, "shape": kernel.shape, "tiles": None if tiles is None else vars(tiles)}
             yield case, partial(with_tiles, machine, kernel, table, tiles)

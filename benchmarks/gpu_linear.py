@@ -3,13 +3,14 @@
     python benchmarks/gpu_linear.py --out results/gpu_linear.json [--sweep] [--budget-s 65] [--only "down fp8"] [--dry]
 
 Every matrix of Llama-3.1-8B's and Qwen3-0.6B's layers, in bf16, fp8, int8 and int4 (groups of 32), times 1 to 256 rows:
-by torch (F.linear, and _scaled_mm with the rounding of its inputs), by the small kernel, by the tile kernel, and by the
-small kernel with the norm, activation or addition that stands beside the matrix in it ("fused"; the others are without
-them). A sample is a graph of calls on as many weights as no cache holds, divided by their number. Prints, for each, the
-share of the longer of two times: moving its bytes at the rate of copying, and multiplying at the rate of bf16 products,
-both measured in this run; and which is the best. `kernels/triton/configs.py` has the table that this is to settle:
-MOST_SMALL_ROWS, `small_tiles`, `matrix_tiles`, `least_scaled_mm_rows`. --sweep times other tiles too. What the budget
-leaves no time for is skipped: fewer rows and Llama come first. --dry runs tiny shapes by Triton's interpreter.
+by torch (F.linear, and _scaled_mm with the rounding of its inputs, without and with `use_fast_accum`: "torch fast"),
+by the small kernel, by the tile kernel, and by the small kernel with the norm, activation or addition that stands
+beside the matrix in it ("fused"; the others are without them). A sample is a graph of calls on as many weights as no
+cache holds, divided by their number. Prints, for each, the share of the longer of two times: moving its bytes at the
+rate of copying, and multiplying at the rate of bf16 products, both measured in this run; and which is the best.
+`kernels/triton/configs.py` has the table that this is to settle: MOST_SMALL_ROWS, `small_tiles`, `matrix_tiles`,
+`least_scaled_mm_rows`. --sweep times other tiles too. What the budget leaves no time for is skipped: fewer rows and
+Llama come first. --dry runs tiny shapes by Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -157,6 +158,7 @@ def ways(matrix: Matrix, kind: str, rows: int, device: torch.device) -> Iterator
         yield "torch", lambda layer, x: F.linear(x, layer.weight, layer.bias)
     elif kind == "fp8" and scaled:
         yield "torch", ScaledLinear.apply_scaled
+        yield "torch fast", scaled_fast
     if rows <= MOST_SMALL:
         yield "small", lambda layer, x: layer._apply_small(x)
         in_features = matrix.shape[1]
@@ -172,6 +174,16 @@ def ways(matrix: Matrix, kind: str, rows: int, device: torch.device) -> Iterator
             yield "fused", lambda layer, x: layer._apply_small(x, around[matrix.name])
     if kind != "bf16":
         yield "tile", in_tiles
+
+
+def scaled_fast(layer: Any, x: Tensor) -> Tensor:
+    """As `ScaledLinear.apply_scaled`, but the sums stay in the tensor cores' own precision (some 14 bits)."""
+    from headrace.kernels.triton.linear import round_tokens
+
+    codes, scales = round_tokens(x)
+    of: dict[str, Any] = {"scale_b": layer.scales.view(1, -1), "out_dtype": x.dtype, "use_fast_accum": True}
+    product: Tensor = torch._scaled_mm(codes, layer.codes.t(), scale_a=scales, **of)
+    return product
 
 
 def in_small_tiles(layer: Any, x: Tensor, tiles: Any) -> Tensor:

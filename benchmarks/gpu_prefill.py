@@ -34,7 +34,7 @@ def measure(folder: Path, arguments: Any, weights: str, tokens: int, found: dict
     )
 
     def prompt() -> None:
-        feeder.enter(1, tokens)
+        feeder.enter([tokens])
         feeder.release()
 
     samples_s = []

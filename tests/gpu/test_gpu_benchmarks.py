@@ -150,7 +150,7 @@ def test_decoding_runs_dry_and_its_report_is_whole(
     assert (one["batch"], four["batch"], one["context"]) == (1, 4, 64)
     for case in (one, four):
         assert len(case["samples_s"]) == 12
-        assert 0 < case["share_of_limit"] < 1
+        assert case["share_of_limit"] == pytest.approx(case["limit_us"] / case["step_us"])
     output = capsys.readouterr().out
     assert "matrices" in output
     assert output.splitlines()[-1] == load("gpu_table").DRY_RUN
@@ -177,7 +177,7 @@ with torch.cuda.device(DEVICE):
 
 
 def test_decoding_is_measured_through_graphs_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
-    """What a dry run has no use for: limits with launches and fp8, captures, marks between graphs."""
+    """What a dry run has no use for: limits with launches and fp8, captures, marks between graphs; one row is long."""
     out = tmp_path / "gpu_decode.json"
     paths = f"{ROOT / 'tests' / 'support'}:{ROOT / 'benchmarks'}"
     asked = (
@@ -187,6 +187,8 @@ def test_decoding_is_measured_through_graphs_on_a_gpu_that_is_not_there(tmp_path
         "2",
         "--context",
         "24",
+        "--beside",
+        "70",
         "--steps",
         "4",
         "--weights",
@@ -200,6 +202,8 @@ def test_decoding_is_measured_through_graphs_on_a_gpu_that_is_not_there(tmp_path
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(out.read_text())["results"]
     (case,) = results["cases"]
+    assert "failed" not in case
+    assert (case["batch"], case["context"], case["beside"]) == (3, 24, 70)
     assert case["why_eager"] == ""
     assert len(case["graph_samples_s"]) == 5, "a replay for each step after the warm-up"
     assert len(case["gap_samples_s"]) == 4
@@ -213,12 +217,15 @@ def test_every_kernel_that_is_timed_is_called_as_its_reference_is(load: Any, mon
 
     monkeypatch.setattr(kernels.Machine, "choose", lambda _, op, *args, **facts: choose_reference(op))
     machine = kernels.Machine(torch.device("cpu"), {}, True)
-    names = set()
+    names, shown = set(), set()
     for kernel in kernels.kernels_of(machine, shapes.TINY):
         kernel.make()()
         assert kernel.num_bytes > 0
         names.add(kernel.name)
+        shown.add(kernel.shape)
     assert {"linear gate up fp8", "attention, fp8 cache", "choice, drawn", "rotary, cache write"} <= names
+    assert "attention, torch math" in names
+    assert "3 x 1 of 40 + 1 x 1 of 80" in shown
     tiles = [case["tiles"] for case, _ in kernels.sweep(machine, shapes.TINY)]
     assert tiles.count(None) == 2
 
@@ -296,6 +303,10 @@ def test_tests_that_were_all_skipped_are_not_done(
     monkeypatch.setattr(module, "JOBS", (module.Job("tests", "", command, 20, 0),))
     assert run_all(tmp_path) == {"tests": status}
     assert run_all(tmp_path / "dry", dry=True) == {}, "tests have no dry run"
+
+
+def test_all_jobs_fit_three_runs_of_540_s(load: Any) -> None:
+    assert sum(job.most_s for job in load("gpu_all").JOBS) <= 3 * 540
 
 
 def test_a_checkout_that_is_not_installed_is_imported_through_links(load: Any, tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def test_without_a_gpu_a_script_says_so_in_a_sentence(
         ("gpu_decode --dry --batch 0", "--batch: '0' is not a whole number of 1 or more"),
         ("gpu_decode --dry --steps 0", "--steps: '0' is not a whole number of 1 or more"),
         ("gpu_decode --context 40 --steps 64", "--context 40 leaves no prompt: 64 steps need more than 40"),
+        ("gpu_decode --beside 40 --steps 64", "--beside 40 leaves no prompt: 64 steps need more than 40"),
         ("gpu_decode --dry --device gpu", "'gpu' is no GPU's name; cuda and cuda:INDEX are"),
         ("gpu_allreduce", "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set: start it by torchrun"),
         ("gpu_all --wheels {empty}", "empty holds no .whl file"),
