@@ -124,6 +124,12 @@ class Connection(HttpToolsProtocol):
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
             self._stop_parsing(400, b"a request has one Host header")
+        # One way to tell where a body ends: what two programs read differently hides a request from one of them.
+        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and version == "1.0":
+            self._stop_parsing(400, b"HTTP/1.0 has no Transfer-Encoding")
+        if codings not in ([], [b"chunked"]):
+            self._stop_parsing(501, b"chunked is the only Transfer-Encoding that is known here")
         if self.parser.get_method() == b"CONNECT":
             self._stop_parsing(405, b"this is no proxy")
         if len(self.pipeline) >= MAX_PIPELINED:

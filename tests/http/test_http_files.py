@@ -15,7 +15,8 @@ import pytest
 from http_server import Server, serving, wait_until
 from null_with_tokenizer import PARROT
 
-from headrace.frontend.http.files.store import SILENT_S, FileStore
+from headrace.frontend.http.files.store import FileStore
+from headrace.frontend.http.last_heard import SILENT_S
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 END = "STOPHERE"

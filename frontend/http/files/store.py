@@ -20,12 +20,11 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from headrace.frontend.http import last_heard
 from headrace.frontend.http.errors import ApiError
 from headrace.ipc.failure import HeadraceError, OptionError
 
 T = TypeVar("T")
-SILENT_S = 30.0
-"""A batch that runs and whose process has not been heard of for so long has failed."""
 MOST_BATCHES = 4096
 """Those that ended first are forgotten first."""
 RESULTS = "batch_output"
@@ -196,7 +195,7 @@ class FileStore:
 
     async def add_batch(self, tenant: str, batch: BatchObject) -> None:
         def add() -> None:
-            values = (tenant, batch.id, time.time(), time.time(), 1, msgspec.json.encode(batch))
+            values = (tenant, batch.id, time.time(), last_heard.now_s(), 1, msgspec.json.encode(batch))
             self._database.execute("insert into batches values (?,?,?,?,?,?)", values)
             self._database.execute(
                 "delete from batches where runs = 0 and rowid not in "
@@ -216,7 +215,7 @@ class FileStore:
             is_cancelled = kept is not None and kept.status == "cancelling"
             if is_cancelled and runs:
                 hear = "update batches set heard = ? where tenant = ? and id = ?"
-                self._database.execute(hear, (time.time(), tenant, batch.id))
+                self._database.execute(hear, (last_heard.now_s(), tenant, batch.id))
                 return False
             if kept is not None:
                 batch.cancelling_at = kept.cancelling_at
@@ -256,7 +255,7 @@ class FileStore:
         if row is None:
             return None
         batch = msgspec.json.decode(row[0], type=BatchObject)
-        if batch.status in RUNNING and time.time() - row[1] > SILENT_S:
+        if batch.status in RUNNING and last_heard.is_silent(row[1]):
             fail(batch, "server_error", "the process that ran this batch has ended")
             batch.output_file_id = self._result_of(tenant, output_name(batch.id))
             batch.error_file_id = self._result_of(tenant, error_name(batch.id))
@@ -271,7 +270,7 @@ class FileStore:
 
     def _write_batch(self, tenant: str, batch: BatchObject) -> None:
         change = "update batches set heard = ?, runs = ?, object = ? where tenant = ? and id = ?"
-        values = (time.time(), batch.status in RUNNING, msgspec.json.encode(batch), tenant, batch.id)
+        values = (last_heard.now_s(), batch.status in RUNNING, msgspec.json.encode(batch), tenant, batch.id)
         self._database.execute(change, values)
 
 

@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from headrace.frontend.http import last_heard
 from headrace.ipc.failure import OptionError
 
 T = TypeVar("T")
 IN_PROGRESS = ("queued", "in_progress")
-SILENT_S = 30.0
-"""A response in progress whose maker has not been heard of for so long is not in progress."""
 MOST_TURNS = 4096
 _WAIT_S = 5.0
 """For another process to finish with the file."""
@@ -98,7 +97,7 @@ class ResponseStore:
 
         def hear() -> bool:
             change = "update responses set heard = ? where tenant = ? and id = ? and status in (?, ?)"
-            return self._database.execute(change, (time.time(), tenant, id, *IN_PROGRESS)).rowcount > 0
+            return self._database.execute(change, (last_heard.now_s(), tenant, id, *IN_PROGRESS)).rowcount > 0
 
         return await self._run(hear)
 
@@ -106,8 +105,8 @@ class ResponseStore:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _put(self, tenant: str, stored: Stored, *, is_new: bool) -> bool:
-        size, now_s = len(stored.response) + len(stored.input), time.time()
-        values = (stored.status, stored.previous, stored.response, stored.input, now_s, now_s, size, tenant, stored.id)
+        size, times_s = len(stored.response) + len(stored.input), (time.time(), last_heard.now_s())
+        values = (stored.status, stored.previous, stored.response, stored.input, *times_s, size, tenant, stored.id)
         if is_new:
             self._database.execute(
                 "insert or replace into responses "
@@ -144,7 +143,7 @@ class ResponseStore:
         touch = "update responses set used = ? where tenant = ? and id = ?"
         self._database.execute(touch, (time.time(), tenant, id))
         status, previous, response, asked, heard_s = row
-        if status in IN_PROGRESS and self.is_shared and time.time() - heard_s > SILENT_S:
+        if status in IN_PROGRESS and self.is_shared and last_heard.is_silent(heard_s):
             failed = msgspec.json.decode(response)
             error = {"code": "server_error", "message": "the process that generated this response has ended"}
             status, failed = "failed", {**failed, "status": "failed", "error": error}
