@@ -200,6 +200,7 @@ class CpuWeights(CheckedWeights):
         self._check(name, (rows.size, declared.latent_dim))
         stacked = self._floats(name, own_part(rows, self.place)).to(self.dtype)
         heads = stacked.unflatten(0, (-1, declared.nope_dim + declared.value_dim))
+        self.nbytes += heads.nbytes  # beside the packed ones, which count themselves
         keys, values = heads.split((declared.nope_dim, declared.value_dim), dim=1)
         return CpuLatent(
             declared,

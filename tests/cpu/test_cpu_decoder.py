@@ -247,6 +247,16 @@ def test_packed_weights_compute_what_their_exact_dequantisation_does(name: str, 
     assert decoder.weight_bytes == stored + vectors, "tied or not, a matrix is in memory once"
 
 
+def test_weights_of_latent_attention_are_counted_with_the_copy_that_expands_vectors() -> None:
+    head = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+    sizes = head | {"kv_lora_rank": 64, "n_routed_experts": 32}  # whole tiles, so that packing adds nothing
+    model = tiny_models.build("deepseek_v2_moe", **sizes)
+    spec = spec_from_config(model.config.to_dict() | {"architectures": ["DeepseekV2ForCausalLM"]})
+    state = state_of(model)
+    up = sum(tensor.nbytes for name, tensor in state.items() if name.endswith("kv_b_proj.weight"))
+    assert program_of(spec, DictSource(state)).weight_bytes == sum(tensor.nbytes for tensor in state.values()) + up
+
+
 K_BLOCKS: dict[Kind, dict[int, float]] = {
     # fp16 fields of a block: byte offset -> value; all other bytes are random
     Kind.Q4_K: {0: 4e-4, 2: 3e-3},

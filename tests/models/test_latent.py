@@ -6,16 +6,23 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import tiny_models
 import torch
+from engine_parts import make_plan
 from paged import make_batch
 from torch import Tensor
 from transformers import DeepseekV2Config
 
 from headrace import LLM, SamplingParams
+from headrace.core.options.memory import block_bytes as plan_block_bytes
+from headrace.core.options.memory import fit_cache, requests_at_once
+from headrace.core.options.plan import MemoryReading
+from headrace.executor.model_rank import own_kv
 from headrace.executor.models.families import spec_from_config
-from headrace.executor.models.kv_cache import block_bytes
+from headrace.executor.models.kv_cache import block_bytes, cache_groups
+from headrace.executor.parallel.rank_place import RankPlace
 from headrace.kernels.reference.attention import AttentionParams, PagedBatch
 from headrace.kernels.reference.latent import LatentUp, latent_attention
 
@@ -76,6 +83,32 @@ def test_an_engine_has_the_blocks_that_latent_attention_leaves_room_for(tmp_path
     options: dict[str, Any] = {"in_process": True, "skip_tokenizer_init": True, "dtype": "float32", "block_size": 8}
     with LLM(str(model), **options, max_model_len=256, kv_cache_memory_bytes=1_000_000) as llm:
         assert llm.get_stats().num_blocks == 1_000_000 // (8 * 3 * (40 + 8) * 4) - 1
+
+
+def test_deepseek_v2_lites_cache_holds_nine_times_the_requests_of_32k_that_its_heads_would() -> None:
+    """Exact numbers for 24 GiB: 27 layers of 16 heads, whose keys have 192 values and whose values 128."""
+    config = DeepseekV2Config(
+        **(V2_LITE | {"num_hidden_layers": 27, "num_attention_heads": 16, "num_experts_per_tok": 6})
+    ).to_dict()
+    spec = spec_from_config(config | {"architectures": ["DeepseekV2ForCausalLM"]})
+    plan, _ = make_plan(
+        block_size=16, max_num_batched_tokens=2048, max_model_len=1 << 15, kv_cache_memory_bytes=24 << 30
+    )
+    reading = MemoryReading(
+        total_bytes=80 << 30, available_bytes=80 << 30, weights_bytes=0, activation_bytes=0, device="a GPU"
+    )
+    groups = cache_groups(spec, 1 << 15)
+    rows, elements = own_kv(spec, RankPlace.of(0, 1, 1), groups)
+    capacity, bytes_per_token = {}, {}
+    for kind, of_token in (("latent", elements), ("heads", 27 * 16 * (192 + 128))):
+        cache = {"cache_groups": groups, "kv_rows_per_token": rows, "kv_elements_per_token": of_token}
+        model = msgspec.structs.replace(plan.model, **cache)
+        planned = msgspec.structs.replace(plan, model=model, dtype="bfloat16", max_num_seqs=256)
+        facts = fit_cache(planned, reading)
+        bytes_per_token[kind] = plan_block_bytes(planned) // 16
+        capacity[kind] = int(requests_at_once(facts.num_blocks, 1 << 15, planned) * (1 << 15))
+    assert bytes_per_token == {"latent": 27 * 576 * 2, "heads": 27 * 5120 * 2}
+    assert capacity == {"latent": 828_480, "heads": 93_184}
 
 
 @pytest.mark.system
