@@ -296,6 +296,9 @@ def moe_cases() -> dict[str, Run]:
         "experts, clamped with biases, 512 tokens": clamped(512),
         "experts, invariant": apply(64, dense, batch_invariant=True),
         "route_experts": lambda: moe.route_experts(logits, top_k=8, scoring="softmax", renormalise=True),
+        "route_experts by sparsemixer": lambda: moe.route_experts(
+            meta(256, 16), top_k=2, scoring="sparsemixer", renormalise=False, margin=0.02
+        ),
         "route_experts with a bias": lambda: moe.route_experts(
             logits, top_k=8, scoring="sigmoid", renormalise=True, bias=meta(128, dtype=FP32)
         ),

@@ -225,6 +225,7 @@ class ProgramOps:
             scale=routing.scale,
             bias=correction,
             groups=routing.groups,
+            margin=routing.margin,
             first_expert=self._place.experts(logits.columns).start,
         )
         return ChosenExperts(stack, x, expert_ids, weights)

@@ -373,6 +373,7 @@ class EagerExperts:
             scale=routing.scale,
             bias=correction,
             groups=routing.groups,
+            margin=routing.margin,
         )
         if self.are_divided:
             is_own = (expert_ids >= self._own.start) & (expert_ids < self._own.stop)

@@ -2,6 +2,7 @@
 #include "experts_driver.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 namespace headrace {
@@ -26,6 +27,20 @@ void score(Scoring scoring, const float* logits, int64_t count, float* scores) {
   float sum = 0.0f;
   for (int64_t i = 0; i < count; ++i) sum += scores[i];
   for (int64_t i = 0; i < count; ++i) scores[i] /= sum;
+}
+
+// The weights of kSparsemixer: see `route_experts` of kernels/reference/moe.py. best: [top_k], by falling logits.
+void share_by_sparsemixer(const RouteArgs& args, const float* logits, const int32_t* best, float* weights) {
+  for (int64_t slot = 0; slot < args.top_k; ++slot) {
+    const float own = logits[best[slot]];
+    float sum = 0.0f;
+    for (int64_t i = 0; i < args.num_experts; ++i) {
+      if (std::find(best, best + slot, static_cast<int32_t>(i)) != best + slot) continue;
+      const float distance = (own - logits[i]) / std::max(std::abs(logits[i]), own);
+      if (!(distance > args.margin)) sum += std::exp(logits[i] - own);
+    }
+    weights[slot] = 1.0f / sum;
+  }
 }
 
 // The numbers of the best `top_k` keys, best first, of equals the lower number first.
@@ -177,15 +192,20 @@ HR_EXPORT void hr_op_route(const void* raw, const Step& step, int thread, int nu
   for (int64_t row = mine.begin; row < mine.end; ++row) {
     for (int64_t i = 0; i < count; ++i)
       logits[i] = load_one(args.logits, row * args.logits_stride + i, args.logits_dtype);
-    score(args.scoring, logits, count, scores);
+    const bool is_sparsemixer = args.scoring == Scoring::kSparsemixer;
+    if (!is_sparsemixer) score(args.scoring, logits, count, scores);
     if (args.bias || is_grouped)
       for (int64_t i = 0; i < count; ++i) sums[i] = scores[i] + (args.bias ? args.bias[i] : 0.0f);
     if (is_grouped) leave_best_groups(args, sums, worth, reinterpret_cast<int32_t*>(worth + padded));
     int32_t* best = args.expert_ids + row * args.top_k;
     float* weights = args.weights + row * args.top_k;
     choose_best(args.bias || is_grouped ? sums : logits, count, args.top_k, best);
+    if (is_sparsemixer)
+      share_by_sparsemixer(args, logits, best, weights);
+    else
+      for (int64_t slot = 0; slot < args.top_k; ++slot) weights[slot] = scores[best[slot]];
     float sum = 0.0f;
-    for (int64_t slot = 0; slot < args.top_k; ++slot) sum += weights[slot] = scores[best[slot]];
+    for (int64_t slot = 0; slot < args.top_k; ++slot) sum += weights[slot];
     const float divisor = args.renormalise == 0 ? 1.0f : sum > 1e-20f ? sum : 1e-20f;
     for (int64_t slot = 0; slot < args.top_k; ++slot) {
       weights[slot] = weights[slot] / divisor * args.scale;

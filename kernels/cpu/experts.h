@@ -13,7 +13,7 @@
 
 namespace headrace {
 
-enum class Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
+enum class Scoring : int32_t { kSoftmax = 0, kSigmoid = 1, kSparsemixer = 2 };
 
 // Arguments of hr_op_route, which needs 20 (num_experts + kLanes) bytes of thread scratch.
 struct RouteArgs {
@@ -34,6 +34,7 @@ struct RouteArgs {
   Scoring scoring;
   int32_t renormalise;
   float scale;
+  float margin;  // of kSparsemixer
 };
 
 // Arguments of hr_op_experts.

@@ -25,7 +25,7 @@ from .linear_args import GATED_ACTIVATIONS, PackedWeightC, ScratchNeed
 from .ops import why_no_op
 from .program_args import ExpertsArgs, RouteArgs
 
-SCORINGS: Mapping[Scoring, int] = MappingProxyType({"softmax": 0, "sigmoid": 1})
+SCORINGS: Mapping[Scoring, int] = MappingProxyType({"softmax": 0, "sigmoid": 1, "sparsemixer": 2})
 """`Scoring` in experts.h."""
 PASS_BYTES, LEAST_PASS_ROWS = 16 << 20, 256
 """Of activations between an expert's products: enough rows to make good use of weights that are read."""
@@ -153,6 +153,7 @@ class RouteOptions(TypedDict, total=False):
     renormalise: Required[bool]
     scale: float
     groups: ExpertGroups
+    margin: float
     first_expert: int
     """What numbers count from: lower ones are negative then, and another rank's."""
 
@@ -163,7 +164,7 @@ def route_args(num_experts: int, top_k: int, options: RouteOptions) -> RouteArgs
     if not 0 < top_k <= num_experts:
         raise ValueError(f"{top_k} of {num_experts} experts cannot be chosen.")
     if scoring not in SCORINGS:
-        raise ValueError(f"experts are scored by {' or '.join(SCORINGS)}, not by {scoring!r}.")
+        raise ValueError(f"experts are scored by {', '.join(SCORINGS)}, not by {scoring!r}.")
     if reason := groups.why_not(num_experts, top_k):
         raise ValueError(f"{reason}.")
     return RouteArgs(
@@ -176,6 +177,7 @@ def route_args(num_experts: int, top_k: int, options: RouteOptions) -> RouteArgs
         scoring=SCORINGS[scoring],
         renormalise=options["renormalise"],
         scale=options.get("scale", 1.0),
+        margin=options.get("margin", 0.0),
     )
 
 

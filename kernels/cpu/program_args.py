@@ -170,6 +170,7 @@ class RouteArgs(ctypes.Structure):
         ("scoring", ctypes.c_int32),
         ("renormalise", ctypes.c_int32),
         ("scale", ctypes.c_float),
+        ("margin", ctypes.c_float),
     )
 
 

@@ -15,7 +15,7 @@ from headrace.kernels.expert_groups import ALL_EXPERTS, ExpertGroups
 from headrace.kernels.reference.quantised import QuantisedLinear
 from headrace.kernels.reference.rows import LinearWeight, activate_and_multiply
 
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 LEAST_SUM = 1e-20
 """Weights are divided by their sum or by this, whichever is larger: sigmoid scores can all be 0."""
 
@@ -52,6 +52,7 @@ def route_experts(
     scale: float = 1.0,
     bias: Tensor | None = None,
     groups: ExpertGroups = ALL_EXPERTS,
+    margin: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The `top_k` experts of each token, best first, and the weights of their results.
 
@@ -59,18 +60,38 @@ def route_experts(
     sigmoid, in float32. The best logits are chosen, of equals the lower index; with a bias [num_experts] float32
     (DeepSeek-V3, section 2.1.2) the best sums of score and bias, which the weights do not contain. Only within the best
     of `groups`, where there are several. Weights are scores, divided by their sum if renormalised, times `scale`.
+
+    By sparsemixer (Liu et al. 2024, "GRIN", section 3.1) each expert's weight is its share of a softmax over those that
+    come after it, itself included, and whose logit is no further below its own than `margin` times the larger of its
+    own and that logit's absolute value; it takes no bias and no groups.
     Returns expert_ids [num_tokens, top_k] int32 and weights [num_tokens, top_k] float32.
     """
     wide = logits.float()
+    if scoring == "sparsemixer":
+        expert_ids, weights = _by_sparsemixer(wide, top_k, margin)
+        return expert_ids.to(torch.int32), _renormalised(weights, renormalise) * scale
     scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
     order = wide if bias is None else scores + bias
     if groups.number > 1:
         order = _within_groups(scores if bias is None else order, groups)
     expert_ids = order.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(-1, expert_ids)
-    if renormalise:
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=LEAST_SUM)
-    return expert_ids.to(torch.int32), weights * scale
+    return expert_ids.to(torch.int32), _renormalised(weights, renormalise) * scale
+
+
+def _renormalised(weights: Tensor, renormalise: bool) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True).clamp(min=LEAST_SUM) if renormalise else weights
+
+
+def _by_sparsemixer(wide: Tensor, top_k: int, margin: float) -> tuple[Tensor, Tensor]:
+    """wide: [num_tokens, num_experts] float32. Both results are [num_tokens, top_k]."""
+    order = wide.sort(dim=-1, descending=True, stable=True)
+    shares = []
+    for slot in range(top_k):
+        best, left = order.values[:, slot, None], order.values[:, slot:]
+        is_far = (best - left) / left.abs().maximum(best) > margin
+        shares.append((left - best).masked_fill(is_far, float("-inf")).softmax(-1)[:, 0])
+    return order.indices[:, :top_k], torch.stack(shares, dim=-1)
 
 
 def _within_groups(order: Tensor, groups: ExpertGroups) -> Tensor:

@@ -35,6 +35,7 @@ def route_experts(
     scale: float = 1.0,
     bias: Tensor | None = None,
     groups: ExpertGroups = ALL_EXPERTS,
+    margin: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.route_experts`."""
     num_rows, num_experts = logits.shape
@@ -53,8 +54,9 @@ def route_experts(
             logits.stride(0),
             float(scale),
             LEAST_SUM,
+            float(margin),
             TOP_K=top_k,
-            SIGMOID=scoring == "sigmoid",
+            SCORING=scoring,
             RENORMALISE=renormalise,
             NUM_GROUPS=groups.number,
             GROUPS_CHOSEN=groups.chosen,
@@ -205,8 +207,9 @@ def route_kernel(
     logits_stride,
     scale,
     least_sum,
+    margin,
     TOP_K: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    SCORING: tl.constexpr,
     RENORMALISE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     GROUPS_CHOSEN: tl.constexpr,
@@ -219,7 +222,7 @@ def route_kernel(
     numbers = tl.arange(0, BLOCK)
     inside = numbers < num_experts
     wide = tl.load(logits + row * logits_stride + numbers, mask=inside, other=float("-inf")).to(tl.float32)
-    if SIGMOID:
+    if SCORING == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(-wide))
     else:
         powers = tl.exp(wide - tl.max(wide, 0))
@@ -251,7 +254,13 @@ def route_kernel(
         # NaN is nobody's best; what is chosen then is an expert all the same.
         best = tl.min(tl.where(keys == tl.max(keys, 0), numbers, num_experts - 1), 0)
         chosen = tl.where(slots == slot, best, chosen)
-        found = tl.where(slots == slot, tl.sum(tl.where(numbers == best, scores, 0.0), 0), found)
+        if SCORING == "sparsemixer":
+            largest = tl.max(keys, 0)
+            is_near = inside & (keys > float("-inf")) & ((largest - keys) <= margin * tl.maximum(tl.abs(keys), largest))
+            share = 1.0 / tl.sum(tl.where(is_near, tl.exp(keys - largest), 0.0), 0)
+        else:
+            share = tl.sum(tl.where(numbers == best, scores, 0.0), 0)
+        found = tl.where(slots == slot, share, found)
         keys = tl.where(numbers == best, float("-inf"), keys)
     if RENORMALISE:
         found = found / tl.maximum(tl.sum(found, 0), least_sum)

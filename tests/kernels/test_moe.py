@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from headrace.kernels import ops
 from headrace.kernels.expert_groups import ExpertGroups
@@ -48,6 +49,17 @@ def test_routing_takes_the_best_scores_and_of_equals_the_lower_index(scoring: Sc
         expected = expected / expected.sum(-1, keepdim=True)
     torch.testing.assert_close(weights.double(), 2.5 * expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(scores.gather(1, ids.long()), scores.sort(-1, descending=True).values[:, :5])
+
+
+@pytest.mark.parametrize("margin", [0.02, 0.8, 3.0])
+def test_sparsemixer_is_that_of_transformers(margin: float) -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(200, 16)
+    expected, expected_ids = sparsemixer(logits, jitter_eps=margin / 2, training=False)
+    ids, weights = route(logits, top_k=2, scoring="sparsemixer", renormalise=False, margin=margin)
+    assert torch.equal(ids.long(), expected_ids)
+    torch.testing.assert_close(weights, expected, rtol=1e-6, atol=0)
+    assert len(weights.unique()) > 100 or margin < 0.1
 
 
 def test_logits_whose_scores_are_equal_after_rounding_are_still_told_apart() -> None:
@@ -128,6 +140,12 @@ def test_every_version_that_serves_here_is_its_reference_within_rounding(dtype: 
     for version in ops()["route_experts"].versions:
         if version.why_not(**facts):
             continue
+        for margin in (0.02, 0.8):
+            mixer = {"scoring": "sparsemixer", "renormalise": False, "scale": 0.5, "margin": margin}
+            ids, weights = route(logits, top_k=3, **mixer)
+            found_ids, found = version.function(logits, top_k=3, **mixer)
+            assert torch.equal(found_ids, ids)
+            torch.testing.assert_close(found, weights, rtol=1e-6, atol=1e-7)
         for scoring in ("softmax", "sigmoid"):
             for options in (
                 {"renormalise": True},

@@ -27,6 +27,8 @@ __all__ = ["pool_for_each_rank"]  # a fixture for all of these tests
 
 THREADS = f"{RankThreads.__module__}:{RankThreads.__name__}"
 NEW_TOKENS = 10
+OP_BY_OP = {"apertus"}
+"""What the CPU program cannot compute."""
 # Little memory and small steps: prompts are read in chunks, and requests give way to each other.
 TIGHT: dict[str, Any] = {
     "dtype": "float32",
@@ -80,7 +82,7 @@ def expect_answers(path: Path, name: str, slides: bool, **options: Any) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_engine_gives_the_tokens_of_transformers(folder: Path, name: str) -> None:
-    assert why_not(spec_from_config(config_of(name)), torch.float32) == ""
+    assert bool(why_not(spec_from_config(config_of(name)), torch.float32)) == (name in OP_BY_OP)
     expect_answers_of_transformers(folder, name)
 
 

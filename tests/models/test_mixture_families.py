@@ -38,6 +38,10 @@ LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
     "v_head_dim": 20,
 }  # fmt: skip
+PHIMOE_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128,
+    "short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.5, 2.0, 4.0, 9.0], "short_mscale": 1.2, "long_mscale": 1.2,
+}  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False
 }  # fmt: skip
@@ -62,6 +66,20 @@ FAMILIES: dict[str, TinyModel] = {
     ),
     "minicpm3": tiny("MiniCPM3", scale_emb=1, scale_depth=1.4, tie_word_embeddings=False, **LATENT),
     "kimi_k2": tiny("DeepseekV3", **LATENT, **(DEEPSEEK | {"n_group": 1, "topk_group": 1})),
+    "phimoe": tiny("Phimoe", num_local_experts=8, num_experts_per_tok=2, router_jitter_noise=0.4),
+    "phimoe_longrope": tiny(
+        "Phimoe", num_local_experts=8, num_experts_per_tok=2, attention_bias=True, lm_head_bias=True,
+        rope_parameters=PHIMOE_LONGROPE, max_position_embeddings=512,
+    ),
+    "llama4": tiny(
+        "Llama4", "Llama4TextConfig", num_hidden_layers=4, head_dim=16, num_local_experts=8, num_experts_per_tok=1,
+        interleave_moe_layer_step=2, no_rope_layer_interval=4, intermediate_size_mlp=64, attention_chunk_size=64,
+        floor_scale=65,
+    ),
+    "llama4_plain": tiny(
+        "Llama4", "Llama4TextConfig", head_dim=16, num_local_experts=8, num_experts_per_tok=1, use_qk_norm=False,
+        no_rope_layers=[0, 1],
+    ),
     "gpt_oss": tiny("GptOss", head_dim=16, sliding_window=20, rope_parameters=YARN, **EXPERTS),
 }  # fmt: skip
 # Little memory and small steps: prompts are read in chunks, and requests give way to each other.
@@ -134,12 +152,28 @@ def test_greedy_tokens_equal_transformers(folder: Path, name: str) -> None:
     expect_answers_of_transformers(folder, name)
 
 
+@pytest.mark.system
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_two_ranks_give_the_tokens_of_transformers(folder: Path, name: str, kind: str) -> None:
+    ranks = {f"{kind}_parallel_size": 2, "distributed_executor_backend": THREADS}
+    expect_answers_of_transformers(folder, name, **ranks)
+
+
+def test_a_llama_4_ends_before_attention_is_chunked_and_queries_are_scaled() -> None:
+    config = model_of("llama4").config.to_dict() | {"architectures": ["Llama4ForConditionalGeneration"]}
+    assert spec_from_config(config).max_positions == 64
+    assert spec_from_config(config | {"attention_chunk_size": 60}).max_positions == 60
+    assert spec_from_config(config | {"floor_scale": 33}).max_positions == 32
+    assert spec_from_config(config | {"floor_scale": 33, "attn_temperature_tuning": False}).max_positions == 64
+
+
 EXPERT_PARALLEL = {
     "tensor_parallel_size": 2, "distributed_executor_backend": THREADS, "enable_expert_parallel": True
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss", "llama4"])
 def test_ranks_that_have_whole_experts_answer_as_transformers_does(folder: Path, name: str) -> None:
     """As one program and op by op; four experts of each rank, and shared experts that are divided by rows."""
     expect_answers_of_transformers(folder, name, **EXPERT_PARALLEL)

@@ -54,6 +54,7 @@ FAMILIES: dict[str, TinyModel] = {
     "stablelm": tiny("StableLm", hidden_size=64, tie_word_embeddings=False, use_qkv_bias=True),
     "stablelm_parallel": tiny("StableLm", hidden_size=64, tie_word_embeddings=False, use_parallel_residual=True),
     "nemotron": tiny("Nemotron", head_dim=8, tie_word_embeddings=False),
+    "apertus": tiny("Apertus"),
     "arcee": tiny("Arcee"),
     "jais2": tiny("Jais2"),
     "glm": tiny("Glm", head_dim=8, attention_bias=True),

@@ -39,6 +39,16 @@ def case_routing_chooses_the_same_experts_and_weights() -> None:
             torch.testing.assert_close(found, weights, rtol=1e-5, atol=1e-6)
 
 
+def case_routing_by_sparsemixer_gives_the_same_weights() -> None:
+    for dtype, num_experts, top_k, margin in ((torch.float32, 16, 2, 0.8), (torch.bfloat16, 12, 3, 0.02)):
+        logits = torch.randn(40, num_experts).to(dtype)
+        options = {"top_k": top_k, "scoring": "sparsemixer", "renormalise": False, "margin": margin, "scale": 0.5}
+        ids, weights = route(logits, **options)
+        found_ids, found = moe.route_experts(logits, **options)
+        assert torch.equal(found_ids, ids)
+        torch.testing.assert_close(found, weights, rtol=1e-5, atol=1e-6)
+
+
 def case_routing_within_groups_chooses_the_same_experts() -> None:
     logits, bias = torch.randn(5, 24) * 3, torch.rand(24)
     for scoring, correction, best in (("softmax", None, 1), ("sigmoid", bias, 2)):

@@ -227,10 +227,12 @@ class Routing:
     """How a router's logits become experts and their weights: see `kernels.reference.moe.route_experts`."""
 
     num_chosen: int
-    scoring: Literal["softmax", "sigmoid"]
+    scoring: Literal["softmax", "sigmoid", "sparsemixer"]
     renormalise: bool
     scale: float = 1.0
     groups: ExpertGroups = ALL_EXPERTS
+    margin: float = 0.0
+    """Of sparsemixer."""
 
 
 class Ops(Protocol):
