@@ -220,13 +220,9 @@ class ProgramOps:
             logits,
             expert_ids,
             weights,
-            scoring=routing.scoring,
-            renormalise=routing.renormalise,
-            scale=routing.scale,
             bias=correction,
-            groups=routing.groups,
-            margin=routing.margin,
             first_expert=self._place.experts(logits.columns).start,
+            **routing.options,
         )
         return ChosenExperts(stack, x, expert_ids, weights)
 

@@ -365,16 +365,7 @@ class EagerExperts:
     def __call__(self, x: Tensor, logits: Tensor, routing: Routing, correction: Tensor | None) -> Tensor:
         """x [num_tokens, hidden], logits [num_tokens, num_experts], correction [num_experts] float32 ->
         [num_tokens, hidden]"""
-        expert_ids, shares = self._route(
-            logits,
-            top_k=routing.num_chosen,
-            scoring=routing.scoring,
-            renormalise=routing.renormalise,
-            scale=routing.scale,
-            bias=correction,
-            groups=routing.groups,
-            margin=routing.margin,
-        )
+        expert_ids, shares = self._route(logits, top_k=routing.num_chosen, bias=correction, **routing.options)
         if self.are_divided:
             is_own = (expert_ids >= self._own.start) & (expert_ids < self._own.stop)
             expert_ids = torch.where(is_own, expert_ids - self._own.start, -1)

@@ -234,6 +234,11 @@ class Routing:
     margin: float = 0.0
     """Of sparsemixer."""
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """As arguments of `route_experts`, beside how many it chooses."""
+        return {name: getattr(self, name) for name in ("scoring", "renormalise", "scale", "groups", "margin")}
+
 
 class Ops(Protocol):
     """What a block emits its ops to. Values hold this rank's part of what ranks divide."""
