@@ -21,7 +21,7 @@ from test_serve_fleet import stream
 
 from headrace.core.options.parsing import parse_options
 from headrace.frontend.fleet.client import start_ranks
-from headrace.frontend.http.process.options import ServeOptions
+from headrace.frontend.http.process.options import ServeOptions, check_serve_options
 from headrace.frontend.http.process.ranks import Ranks, ranks_of
 from headrace.ipc.failure import OptionError
 
@@ -123,6 +123,27 @@ def test_which_ranks_are_here_follows_from_the_options() -> None:
 def test_what_contradicts_is_refused(engine: dict[str, Any], server: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
         ranks(engine, **server)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"port": 8080},
+        {"max_migrations": 1, "api_key": ("secret",)},
+        {"api_server_count": 2, "tool_call_parser": "hermes", "metrics_prefix": "vllm"},
+    ],
+)
+def test_a_host_without_http_refuses_options_of_http_by_their_names(given: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=f"headless serves no HTTP: leave {', '.join(given)} out") as refusal:
+        check_serve_options(ServeOptions(headless=True, **given))
+    check_serve_options(ServeOptions(headless=False, **given))
+    assert "data_parallel" not in str(refusal.value)
+
+
+def test_a_host_without_http_takes_options_of_its_engines() -> None:
+    check_serve_options(
+        ServeOptions(headless=True, data_parallel_address="::1", restart_engine=3, keys="k", log_level="debug")
+    )
 
 
 def test_what_starts_all_engines_refuses_to_start_some() -> None:

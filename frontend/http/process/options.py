@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from headrace.core.options.engine_options import Option
-from headrace.core.options.values import read_options
+from headrace.core.options.values import option_specs, read_options
 from headrace.ipc.failure import OptionError
 from headrace.ipc.process.log import LEVEL_VARIABLE
 
@@ -352,14 +352,28 @@ def with_environment(options: ServeOptions, environment: Mapping[str, str]) -> S
     return msgspec.structs.replace(options, **{name: getattr(found, name) for name in given})
 
 
+_WITHOUT_HTTP = ("log_level",)
+_OF_ROUTER = ("max_migrations", "progress_timeout")
+
+
+def _given_of_http(options: ServeOptions) -> list[str]:
+    """Options that say something, and are of what answers requests."""
+    return [
+        name
+        for name, spec in option_specs(ServeOptions).items()
+        if (spec.option.group != ENGINES and name not in _WITHOUT_HTTP) or name in _OF_ROUTER
+        if getattr(options, name) != spec.default
+    ]
+
+
 def check_serve_options(options: ServeOptions) -> None:
     """Raises OptionError for options that contradict each other."""
     if options.uds is not None and options.api_server_count > 1:
         raise OptionError(
             "a Unix socket belongs to one process: use --host and --port with --api-server-count, or one process"
         )
-    if options.headless and options.api_server_count > 1:
-        raise OptionError("headless serves no HTTP: leave api_server_count out")
+    if options.headless and (given := _given_of_http(options)):
+        raise OptionError(f"headless serves no HTTP: leave {', '.join(given)} out")
     if options.ssl_keyfile is not None and options.ssl_certfile is None:
         raise OptionError("ssl_keyfile is the key of a certificate: give ssl_certfile too")
     if (options.ssl_ca_certs is not None or options.ssl_cert_reqs) and options.ssl_certfile is None:
