@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ _REJECTIONS, _FULL = "admission_rejections", "max_num_queued_reqs"
 """The one reason that there is: queues are bounded by requests (max_waiting_requests), under vLLM's name for it."""
 _PROCESS_HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
     "gc_pause_seconds": (_PAUSES, "Garbage collections in the HTTP processes."),
+    "router_gap_seconds": (_SHORT, "Of requests that lost their engine: from their last token before to the next."),
 }
 _PROCESS_COUNTERS = {
     "http_requests": "HTTP requests for completions.",
@@ -180,24 +181,32 @@ class Pages:
         """A garbage collection in this process took so long."""
         _observe(self.process, _PROCESS_LAYOUT.at["gc_pause_seconds"], _PAUSES, seconds)
 
+    def gap(self, seconds: float) -> None:
+        """A stream stood still for so long, as its request went on at another engine."""
+        _observe(self.process, _PROCESS_LAYOUT.at["router_gap_seconds"], _SHORT, seconds)
+
 
 class RequestMeter:
     """Times one HTTP request's streams into its engine's block."""
 
-    def __init__(self, block: memoryview[float]) -> None:
-        self._block = block
-        self._last: dict[RequestStream, tuple[float, int]] = {}  # time and tokens of its last news
+    def __init__(self, block: memoryview[float], on_gap: Callable[[float], None]) -> None:
+        """on_gap: told how long a stream stood still when its request lost its engine (seconds)."""
+        self._block, self._on_gap = block, on_gap
+        self._last: dict[RequestStream, tuple[float, int, int]] = {}  # of its last news: time, tokens, migrations
 
     def on_step(self, stream: RequestStream, now_s: float) -> None:
         last = self._last.get(stream)
         # Of several outputs that come together, the first stands for all.
         num_tokens = len(stream.sequences[0].token_ids)
-        self._last[stream] = (now_s, num_tokens)
+        num_migrations = 0 if stream.route is None else stream.route.num_migrations
+        self._last[stream] = (now_s, num_tokens, num_migrations)
         if last is not None:
             block, interval_s = self._block, now_s - last[0]
             count = max(1, num_tokens - last[1])  # several may come at once
             block[_INTER_TOKEN + bisect.bisect_left(_TOKEN, interval_s / count)] += count
             block[_INTER_TOKEN_SUM] += interval_s
+            if num_migrations != last[2]:
+                self._on_gap(interval_s)
 
     def on_done(self, stream: RequestStream) -> None:
         reason = "error" if stream.error is not None else stream.sequences[0].finish_reason or "error"

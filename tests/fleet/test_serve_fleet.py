@@ -70,7 +70,11 @@ def test_streams_of_an_engine_that_is_killed_or_stopped_go_on_unchanged(number: 
         assert [each.result(60) for each in streams] == expected
         server.wait_log(r"moved from engine [01] to engine [01] \((died|silent)\)")
         reason = "died" if number == signal.SIGKILL else "silent"
-        assert metric(client, "headrace:router_migrations_total", reason=reason) > 0
+        num_moved = metric(client, "headrace:router_migrations_total", reason=reason)
+        assert num_moved > 0
+        assert 0 < metric(client, "headrace:router_gap_seconds_count") <= num_moved
+        stood_still_s = metric(client, "headrace:router_gap_seconds_sum") / num_moved
+        assert stood_still_s > (0.0 if number == signal.SIGKILL else 1.0), "a stopped one is suspected after 2 s"
         assert metric(client, "headrace:router_choices_total") == 12
         if number == signal.SIGKILL:
             wait_until(lambda: len(engines_of(server)) == 2, 20, "the engine that takes its place")

@@ -15,6 +15,7 @@ from headrace import AsyncLLM, RequestOutputKind, SamplingParams
 from headrace.frontend.api.inputs.prompts import Prompt
 from headrace.frontend.client.request import RequestStream, one_row
 from headrace.frontend.client.request_table import UNREAD_TOKENS, RequestTable
+from headrace.frontend.fleet.decisions import RoutedRequest
 from headrace.frontend.http import metrics
 from headrace.frontend.http.metrics import RequestMeter
 from headrace.ipc.messages import AddRequest, ClientMessage
@@ -57,8 +58,8 @@ def test_only_what_is_read_at_its_end_is_told_seldom(params: dict[str, Any], out
 
 def test_tokens_that_come_together_count_as_so_many_intervals() -> None:
     stream = added(output_kind=FINAL_ONLY)[1]
-    block = memoryview(array.array("d", [0.0] * 1000))
-    meter = RequestMeter(block)
+    block, gaps = memoryview(array.array("d", [0.0] * 1000)), list[float]()
+    meter = RequestMeter(block, gaps.append)
     for now_s, count in ((1.0, 1), (1.8, 8), (1.9, 1)):
         stream.sequences[0].token_ids += [7] * count
         meter.on_step(stream, now_s)
@@ -66,6 +67,19 @@ def test_tokens_that_come_together_count_as_so_many_intervals() -> None:
     assert sum(block[first:end]) == 9
     assert max(block[first:end]) == 9, "all nine are of 0.1 s"
     assert block[end] == pytest.approx(0.9)
+    assert not gaps
+
+
+def test_a_gap_is_counted_once_for_each_loss_of_an_engine_after_the_first_token() -> None:
+    stream = added(output_kind=DELTA)[1]
+    gaps = list[float]()
+    meter = RequestMeter(memoryview(array.array("d", [0.0] * 1000)), gaps.append)
+    stream.route = RoutedRequest("null", stream, num_prompt_tokens=1)
+    for now_s, num_migrations in ((1.0, 1), (1.1, 1), (1.5, 2), (1.6, 2), (3.6, 4), (3.7, 4)):
+        stream.sequences[0].token_ids.append(7)
+        stream.route.num_migrations = num_migrations
+        meter.on_step(stream, now_s)
+    assert gaps == pytest.approx([0.4, 2.0])
 
 
 MORE: tuple[dict[str, Any], ...] = ({}, {"logprobs": 0}, {"stop": ["no such text"]})

@@ -136,7 +136,7 @@ class Running:
             )
             engine = self._pool.engine_of(stream) or self.engine
             if engine.index not in meters:
-                meters[engine.index] = RequestMeter(self._pages.engine(engine.index))
+                meters[engine.index] = RequestMeter(self._pages.engine(engine.index), self._pages.gap)
             self._meters[stream] = meters[engine.index]
             stream.on_step, stream.on_done = self._on_step, self._on_done
             self.streams.append(stream)
@@ -210,7 +210,7 @@ class RunningSearch(Running):
         except Exception as error:  # whoever waits for the search is to hear of it
             logger.exception("a beam search failed")
             self.error = HeadraceError(f"the beam search failed: {type(error).__name__}: {error}")
-        meter = RequestMeter(self._pages.engine(self.engine.index))
+        meter = RequestMeter(self._pages.engine(self.engine.index), self._pages.gap)
         for stream in self.streams:
             meter.on_done(stream)
         for each in (self.news, self.ended):
