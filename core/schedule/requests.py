@@ -45,6 +45,7 @@ class Request:
         "first_scheduled_s",
         "first_token_s",
         "matcher",
+        "num_given_tokens",
         "num_preemptions",
         "num_prompt_logprobs",
         "num_prompt_tokens",
@@ -68,7 +69,7 @@ class Request:
         self.client, self.slot, self.request_id = client, slot, request_id
         self.token_ids = token_ids  # the prompt; generated tokens too after a preemption, or another engine's death.
         # Stale while RUNNING.
-        self.num_prompt_tokens = len(token_ids)
+        self.num_given_tokens = self.num_prompt_tokens = len(token_ids)  # given: those that it came with, as said above
         self.sampling, self.seed = sampling, seed
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
         self.matcher: Matcher | None = None  # where the answer stands in its grammar, at its last known token
@@ -155,6 +156,7 @@ class RowTable:
         self.num_computed_tokens = self.planned[1]  # of those, whose keys and values exist or are planned
         self.num_known_tokens = np.zeros(rows, np.int32)  # of those, which no step in flight has still to tell
         self.num_prompt_tokens = np.zeros(rows, np.int32)
+        self.num_given_tokens = np.zeros(rows, np.int32)  # the prompt, and what another engine generated
         self.max_tokens_total = np.zeros(rows, np.int32)  # the request ends when num_tokens reaches it
         self.min_tokens_total = np.zeros(rows, np.int32)  # no stop token counts up to here
         self.stops_at_eos = np.zeros(rows, bool)
@@ -177,7 +179,7 @@ class RowTable:
         self.num_known_tokens[row] = len(tokens)
         self.entered_step[row] = step
         self.num_computed_tokens[row] = 0
-        self.num_prompt_tokens[row] = request.num_prompt_tokens
+        self.num_prompt_tokens[row], self.num_given_tokens[row] = request.num_prompt_tokens, request.num_given_tokens
         self.max_tokens_total[row] = min(request.num_prompt_tokens + sampling.max_tokens, max_model_len)
         self.min_tokens_total[row] = min(request.num_prompt_tokens + sampling.min_tokens, max_model_len)
         self.stops_at_eos[row] = not sampling.ignore_eos

@@ -98,7 +98,7 @@ class Advance(msgspec.Struct, frozen=True):
     """[num_rows]: how many each row brings; None: one each"""
     ended: list[Ended]
     first: list[Request]
-    """Requests whose first token is among them."""
+    """Requests whose first token here is among them."""
     kept: np.ndarray | None = None
     """[num_tokens_of_the_result] bool: the tokens above, less those after an end. None: all of them."""
 
@@ -418,7 +418,7 @@ class Scheduler:
             followed = self._repeated.followed
             self.settle()
         known = table.num_known_tokens[rows]
-        first = [each for row in rows[known == table.num_prompt_tokens[rows]].tolist() if (each := table.requests[row])]
+        first = [each for row in rows[known == table.num_given_tokens[rows]].tolist() if (each := table.requests[row])]
         new = new_tokens(result, known, table, self._is_eos, self.grammars, followed)
         table.token_ids[new.row_of, new.num_tokens - 1] = new.token_ids
         known_now = new.num_tokens if new.counts is None else known + new.counts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -131,6 +132,19 @@ def test_requests_of_every_kind_go_on_with_the_same_tokens(thread: EngineThread)
     assert pool.router.migrations == {"died": len(KINDS)}
     assert not pool.router.held
     assert all(not member.requests for member in pool.router.members.values())
+
+
+def test_an_engine_tells_how_long_it_took_to_compute_a_request_again(thread: EngineThread) -> None:
+    """And counts the tokens that follow as what they are: decoded."""
+    began_s = time.monotonic()
+    (output,), _, _ = run(thread, [SamplingParams(seed=5, max_tokens=80, ignore_eos=True)], kill_first)
+    took_s = time.monotonic() - began_s
+    assert isinstance(output, RequestOutput)
+    metrics = output.metrics
+    assert metrics is not None
+    assert metrics.prefill_s is not None
+    assert metrics.decode_s is not None
+    assert 0.0 < metrics.prefill_s < metrics.decode_s < took_s, "one step, and more than fifty"
 
 
 def test_a_request_without_a_seed_goes_on_with_the_one_that_was_drawn(thread: EngineThread) -> None:
