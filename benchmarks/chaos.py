@@ -6,6 +6,7 @@ Four engine-cores of a tiny model (with --demo of the demo model) and two HTTP p
 supervisor when it ends. Streams of the official openai client take turns at requests whose answers were recorded
 undisturbed: seeded completions with log-probabilities, n = 2 and JSON schemas. Every few seconds an engine or an HTTP
 process gets SIGKILL, or SIGSTOP and some seconds later SIGCONT. One engine and one HTTP process are always left alone.
+Supervisors have a loop of their own: that of the streams is busy with reading them.
 To reach: no stream lost but those of a killed HTTP process, none changed. Exits with status 1 otherwise.
 """
 
@@ -33,6 +34,7 @@ import openai
 
 from headrace.frontend.bench.results.metrics import percentile
 from headrace.frontend.bench.results.record import surroundings
+from headrace.frontend.client.background import BackgroundLoop
 
 ROOT = Path(__file__).parent.parent
 NUM_ENGINES, NUM_SERVERS = 4, 2
@@ -334,21 +336,23 @@ async def measure(arguments: argparse.Namespace, folder: Path, model: list[str])
         )
         for port in chaos.ports
     ]
+    supervisors = BackgroundLoop("supervisors")
     try:
-        await chaos.start()
+        await asyncio.to_thread(supervisors.run, chaos.start())
         kinds = range(min(arguments.streams, 24))
         expected = {seed: await ASK[seed % len(ASK)](clients[0], seed, lambda: None) for seed in kinds}
         streams = Streams(chaos, clients, expected)
         until_s = time.monotonic() + 60.0 * arguments.minutes
-        strikes = asyncio.ensure_future(chaos.strike(until_s))
+        strikes = asyncio.create_task(asyncio.to_thread(supervisors.run, chaos.strike(until_s)))
         await asyncio.gather(*(streams.run(number, until_s) for number in range(arguments.streams)))
         await strikes
-        await chaos.all_up([*chaos.engines, *chaos.servers])
+        await asyncio.to_thread(supervisors.run, chaos.all_up([*chaos.engines, *chaos.servers]))
         for seed in kinds:  # all are there again, and answer as they did
             await streams._one(seed, seed % NUM_SERVERS)
     finally:
         await asyncio.gather(*(client.close() for client in clients))
-        await chaos.stop()
+        supervisors.run(chaos.stop())
+        supervisors.stop()
     return {
         "minutes": arguments.minutes,
         "streams": arguments.streams,
