@@ -5,19 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
-from example_tools import DETAILED, FORCED, NOW
+from example_tools import DETAILED, FORCED
 from fake_tokenizers import bundle_of, byte_level_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from read_answers import TOOLS, Read, read
 
 from headrace.frontend.text.chat_template import RenderedChat
-from headrace.frontend.text.formats.channels import ChannelParser, ForcedChannelCalls
+from headrace.frontend.text.formats.channels import ForcedChannelCalls
 from headrace.frontend.text.formats.choice import OutputFormats, ToolChoice
 from headrace.frontend.text.formats.declaration import (
     FormatError,
@@ -28,54 +28,9 @@ from headrace.frontend.text.formats.declaration import (
     load_format,
 )
 from headrace.frontend.text.formats.grammar import ForcedCalls, StrictCalls
-from headrace.frontend.text.formats.parser import Event, OutputParser
+from headrace.frontend.text.formats.parser import OutputParser
 from headrace.frontend.text.tokenizer import Tokenizer
 from headrace.ipc.failure import OptionError
-
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string"},
-                "days": {"type": "integer"},
-                "units": {"type": ["string", "null"]},
-            },
-        },
-    },
-}
-TOOLS = [WEATHER, NOW]
-
-
-class Read(NamedTuple):
-    content: str
-    reasoning: str
-    calls: list[tuple[str, str]]
-
-    @classmethod
-    def of(cls, events: Iterable[Event]) -> Read:
-        events = list(events)
-        calls: list[tuple[str, str]] = []
-        for each in events:
-            if each.name:
-                assert each.call == len(calls), "calls are numbered in their order"
-                calls.append((each.name, ""))
-            if each.call >= 0:
-                name, arguments = calls[each.call]
-                calls[each.call] = (name, arguments + each.arguments)
-        return cls("".join(each.content for each in events), "".join(each.reasoning for each in events), calls)
-
-
-def read(name: str, pieces: Iterable[str], prompt: str = "", hidden: tuple[str, ...] = ()) -> Read:
-    declared = load_format(name)
-    if declared.channels is not None:
-        parser: OutputParser = ChannelParser(declared.channels, reads_calls=True, prompt=prompt, hidden=hidden)
-    else:
-        parser = OutputParser(declared, declared, prompt=prompt, tools=TOOLS, hidden=hidden)
-    return Read.of([*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()])
-
 
 ZURICH = {"city": 'Zü"r</tool_call>ich [x] {', "days": 3}
 ZURICH_JSON = json.dumps(ZURICH, ensure_ascii=False)
@@ -175,6 +130,20 @@ CASES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
     ("seed_oss", "<seed:tool_call>\n<function=get_weather>\n<parameter=days>3</parameter>\n<parameter=other>"
      "{'a': [1, None], 'b': \"it's </parameter>\", 'c': True}</parameter>\n</function>\n</seed:tool_call>", "", "",
      [("get_weather", {"days": 3, "other": {"a": [1, None], "b": "it's </parameter>", "c": True}})]),
+    # Objects that need no marker are calls when they have arguments.
+    ("llama3_json", '{"name": "Ann", "age": 3}', '{"name": "Ann", "age": 3}', "", []),
+    ("llama3_json", '{"name": "Ann"}', '{"name": "Ann"}', "", []),
+    ("xlam", '```json\n[{"name": "Ann"}]\n``` it is', '```json\n[{"name": "Ann"}]\n``` it is', "", []),
+    # A text that may be missing.
+    ("glm45", "<tool_call>get_weather\n<arg_key>units</arg_key>\n<arg_value>null</arg_value>\n<arg_key>city</arg_key>\n"
+     "<arg_value>null</arg_value>\n</tool_call>", "", "", [("get_weather", {"units": None, "city": "null"})]),
+    ("functiongemma", '<start_function_call>call:now{a:"b, c",d:"e"}<end_function_call>', "", "",
+     [("now", {"a": "b, c", "d": "e"})]),
+    # Texts as Python writes them.
+    ("pythonic", r"[now(a='\x41\u00fc\ud83d\ude00\U0001F600\101\n\\\'\q', b='' 'z', e=['\ud83d'])]",
+     "", "", [("now", {"a": "Aü😀😀A\n\\'\\q", "b": "z", "e": ["�"]})]),
+    ("pythonic", """[now(a="it's", b='''x"'y''', c='')]""", "", "",
+     [("now", {"a": "it's", "b": "x\"'y", "c": ""})]),
     ("qwen3_xml", "<tool_call>\n<function=get_weather>\n<parameter=other>\n[see, it's]\n</parameter>\n</function>\n"
      "</tool_call>", "", "", [("get_weather", {"other": "[see, it's]"})]),
 ]  # fmt: skip
@@ -395,6 +364,81 @@ def test_a_grammar_of_every_format_admits_calls_that_its_reader_reads(name, is_s
             if called == "get_weather":
                 jsonschema.validate(json.loads(arguments), DETAILED)
     assert num_calls, "none of the drawn answers came to its end"
+
+
+CONSTRAINED = {
+    "type": "object",
+    "properties": {
+        "note": {"anyOf": [{"type": "string", "minLength": 2, "maxLength": 5}, {"type": "null"}]},
+        "code": {"type": "string", "pattern": "^[a-f]{2}-[0-9]+$", "maxLength": 6},
+        "size": {"enum": ["s", "m", None]},
+        "id": {"type": ["string", "null"]},
+        "kind": {"const": "k"},
+    },
+    "required": ["note", "code", "size", "id", "kind"],
+    "additionalProperties": False,
+}
+CONSTRAINED_TOOLS = [{"type": "function", "function": {"name": "book", "parameters": CONSTRAINED}}]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, declared in known_formats().items()
+        if declared.calls and declared.calls.body in ("xml", "escaped")
+    ],
+)
+@pytest.mark.parametrize("is_special", [False, True])
+def test_texts_without_quotes_keep_to_their_schemas_too(name, is_special):
+    """Lengths, patterns, enums and null, where a format writes texts as they are."""
+    calls = load_format(name).calls
+    assert calls is not None
+    end = calls.parameter[3] or calls.escape
+    specials = (end,) if is_special else ()
+    grammar = ForcedCalls(calls, CONSTRAINED_TOOLS, special_ids(specials), several=False).text()
+    line = "\n" if calls.values_have_lines else ""
+
+    def written(**values: str) -> str:
+        said = {"note": "ab", "code": "af-1", "size": "s", "id": "", "kind": "k", **values}
+        if calls.body == "escaped":
+            inner = ",".join(f"{key}:{end}{value}{end}" for key, value in said.items())
+            return f"{calls.call[0]}{calls.name[0]}book{calls.name[1]}{inner}}}{calls.call[1]}"
+        before_name, after_name, before_value, _ = calls.parameter
+        inner = "".join(
+            f"{before_name}{key}{after_name}{before_value}{line}{value}{line}{end}" for key, value in said.items()
+        )
+        parts = (*(calls.section or ())[:1], calls.call[0], calls.name[0] + "book" + calls.name[1], inner)
+        return "".join((*parts, calls.after_arguments, calls.call[1], *(calls.section or ())[1:]))
+
+    good: tuple[dict[str, str], ...] = (
+        {},
+        {"note": "null"},
+        {"note": "\n\n"},
+        {"note": "a<b"},
+        {"size": "null"},
+        {"id": "null"},
+        {"id": "x" * 90},
+    )
+    for values in good:
+        text = written(**values)
+        assert accepts(grammar, text, specials), text
+        parser = OutputParser(None, load_format(name), tools=CONSTRAINED_TOOLS)
+        ((_, arguments),) = Read.of([*parser.feed(text), *parser.finish()]).calls
+        found = json.loads(arguments)
+        jsonschema.validate(found, CONSTRAINED)
+        assert {key: found[key] for key in values} == {
+            key: None if value == "null" else value for key, value in values.items()
+        }
+    for values in (
+        {"note": "a"},
+        {"note": "abcdef"},
+        {"code": "ag-1"},
+        {"code": "af-1234"},
+        {"size": "l"},
+        {"kind": ""},
+    ):
+        assert not accepts(grammar, written(**values), specials), values
 
 
 def accepts(grammar: str, text: str, specials: tuple[str, ...] = ()) -> bool:

@@ -73,7 +73,7 @@ class ChannelParser(OutputParser):
                 self._say(text)
 
         ends = make_markers((*form.ends, form.start, *self._left_out))
-        while (end := (yield from self._until(ends, give))) in self._left_out:
+        while (end := (yield from self._until(ends, give, is_value=call >= 0))) in self._left_out:
             pass
         if end == form.start:  # the next header has begun
             self._text = end + self._text

@@ -50,8 +50,8 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Around all calls."""
     call: Pair = ("", "")
     """Around each call; the end may be missing."""
-    also: tuple[str, ...] = ()
-    """What some of the models write instead of the opener."""
+    also: tuple[Pair, ...] = ()
+    """What some of the models write around calls instead of the opener and the end."""
     separator: str = ""
     """Between calls."""
     kind: str = ""

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from headrace.frontend.text.formats.declaration import CallFormat, ReasoningFormat
+from headrace.frontend.text.formats.values import types_of
 
 PLAIN_CALLS = CallFormat(body="json", is_bare=True)
 """For a model whose own format is not known: a list of objects with name and arguments."""
@@ -146,22 +147,55 @@ class ForcedCalls(Rules):
         return f'{written} "\\n"?'
 
     def _xml_value(self, schema: Mapping[str, Any], end: str) -> str:
-        if schema.get("type") != "string":
-            return f"{self._json(schema)} {literal(end)}"
-        if isinstance(schema.get("enum"), list):
-            return "(" + " | ".join(literal(str(each)) for each in schema["enum"]) + f") {literal(end)}"
-        return self._text_until("text", end)
+        """With what follows it. Where lines set values off, they are written, so that none is taken from the text."""
+        line = "\n" if self._calls.values_have_lines else ""
+        return " ".join(filter(None, (literal(line), self._text_or_json(schema, line, end))))
+
+    def _text_or_json(self, schema: Mapping[str, Any], line: str, end: str) -> str:
+        """A value and its end, where texts stand as they are: what may be a text is read as one."""
+        if "string" in types_of(schema):
+            return f"({' | '.join(self._texts(schema, line, end))})"
+        return " ".join(filter(None, (self._json(schema), literal(line), self._marker(end))))
+
+    def _texts(self, schema: Mapping[str, Any], line: str, end: str) -> list[str]:
+        """The ways to write a text that the schema admits, or null."""
+        for said in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
+            if isinstance(said, list):
+                texts = ["null" if each is None else each for each in said]
+                return [f"{literal(each + line)} {self._marker(end)}" for each in texts if isinstance(each, str)]
+        ways = list[str]()
+        for each in (each for name in ("anyOf", "oneOf") for each in schema.get(name) or ()):
+            ways += self._texts(each, line, end) if isinstance(each, Mapping) else []
+        declared = schema.get("type")
+        types = [declared] if isinstance(declared, str) else declared or ()
+        if "string" in types:
+            ways.append(self._text(schema, line, end))
+        if "null" in types:
+            ways.append(f"{literal('null' + line)} {self._marker(end)}")
+        return ways
+
+    def _text(self, schema: Mapping[str, Any], line: str, end: str) -> str:
+        """As long as the schema says and of its pattern, up to the first `end`."""
+        is_special = end in self._special_ids
+        close = _regex(line if is_special else line + end)
+        parts = [rf"/(.|\n){{{schema.get('minLength') or 0},{schema.get('maxLength', '')}}}{close}/"]
+        if isinstance(pattern := schema.get("pattern"), str):
+            parts.append(f"/{_whole_pattern(pattern)}{close}/")
+        if is_special:
+            name = self._rule("TEXT", " & ".join(parts))
+            return f"{name if close else f'({name})?'} {self._marker(end)}"
+        parts.append(rf"~/(.|\n)*{_regex(end)}(.|\n)+/")
+        name = f"text_{len(self._rules)}"
+        self._rules.append(f"{name}[lazy]: {' & '.join(parts)}")
+        return name
 
     def _python_argument(self, name: str, schema: dict[str, Any]) -> str:
         """Values are JSON, which is read too."""
         return f"{literal(name + '=')} {self._json(schema)}"
 
     def _escaped_argument(self, name: str, schema: dict[str, Any]) -> str:
-        escape = self._marker(self._calls.escape)
-        if schema.get("type") == "string" and isinstance(schema.get("enum"), list):
-            value = f"{escape} ({' | '.join(literal(str(each)) for each in schema['enum'])}) {escape}"
-        elif schema.get("type") == "string":
-            value = f"{escape} {self._text_until('text', self._calls.escape)}"
+        if "string" in types_of(schema):
+            value = f"{self._marker(self._calls.escape)} {self._text_or_json(schema, '', self._calls.escape)}"
         else:
             value = self._json(schema)
         return f"{literal(name + ':')} {value}"
@@ -239,7 +273,9 @@ class StrictCalls(ForcedCalls):
 
     def _free(self) -> str:
         """Text that begins no call. A marker that is a special token is in no text."""
-        openers = [each for each in (self._calls.opener, *self._calls.also) if each and each not in self._special_ids]
+        openers = [
+            each for each in (self._calls.opener, *dict(self._calls.also)) if each and each not in self._special_ids
+        ]
         without = "".join(rf" & ~/(.|\n)*{_regex(each)}(.|\n)*/" for each in openers)
         name = f"FREE_{len(self._rules)}"
         self._rules.append(f"{name}: /{self._any_text}/{without}")
@@ -258,3 +294,11 @@ def literal(text: str) -> str:
 
 def _regex(text: str) -> str:
     return re.sub(r"([.^$*+?()\[\]{}|\\/])", r"\\\1", text)
+
+
+def _whole_pattern(pattern: str) -> str:
+    """Of a text that holds what a schema's pattern says somewhere, or at its ends where that says so."""
+    begin = "" if pattern.startswith("^") else r"(.|\n)*"
+    ends = pattern.endswith("$") and not pattern.endswith("\\$")
+    inner = pattern.removeprefix("^").removesuffix("$") if ends else pattern.removeprefix("^")
+    return begin + "(" + re.sub(r"(?<!\\)/", r"\\/", inner) + ")" + ("" if ends else r"(.|\n)*")

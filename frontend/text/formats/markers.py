@@ -14,7 +14,7 @@ def make_markers(texts: tuple[str, ...]) -> Markers:
 
 
 class Markers:
-    """Finds the first of some texts; none of them begins another."""
+    """Finds the first of some texts."""
 
     def __init__(self, markers: Sequence[str]) -> None:
         self._markers = tuple(filter(None, markers))
@@ -23,9 +23,16 @@ class Markers:
         first_characters = sorted({re.escape(each[0]) for each in self._markers})
         self._first = re.compile("|".join(first_characters) or r"(?!)")
         self._most_held = max(map(len, self._markers), default=1) - 1
+        longer = {each: tuple(o for o in self._markers if o != each and o.startswith(each)) for each in self._markers}
+        self._longer = {each: others for each, others in longer.items() if others}
 
-    def find(self, text: str) -> re.Match[str] | None:
-        return self._pattern.search(text)
+    def find(self, text: str, *, is_over: bool) -> re.Match[str] | None:
+        """is_over: no more text follows. Else one is not found yet where it may become a longer one."""
+        found = self._pattern.search(text)
+        if found is None or is_over or not self._longer:
+            return found
+        rest = text[found.start() :]
+        return None if any(o.startswith(rest) for o in self._longer.get(found.group(), ())) else found
 
     def may_begin_in(self, text: str) -> bool:
         """Whether any of them could; text in which none could is told from others fast."""

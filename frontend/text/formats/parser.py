@@ -5,7 +5,8 @@ more, so each rule is written as if the whole answer were there. What it gives d
 into pieces, but for where events are cut.
 
 A call becomes known with its name; until then its text is held back, and is content after all when it turns out to be
-no call or the answer ends. Arguments are given as JSON text as they come.
+no call or the answer ends. Arguments are given as JSON text as they come. After a call, what an answer that ends too
+early has of the next marker, name or call is left out.
 
 A model may write anything, as long as the context is: reading takes time that is linear in the answer's length, and the
 text that waits for more is short.
@@ -20,7 +21,7 @@ from typing import Any
 import msgspec
 
 from headrace.frontend.text.formats.declaration import CallFormat, OutputFormat
-from headrace.frontend.text.formats.markers import Markers, make_markers
+from headrace.frontend.text.formats.markers import make_markers
 from headrace.frontend.text.formats.pieces import READ_AT_ONCE, SPACE, PieceReader, Reads
 from headrace.frontend.text.formats.values import (
     NoCallError,
@@ -33,6 +34,8 @@ from headrace.frontend.text.formats.values import (
 _NAME = re.compile(r"[\w.\-/ ]{1,256}")
 _MOST_SPACE = 1024
 """Characters of white space that are held back until it is known whether a call follows."""
+_BEGUN = re.compile(r"\S*|<\S* \S*")
+"""A name or a marker, as far as an answer that has ended comes with it."""
 _OTHER_KEYS = ("type", "id")
 """What may stand before a call's name; any other key says that an object is no call."""
 
@@ -69,16 +72,22 @@ class OutputParser(PieceReader):
         self._reasoning = reasoning.reasoning if reasoning else None
         self._calls = calls.calls if calls else None
         self._schemas = {each["function"]["name"]: each["function"].get("parameters") or {} for each in tools}
-        opener = self._calls.opener if self._calls else ""
+        self._ends = dict[str, str]()
+        """What each opener of calls, or of a section's, has for the call's end."""
+        if self._calls is not None:
+            self._ends = {self._calls.opener: self._calls.call[1], "": self._calls.call[1], **dict(self._calls.also)}
+        self._call_end = ""
         left_out = (*(reasoning.left_out if reasoning else ()), *(calls.left_out if calls else ()), *hidden)
-        self._call_openers = frozenset((opener, *(self._calls.also if self._calls else ())))
-        ignored = tuple(each for each in left_out if each not in self._call_openers)
+        self._call_openers = frozenset(self._ends)
+        begin, end = (self._reasoning.begin, self._reasoning.end) if self._reasoning else ("", "")
+        ignored = tuple(each for each in left_out if each not in (*self._call_openers, begin, end))
         self._ignored = frozenset(ignored)
-        begin = self._reasoning.begin if self._reasoning else ""
         self._openers = make_markers((*sorted(self._call_openers), begin, *ignored))
-        self._closers = make_markers((self._reasoning.end if self._reasoning else "", *ignored))
+        self._closers = make_markers((end, *ignored))
         self._space = ""  # the end of the content so far: dropped when a call follows
         self._events: list[Event] = []
+        self._has_called = False
+        """What is read belongs to a call whose name is known, or follows one in its section."""
         self.num_calls = 0
         self.is_thinking = False
         """What was read last is reasoning, and it has not ended."""
@@ -118,19 +127,15 @@ class OutputParser(PieceReader):
     # --- the answer -------------------------------------------------------------------------------------------------
 
     def _read(self, prompt: str) -> Reads:
-        calls = self._calls
         if self._reasoning is not None:
             yield from self._first_reasoning(prompt)
-        if calls is not None and calls.is_bare:
-            self._space += yield from self._skip_space()
-            begin = yield from self._peek(max(1, len(calls.opener)))
-            if begin.startswith("[" if calls.body == "pythonic" else ("{", "[")) and begin != calls.opener:
-                yield from self._try_calls("")
+        yield from self._bare_calls()
         while (marker := (yield from self._until(self._openers, self._content, is_plain=True))) is not None:
             if marker in self._call_openers:
                 yield from self._try_calls(marker)
             elif marker not in self._ignored:
                 yield from self._reason()
+                yield from self._bare_calls()
         if not self.num_calls:
             self._events.append(Event(content=self._space))
 
@@ -160,18 +165,33 @@ class OutputParser(PieceReader):
         self._space = text[num_said:]
         self._events.append(Event(content=text[:num_said]))
 
+    def _bare_calls(self) -> Reads:
+        """Where the answer, or what follows the reasoning, begins with them."""
+        calls = self._calls
+        if calls is None or not calls.is_bare:
+            return
+        self._space += yield from self._skip_space()
+        first = yield from self._peek(1)
+        if first not in (("[",) if calls.body == "pythonic" else ("{", "[")):
+            return
+        if calls.opener.startswith(first) and (yield from self._peek(len(calls.opener))) == calls.opener:
+            return
+        yield from self._try_calls("")
+
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def _try_calls(self, opener: str) -> Reads:
         """After the opener. What turns out to be no call is content."""
-        self._raw = [opener]
+        self._raw, self._call_end = [opener], self._ends[opener]
         try:
             yield from self._section()
         except NoCallError:
             raw = "".join(self._raw or ())
-            if raw.strip():
+            if self._has_called and self._ended and _BEGUN.fullmatch(self._text):
+                self._text = ""
+            elif raw.strip():
                 self._content(raw)
-        self._raw = None
+        self._raw, self._has_called = None, False
 
     def _section(self) -> Reads:
         calls = self._calls
@@ -179,7 +199,7 @@ class OutputParser(PieceReader):
         yield from self._one_call(calls, is_opened=calls.section is None)
         while True:
             yield from self._skip_space()
-            if calls.section is not None and ((yield from self._accept(calls.section[1])) or self._is_over):
+            if calls.section is not None and ((yield from self._accept_marker(calls.section[1])) or self._is_over):
                 return
             if calls.separator and (yield from self._accept(calls.separator)):
                 yield from self._skip_space()
@@ -191,13 +211,22 @@ class OutputParser(PieceReader):
 
     def _one_call(self, calls: CallFormat, *, is_opened: bool) -> Reads:
         yield from self._skip_space()
-        if calls.call[0] and not is_opened:
-            yield from self._expect(calls.call[0])
+        if calls.call[0] and not is_opened and not (yield from self._accept_marker(calls.call[0])):
+            raise NoCallError
         yield from self._body()
-        for end in filter(None, (calls.after_arguments, calls.call[1])):
+        for end in filter(None, (calls.after_arguments, self._call_end)):
             yield from self._skip_space()
-            yield from self._accept(end)
+            yield from self._accept_marker(end)
         self._raw = []
+
+    def _accept_marker(self, marker: str) -> Reads:
+        """Takes it, if it comes next; after a call, also what there is of it where the answer ends."""
+        if (yield from self._accept(marker)):
+            return True
+        if not (self._has_called and self._ended and self._text and marker.startswith(self._text)):
+            return False
+        self._take(len(self._text))
+        return True
 
     def _body(self) -> Reads:
         calls = self._calls
@@ -225,7 +254,7 @@ class OutputParser(PieceReader):
             id, name = name, name.split(".", 1)[-1].rsplit(":", 1)[0]
         if not name:
             raise NoCallError
-        self._space, self._raw = "", None
+        self._space, self._raw, self._has_called = "", None, True
         self._events.append(Event(call=self.num_calls, name=name, id=id))
         self.num_calls += 1
         return self.num_calls - 1
@@ -244,11 +273,12 @@ class OutputParser(PieceReader):
             yield from self._accept(",")
 
     def _json_call(self) -> Reads:
-        """An object with a name and arguments, in any order. Arguments that come first are held back."""
+        """An object with a name and arguments, in any order. Arguments that come first are held back, and so is a name
+        where calls need no marker: other objects may have one too."""
         calls = self._calls
         assert calls is not None
         yield from self._expect("{")
-        call, held = -1, ""
+        call, name, held = -1, None, ""
         while True:
             yield from self._skip_space()
             if (yield from self._accept("}")):
@@ -257,13 +287,15 @@ class OutputParser(PieceReader):
             yield from self._skip_space()
             yield from self._expect(":")
             yield from self._skip_space()
-            if key in calls.name_keys and call < 0:
-                call = self._begin((yield from self._json_string()))
-                if held:
+            if key in calls.name_keys and name is None:
+                name = yield from self._json_string()
+                if held or not calls.is_bare:
+                    call = self._begin(name)
                     self._arguments(call, held)
-            elif key in calls.argument_keys and call < 0:
+            elif key in calls.argument_keys and name is None:
                 held = yield from self._json_whole()
             elif key in calls.argument_keys and not held:
+                call = self._begin(name or "") if call < 0 else call
                 held = yield from self._json_arguments(call)
             elif call < 0 and key not in _OTHER_KEYS:
                 raise NoCallError
@@ -309,9 +341,18 @@ class OutputParser(PieceReader):
             if (yield from self._accept(")")):
                 break
             key = yield from self._short_until("=")
-            value = yield from self._python_value()
-            self._arguments(call, f"{separator}{as_text(key.strip())}: {value}")
+            self._arguments(call, f"{separator}{as_text(key.strip())}: ")
             separator = ", "
+            yield from self._skip_space()
+            if (yield from self._peek(1)) in ("'", '"'):
+                self._arguments(call, '"')
+                yield from self._python_text(lambda text: self._arguments(call, as_text(text)[1:-1]))
+                self._arguments(call, '"')
+                yield from self._skip_space()
+                if (yield from self._peek(1)) not in (",", ")"):
+                    raise NoCallError
+            else:
+                self._arguments(call, (yield from self._python_value()))
             yield from self._accept(",")
         self._arguments(call, "{}" if separator == "{" else "}")
 
@@ -326,25 +367,30 @@ class OutputParser(PieceReader):
         properties = self._schemas.get(name.strip(), {}).get("properties") or {}
         while True:
             yield from self._skip_space()
-            if not (yield from self._accept(before_name)):
+            if not (yield from self._accept_marker(before_name)):
                 break
             key = (yield from self._short_until(after_name)).strip()
             if before_value:
                 yield from self._skip_space()
-                yield from self._expect(before_value)
+                if not (yield from self._accept_marker(before_value)):
+                    raise NoCallError
             self._arguments(call, f"{separator}{as_text(key)}: ")
             separator = ", "
-            yield from self._xml_value(call, make_markers((after_value,)), types_of(properties.get(key) or {}))
+            yield from self._xml_value(call, after_value, types_of(properties.get(key) or {}))
         if self._is_over:
             raise NoCallError
         self._arguments(call, "{}" if separator == "{" else "}")
 
-    def _xml_value(self, call: int, end: Markers, types: frozenset[str]) -> Reads:
+    def _xml_value(self, call: int, after: str, types: frozenset[str]) -> Reads:
         """Text is given as it comes, without the line breaks that set it off; other values once they are whole."""
+        end = make_markers((after,))
         if "string" in types:
             has_lines = self._calls is not None and self._calls.values_have_lines
             if has_lines:
                 yield from self._accept("\n")
+            if "null" in types and (yield from self._accept_null(("\n" if has_lines else "") + after)):
+                self._arguments(call, "null")
+                return
             self._arguments(call, '"')
             held = ""
 
@@ -354,7 +400,7 @@ class OutputParser(PieceReader):
                 held = "\n" if has_lines and text.endswith("\n") else ""
                 self._arguments(call, as_text(text.removesuffix(held) if held else text)[1:-1])
 
-            if (yield from self._until(end, give)) is None:
+            if (yield from self._until(end, give, is_value=True)) is None:
                 raise NoCallError
             self._arguments(call, '"')
             return
@@ -365,6 +411,13 @@ class OutputParser(PieceReader):
         if (yield from self._until(end, parts.append)) is None:
             raise NoCallError
         self._arguments(call, as_json("".join(parts).strip(SPACE)))
+
+    def _accept_null(self, after: str) -> Reads:
+        """Where a text may be missing, the word for that is no text."""
+        for word in ("null", "None"):
+            if (yield from self._accept(word + after)):
+                return True
+        return False
 
     def _escaped_call(self, calls: CallFormat) -> Reads:
         yield from self._expect(calls.name[0])
@@ -386,17 +439,23 @@ class OutputParser(PieceReader):
     def _escaped_value(self, call: int, escape: str, types: frozenset[str]) -> Reads:
         """Text is given as it comes; other values once they are whole."""
         parts: list[str] = []
-        if (yield from self._accept(escape)):
+        if (yield from self._accept_marker(escape)):
             is_text = not types or "string" in types
+            if "null" in types and (yield from self._accept_null(escape)):
+                self._arguments(call, "null")
+                return
             if is_text:
                 self._arguments(call, '"')
             give = (lambda text: self._arguments(call, as_text(text)[1:-1])) if is_text else parts.append
-            if (yield from self._until(make_markers((escape,)), give)) is None:
+            if (yield from self._until(make_markers((escape,)), give, is_value=True)) is None:
                 raise NoCallError
             self._arguments(call, '"' if is_text else as_json("".join(parts).strip(SPACE)))
             return
         if (yield from self._peek(1)) in ("{", "["):
             self._arguments(call, (yield from self._escaped_nest(escape)))
+            return
+        if (yield from self._peek(1)) == '"':
+            self._arguments(call, (yield from self._json_whole()))
             return
         scalar = yield from self._scalar()
         if self._is_over:

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Generator
 from typing import Any
 
-from headrace.frontend.text.formats.markers import Markers
-from headrace.frontend.text.formats.values import NoCallError, python_as_json
+from headrace.frontend.text.formats.markers import Markers, make_markers
+from headrace.frontend.text.formats.values import NoCallError, python_as_json, python_escaped
 
 Reads = Generator[None, None, Any]
 """Yields when it needs more text, and returns what it read."""
@@ -22,6 +22,14 @@ _OUTSIDE = re.compile(r'["{}\[\]]')
 _OUTSIDE_EITHER = re.compile(r"""["'{}\[\]]""")
 _SCALAR_END = re.compile(r"[\s,}\]<\[]")
 _PYTHON_STOP = re.compile(r"""["'()\[\]{},\\]""")
+_PYTHON_ESCAPE = re.compile(
+    r"x([0-9a-fA-F]{2})|u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})|u([0-9a-fA-F]{4})"
+    r"|U([0-9a-fA-F]{8})|([0-7]{1,3})|(.)",
+    re.DOTALL,
+)
+"""After its backslash."""
+_LONGEST_ESCAPE = len("ud83d\\ude00")
+_LONG_ESCAPES = tuple("xuU01234567")
 READ_AT_ONCE = 2048
 """Characters. What is taken off the text's beginning moves the rest, so the text is never long."""
 _LONGEST_SCALAR = 4096
@@ -75,21 +83,26 @@ class PieceReader:
         if not (yield from self._accept(literal)):
             raise NoCallError
 
-    def _until(self, markers: Markers, give: Callable[[str], None], *, is_plain: bool = False) -> Reads:
+    def _until(
+        self, markers: Markers, give: Callable[[str], None], *, is_plain: bool = False, is_value: bool = False
+    ) -> Reads:
         """Gives what comes before the first of the markers, and takes that; None at the end of the answer.
 
-        is_plain: who feeds the text may look by itself whether any of it is more than text to `give`."""
+        is_plain: who feeds the text may look by itself whether any of it is more than text to `give`. is_value: a part
+        of a marker, with which the answer ends, is not given."""
         while True:
-            found = markers.find(self._text)
+            found = markers.find(self._text, is_over=self._ended)
             if found is not None:
                 if found.start():
                     give(self._take(found.start()))
                 self._take(len(found.group()))
                 return found.group()
-            certain = len(self._text) - (0 if self._ended else markers.held(self._text))
+            is_all = self._ended and not is_value
+            certain = len(self._text) - (0 if is_all else markers.held(self._text))
             if certain:
                 give(self._take(certain))
             if self._ended:
+                self._text = ""
                 return None
             if is_plain and not self._text:
                 self._awaited = markers
@@ -182,6 +195,25 @@ class PieceReader:
     def _nest(self, give: Callable[[str], None]) -> Reads:
         """An object or a list, in JSON or as Python writes it."""
         yield from self._json_value(give, _OUTSIDE_EITHER)
+
+    def _python_text(self, give: Callable[[str], None]) -> Reads:
+        """A text in quotes, or several in a row, as they come. Raises NoCallError where the answer ends within."""
+        while (yield from self._peek(1)) in ("'", '"'):
+            quote = self._text[0]
+            if (yield from self._peek(3)) == quote * 3:
+                quote *= 3
+            self._take(len(quote))
+            stops = make_markers((quote, "\\"))
+            while (stop := (yield from self._until(stops, give))) == "\\":
+                is_long = (yield from self._peek(1)) in _LONG_ESCAPES
+                escape = _PYTHON_ESCAPE.match((yield from self._peek(_LONGEST_ESCAPE if is_long else 1)))
+                if escape is None:
+                    raise NoCallError
+                self._take(escape.end())
+                give(python_escaped(*escape.groups()))
+            if stop is None:
+                raise NoCallError
+            yield from self._skip_space()
 
     def _python_value(self) -> Reads:
         """A literal, up to the comma or bracket that ends it, as JSON."""

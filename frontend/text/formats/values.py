@@ -6,10 +6,20 @@ import ast
 import contextlib
 import json
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+_PYTHON_ESCAPES = {
+    **{"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v"},
+    **{each: each for each in "\\'\""},
+    "\n": "",
+}
 _BARE_KEY = re.compile(r"([{,]\s*)([\w.\-]+)\s*:")
+
+
+_HALF = re.compile("[\ud800-\udfff]")
+REPLACEMENT = "\ufffd"
 
 
 class NoCallError(Exception):
@@ -26,8 +36,9 @@ def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
     types = {declared} if isinstance(declared, str) else set(declared or ())
     for name in ("anyOf", "oneOf"):
         types.update(*(types_of(each) for each in schema.get(name) or () if isinstance(each, dict)))
-    if isinstance(schema.get("enum"), list) and not types:
-        types.update("string" for each in schema["enum"] if isinstance(each, str))
+    if not types:
+        said = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const", 0)]
+        types.update("null" if each is None else "string" for each in said if each is None or isinstance(each, str))
     return frozenset(types)
 
 
@@ -60,7 +71,24 @@ def python_as_json(text: str) -> str:
     text = text.strip()
     for read in (ast.literal_eval, json.loads):
         try:
-            return json.dumps(read(text), ensure_ascii=False, allow_nan=False)
+            return without_halves(json.dumps(read(text), ensure_ascii=False, allow_nan=False))
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
     raise NoCallError
+
+
+def python_escaped(byte: str, high: str, low: str, unit: str, code: str, octal: str, other: str) -> str:
+    """What stands for a backslash and one of these in a text as Python writes it; all but one are empty, or None."""
+    if high:
+        return chr(0x10000 + ((int(high, 16) - 0xD800) << 10) + int(low, 16) - 0xDC00)
+    if digits := byte or unit or code:
+        number = int(digits, 16)
+        return without_halves(chr(number)) if number <= sys.maxunicode else REPLACEMENT
+    return chr(int(octal, 8)) if octal else _PYTHON_ESCAPES.get(other, "\\" + other)
+
+
+def without_halves(text: str) -> str:
+    """Halves of surrogate pairs are joined; one that is alone is no text."""
+    if not text.isascii() and _HALF.search(text):
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text

@@ -1,0 +1,66 @@
+"""Reads answers in a format as the server does, to one record that tests compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from example_tools import NOW
+
+from headrace.frontend.text.formats.channels import ChannelParser
+from headrace.frontend.text.formats.declaration import load_format
+from headrace.frontend.text.formats.parser import Event, OutputParser
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "units": {"type": ["string", "null"]},
+            },
+        },
+    },
+}
+TOOLS = [WEATHER, NOW]
+
+
+class Read(NamedTuple):
+    content: str
+    reasoning: str
+    calls: list[tuple[str, str]]
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Read:
+        events = list(events)
+        calls: list[tuple[str, str]] = []
+        for each in events:
+            if each.name:
+                assert each.call == len(calls), "calls are numbered in their order"
+                calls.append((each.name, ""))
+            if each.call >= 0:
+                name, arguments = calls[each.call]
+                calls[each.call] = (name, arguments + each.arguments)
+        return cls("".join(each.content for each in events), "".join(each.reasoning for each in events), calls)
+
+
+def read(
+    name: str,
+    pieces: Iterable[str],
+    prompt: str = "",
+    hidden: tuple[str, ...] = (),
+    *,
+    reasoning: str | None = "",
+    tools: Sequence[Mapping[str, Any]] = TOOLS,
+) -> Read:
+    """reasoning: the name of another format for it; None: it is not read."""
+    declared = load_format(name)
+    if declared.channels is not None:
+        parser: OutputParser = ChannelParser(declared.channels, reads_calls=True, prompt=prompt, hidden=hidden)
+    else:
+        thinking = declared if reasoning == "" else None if reasoning is None else load_format(reasoning)
+        parser = OutputParser(thinking, declared, prompt=prompt, tools=tools, hidden=hidden)
+    return Read.of([*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()])
