@@ -125,11 +125,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ),
     ] = None
     load_format: Annotated[
-        Literal["auto", "safetensors", "pt", "gguf", "sharded_state", "dummy"],
+        Literal["auto", "safetensors", "pt", "gguf", "mistral", "sharded_state", "dummy"],
         Option(
             MODEL,
-            "How to read the weights; hf is auto, sharded_state is what save-sharded-state wrote for these ranks, "
-            "dummy makes random ones of the right shape",
+            "How to read the weights; hf is auto, mistral its consolidated files, sharded_state those that "
+            "save-sharded-state wrote for these ranks, dummy makes random ones of the right shape",
             words={"hf": "auto"},
         ),
     ] = "auto"

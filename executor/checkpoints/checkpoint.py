@@ -22,10 +22,13 @@ if TYPE_CHECKING:
     from headrace.executor.checkpoints.safetensors_weights import Strategy
     from headrace.executor.checkpoints.weights import OnRead, WeightSource
 
-Format = Literal["safetensors", "pt", "gguf", "sharded_state", "dummy"]
+Format = Literal["safetensors", "pt", "gguf", "mistral", "sharded_state", "dummy"]
 
 SAFETENSORS_INDEX, TORCH_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 SHARDED_STATE = "model-rank-*-part-0.safetensors"
+MISTRAL_PARAMS, MISTRAL_FILES = "params.json", "consolidated*.safetensors"
+MISTRAL_END = 2
+"""The token that ends an answer in every tokenizer of Mistral's: its params.json does not name it."""
 # What lies beside weights and holds none of the model's.
 NOT_WEIGHTS = ("adapter_model", "consolidated", "optimizer", "scheduler", "scaler", "training_args", "rng_state")
 # generation_config.json's names -> SamplingParams'.
@@ -121,7 +124,7 @@ def open_checkpoint(options: Options) -> Checkpoint:
         )
     wanted: Format = "dummy" if options.load_format == "dummy" else found
     strategy = options.safetensors_load_strategy
-    if strategy != "lazy" and wanted not in ("safetensors", "sharded_state"):
+    if strategy != "lazy" and wanted not in ("safetensors", "mistral", "sharded_state"):
         raise OptionError(f"safetensors_load_strategy={strategy} does not apply to {path}, whose weights are {wanted}")
     return _open_gguf(name, path, wanted, options) if found == "gguf" else _open_folder(name, path, wanted, options)
 
@@ -151,10 +154,10 @@ def config_at_hand(options: Options) -> dict[str, Any] | None:
         named = Path(options.hf_config_path).expanduser()
         file = named / "config.json" if named.is_dir() else cached_config(options.hf_config_path, choice)
     else:
-        file = path / "config.json" if found is not None else cached_config(options.model, choice)
+        file = _config_file(path, options.load_format) if found is not None else cached_config(options.model, choice)
     if file is None or not file.is_file():
         return None
-    config = _overridden(read_json(file), options.hf_overrides)
+    config = _overridden(_read_config(file), options.hf_overrides)
     return config if "architectures" in config else None
 
 
@@ -178,6 +181,10 @@ def _folder_format(folder: Path, load_format: str) -> tuple[Path, Format]:
                 hint="headrace save-sharded-state makes one of a model",
             )
         return folder, "sharded_state"
+    if load_format == "mistral" or (load_format == "auto" and _is_mistral(folder) and not _weight_files(folder)):
+        if not _is_mistral(folder):
+            raise ModelError(f"{folder} holds no {MISTRAL_PARAMS} with {MISTRAL_FILES} beside it")
+        return folder, "mistral"
     if load_format == "pt" and _torch_files(folder):
         return folder, "pt"
     if load_format == "safetensors" or _safetensors_files(folder) or not _torch_files(folder):
@@ -211,7 +218,7 @@ def _open_gguf(name: str, path: Path, found: Format, options: Options) -> Checkp
 
 def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Checkpoint:
     config_folder = None if options.hf_config_path is None else _config_folder(options)
-    config_path = (config_folder or folder) / "config.json"
+    config_path = _config_file(config_folder or folder, options.load_format)
     if config_folder is None and not config_path.is_file():
         held = sorted(each.name for each in folder.iterdir())
         shown = ", ".join(held[:5]) + (" ..." if len(held) > 5 else "") if held else "nothing"
@@ -219,12 +226,12 @@ def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Ch
             f"{folder} is not a model: it has no config.json and no .gguf file, only {shown}",
             hint="the folder of a Hugging Face model holds config.json, tokenizer files and weights",
         )
-    if found != "dummy" and not _weight_files(folder):
+    if found not in ("dummy", "mistral") and not _weight_files(folder):
         raise ModelError(
             f"{folder} holds no weights: *.safetensors, pytorch_model*.bin or one .gguf file are looked for",
             hint="load_format dummy runs it with random weights",
         )
-    config = _overridden(_with_quantisation(read_json(config_path), folder), options.hf_overrides)
+    config = _overridden(_with_quantisation(_read_config(config_path), folder), options.hf_overrides)
     generation = _read_generation_config(folder, options)
     quantisation = None
     if options.quantization or config.get("quantization_config") or config.get("compression_config"):
@@ -248,6 +255,26 @@ def _open_folder(name: str, folder: Path, found: Format, options: Options) -> Ch
         load_strategy=options.safetensors_load_strategy,
         quantisation=quantisation,
     )
+
+
+def _is_mistral(folder: Path) -> bool:
+    return (folder / MISTRAL_PARAMS).is_file() and any(folder.glob(MISTRAL_FILES))
+
+
+def _config_file(folder: Path, load_format: str) -> Path:
+    """Mistral's params.json where it is asked for or stands alone."""
+    params, config = folder / MISTRAL_PARAMS, folder / "config.json"
+    return params if load_format == "mistral" or (params.is_file() and not config.is_file()) else config
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """As of a Hugging Face model. Raises ModelError."""
+    content = read_json(file)
+    if file.name != MISTRAL_PARAMS:
+        return content
+    from headrace.executor.models.families.mistral_consolidated import ARCHITECTURE
+
+    return {"architectures": [ARCHITECTURE], "eos_token_id": MISTRAL_END, **content}
 
 
 def _config_folder(options: Options) -> Path:
@@ -389,6 +416,8 @@ def _folder_weights(folder: Path, found: Format, strategy: Strategy = "lazy", pl
     from headrace.executor.checkpoints.weights import TorchWeights
 
     index_path = folder / (TORCH_INDEX if found == "pt" else SAFETENSORS_INDEX)
+    if found == "mistral":
+        return SafetensorsWeights(sorted(folder.glob(MISTRAL_FILES)), None, strategy, place)
     files = _torch_files(folder) if found == "pt" else _safetensors_files(folder)
     weight_map: dict[str, str] | None = None
     if index_path.is_file():

@@ -18,7 +18,11 @@ from headrace.core.options.engine_options import Options
 from headrace.ipc.failure import ModelError
 
 CONFIG_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
-WEIGHT_PATTERNS = {"safetensors": ("*.safetensors",), "pt": ("*.bin", "*.pt", "*.pth")}
+WEIGHT_PATTERNS = {
+    "safetensors": ("*.safetensors",),
+    "pt": ("*.bin", "*.pt", "*.pth"),
+    "mistral": ("consolidated*.safetensors",),
+}
 # Of a training run, or the same weights once more for another program.
 NEEDLESS = ("*/*", "consolidated*", "optimizer*", "scheduler*", "training_args*", "rng_state*", "tf_model*", "flax_*")
 HUB_TIMEOUT_S = 10.0
@@ -152,10 +156,11 @@ def _listing(repo: str, choice: HubChoice) -> tuple[list[str] | None, str]:
 
 def _patterns(files: Sequence[str], load_format: str) -> list[str]:
     """What to fetch: the config, the tokenizer and one form of the weights, safetensors before PyTorch's."""
-    wanted = ["safetensors", "pt"] if load_format == "auto" else [load_format]
+    wanted = ["safetensors", "pt", "mistral"] if load_format == "auto" else [load_format]
     for each in wanted:
+        needless = () if each == "mistral" else NEEDLESS
         weights = [
-            file for file in files if _matches(file, WEIGHT_PATTERNS.get(each, ())) and not _matches(file, NEEDLESS)
+            file for file in files if _matches(file, WEIGHT_PATTERNS.get(each, ())) and not _matches(file, needless)
         ]
         if weights:
             break

@@ -218,7 +218,6 @@ def test_vllms_flags_are_answered_by_name_with_what_works(arguments: list[str], 
     [
         ("npcache", "which needs no copy in numpy's format: use pt"),
         ("bitsandbytes", "a checkpoint that bitsandbytes wrote is recognised by its config: use auto"),
-        ("mistral", "consolidated files with a params.json are not read: use auto"),
         ("tensorizer", "tensorizer's files are not read: use safetensors"),
         ("runai_streamer", "use safetensors with safetensors_load_strategy=prefetch"),
         ("fastsafetensors", "use safetensors with safetensors_load_strategy=eager"),

@@ -19,6 +19,7 @@ from tiny_models import COMMON, TinyModel
 from torch import Tensor
 
 from headrace.executor.models.families._config import alibi_slopes
+from headrace.executor.models.families.mistral_consolidated import ARCHITECTURE
 
 State = dict[str, Tensor]
 SMALL = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
@@ -92,6 +93,32 @@ def _baichuan(config: dict[str, Any]) -> dict[str, Any]:
     return _plain(config, model_max_length=config["max_position_embeddings"])
 
 
+def mistral_params(config: dict[str, Any]) -> dict[str, Any]:
+    """The content of a params.json."""
+    own = {
+        "dim": "hidden_size", "n_layers": "num_hidden_layers", "head_dim": "head_dim", "norm_eps": "rms_norm_eps",
+        "hidden_dim": "intermediate_size", "n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads",
+        "vocab_size": "vocab_size", "max_seq_len": "max_position_embeddings",
+    }  # fmt: skip
+    params = {name: config[theirs] for name, theirs in own.items() if theirs in config}
+    return params | {"rope_theta": config["rope_parameters"]["rope_theta"]}
+
+
+def with_neighbouring_pairs(state: State, head_dim: int) -> State:
+    """Queries and keys whose rotated pairs, halves of a head apart, become neighbours."""
+    found = dict(state)
+    for name, tensor in state.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            found[name] = tensor.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+    return found
+
+
+MISTRAL_NAMES = {
+    "model.": "", "embed_tokens": "tok_embeddings", "lm_head": "output", "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm", "self_attn": "attention", "q_proj": "wq", "k_proj": "wk", "v_proj": "wv",
+    "o_proj": "wo", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2", "block_sparse_moe": "feed_forward",
+}  # fmt: skip
 INTERNLM2_NAMES = {
     "lm_head": "output", "embed_tokens": "tok_embeddings", "self_attn.o_proj": "attention.wo",
     "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
@@ -132,6 +159,10 @@ PUBLISHED: dict[str, Published] = {
     "baichuan_2": Published(
         "BaichuanForCausalLM", _twin("Llama", vocab_size=BAICHUAN_2_VOCAB, **EIGHT_HEADS),
         {}, _baichuan, _fused("self_attn.W_pack", 1), has_alibi=True, unit_head=True,
+    ),
+    "mistral_consolidated": Published(
+        ARCHITECTURE, _twin("Mistral", num_key_value_heads=2, head_dim=8, sliding_window=None), MISTRAL_NAMES,
+        mistral_params, lambda state: with_neighbouring_pairs(state, 8),
     ),
     "qwen": Published("QWenLMHeadModel", _twin("Qwen2"), QWEN_NAMES, _qwen, _fused("attn.c_attn", 1)),
     "minicpm": Published("MiniCPMForCausalLM", _twin("Granite", num_key_value_heads=2, **GRANITE), {}, _minicpm),
