@@ -116,12 +116,14 @@ def _unknown_fields(count: int) -> bytes:
 
 
 def watch(url: str, headers: dict[str, str], pipe: Connection) -> None:
-    """A process of its own: streams for ever, and answers each look with the longest gap since the one before."""
-    longest = [0.0]
+    """A process of its own: streams for ever, and answers each look with the longest gap since the one before, be it
+    one that has not ended yet."""
+    longest, last_event = [0.0], [0.0]
 
     def answer() -> None:
         while pipe.recv():
-            pipe.send(longest[0])
+            began_s = last_event[0]
+            pipe.send(max(longest[0], time.perf_counter() - began_s if began_s else 0.0))
             longest[0] = 0.0
 
     threading.Thread(target=answer, daemon=True).start()
@@ -129,13 +131,14 @@ def watch(url: str, headers: dict[str, str], pipe: Connection) -> None:
     with httpx.Client(base_url=url, headers=headers, timeout=60, verify=False) as client:
         while True:
             with client.stream("POST", COMPLETIONS, json=body) as response:
-                last_s = 0.0
+                last_event[0] = 0.0
                 for piece in response.iter_raw():
                     if not piece.startswith(b"data:"):
                         continue  # a sign of life, while a new stream waits for its turn
                     now_s = time.perf_counter()
-                    longest[0] = max(longest[0], now_s - last_s if last_s else 0.0)
-                    last_s = now_s
+                    longest[0] = max(longest[0], now_s - last_event[0] if last_event[0] else 0.0)
+                    last_event[0] = now_s
+                last_event[0] = 0.0
 
 
 class Watcher:

@@ -33,7 +33,11 @@ class BackgroundLoop:
         tasks: list[asyncio.Task[T]] = []
 
         def begin() -> None:
-            tasks.append(self.loop.create_task(coroutine))
+            try:
+                tasks.append(self.loop.create_task(coroutine))
+            except TypeError as error:  # it is none: whoever waits for its end would wait for ever
+                result.set_exception(error)
+                return
             tasks[0].add_done_callback(lambda task: _pass_on(task, result))
 
         def cancel() -> None:

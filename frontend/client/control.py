@@ -77,7 +77,7 @@ def method_command(
     payload = {"args": list(args), "kwargs": dict(kwargs or {})}
     try:
         msgspec.msgpack.encode(payload)
-    except TypeError as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InvalidRequestError(
             f"the arguments of {name} must be plain data, for nothing is pickled: {error}"
         ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +18,14 @@ from tiny_gguf import finish, save_gguf, save_tensors
 
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import config_at_hand, open_checkpoint
+from headrace.executor.checkpoints.gguf.config import ARCHITECTURES, MIXTRAL
 from headrace.executor.checkpoints.gguf.file import GGUFFile
 from headrace.executor.models.families import spec_from_config
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight
 
+PAGE = Path(__file__).parents[2] / "docs/models.md"
+GGUF_COLUMN = re.compile(r"^\| `(\w+)` \|(?:[^|]*\|){3} (\w*) *\|", re.MULTILINE)
 LLAMA3_WIDE = {
     "hidden_size": 256,
     "head_dim": 64,
@@ -77,6 +81,19 @@ MODELS = {
     "stablelm, parallel": ("stablelm_parallel", {}),
     "starcoder2": ("starcoder2", {"sliding_window": None}),
 }
+
+
+def test_what_the_page_of_models_says_is_read_from_gguf_is_compared_here_gemma_2_among_it_and_opt_is_not_promised() -> (
+    None
+):
+    """The page's column is made of ARCHITECTURES; llama.cpp, whose format GGUF is, has no OPT."""
+    compared = {type(tiny_models.build(name, **changes)).__name__ for name, changes in MODELS.values()}
+    promised = {each.architecture for each in (*ARCHITECTURES.values(), MIXTRAL)}
+    assert promised <= compared
+    assert {architecture for architecture, said in GGUF_COLUMN.findall(PAGE.read_text()) if said == "yes"} == promised
+    assert "Gemma2ForCausalLM" in promised
+    assert "OPTForCausalLM" not in promised
+    assert "opt" not in gguf.MODEL_ARCH_NAMES.values()
 
 
 def random_matrix(rows: int, columns: int, seed: int = 0) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import shutil
@@ -297,9 +298,13 @@ def test_the_same_commands_in_this_process_and_in_another(llm, tmp_path):
 
 def test_what_cannot_be_done_says_what_can(llm):
     with pytest.raises(InvalidRequestError, match=r"is no method of a worker extension .* Code is not sent"):
-        llm.collective_rpc(__import__("functools").partial(print))
-    with pytest.raises(InvalidRequestError, match="plain data"):
-        llm.collective_rpc("anything", args=(object(),))
+        llm.collective_rpc(functools.partial(print))
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (object(), 2**64, -(2**63) - 1, "\ud800", deep):
+        with pytest.raises(InvalidRequestError, match="plain data"):
+            llm.collective_rpc("anything", args=(value,))
     with pytest.raises(HeadraceError, match="was started without enable_sleep_mode"):
         llm.sleep(level=1)
     with pytest.raises(InvalidRequestError, match="mode is 'stop'; it must be abort, wait or keep"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from fake_core import expected_text, memory_core, zmq_core
@@ -17,10 +19,21 @@ from headrace import (
     InvalidRequestError,
     SamplingParams,
 )
+from headrace.frontend.client.background import BackgroundLoop
 from headrace.ipc.messages import FetchTokenizer
 
 __all__ = ["core", "llm"]  # fixtures
 pytestmark = pytest.mark.usefixtures("private_cache")
+
+
+def test_what_a_background_loop_cannot_run_is_raised_instead_of_waited_for() -> None:
+    background = BackgroundLoop("test")
+    try:
+        with pytest.raises(TypeError, match="coroutine"):
+            background.run(cast(Any, None))
+        assert background.run(asyncio.sleep(0, "the loop goes on")) == "the loop goes on"
+    finally:
+        background.stop()
 
 
 def test_threads_can_share_one(llm: LLM) -> None:
