@@ -11,14 +11,20 @@ from typing import Any
 from null_rank import misbehave, told_to
 
 from headrace.core.schedule.scheduler import Scheduler, SchedulerConfig
+from headrace.ipc.step import StepPlan
 
 
 class BadScheduler(Scheduler):
     @property
     def has_work(self) -> bool:
-        """Asked for at every turn of the loop, whether or not there is any."""
+        """Asked for at every turn of the loop without a step in flight, whether or not there is any."""
         misbehave(told_to(), "the core", "a turn")
         return super().has_work
+
+    def schedule(self) -> StepPlan | None:
+        """Called in every turn with a step in flight."""
+        misbehave(told_to(), "the core", "a turn")
+        return super().schedule()
 
 
 class BadLoad(Scheduler):
