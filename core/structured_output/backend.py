@@ -59,6 +59,8 @@ class Backend(Protocol):
     """One library, for one tokenizer. `compile` may be called from several threads at once."""
 
     name: str
+    computes_beforehand: bool
+    """Compiling may take long even where the form is plain (`plain.py`)."""
 
     def compile(self, wanted: StructuredOutput) -> Matcher:
         """The beginning of the grammar. Raises InvalidRequestError with the library's reason."""

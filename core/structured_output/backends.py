@@ -12,6 +12,7 @@ import numpy as np
 
 from headrace.core.options.structured_outputs import StructuredOutputs
 from headrace.core.structured_output.backend import Backend, Matcher, Vocabulary
+from headrace.core.structured_output.plain import is_plain
 from headrace.core.structured_output.thinking import allow, split
 from headrace.core.structured_output.trial import Trial
 from headrace.ipc.failure import HeadraceError, InvalidRequestError
@@ -40,6 +41,7 @@ class Backends:
     """The libraries of a plan, as one `Backend`: what the first refuses is tried with the next."""
 
     name = "auto"
+    computes_beforehand = True
 
     def __init__(self, options: StructuredOutputs, vocabulary: Vocabulary) -> None:
         self._options, self._vocabulary = options, vocabulary
@@ -88,9 +90,12 @@ class Backends:
         self._trial.stop()
 
     def _compile(self, name: str, wanted: StructuredOutput) -> Matcher:
-        self._trial.start()  # it gets ready while the library does here
+        needs_no_trial = is_plain(wanted)
+        if not needs_no_trial:
+            self._trial.start()  # it gets ready while the library does here
         backend = self._backend(name)
-        self._trial.check(name, wanted)
+        if backend.computes_beforehand or not needs_no_trial:
+            self._trial.check(name, wanted)
         return backend.compile(wanted)
 
     def _backend(self, name: str) -> Backend:

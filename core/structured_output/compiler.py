@@ -10,6 +10,8 @@ request --> cached? ----------------------------> it gets a copy, and no gate is
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -27,6 +29,9 @@ from headrace.ipc.messages import AddRequest, Generate, StructuredOutput
 MOST_CACHED = 256
 """Grammars that are kept, and reasons why one cannot be."""
 NUM_THREADS = 2
+NICENESS = 10
+"""Of its threads, and of the process that tries grammars, which they start: beside a busy thread they get a tenth of a
+core, so that other requests' steps take a tenth longer at most."""
 REASON = "grammar"
 
 
@@ -40,7 +45,7 @@ class GrammarCompiler:
     ) -> None:
         """report: takes news from any thread."""
         self._backend, self._report = backend, report
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._pool = ThreadPoolExecutor(NUM_THREADS, "grammar", _give_way)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Gate, Matcher | Failure] = OrderedDict()  # the least recently used first
         self._waiting: dict[Gate, list[Request]] = {}
@@ -88,6 +93,13 @@ class GrammarCompiler:
             self._compiled[gate] = compiled
             while len(self._compiled) > MOST_CACHED:
                 self._compiled.popitem(last=False)
+
+
+def _give_way() -> None:
+    """The calling thread gives way to those that compute steps."""
+    if sys.platform == "linux":  # elsewhere a niceness is the process's
+        own = os.PRIO_PROCESS, threading.get_native_id()
+        os.setpriority(*own, os.getpriority(*own) + NICENESS)
 
 
 def _matcher_for(request: Request, compiled: Matcher | None) -> Matcher | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -76,6 +77,7 @@ class LLGuidanceBackend:
     """A `Backend`."""
 
     name = "llguidance"
+    computes_beforehand = False
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Takes about a second for a large vocabulary. Raises ValueError for a tokenizer that it cannot read."""
@@ -86,7 +88,11 @@ class LLGuidanceBackend:
             slices=_slices(),
         )
         self._limits = LLParserLimits(**LIMITS)
-        self._executor = LLExecutor(num_threads=os.cpu_count() or 1)
+
+    @functools.cached_property
+    def _executor(self) -> LLExecutor:
+        """Made by who fills masks: its threads have that thread's priority, and compilers a lower one."""
+        return LLExecutor(num_threads=os.cpu_count() or 1)
 
     def compile(self, wanted: StructuredOutput) -> LLGuidanceMatcher:
         try:

@@ -8,6 +8,7 @@ modules. tvm_ffi itself imports torch where it is installed, unless that is mark
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import json
@@ -30,6 +31,8 @@ from headrace.ipc.messages import StructuredOutput
 PACKAGE = "xgrammar"
 NUM_THREADS = os.cpu_count() or 1
 """That fill masks."""
+MASKS_ON_ONE_THREAD = 8
+"""So many are filled before the library's threads have woken up."""
 COMPILER_THREADS = 1
 """Of one grammar: others are compiled beside it, and steps run."""
 LONGEST_FORCED = 32
@@ -201,6 +204,7 @@ class XGrammarBackend:
     """A `Backend`."""
 
     name = PACKAGE
+    computes_beforehand = True
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Raises ValueError for a tokenizer that it cannot read."""
@@ -211,7 +215,11 @@ class XGrammarBackend:
         )
         self.vocabulary = TokenTexts(info, vocab_size)
         self._compiler = _xgrammar.GrammarCompiler(info, COMPILER_THREADS, False, -1)
-        self._batch = _xgrammar.BatchGrammarMatcher(NUM_THREADS)
+
+    @functools.cached_property
+    def _batch(self) -> Any:
+        """Made by who fills masks: its threads have that thread's priority, and compilers a lower one."""
+        return _xgrammar.BatchGrammarMatcher(NUM_THREADS)
 
     def compile(self, wanted: StructuredOutput) -> XGrammarMatcher:
         try:
@@ -233,11 +241,12 @@ class XGrammarBackend:
                 masks[index : index + len(drafts) + 1] = self.vocabulary.ends
             elif not drafts:
                 plain.append((place.matcher, index))
-        if len(plain) == 1:
-            plain[0][0].fill_next_token_bitmask(masks, plain[0][1], False)
-        elif plain:
+        if len(plain) > MASKS_ON_ONE_THREAD:
             matchers, indices = zip(*plain, strict=True)
             self._batch.batch_fill_next_token_bitmask(list(matchers), masks, list(indices), False)
+        else:
+            for matcher, index in plain:
+                matcher.fill_next_token_bitmask(masks, index, False)
         for place, index, drafts in places:
             if drafts and not place.matcher.is_terminated():
                 _fill_drafted(place, index, drafts, masks)

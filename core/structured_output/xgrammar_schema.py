@@ -3,7 +3,8 @@
 Some things are changed, none of which admits more than before. Keywords that hold for one type only, such as
 `minLength`, it reads beside that `type` alone: a part without `type` gets the one that its first such keyword is for.
 Beside `enum` and `const` it reads nothing: their values are kept as far as `type` admits them. What `required` names is
-among the `properties`, without which it is not required.
+among the `properties`, without which it is not required. A text of bounded length becomes one with a pattern: of that
+the library computes masks before the first token, and of a bounded length it looks at most tokens near the text's end.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ _IGNORED = frozenset(
         *("additionalItems",),
     }
 )
+_LENGTHS = ("minLength", "maxLength")
+_CHARACTER = r'[^"\\\r\n]'
+"""As the library has them in texts of bounded length."""
+LONGEST_PATTERN = 128
+"""Characters whose places in a pattern the library tells apart: of more it computes no masks beforehand."""
 _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
     {
         "object": (dict,),
@@ -117,7 +123,20 @@ def _typed(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
         found[name] = value
     if kinds == "object":
         _name_required(found, pointer)
+    if kinds == "string":
+        _count_by_pattern(found, pointer)
     return found
+
+
+def _count_by_pattern(schema: dict[str, Any], pointer: str) -> None:
+    lengths = [name for name in _LENGTHS if name in schema]
+    if lengths and "pattern" in schema:
+        raise ValueError(f"it does not follow {lengths[0]} beside pattern (at {pointer or '/'})")
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if isinstance(least, int) and isinstance(most, int) and 0 <= least <= most <= LONGEST_PATTERN:
+        schema["pattern"] = f"^{_CHARACTER}{{{least},{most}}}$"
+        for name in lengths:
+            del schema[name]
 
 
 def _name_required(schema: dict[str, Any], pointer: str) -> None:

@@ -80,6 +80,17 @@ BYTES = {each: TOKENIZER.convert_tokens_to_ids(character) for each, character in
 
 
 @each_backend
+@pytest.mark.parametrize(("least", "most"), [(0, 0), (0, 3), (2, 3), (3, 3), (1, 128), (1, 129)])
+def test_a_text_has_as_many_characters_as_its_schema_says(name: str, least: int, most: int) -> None:
+    start = compiled(name, "json", json.dumps({"type": "string", "minLength": least, "maxLength": most}))
+    for length in {0, least - 1, least, most - 1, most, most + 1} - {-1}:
+        assert takes(start, f'"{"ü" * length}"') == (least <= length <= most), length
+    if most > 1:
+        assert not takes(start, '"a\n"')
+        assert not takes(start, '"a"b"')
+
+
+@each_backend
 @pytest.mark.parametrize(
     ("kind", "text", "before"), [("json", '{"type": "string", "maxLength": 4}', b'"a'), ("regex", ".{2,4}", b"a")]
 )
@@ -319,6 +330,10 @@ def test_what_xgrammar_is_forced_to_takes_fewer_steps_than_tokens(llm: LLM) -> N
         ({"json": {"type": "array", "uniqueItems": True}}, "it does not follow uniqueItems (at /)"),
         ({"json": {"properties": {"a": {"not": {}}}}}, "it does not follow not (at /properties/a)"),
         ({"json": {"$ref": "#/$defs/a", "type": "object", "$defs": {"a": {}}}}, "does not follow type beside $ref"),
+        (
+            {"json": {"type": "string", "pattern": "^a", "maxLength": 2}},
+            "it does not follow maxLength beside pattern (at /)",
+        ),
         ({"json": {"type": "foo"}}, 'Unsupported type "foo"'),
         ({"json": {"type": "object"}, "whitespace_pattern": " "}, "xgrammar has no whitespace_pattern"),
         ({"regex": "(?=a)b"}, "Lookahead is not supported yet"),

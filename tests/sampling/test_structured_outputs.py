@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def llm(folder: str) -> Iterator[LLM]:
     with LLM(model=folder, in_process=True, **ENGINE) as llm:
-        ask(llm, form(choice=["ready"]))  # starts what tries grammars, which ends with the engine
+        ask(llm, form(regex="ready"))  # starts what tries grammars, which ends with the engine
         yield llm
 
 

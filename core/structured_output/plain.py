@@ -1,0 +1,87 @@
+"""Which forms are known to cost little, whatever their content: no process of its own has to try them first.
+
+These are JSON schemas of a bounded size in which nothing multiplies: no expressions, no references, few alternatives,
+and counts whose sum is bounded. That they keep the limits of `trial.py` is tested with the worst of them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from headrace.ipc.messages import StructuredOutput
+
+MOST_CHARACTERS = 1 << 14
+"""Of a schema, or of all choices."""
+MOST_SCHEMAS = 200
+"""Within one schema, itself included."""
+MOST_DEPTH = 16
+MOST_ALTERNATIVES = 16
+"""Of all `anyOf` and lists of types together."""
+MOST_COUNTED = 2000
+"""The sum of all lengths of texts and arrays."""
+LEAST_NUMBER, MOST_NUMBER = 1e-6, 1e9
+MOST_DIGITS = 20
+"""Of a number that bounds others."""
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_NOTES = ("title", "description", "default", "examples", "$schema", "$comment", "deprecated", "readOnly", "writeOnly")
+_CHOICES = ("enum", "const", "required")
+
+
+def is_plain(wanted: StructuredOutput) -> bool:
+    if len(wanted.text) > MOST_CHARACTERS or wanted.whitespace_pattern:
+        return False
+    match wanted.kind:
+        case "json_object" | "choice":
+            return True
+        case "json":
+            try:
+                return _Count().admits(json.loads(wanted.text), 0)
+            except (ValueError, RecursionError):
+                return False
+    return False
+
+
+class _Count:
+    """What one schema has of each thing that is bounded."""
+
+    def __init__(self) -> None:
+        self._schemas = self._alternatives = self._counted = 0
+
+    def admits(self, schema: Any, depth: int) -> bool:
+        self._schemas += 1
+        if self._schemas > MOST_SCHEMAS or depth > MOST_DEPTH:
+            return False
+        if isinstance(schema, bool):
+            return True
+        return isinstance(schema, dict) and all(self._keyword(name, value, depth) for name, value in schema.items())
+
+    def _keyword(self, name: str, value: Any, depth: int) -> bool:
+        if name == "properties":
+            return isinstance(value, dict) and all(self.admits(each, depth + 1) for each in value.values())
+        if name == "anyOf":
+            return self._has_room(value) and all(self.admits(each, depth + 1) for each in value)
+        if name == "items":
+            return self.admits(value, depth + 1)
+        if name == "type":
+            return isinstance(value, str) or self._has_room(value)
+        if name in _COUNTS:
+            return self._counts(value)
+        if name in _BOUNDS:
+            return _is_short(value)
+        return name in _NOTES or name in _CHOICES or (name == "additionalProperties" and isinstance(value, bool))
+
+    def _has_room(self, alternatives: Any) -> bool:
+        self._alternatives += len(alternatives) if isinstance(alternatives, list) else MOST_ALTERNATIVES + 1
+        return self._alternatives <= MOST_ALTERNATIVES
+
+    def _counts(self, value: Any) -> bool:
+        self._counted += value if isinstance(value, int) and value >= 0 else MOST_COUNTED + 1
+        return self._counted <= MOST_COUNTED
+
+
+def _is_short(number: Any) -> bool:
+    return isinstance(number, int | float) and (
+        number == 0 or (LEAST_NUMBER <= abs(number) <= MOST_NUMBER and len(repr(number)) <= MOST_DIGITS)
+    )
