@@ -22,6 +22,8 @@ from headrace.ipc.messages import SCHEMA_HASH, AddRequest, Generate, Pool, Refus
 from headrace.ipc.plugins import has_logits_processors
 from headrace.ipc.ranges import FLOAT32, VOCABULARY, names_marked, out_of_range
 
+FIELD = "SamplingParams"
+"""Before the name of a wrong field: by it `InvalidRequestError.parameter` finds that."""
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would only overflow."""
 _MASK = (1 << 64) - 1
@@ -97,19 +99,21 @@ class Admission:
 
     def _check_sampling(self, sampling: Sampling) -> Failure | None:
         if sampling.min_tokens > sampling.max_tokens:
-            return self.refusal(f"min_tokens is {sampling.min_tokens}, more than max_tokens, {sampling.max_tokens}")
+            return self.refusal(
+                f"{FIELD}.min_tokens is {sampling.min_tokens}, more than max_tokens, {sampling.max_tokens}"
+            )
         most = self._vocab_size if self._max_logprobs == -1 else self._max_logprobs
         for name, count in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
             wanted = self._vocab_size if count == -1 else count
             if wanted is not None and not 0 <= wanted <= most:
-                return self.refusal(f"{name} is {count}; this engine's max_logprobs is {self._max_logprobs}")
+                return self.refusal(f"{FIELD}.{name} is {count}; this engine's max_logprobs is {self._max_logprobs}")
         return self._check_extra_args(sampling) or self._check_token_rules(sampling)
 
     def _check_extra_args(self, sampling: Sampling) -> Failure | None:
         if sampling.extra_args and not self._reads_extra_args:
             return self.refusal(
-                f"extra_args (vllm_xargs) has {', '.join(sampling.extra_args)}, and this engine has no logits "
-                "processors to read them: start it with logits_processors"
+                f"{FIELD}.extra_args has {', '.join(sampling.extra_args)}, and this engine has no logits processors to "
+                "read them: start it with logits_processors"
             )
         return None
 
@@ -117,7 +121,9 @@ class Admission:
         for name in names_marked(Sampling, VOCABULARY):
             outside = next((each for each in _token_ids(getattr(sampling, name)) if each >= self._vocab_size), None)
             if outside is not None:
-                return self.refusal(f"{name} has token {outside}, outside the vocabulary of {self._vocab_size} tokens")
+                return self.refusal(
+                    f"{FIELD}.{name} has token {outside}, outside the vocabulary of {self._vocab_size} tokens"
+                )
         if (thinking := sampling.thinking) is not None:
             if not thinking.end:
                 return self.refusal("thinking has an end of no tokens")
@@ -126,7 +132,7 @@ class Admission:
             if outside is not None:
                 return self.refusal(f"thinking has token {outside}; the vocabulary has {self._vocab_size} tokens")
         if not all(sampling.bad_words):
-            return self.refusal("bad_words has a word of no tokens")
+            return self.refusal(f"{FIELD}.bad_words has a word of no tokens")
         return None
 
     def request(self, client: int, message: AddRequest) -> Request:

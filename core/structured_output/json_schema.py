@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import msgspec
+
+from headrace.ipc.messages import StructuredOutput
 
 MOST_TRIES = 200
 """Parts of a schema that are compiled alone, at most, to find the one that cannot be."""
 _IN_DICTS = ("properties", "patternProperties", "$defs", "definitions")
 _IN_LISTS = ("prefixItems", "anyOf", "allOf", "oneOf", "items")
+_LARK_PARTS = re.compile(r""""(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|%json\s*""")
+"""Texts, comments and expressions, in which nothing is a schema, and what stands before one."""
 _ALONE = ("items", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else")
 
 
@@ -25,6 +33,35 @@ def without_additional_properties(schema: Any) -> Any:
     if isinstance(schema.get("properties"), dict) and "patternProperties" not in schema:
         changed.setdefault("additionalProperties", False)
     return changed
+
+
+def closed(wanted: StructuredOutput) -> StructuredOutput:
+    """With that done to every schema of a form, where it is asked for.
+
+    Raises ValueError, KeyError and TypeError for what is no form of its kind."""
+    if not wanted.disable_additional_properties:
+        return wanted
+    text = wanted.text
+    if wanted.kind == "json":
+        text = json.dumps(without_additional_properties(json.loads(text)))
+    elif wanted.kind == "structural_tag":
+        tag = json.loads(text)
+        structures = [{**each, "schema": without_additional_properties(each["schema"])} for each in tag["structures"]]
+        text = json.dumps({**tag, "structures": structures})
+    elif wanted.kind == "grammar":
+        text = _with_schemas(text, without_additional_properties)
+    return msgspec.structs.replace(wanted, text=text)
+
+
+def _with_schemas(lark: str, change: Callable[[Any], Any]) -> str:
+    """A grammar with its schemas changed, which stand behind %json."""
+    written, at = "", 0
+    while (found := _LARK_PARTS.search(lark, at)) is not None:
+        written, at = written + lark[at : found.end()], found.end()
+        if found[0].startswith("%json"):
+            schema, at = json.JSONDecoder().raw_decode(lark, at)
+            written += json.dumps(change(schema))
+    return written + lark[at:]
 
 
 def find_culprit(schema: Any, problem: str, problem_of: Callable[[Any], str]) -> str:

@@ -16,7 +16,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
 from headrace.core.structured_output.backend import Backend
-from headrace.core.structured_output.json_schema import find_culprit, without_additional_properties
+from headrace.core.structured_output.json_schema import closed, find_culprit
 from headrace.core.structured_output.refusals import reason, refusal
 from headrace.ipc.messages import StructuredOutput
 
@@ -138,12 +138,10 @@ def version() -> str:
 
 def _grammar_of(wanted: StructuredOutput) -> str:
     """The library's own form of a request's. Raises ValueError and more for what it cannot read."""
+    wanted = closed(wanted)
     match wanted.kind:
         case "json":
-            schema = json.loads(wanted.text)
-            if wanted.disable_additional_properties:
-                schema = without_additional_properties(schema)
-            return _json_grammar(schema, wanted)
+            return _json_grammar(json.loads(wanted.text), wanted)
         case "json_object":
             return _json_grammar({"type": "object"}, wanted)
         case "regex":

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headrace.core.structured_output.backend import Backend
-from headrace.core.structured_output.json_schema import without_additional_properties
+from headrace.core.structured_output.json_schema import closed
 from headrace.core.structured_output.refusals import refusal
 from headrace.core.structured_output.xgrammar_schema import followed
 from headrace.ipc.messages import StructuredOutput
@@ -255,12 +255,10 @@ class XGrammarBackend:
 
     def _compiled(self, wanted: StructuredOutput) -> Any:
         """Raises ValueError and more for what it cannot read."""
+        wanted = closed(wanted)
         match wanted.kind:
             case "json":
-                schema = json.loads(wanted.text)
-                if wanted.disable_additional_properties:
-                    schema = without_additional_properties(schema)
-                return self._compiled_json(followed(schema), wanted)
+                return self._compiled_json(followed(json.loads(wanted.text)), wanted)
             case "json_object":
                 return self._compiled_json({"type": "object"}, wanted)
             case "regex":

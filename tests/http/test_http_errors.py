@@ -154,6 +154,9 @@ def test_a_bad_field_of_a_completion_is_named(client, body, param, said):
             "exclude each other",
         ),
         ({"messages": MESSAGES, "functions": [{}]}, "functions", "use tools"),
+        # These only the engine can see.
+        ({"messages": MESSAGES, "vllm_xargs": {"any": 1}}, "vllm_xargs", "no logits processors"),
+        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 60}, "logprobs", "max_logprobs"),
     ],
 )
 def test_a_bad_field_of_a_chat_is_named(client, body, param, said):

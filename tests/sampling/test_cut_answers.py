@@ -34,7 +34,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tiny_models.save("llama", tmp_path_factory.mktemp("model"), tokenizer=True)
     config = {"backend": f"{request.param}:no-fallback"}
     with LLM(model=str(folder), in_process=True, structured_outputs_config=config, **ENGINE) as llm:
-        llm.generate(["the water"], form(choice=["ready"]), use_tqdm=False)  # starts what tries grammars
+        llm.generate(["the water"], form(regex="ready"), use_tqdm=False)  # starts what tries grammars
         yield llm
 
 

@@ -41,7 +41,7 @@ def reasoning(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def llm(folder: str, reasoning: str) -> Iterator[LLM]:
     with LLM(model=folder, structured_outputs_config={"reasoning_parser": reasoning}, **ENGINE) as llm:
-        ask(llm, "the water", form(choice=["ready"]))  # starts what tries grammars, which ends with the engine
+        ask(llm, "the water", form(regex="ready"))  # starts what tries grammars, which ends with the engine
         yield llm
 
 

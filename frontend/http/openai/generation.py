@@ -176,7 +176,9 @@ class Running:
         """The same error, in the words of the request."""
         if not isinstance(error, InvalidRequestError) or error.failure is None:
             return error
-        said = error.failure.message.replace("SamplingParams.structured_outputs", f"SamplingParams.{self._form_field}")
+        said = error.failure.message
+        for name, written in (("structured_outputs", self._form_field), ("extra_args", "vllm_xargs")):
+            said = said.replace(f"SamplingParams.{name}", f"SamplingParams.{written}")
         return InvalidRequestError.from_failure(msgspec.structs.replace(error.failure, message=said))
 
 
