@@ -51,7 +51,7 @@ def thread(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineThread]:
     sizes = {"block_size": 8, "max_num_seqs": 16, "max_model_len": 128, "num_gpu_blocks_override": 200}
     thread = EngineThread(parse_options(model=str(folder), dtype="float32", **sizes))
     # Starts what tries grammars, which ends with the engine.
-    run(thread, [SamplingParams(max_tokens=2, structured_outputs=StructuredOutputsParams(choice=["a"]))])
+    run(thread, [SamplingParams(max_tokens=2, structured_outputs=StructuredOutputsParams(regex="a"))])
     yield thread
     thread.stop()
 

@@ -191,7 +191,8 @@ def test_compiling_gives_way_to_steps_and_making_masks_does_not(tmp_path: Path) 
         llm.generate(["the water"] * len(params), params, use_tqdm=False)  # masks on several threads
         ask(llm, form(regex="[a-c]{3}"))
         niceness = {int(each.name): os.getpriority(os.PRIO_PROCESS, int(each.name)) for each in tasks()}
-        compilers = {each.native_id for each in threading.enumerate() if each.name.startswith("grammar")}
+        named = [each for each in threading.enumerate() if each.name.startswith("grammar")]
+        compilers = {each.native_id for each in named if each.native_id is not None}
         (trial,) = psutil.Process().children()
         assert compilers
         assert {task for task, nice in niceness.items() if nice > os.getpriority(os.PRIO_PROCESS, 0)} == compilers
