@@ -15,7 +15,7 @@ from headrace.frontend.api.batch import params_for
 from headrace.frontend.api.beam_search import BeamSearchParams, as_request_output, beam_search
 from headrace.frontend.api.chat_answers import AnswerReader, take_parsers
 from headrace.frontend.api.engine_config import EngineConfig, ModelConfig, engine_config
-from headrace.frontend.api.helpers import EngineSignature, get_tokenizer
+from headrace.frontend.api.helpers import EngineSignature, TokenizerToAwait, get_tokenizer
 from headrace.frontend.api.inputs.chat_prompts import chat_options, chat_prompt
 from headrace.frontend.api.inputs.prompts import (
     AS_THE_MODEL_HAS_IT,
@@ -281,14 +281,26 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         await super().do_log_stats()
         await self._stat_loggers.log()
 
-    async def get_tokenizer(self, *, hf: bool = False) -> Any:
+    def get_tokenizer(self, *, hf: bool = False) -> Any:
         """The engine's (frontend/text/tokenizer.py:Tokenizer), or with `hf` transformers' own, where it is installed.
 
+        It is to be awaited, or, once the engine has started, used as it is: vLLM had the one, and has the other.
         Raises InvalidRequestError when the engine runs without one, or transformers has none for the model.
         """
+        return TokenizerToAwait(functools.partial(self._find_tokenizer, hf), None if hf else self._started_tokenizer)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.get_tokenizer()
+
+    def _started_tokenizer(self) -> Any:
+        if self._client is None:
+            raise HeadraceError("the engine has not started: await get_tokenizer()")
+        return _tokenizer_of(self._client)
+
+    async def _find_tokenizer(self, hf: bool) -> Any:
         client = await self._ready()
-        if client.tokenizer is None:
-            raise InvalidRequestError("this engine runs without a tokenizer (its option skip_tokenizer_init)")
+        own = _tokenizer_of(client)
         if hf:
             options = (await client.describe_engine()).options
             return await asyncio.to_thread(
@@ -297,7 +309,7 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
                 revision=options.get("tokenizer_revision") or options.get("revision"),
                 trust_remote_code=options.get("trust_remote_code"),
             )
-        return client.tokenizer
+        return own
 
     async def get_vllm_config(self) -> EngineConfig:
         return engine_config((await self._ready()).welcome)
@@ -336,6 +348,9 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
         failure = self._client.failure if self._client is not None else None
         return EngineDeadError("the engine is alive") if failure is None else EngineDeadError.from_failure(failure)
 
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
     async def is_tracing_enabled(self) -> bool:
         return False
 
@@ -367,8 +382,11 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
             await self._client.close()
         await asyncio.to_thread(self._stop_children)
 
-    def shutdown(self) -> None:
-        """The same without asyncio, as vLLM's: requests that run fail, and it waits until the engine has ended."""
+    def shutdown(self, timeout: float | None = None) -> None:
+        """The same without asyncio, as vLLM's: requests that run fail, and it waits until the engine has ended.
+
+        timeout: vLLM's, for an end that hangs; this one has a limit of its own, and kills what is left.
+        """
         self._closed = True
         if self._starting is not None:
             self._starting.cancel()
@@ -433,6 +451,12 @@ class AsyncLLM(AsyncControls, NamesWhatIsMissing):
             raise
         self._client = client
         return client
+
+
+def _tokenizer_of(client: CoreClient | FleetClient) -> Any:
+    if client.tokenizer is None:
+        raise InvalidRequestError("this engine runs without a tokenizer (its option skip_tokenizer_init)")
+    return client.tokenizer
 
 
 async def _tokenize(prompt: Prompt, client: RequestClient, how: Tokenization = AS_THE_MODEL_HAS_IT) -> None:

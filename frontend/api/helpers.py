@@ -10,9 +10,10 @@ import os
 import socket
 import typing
 import uuid
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
-from headrace.ipc.failure import InvalidRequestError
+from headrace.ipc.failure import HeadraceError, InvalidRequestError
 
 
 class UsageContext(enum.Enum):
@@ -98,6 +99,35 @@ def get_tokenizer(tokenizer_name: str, *args: Any, **kwargs: Any) -> Any:
     except (OSError, ValueError) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise InvalidRequestError(f"transformers has no tokenizer for {tokenizer_name}: {first_line}") from error
+
+
+class TokenizerToAwait:
+    """What `AsyncLLM.get_tokenizer()` gives: `await` finds the tokenizer, all else asks the one that is here.
+
+    EngineClient of vLLM had `await get_tokenizer()` for years, and has `get_tokenizer()` now; scripts have either.
+    """
+
+    def __init__(self, find: Callable[[], Coroutine[Any, Any, Any]], here: Callable[[], Any] | None) -> None:
+        """here: gives the tokenizer without waiting, or raises HeadraceError; None where that cannot be."""
+        self._find = find
+        self._here = here
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._find().__await__()
+
+    def _now(self) -> Any:
+        if self._here is None:
+            raise HeadraceError("this tokenizer is read from files: await get_tokenizer(hf=True)")
+        return self._here()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._now(), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._now()(*args, **kwargs)
+
+    def __len__(self) -> int:
+        return len(self._now())
 
 
 class EngineSignature:

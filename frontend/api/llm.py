@@ -127,7 +127,7 @@ class LLM(Controls, NamesWhatIsMissing):
         self._client: CoreClient | FleetClient = client
         self._process_id = os.getpid()
         self._request_ids = itertools.count()
-        self._enqueued: list[RequestStream] = []
+        self._enqueued: list[tuple[RequestStream, AnswerReader | None]] = []
         self._engine: LLMEngine | None = None
         self._stat_loggers = StatLoggers(None)
         # Runs once: at close, when this object is collected, or when the interpreter exits.
@@ -187,6 +187,33 @@ class LLM(Controls, NamesWhatIsMissing):
         """
         self._check_usable()
         check_arguments("chat", {"lora_request": lora_request})
+        prompts, readers = self._conversations(messages, template_options)
+        ids = self._request_ids
+        outputs = self._background.run(run_batch(self._client, prompts, sampling_params, priority, ids, use_tqdm))
+        for reader, output in zip(readers, outputs, strict=True):
+            reader.read(output)
+        return outputs
+
+    def enqueue_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        **template_options: Any,
+    ) -> list[str]:
+        """Submits conversations as `enqueue` does prompts. Arguments and errors are those of `chat`."""
+        self._check_usable()
+        check_arguments("enqueue_chat", {"lora_request": lora_request})
+        prompts, readers = self._conversations(messages, template_options)
+        return self._enqueue(prompts, readers, sampling_params, priority)
+
+    def _conversations(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], template_options: dict[str, Any]
+    ) -> tuple[list[Prompt], list[AnswerReader]]:
+        """The prompts that they make, and what reads the answers."""
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise InvalidRequestError(f"messages must be a list of dicts, not {type(messages).__name__}")
         one = not messages or isinstance(messages[0], Mapping)
@@ -197,12 +224,7 @@ class LLM(Controls, NamesWhatIsMissing):
         tokenizer = self.get_tokenizer()
         prompts = [chat_prompt(tokenizer, conversation, options) for conversation in conversations]
         readers = [AnswerReader(tokenizer, prompt.text or "", options, parsers) for prompt in prompts]
-        prompts = self._tokenized(prompts, how)
-        ids = self._request_ids
-        outputs = self._background.run(run_batch(self._client, prompts, sampling_params, priority, ids, use_tqdm))
-        for reader, output in zip(readers, outputs, strict=True):
-            reader.read(output)
-        return outputs
+        return self._tokenized(prompts, how), readers
 
     def enqueue(
         self,
@@ -210,19 +232,29 @@ class LLM(Controls, NamesWhatIsMissing):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora_request: None = None,
         priority: int | Sequence[int] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> list[str]:
         """Submits prompts and gives their ids without waiting; `wait_for_completion` gives the outputs.
 
-        Arguments and errors are those of `generate`.
+        Arguments and errors are those of `generate`. use_tqdm is vLLM's, of the submission.
         """
         self._check_usable()
         check_arguments("enqueue", {"lora_request": lora_request, **others})
         parsed = self._tokenized(parse_prompts(prompts), tokenization_of(tokenization_kwargs))
+        return self._enqueue(parsed, [None] * len(parsed), sampling_params, priority)
+
+    def _enqueue(
+        self,
+        prompts: list[Prompt],
+        readers: Sequence[AnswerReader | None],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None,
+    ) -> list[str]:
         ids = self._request_ids
-        streams = self._background.run(enqueue_batch(self._client, parsed, sampling_params, priority, ids))
-        self._enqueued += streams
+        streams = self._background.run(enqueue_batch(self._client, prompts, sampling_params, priority, ids))
+        self._enqueued += zip(streams, readers, strict=True)
         return [stream.request_id for stream in streams]
 
     def wait_for_completion(
@@ -232,8 +264,13 @@ class LLM(Controls, NamesWhatIsMissing):
         self._check_usable()
         if output_type not in (None, RequestOutput):
             raise InvalidRequestError(f"output_type is {output_type!r}: requests give RequestOutput")
-        streams, self._enqueued = self._enqueued, []
-        return self._background.run(finish_batch(self._client, streams, use_tqdm))
+        enqueued, self._enqueued = self._enqueued, []
+        streams = [stream for stream, _ in enqueued]
+        outputs = self._background.run(finish_batch(self._client, streams, use_tqdm))
+        for (_, reader), output in zip(enqueued, outputs, strict=True):
+            if reader is not None:
+                reader.read(output)
+        return outputs
 
     def beam_search(
         self,
@@ -303,6 +340,10 @@ class LLM(Controls, NamesWhatIsMissing):
                 trust_remote_code=options.get("trust_remote_code"),
             )
         return self._client.tokenizer
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
 
     @property
     def llm_engine(self) -> LLMEngine:

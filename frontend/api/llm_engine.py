@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from headrace.core.options.parsing import add_options, options_from_arguments, parse_options
 from headrace.core.options.values import option_specs
+from headrace.core.options.vllm_options import unsupported_options
 from headrace.frontend.api.async_llm import AsyncLLM
 from headrace.frontend.api.engine_config import EngineConfig, ModelConfig, engine_config
 from headrace.frontend.api.inputs.prompts import tokenization_of
@@ -34,13 +35,25 @@ from headrace.ipc.failure import InvalidRequestError
 P = TypeVar("P", bound=argparse.ArgumentParser)
 
 
-class EngineArgs:
+class _Defaults(type):
+    """`EngineArgs.max_num_seqs` is the option's default, as scripts give it to their own argument parsers."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(cls, name: str) -> Any:
+            if name not in option_specs():
+                raise no_attribute(cls.__name__, name, {})
+            return copy(option_specs()[name].default)
+
+
+class EngineArgs(metaclass=_Defaults):
     """An engine's options as an object: its attributes are those that were given, the others read as their defaults.
 
     `LLM(**vars(args))` and `LLMEngine.from_engine_args(args)` start an engine with them. Raises OptionError.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        options = options if model is None else {"model": model, **options}
         parse_options(**options)
         vars(self).update(options)
 
@@ -56,13 +69,18 @@ class EngineArgs:
 
     def __getattr__(self, name: str) -> Any:
         if name not in option_specs():
+            lacking = unsupported_options().get(name)
+            if lacking is not None and lacking.passes:  # what the engine does
+                return copy(lacking.passes[0])
             raise no_attribute("EngineArgs", name, {"create_engine_config": DECISIONS})
         value = getattr(parse_options(**vars(self)), name)
         return None if name == "model" and value == "" else value  # as LLM is given none
 
     @staticmethod
-    def add_cli_args(parser: P) -> P:
-        """Adds every option to the parser, and `--config FILE`."""
+    def add_cli_args(parser: P, async_args_only: bool = False) -> P:
+        """Adds every option to the parser, and `--config FILE`; nothing with async_args_only: there are no others."""
+        if async_args_only:
+            return parser
         add_options(parser)
         return parser
 
@@ -164,9 +182,9 @@ class LLMEngine:
                     running.pump.taken()
         return outputs
 
-    def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """Ends requests without another output; ids that are not running are ignored."""
-        for each in (request_id,) if isinstance(request_id, str) else tuple(request_id):
+    def abort_request(self, request_ids: str | Iterable[str], internal: bool = False) -> None:
+        """Ends requests without another output; ids that are not running are ignored. See AsyncLLM.abort."""
+        for each in (request_ids,) if isinstance(request_ids, str) else tuple(request_ids):
             running = self._running.pop(each, None)
             if running is not None and running.pump is not None:
                 running.pump.cancel()
@@ -182,6 +200,13 @@ class LLMEngine:
     def get_num_unfinished_requests(self) -> int:
         """Requests whose last output no step has returned."""
         return len(self._running)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._llm.get_tokenizer()
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return self._llm.supported_tasks
 
     @property
     def vllm_config(self) -> EngineConfig:

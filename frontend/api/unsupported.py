@@ -11,6 +11,7 @@ from headrace.ipc.failure import InvalidRequestError
 ONLY_GENERATION = "only generation is supported so far"
 ANY = object()
 """In ARGUMENTS: every value asks for nothing."""
+NO_ADAPTERS = "LoRA adapters are not supported yet; merge the adapter into the model's weights"
 DECISIONS = "what the engine decided is in `engine`, and its options in describe_engine()"
 
 METHODS = {
@@ -23,9 +24,19 @@ METHODS = {
     "(worker_extension_cls) and collective_rpc reach it",
     "from_vllm_config": "from_engine_args takes EngineArgs",
     "preprocess_chat": "get_tokenizer().apply_chat_template renders a conversation",
+    **dict.fromkeys(("add_lora", "list_loras", "pin_lora", "remove_lora"), NO_ADAPTERS),
+    **dict.fromkeys(
+        (
+            *("init_weight_transfer_engine", "start_weight_update", "start_draft_weight_update", "update_weights"),
+            *("finish_weight_update", "shutdown_weight_transfer_engine", "get_weight_version"),
+            *("set_weight_version", "update_weight_version"),
+        ),
+        "reload_weights reads weights again from files, and nobody sends them",
+    ),
     "get_world_size": "describe_engine() has the workers",
+    "release_kv_cache_memory": "sleep gives the cache's memory back, and wake_up takes it again",
+    "scale_elastic_ep": "`headrace serve` starts and stops engines: POST /scale_elastic_ep",
 }
-NO_ADAPTERS = "LoRA adapters are not supported yet; merge the adapter into the model's weights"
 NO_MEDIA = "multimodal input is not supported yet; models run on text alone"
 TOKENS = "give the prompt as token ids ({'prompt_token_ids': [...]}), made as you like with get_tokenizer()"
 NO_TRACES = "traces are not supported yet"
@@ -45,6 +56,9 @@ ARGUMENTS: Mapping[str, tuple[str, tuple[Any, ...]]] = types.MappingProxyType(
         "trace_headers": (NO_TRACES, ({},)),
         "arrival_time": ("a request arrives when it is submitted", ()),
         "data_parallel_rank": (ONE_ENGINE, (0,)),
+        "session_id": (ONE_ENGINE, (ANY,)),
+        "kv_hints": ("the prefix cache decides by itself what it keeps", ({},)),
+        "reasoning_parser_kwargs": ("reasoning is not told apart from the answer", ({},)),
         "start_engine_loop": ("the engine runs from its start on", (True,)),
         "usage_context": ("nothing is reported to anybody", (ANY,)),
         "enable_log_requests": ("the engine never logs requests", (False,)),

@@ -132,6 +132,10 @@ class AsyncControls:
         """Forgets processed images and sounds. Models of this version take none, so there is nothing to forget."""
         await self.control(ResetMMCache())
 
+    async def reset_encoder_cache(self) -> None:
+        """The same of what their encoders made of them."""
+        await self.control(ResetMMCache())
+
     async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
         """Stops computing until `resume_generation`; new requests wait meanwhile. Returns once nothing runs.
 
@@ -177,8 +181,19 @@ class AsyncControls:
         """
         await self.control(ReloadWeights(path=weights_path or ""), None)
 
-    async def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Records what core and workers do, until `stop_profile`. Needs the option profiler_config."""
+    async def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """Records what core and workers do, until `stop_profile`. Needs the option profiler_config.
+
+        Raises InvalidRequestError for a number of steps: vLLM's delay_iterations and max_iterations are not here.
+        """
+        if delay_iterations or max_iterations:
+            raise InvalidRequestError("delay_iterations and max_iterations are refused: stop_profile ends a recording")
         await self.control(StartProfile(prefix=profile_prefix or ""))
 
     async def stop_profile(self) -> list[str]:
@@ -255,6 +270,7 @@ class Controls:
 
     reset_prefix_cache = blocking(AsyncControls.reset_prefix_cache)
     reset_mm_cache = blocking(AsyncControls.reset_mm_cache)
+    reset_encoder_cache = blocking(AsyncControls.reset_encoder_cache)
     pause_generation = blocking(AsyncControls.pause_generation)
     resume_generation = blocking(AsyncControls.resume_generation)
     get_stats = blocking(AsyncControls.get_stats)

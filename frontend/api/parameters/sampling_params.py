@@ -65,6 +65,16 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = types.MappingProxyType(
 )
 
 
+class UnknownFieldError(InvalidRequestError, TypeError):
+    """A name that is no field: a TypeError too, as it is for any other constructor of Python."""
+
+
+class SamplingType(enum.IntEnum):
+    GREEDY = 0
+    RANDOM = 1
+    RANDOM_SEED = 2
+
+
 class RequestOutputKind(enum.Enum):
     """What each output of a streamed request carries."""
 
@@ -86,7 +96,7 @@ def _refuse_unknown_fields(cls: type[T]) -> type[T]:
         unknown = [name for name in given if name not in known]
         for name in unknown:
             if name not in NOT_SUPPORTED:
-                raise InvalidRequestError(f"SamplingParams has no field {name!r}{nearest(name, known)}")
+                raise UnknownFieldError(f"SamplingParams has no field {name!r}{nearest(name, known)}")
             if given.pop(name) not in (None, *NEUTRAL.get(name, ())):
                 raise InvalidRequestError(f"SamplingParams.{name} is not supported by this version; leave it out")
         generated(self, **given)
@@ -199,6 +209,9 @@ class SamplingParams:
             self.seed = None
         if self.top_k == -1:
             self.top_k = 0
+        for name in ("logprobs", "prompt_logprobs"):  # OpenAI's API has them as flags
+            if isinstance(asked := getattr(self, name), bool):
+                setattr(self, name, 1 if asked else None)
         if self.guided_decoding is not None:
             if self.structured_outputs is not None:
                 raise bad("guided_decoding", self.guided_decoding, "is the older name of structured_outputs: give one")
@@ -266,6 +279,17 @@ class SamplingParams:
     def all_stop_token_ids(self) -> set[int]:
         """`stop_token_ids`, each once. The engine knows the model's end-of-sequence tokens itself."""
         return set(self.stop_token_ids or ())
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens are reported per token; of `logprob_token_ids`, how many those are."""
+        return len(self.logprob_token_ids) if self.logprob_token_ids else self.logprobs
+
+    @property
+    def sampling_type(self) -> SamplingType:
+        if self.temperature < GREEDY_BELOW:
+            return SamplingType.GREEDY
+        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
 
     def _verify_values(self) -> None:
         for name, default, check in _CHECKS:

@@ -31,9 +31,9 @@ MOST_DEPTH = 100
 """Of JSON within JSON in a schema: what a library reads."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class StructuredOutputsParams:
-    """Exactly one of the first six says the form.
+    """Exactly one of the first five and structural_tag says the form.
 
     Raises InvalidRequestError, which names the field, when it is made.
     """
@@ -48,16 +48,16 @@ class StructuredOutputsParams:
     """A grammar of the answer in Lark's or GBNF's notation; its rule `start`, or `root`, is the whole."""
     json_object: bool | None = None
     """The answer is some JSON object."""
-    structural_tag: str | dict[str, Any] | None = None
-    """Text with parts that have a form: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}."""
-    disable_fallback: bool = False
-    """What the engine's first library cannot do is refused."""
     disable_any_whitespace: bool = False
     """JSON without spaces."""
     disable_additional_properties: bool = False
     """Objects have only the properties that the schema names."""
     whitespace_pattern: str | None = None
     """A regular expression of the white space between the parts of JSON."""
+    structural_tag: str | dict[str, Any] | None = None
+    """Text with parts that have a form: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}."""
+    disable_fallback: bool = False
+    """What the engine's first library cannot do is refused."""
 
     def __post_init__(self) -> None:
         self.verify()
