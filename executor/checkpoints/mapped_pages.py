@@ -24,8 +24,7 @@ class MappedPages:
     """
 
     def __init__(self, first: int, last: int) -> None:
-        self._first, self._last = first, last
-        self._read: list[tuple[int, int]] = []
+        self._first, self._last = first // mmap.PAGESIZE * mmap.PAGESIZE, last
         self._read_bytes = 0
 
     @classmethod
@@ -49,12 +48,10 @@ class MappedPages:
             return
         if self._read_bytes + num_bytes > WINDOW_BYTES:
             self._let_go()
-        start = address // mmap.PAGESIZE * mmap.PAGESIZE
-        self._read.append((start, min(address + num_bytes, self._last) - start))
         self._read_bytes += num_bytes
 
     def _let_go(self) -> None:
-        for start, num_bytes in self._read:
-            _madvise(start, num_bytes, _MADV_DONTNEED)
-        self._read.clear()
+        """All of the mapping, as the kernel maps more than is read: neighbours that are in the page cache, up to a huge
+        page of them."""
+        _madvise(self._first, self._last - self._first, _MADV_DONTNEED)
         self._read_bytes = 0

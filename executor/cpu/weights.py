@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.executor.checkpoints.freed_memory import FreedMemory
 from headrace.executor.checkpoints.weights import Packed, WeightSource
 from headrace.executor.models import blocks
 from headrace.executor.models.arch import ArchSpec
@@ -138,6 +139,7 @@ class CpuWeights(CheckedWeights):
         super().__init__(source, dtype, torch.device("cpu"), place)
         self._runtime = runtime
         self._arena = Arena()  # of its own, so that its memory goes with the model
+        self._freed = FreedMemory()
         self._packed = _packed_reader(source) if keep_packed else None
         self._blocks = blocks
         self._unpacked_types: set[str] = set()
@@ -318,6 +320,7 @@ class CpuWeights(CheckedWeights):
     def _pack(self, stored: Stored, *, gated: bool) -> PackedLinear:
         packed = pack(stored, gated=gated, arena=self._arena, runtime_=self._runtime)
         self.nbytes += packed.nbytes
+        self._freed.add(packed.nbytes)
         return packed
 
 

@@ -32,8 +32,10 @@ CONFIG = {
     "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": VOCABULARY, "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "dtype": "float16",
 }  # fmt: skip
-MOST_MEMORY = 1.5
-"""Of the packed weights. Files that stayed mapped as a whole would make it more than 2."""
+MOST_MEMORY = 1.15
+"""Of the packed weights, and the largest tensor as float32. Files that stayed mapped as a whole would make it more
+than 2."""
+LARGEST_BYTES = HIDDEN * INNER * 4
 
 
 def write_quantised(folder: Path, form: tuple[dict[str, Any], made.Writer], num_layers: int) -> Path:
@@ -82,4 +84,4 @@ def test_loading_does_not_hold_the_files_and_the_packed_weights_both(case: str, 
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     found = json.loads(ran.stdout.splitlines()[-1])
     assert found["weights"] > 150e6
-    assert found["peak"] < MOST_MEMORY * found["weights"]
+    assert found["peak"] < MOST_MEMORY * found["weights"] + LARGEST_BYTES
