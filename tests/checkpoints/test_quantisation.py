@@ -21,7 +21,6 @@ from torch import Tensor
 
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
-from headrace.executor.checkpoints.quantisation.document import DOCS_PAGE, quantisation_page
 from headrace.executor.cpu.decoder import CpuDecoder
 from headrace.executor.cpu.weights import CpuLinear
 from headrace.executor.models.decoder import Decoder
@@ -554,11 +553,6 @@ def test_a_config_of_quantised_weights_over_floats_is_refused(tmp_path: Path) ->
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": made.gptq()[0]}))
     with pytest.raises(ModelError, match=r"weights are quantised \(gptq\), and none of them is stored so"):
         opened(folder)
-
-
-def test_the_page_of_formats_is_what_the_formats_say() -> None:
-    page = Path(__file__).parents[2] / DOCS_PAGE
-    assert page.read_text(encoding="utf-8") == quantisation_page(), "run make docs"
 
 
 def test_ranks_divide_packed_weights_between_groups(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

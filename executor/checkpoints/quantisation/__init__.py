@@ -11,6 +11,7 @@ import math
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError, OptionError
-from headrace.kernels.grouped import GroupedWeight
+from headrace.kernels.grouped import GroupedWeight, Kind
 
 Config = Mapping[str, Any]
 Parts = Mapping[str, str]
@@ -49,13 +50,26 @@ RETIRED: Mapping[str, str] = MappingProxyType(
 """vLLM's names that stand for nothing here, and what to use."""
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A way of storing a matrix, for the page of formats."""
+
+    text: str
+    kinds: tuple[Kind, ...]
+    """What matrices become; none where that is each module's own scheme."""
+    tests: tuple[str, ...]
+    """In tests/checkpoints: functions, or cases of the comparison with the dequantised model."""
+    ordered: bool = False
+    """Whether inputs may be in an order of their own."""
+
+
 class Format(ABC):
     """One checkpoint's, made of its `quantization_config`. Methods raise ModelError, naming what disagrees."""
 
     names: ClassVar[tuple[str, ...]]
     """`quant_method` in configs first, then what vLLM calls it as well."""
-    stored: ClassVar[tuple[str, ...]]
-    """What the page of formats says there is: each way of storing a matrix."""
+    stored: ClassVar[tuple[Stored, ...]]
+    """What the page of formats says there is."""
     made_by: ClassVar[str]
     """Who wrote the checkpoints that tests read."""
 

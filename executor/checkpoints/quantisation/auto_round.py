@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from headrace.executor.checkpoints.quantisation import Config, Format
+from headrace.executor.checkpoints.quantisation import Config, Format, Stored
 from headrace.executor.checkpoints.quantisation.awq import Awq
 from headrace.executor.checkpoints.quantisation.gptq import Gptq
 from headrace.ipc.failure import ModelError
@@ -16,7 +16,11 @@ class AutoRound(Format):
 
     names = ("auto-round", "auto_round", "inc", "intel/auto-round")
     stored = (
-        "4 and 8 bits (2 and 3 kept in 4), symmetric or not, in the layouts of GPTQ and AWQ, with `extra_config`",
+        Stored(
+            "4 and 8 bits (2 and 3 kept in 4), symmetric or not, in the layouts of GPTQ and AWQ, with `extra_config`",
+            ("int4", "int8"),
+            ("test_autoround_stores_in_the_layouts_of_gptq_and_awq",),
+        ),
     )
     made_by = "a writer in tests"
 

@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, expect, number
+from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored, expect, number
 from headrace.executor.checkpoints.quantisation.gptq import integers
 from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError
@@ -27,7 +27,7 @@ OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 @dataclass(frozen=True)
 class Awq(Format):
     names = ("awq", "awq_marlin", "moe_wna16")
-    stored = ("4 bits in the GEMM layout, in groups or rows, zero points or none",)
+    stored = (Stored("4 bits in the GEMM layout, in groups or rows, zero points or none", ("int4",), ("awq",)),)
     made_by = "a writer in tests"
     group_size: int
     """-1: a scale for each row."""

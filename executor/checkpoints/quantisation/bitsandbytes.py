@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, expect
+from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored, expect
 from headrace.executor.checkpoints.quantisation._scaled import integers_of_8_bits
 from headrace.executor.models.blocks import Role
 from headrace.kernels.grouped import GroupedWeight
@@ -31,8 +31,16 @@ BLOCK = 64
 class BitsAndBytes(Format):
     names = ("bitsandbytes",)
     stored = (
-        "LLM.int8: 8 bits in rows; outliers need no path of their own, as activations have 16 bits",
-        "NF4 and FP4, doubly quantised or not, where rows are whole blocks",
+        Stored(
+            "LLM.int8: 8 bits in rows; outliers need no path of their own, as activations have 16 bits",
+            ("int8",),
+            ("bitsandbytes int8",),
+        ),
+        Stored(
+            "NF4 and FP4, doubly quantised or not, where rows are whole blocks",
+            ("float4",),
+            ("bitsandbytes nf4", "bitsandbytes nf4 double", "bitsandbytes fp4"),
+        ),
     )
     made_by = "bitsandbytes 0.50 (benchmarks/quantised_tools.py), a writer in tests"
 

@@ -21,7 +21,7 @@ from typing import Self
 
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, cut_bits, expect, number
+from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored, cut_bits, expect, number
 from headrace.executor.checkpoints.quantisation._scaled import (
     floats_of_4_bits,
     floats_of_8_bits,
@@ -87,11 +87,28 @@ class Scheme:
 class CompressedTensors(Format):
     names = ("compressed-tensors", "compressed_tensors", "sparseml")
     stored = (
-        "W4A16 and W8A16 (and 2 to 7 bits), in groups or rows, zero points or none, ordered by activation",
-        "W8A8 int8: activations become int8 too, by a static scale or each token's own, symmetric or not",
-        "W8A8 fp8, a scale for the matrix, rows, groups or blocks; activations stay in floats",
-        "NVFP4 and MXFP4; activations stay in floats",
-        "schemes by module, with `targets`, `ignore` and regular expressions",
+        Stored(
+            "W4A16 and W8A16 (and 2 to 7 bits), in groups or rows, zero points or none, ordered by activation",
+            ("int4", "int8"),
+            ("compressed W4A16", "compressed W4A16 zeros", "compressed W4A16 ordered", "compressed W8A16"),
+            ordered=True,
+        ),
+        Stored(
+            "W8A8 int8: activations become int8 too, by a static scale or each token's own, symmetric or not",
+            ("int8",),
+            ("compressed W8A8", "test_inputs_become_int8_where_the_checkpoint_means_it"),
+        ),
+        Stored(
+            "W8A8 fp8, a scale for the matrix, rows, groups or blocks; activations stay in floats",
+            ("e4m3",),
+            ("compressed fp8",),
+        ),
+        Stored("NVFP4 and MXFP4; activations stay in floats", ("float4",), ("compressed nvfp4", "compressed mxfp4")),
+        Stored(
+            "schemes by module, with `targets`, `ignore` and regular expressions",
+            (),
+            ("test_compressed_tensors_stores_each_module_by_its_target_and_leaves_what_it_ignores",),
+        ),
     )
     made_by = "llm-compressor 0.14 (benchmarks/quantised_tools.py), a writer in tests"
     schemes: tuple[Scheme, ...]

@@ -13,7 +13,7 @@ from typing import Self
 
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes
+from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored
 from headrace.executor.checkpoints.quantisation._scaled import floats_of_8_bits
 from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError
@@ -26,8 +26,12 @@ SCALES = ("weight_scale_inv", "weight_scale")
 class Fp8(Format):
     names = ("fp8", "fbgemm_fp8")
     stored = (
-        "float8_e4m3fn, a scale for the matrix, each row (FBGEMM), or blocks of 128 x 128 (DeepSeek); activations stay "
-        "in floats",
+        Stored(
+            "float8_e4m3fn, a scale for the matrix, each row (FBGEMM), or blocks of 128 x 128 (DeepSeek); "
+            "activations stay in floats",
+            ("e4m3",),
+            ("fp8 matrix", "fp8 rows", "fp8 blocks"),
+        ),
     )
     made_by = "a writer in tests"
     block: tuple[int, int] | None

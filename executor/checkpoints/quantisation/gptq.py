@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, cut_bits, expect, number
+from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored, cut_bits, expect, number
 from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError
 from headrace.kernels.grouped import GroupedWeight, two_in_a_byte
@@ -29,8 +29,20 @@ BITS = (2, 3, 4, 8)
 class Gptq(Format):
     names = ("gptq", "gptq_marlin", "gptqmodel", "gptq_v2", "moe_wna16")
     stored = (
-        "4 and 8 bits, in groups or rows, zero points or none, `desc_act`, both layouts of zero points, `dynamic`",
-        "2 and 3 bits, kept in 4",
+        Stored(
+            "4 and 8 bits, in groups or rows, zero points or none, `desc_act`, both layouts of zero points, `dynamic`",
+            ("int4", "int8"),
+            (
+                "gptq 4 bits",
+                "gptq 4 bits, zeros",
+                "gptq 8 bits",
+                "gptq desc_act",
+                "gptq rows, v2",
+                "test_what_a_gptq_config_says_of_single_modules_counts",
+            ),
+            ordered=True,
+        ),
+        Stored("2 and 3 bits, kept in 4", ("int4",), ("gptq 3 bits", "gptq 2 bits, zeros"), ordered=True),
     )
     made_by = "a writer in tests"
     bits: int

@@ -16,7 +16,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, expect, number
+from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored, expect, number
 from headrace.executor.checkpoints.quantisation.gptq import integers
 from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError
@@ -35,7 +35,11 @@ SCALARS = (
 class Hqq(Format):
     names = ("hqq",)
     stored = (
-        "1, 2, 4 and 8 bits (1 and 2 kept in 4), in groups along the inputs (axis 1), zero points that are floats",
+        Stored(
+            "1, 2, 4 and 8 bits (1 and 2 kept in 4), in groups along the inputs (axis 1), zero points that are floats",
+            ("int4", "int8"),
+            ("hqq 8 bits", "hqq 4 bits", "hqq 2 bits"),
+        ),
     )
     made_by = "hqq 0.2 (benchmarks/quantised_tools.py), a writer in tests"
     bits: int

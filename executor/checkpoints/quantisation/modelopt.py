@@ -12,7 +12,7 @@ from typing import Self
 
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes
+from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored
 from headrace.executor.checkpoints.quantisation._scaled import floats_of_4_bits, floats_of_8_bits
 from headrace.executor.models.blocks import Role
 from headrace.ipc.failure import ModelError
@@ -25,8 +25,12 @@ FP8, NVFP4 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"), ("NVFP4", "W4A16_NVFP4")
 class ModelOpt(Format):
     names = ("modelopt", "modelopt_fp4", "nvfp4")
     stored = (
-        "FP8: float8_e4m3fn, a scale for the matrix or each row; activations stay in floats",
-        "NVFP4: 4-bit floats in groups of 16; activations stay in floats",
+        Stored(
+            "FP8: float8_e4m3fn, a scale for the matrix or each row; activations stay in floats",
+            ("e4m3",),
+            ("modelopt fp8",),
+        ),
+        Stored("NVFP4: 4-bit floats in groups of 16; activations stay in floats", ("float4",), ("modelopt nvfp4",)),
     )
     made_by = (
         "nvidia-modelopt 0.47 (benchmarks/quantised_tools.py; its NVFP4 stops on a CPU: 'amax must be a CUDA tensor "

@@ -14,7 +14,7 @@ from typing import Self
 
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, expect
+from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored, expect
 from headrace.executor.checkpoints.quantisation._scaled import floats_of_4_bits, powers_of_two
 from headrace.executor.models.blocks import Role
 from headrace.kernels.grouped import GroupedWeight
@@ -26,7 +26,13 @@ GROUP = 32
 @dataclass(frozen=True)
 class Mxfp4(Format):
     names = ("mxfp4", "gpt_oss_mxfp4")
-    stored = ("4-bit floats in groups of 32, gpt-oss's stacks of experts",)
+    stored = (
+        Stored(
+            "4-bit floats in groups of 32, gpt-oss's stacks of experts",
+            ("float4",),
+            ("test_gpt_oss_is_read_from_its_stacks_of_4_bit_floats_which_the_program_keeps",),
+        ),
+    )
     made_by = "a writer in tests"
 
     @classmethod

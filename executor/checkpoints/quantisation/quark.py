@@ -18,7 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, expect
+from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored, expect
 from headrace.executor.checkpoints.quantisation._scaled import (
     floats_of_4_bits,
     floats_of_8_bits,
@@ -61,11 +61,11 @@ class Scheme:
 class Quark(Format):
     names = ("quark", "amd-quark")
     stored = (
-        "fp8_e4m3, a scale for the matrix or each row; activations stay in floats",
-        "int8, a scale for the matrix or each row; activations keep 16 bits",
-        "int4 and uint4, in groups or rows, zero points or none",
-        "MXFP4; activations stay in floats",
-        "schemes by module (`layer_quant_config`)",
+        Stored("fp8_e4m3, a scale for the matrix or each row; activations stay in floats", ("e4m3",), ("quark fp8",)),
+        Stored("int8, a scale for the matrix or each row; activations keep 16 bits", ("int8",), ("quark int8",)),
+        Stored("int4 and uint4, in groups or rows, zero points or none", ("int4",), ("quark int4", "quark uint4")),
+        Stored("MXFP4; activations stay in floats", ("float4",), ("quark mxfp4",)),
+        Stored("schemes by module (`layer_quant_config`)", (), ("test_quark_stores_each_module_by_its_pattern",)),
     )
     made_by = "amd-quark 0.13 (benchmarks/quantised_tools.py), a writer in tests"
     everywhere: Scheme

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, expect
+from headrace.executor.checkpoints.quantisation import Config, Format, Parts, Shapes, Stored, expect
 from headrace.executor.checkpoints.quantisation._scaled import floats_of_8_bits, integers_of_8_bits
 from headrace.executor.checkpoints.quantisation.gptq import integers
 from headrace.executor.models.blocks import Role
@@ -30,10 +30,23 @@ PARTS = {"weight": "_weight_qdata", "scales": "_weight_scale", "zeros": "_weight
 class TorchAo(Format):
     names = ("torchao",)
     stored = (
-        "Int8WeightOnly and IntxWeightOnly: 1 to 8 bits (up to 4 kept in 4), in groups or rows, zero points or none",
-        "Int8DynamicActivationInt8Weight: activations become int8 too; "
-        "Int8DynamicActivationIntxWeight: activations keep 16 bits",
-        "Float8WeightOnly and Float8DynamicActivationFloat8Weight; activations stay in floats",
+        Stored(
+            "Int8WeightOnly and IntxWeightOnly: 1 to 8 bits (up to 4 kept in 4), in groups or rows, zero "
+            "points or none",
+            ("int4", "int8"),
+            ("torchao int8", "torchao 4 bits, zeros"),
+        ),
+        Stored(
+            "Int8DynamicActivationInt8Weight: activations become int8 too; Int8DynamicActivationIntxWeight: "
+            "activations keep 16 bits",
+            ("int4", "int8"),
+            ("test_torchaos_inputs_become_int8_where_its_config_means_it",),
+        ),
+        Stored(
+            "Float8WeightOnly and Float8DynamicActivationFloat8Weight; activations stay in floats",
+            ("e4m3",),
+            ("torchao fp8",),
+        ),
     )
     made_by = "torchao 0.18 (benchmarks/quantised_tools.py), a writer in tests"
     group_size: int | None
