@@ -61,6 +61,7 @@ FAMILIES: dict[str, TinyModel] = {
     "glm4": tiny("Glm4", head_dim=8, attention_bias=True),
     "helium": tiny("Helium", head_dim=8),
     "ernie4_5": tiny("Ernie4_5", head_dim=8, use_bias=True),
+    "ernie4_5_plain": tiny("Ernie4_5", head_dim=8, tie_word_embeddings=False),
     "seed_oss": tiny("SeedOss", head_dim=8),
     "ministral": tiny("Ministral", **HYBRID, head_dim=8),
     "cwm": tiny("Cwm", **HYBRID, head_dim=8, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),

@@ -99,6 +99,10 @@ def _biases(fields: _Fields, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _query_biases(fields: _Fields, config: dict[str, Any]) -> dict[str, Any]:
+    return {"attention_bias": "blk.0.attn_q.bias" in fields.header.tensors}
+
+
 def _granite(fields: _Fields, config: dict[str, Any]) -> dict[str, Any]:
     keys = {
         "attention_multiplier": "attention.scale",
@@ -360,6 +364,8 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = MappingProxyType(
         "qwen3moe": GGUFArchitecture("Qwen3MoeForCausalLM", "qwen3_moe", expert=EXPERT, renormalised=True),
         "arcee": GGUFArchitecture("ArceeForCausalLM", "arcee", permuted=True, extra=_squared_relu),
         "command-r": GGUFArchitecture("CohereForCausalLM", "cohere", extra=_command_r),
+        "ernie4_5": GGUFArchitecture("Ernie4_5ForCausalLM", "ernie4_5"),
+        "glm4": GGUFArchitecture("Glm4ForCausalLM", "glm4", extra=_query_biases),
         "gemma": GGUFArchitecture("GemmaForCausalLM", "gemma", offset_norms=True),
         "granite": GGUFArchitecture("GraniteForCausalLM", "granite", permuted=True, extra=_granite),
         "granitemoe": GGUFArchitecture(
