@@ -1,11 +1,15 @@
 """Two engines on this machine's cores against one on the same cores, and what the router costs beside a single engine.
 
-    python benchmarks/fleet_throughput.py [--rounds 5] [--streams 64] [--tokens 256] [--model MODEL] [--out FILE]
+    python benchmarks/fleet_throughput.py [--rounds 5] [--streams 64] [--tokens 384] [--model MODEL | --null]
+                                          [--out FILE]
 
-Without a model the engines compute nothing (NullExecutor), so all that is measured is overhead. Each round serves all
-streams by one engine and by two, in turns; figures are medians of the rounds, tokens per second of wall-clock time. To
-reach: two have 0.95 of one. The router's cost is its processor time (every call into it, with the pool's ticks) as a
-share of the processor time of frontend and engine together, with one engine behind the same pool. To reach: 1%.
+Without a model a tiny one is made, whose steps take as long for half as many streams: two layers of 64 numbers, so that
+little is computed beside their overhead. With --null the engines compute nothing (NullExecutor), and what is left is
+the cost of messages: two engines send twice as many. Each round serves all streams by one engine and by two, in turns.
+Figures are medians of the rounds: tokens per second of wall-clock time, and processor time of frontend and engines for
+each token. To reach: two have 0.95 of one. The router's cost is its processor time (every call into it, with the pool's
+ticks) as a share of the processor time of frontend and engine together, with one engine behind the same pool. To reach:
+1%.
 """
 
 from __future__ import annotations
@@ -14,8 +18,10 @@ import argparse
 import asyncio
 import json
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +39,12 @@ NULL = {
     "distributed_executor_backend": "headrace.executor.testing.null:NullExecutor",
     "skip_tokenizer_init": True,
 }
+ROOT = Path(__file__).parent.parent
 PROMPT_TOKENS = 64
 
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {"model": arguments.model} if arguments.model else dict(NULL)
+    return dict(NULL) if arguments.null else {"model": arguments.model}
 
 
 def params(number: int, num_tokens: int) -> SamplingParams:
@@ -59,16 +66,32 @@ async def tokens_per_s(llm: AsyncLLM, arguments: argparse.Namespace, name: str) 
 
 async def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     rates: dict[int, list[float]] = {1: [], 2: []}
+    costs: dict[int, list[float]] = {1: [], 2: []}
     for index in range(arguments.rounds):
         for size, measured in rates.items():
             llm = AsyncLLM(**options_of(arguments), data_parallel_size=size)
             try:
                 await tokens_per_s(llm, arguments, "first")
+                processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+                before_s = processor_s(processes)
                 measured.append(await tokens_per_s(llm, arguments, f"round-{index}"))
+                costs[size].append(processor_s(processes) - before_s)
             finally:
                 await llm.close()
     one, two = (statistics.median(each) for each in rates.values())
-    return {"tokens_per_s_of_1": one, "tokens_per_s_of_2": two, "ratio": two / one, "rounds": rates}
+    us_of_1, us_of_2 = (1e6 * statistics.median(each) / arguments.streams / arguments.tokens for each in costs.values())
+    return {
+        "tokens_per_s_of_1": one,
+        "tokens_per_s_of_2": two,
+        "ratio": two / one,
+        "processor_us_per_token_of_1": us_of_1,
+        "processor_us_per_token_of_2": us_of_2,
+        "rounds": rates,
+    }
+
+
+def processor_s(processes: Sequence[psutil.Process]) -> float:
+    return sum(sum(each.cpu_times()[:2]) for each in processes)
 
 
 class Watch:
@@ -130,11 +153,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--model", help="default: none is computed")
+    parser.add_argument("--tokens", type=int, default=384)
+    parser.add_argument("--model", help="default: a tiny one")
+    parser.add_argument("--null", action="store_true", help="engines that compute nothing")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    result = asyncio.run(measure(arguments))
+    with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
+        if not arguments.model and not arguments.null:
+            sys.path.insert(0, str(ROOT / "tests" / "support"))
+            import tiny_models
+
+            arguments.model = str(tiny_models.save("llama", Path(folder) / "tiny", tokenizer=True))
+        result = asyncio.run(measure(arguments))
     print(json.dumps({name: value for name, value in result.items() if name != "rounds"}, indent=2))
     if arguments.out:
         arguments.out.write_text(json.dumps({**surroundings(probe=False), "results": result}, indent=1) + "\n")
