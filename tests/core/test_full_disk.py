@@ -1,4 +1,4 @@
-"""A disk without room for the log, the caches, a profile or a batch's results: said, and nothing hangs or is lost."""
+"""A disk that is full or read-only, where a log, caches, a profile or results should go: said, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,15 @@ def fill(disk: Path) -> None:
             pass
 
 
+def make_read_only(disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    with pytest.raises(OSError, match="Read-only"):
+        (disk / "any").mkdir()
+
+
+WRITES_FAIL: dict[str, Callable[[Path], None]] = {"full": fill, "read-only": make_read_only}
+
+
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "headrace", *arguments],
@@ -80,15 +89,19 @@ def test_a_batch_whose_output_has_no_room_says_so_keeps_whole_lines_and_can_be_r
     assert sorted(ids, key=int) == [str(n) for n in range(400)]
 
 
-def test_a_server_whose_log_and_caches_have_no_room_serves_and_ends_as_ever(disk: Path, tmp_path: Path) -> None:
-    fill(disk)
+@pytest.mark.parametrize("state", WRITES_FAIL)
+def test_a_server_whose_log_and_caches_cannot_be_written_serves_and_ends_as_ever(
+    disk: Path, tmp_path: Path, state: str
+) -> None:
+    """A log that is on a full disk; a service's log is elsewhere where its disk is read-only."""
     (disk / "log").touch()
-    socket = tmp_path / "s"
-    with (disk / "log").open("wb") as log:
+    WRITES_FAIL[state](disk)
+    socket, home = tmp_path / "s", {name: str(disk / name) for name in ("HOME", "XDG_CACHE_HOME", "HEADRACE_CACHE")}
+    with (tmp_path if state == "read-only" else disk).joinpath("log").open("wb") as log:
         server = subprocess.Popen(
             [sys.executable, "-m", "headrace", "serve", *null_engine_arguments(), "--uds", str(socket),
              "--enable-log-requests", "--restart-engine", "2"],
-            env={**os.environ, **ENVIRONMENT, "HEADRACE_CACHE": str(disk / "cache")},
+            env={**os.environ, **ENVIRONMENT, **home},
             stdout=subprocess.DEVNULL, stderr=log,
         )  # fmt: skip
     try:
@@ -115,8 +128,11 @@ def is_ready(client: httpx.Client) -> bool:
         return False
 
 
-def test_kernels_are_compiled_where_there_is_room_when_the_cache_has_none(disk: Path, tmp_path: Path) -> None:
-    fill(disk)
+@pytest.mark.parametrize("state", WRITES_FAIL)
+def test_kernels_are_compiled_where_there_is_room_when_the_cache_has_none(
+    disk: Path, tmp_path: Path, state: str
+) -> None:
+    WRITES_FAIL[state](disk)
     folder = tiny_models.save("llama", tmp_path / "model", tokenizer=True)
     program = f"""
 from headrace import LLM, SamplingParams

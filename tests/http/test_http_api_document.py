@@ -71,7 +71,7 @@ def test_the_document_names_every_field_and_says_what_is_refused(client):
     assert properties["suffix"]["enum"] == [None, ""]
 
 
-def test_metrics_have_vllms_names_and_count(client):
+def test_metrics_have_vllms_names_and_count_and_no_panel_of_its_dashboards_is_empty(client):
     stream(client, COMPLETIONS, {"prompt": [5, 6, 7], "max_tokens": 6})
     text = client.get("/metrics").text
     for name in (
