@@ -109,6 +109,9 @@ class OutputParser(PieceReader):
         """What is certain now."""
         if (said := self.go_on(text)) is not None:
             return [Event(reasoning=said) if self.is_thinking else Event(content=said)]
+        if self._value is not None and not self._value[0].may_begin_in(text):
+            self._value[1](text)
+            return self._news()
         for start in range(0, len(text), READ_AT_ONCE):
             self._text += text[start : start + READ_AT_ONCE]
             next(self._reader, None)
@@ -484,6 +487,8 @@ class OutputParser(PieceReader):
 
 def _merged(events: list[Event]) -> list[Event]:
     """Neighbours of one kind as one; without empty ones."""
+    if len(events) == 1 and events[0].arguments:
+        return events
     runs: list[list[Event]] = []
     for event in events:
         if not (event.content or event.reasoning or event.name or event.arguments):

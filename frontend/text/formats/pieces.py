@@ -44,6 +44,8 @@ class PieceReader:
         """What has been read of a call whose name is not known yet; None outside."""
         self._awaited: Markers | None = None
         """All has been read, in `_until(..., is_plain=True)`, up to one of these."""
+        self._value: tuple[Markers, Callable[[str], None]] | None = None
+        """All has been read, in `_until(..., is_value=True)`, up to one of these; text without them goes there."""
 
     @property
     def _is_over(self) -> bool:
@@ -106,8 +108,10 @@ class PieceReader:
                 return None
             if is_plain and not self._text:
                 self._awaited = markers
+            if is_value and not self._text:
+                self._value = markers, give
             yield
-            self._awaited = None
+            self._awaited = self._value = None
 
     def _short_until(self, marker: str) -> Reads:
         """A name or key. At most 300 characters, else this is no call."""
@@ -204,7 +208,7 @@ class PieceReader:
                 quote *= 3
             self._take(len(quote))
             stops = make_markers((quote, "\\"))
-            while (stop := (yield from self._until(stops, give))) == "\\":
+            while (stop := (yield from self._until(stops, give, is_value=True))) == "\\":
                 is_long = (yield from self._peek(1)) in _LONG_ESCAPES
                 escape = _PYTHON_ESCAPE.match((yield from self._peek(_LONGEST_ESCAPE if is_long else 1)))
                 if escape is None:

@@ -15,6 +15,8 @@ _PYTHON_ESCAPES = {
     **{each: each for each in "\\'\""},
     "\n": "",
 }
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
+"""Once: every piece of a text within arguments goes through it."""
 _BARE_KEY = re.compile(r"([{,]\s*)([\w.\-]+)\s*:")
 
 
@@ -27,7 +29,7 @@ class NoCallError(Exception):
 
 
 def as_text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return _ENCODER.encode(text)
 
 
 def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
