@@ -114,6 +114,9 @@ def test_a_text_has_as_many_characters_as_its_schema_says(name: str, least: int,
     if most > 1:
         assert not takes(start, '"a\n"')
         assert not takes(start, '"a"b"')
+    if most:
+        for not_utf_8 in (b"\xe0\x80\x80", b"\xe0\x9f\xbf", b"\xf0\x80\x80\x80", b"\xf4\x90\x80\x80"):
+            assert start.num_valid([BYTES[each] for each in b'"' + not_utf_8]) == 2, not_utf_8
 
 
 @each_backend
