@@ -80,6 +80,8 @@ MODELS = {
     "stablelm": ("stablelm", {}),
     "stablelm, parallel": ("stablelm_parallel", {}),
     "starcoder2": ("starcoder2", {"sliding_window": None}),
+    "ernie4_5": ("ernie4_5_plain", {}),
+    "glm4": ("glm4", {}),
 }
 
 
