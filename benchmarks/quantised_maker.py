@@ -7,13 +7,16 @@ INTO/model is the checkpoint as the tool saves it, INTO/dequantised.safetensors 
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 
 def bitsandbytes(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
@@ -144,6 +147,33 @@ def quark(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
     return _Exported(lambda folder: export_safetensors(model, str(folder))), values
 
 
+def gptqmodel(scheme: str, model_path: str) -> tuple[Any, dict[str, Any]]:
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it wants no fewer, and takes one of two cores by itself
+    from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
+
+    # Codes are packed by torch: the tool's own extension takes minutes to compile.
+    shaped: dict[str, Any] = {
+        "4 bits": {"bits": 4},
+        "4 bits asymmetric": {"bits": 4, "sym": False},
+        "4 bits desc_act": {"bits": 4, "desc_act": True},
+        "8 bits": {"bits": 8},
+    }[scheme]
+    model = GPTQModel.load(model_path, QuantizeConfig(group_size=32, pack_impl="original", **shaped), device="cpu")
+    model.quantize(_texts(), batch_size=1)
+    folder = Path(tempfile.mkdtemp())
+    model.save(str(folder))
+    stored = GPTQModel.load(str(folder), device="cpu", backend=BACKEND.TORCH, dtype=torch.float16)
+    values = {}
+    for name, module in stored.model.named_modules():
+        if hasattr(module, "dequantize_weight"):
+            module.scales = module.scales.float()  # as they are stored, but the product is not rounded to their type
+            values[f"{name}.weight"] = module.dequantize_weight().T.detach().clone()
+    modules = {name.removesuffix(".weight") for name in values}
+    for file in folder.glob("*.safetensors"):  # the other weights, which it rounds to bfloat16
+        values |= {name: each for name, each in load_file(file).items() if name.rpartition(".")[0] not in modules}
+    return _Exported(lambda into: shutil.copytree(folder, into)), values
+
+
 def _texts() -> list[dict[str, list[int]]]:
     """Random ids to calibrate with."""
     ids = torch.randint(0, 300, (16, 64), generator=torch.Generator().manual_seed(1)).tolist()
@@ -174,7 +204,7 @@ class _Saved:
 
 TOOLS = {
     "bitsandbytes": bitsandbytes, "llmcompressor": llmcompressor, "torchao": torchao, "hqq": hqq,
-    "modelopt": modelopt, "quark": quark,
+    "modelopt": modelopt, "quark": quark, "gptqmodel": gptqmodel,
 }  # fmt: skip
 
 

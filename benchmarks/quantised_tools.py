@@ -2,7 +2,7 @@
 
     python benchmarks/quantised_tools.py bitsandbytes=/tmp/bnb/bin/python llmcompressor=/tmp/llmc/bin/python \\
         torchao=/tmp/ao/bin/python hqq=/tmp/hqq/bin/python modelopt=/tmp/modelopt/bin/python \\
-        quark=/tmp/quark/bin/python
+        quark=/tmp/quark/bin/python gptqmodel=/tmp/gptqmodel/bin/python
 
 Each tool runs in the Python given, of a virtual environment of its own that has the tool, torch of this project's
 version and transformers. For each scheme: the error of logits, root mean square over their spread, against
@@ -37,6 +37,7 @@ SCHEMES = {
     "torchao": ("Int8WeightOnly", "IntxWeightOnly", "Int8DynamicActivationInt8Weight", "Float8WeightOnly"),
     "hqq": ("8 bits", "4 bits", "2 bits"),
     "modelopt": ("FP8_DEFAULT", "NVFP4_DEFAULT"),
+    "gptqmodel": ("4 bits", "4 bits asymmetric", "4 bits desc_act", "8 bits"),
     "quark": ("fp8", "int8", "int4", "uint4", "mxfp4"),
 }  # fmt: skip
 DISTRIBUTIONS = {"modelopt": "nvidia-modelopt", "quark": "amd-quark"}
@@ -56,7 +57,7 @@ def main(tools: dict[str, str]) -> None:
     anew = {(name.partition("/")[0], scheme) for name, schemes in chosen.items() for scheme in schemes}
     results = [row for row in results if (row["tool"], row["scheme"]) not in anew]
     with tempfile.TemporaryDirectory() as folder:
-        model = tiny_models.save("llama", Path(folder) / "float", **SIZES)
+        model = tiny_models.save("llama", Path(folder) / "float", tokenizer=True, **SIZES)
         for name, python in tools.items():
             tool = name.partition("/")[0]
             package = DISTRIBUTIONS.get(tool, tool)
