@@ -37,8 +37,9 @@ COMPILER_THREADS = 1
 """Of one grammar: others are compiled beside it, and steps run."""
 LONGEST_FORCED = 32
 """Bytes of a token that is looked for in forced text."""
-SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
-"""Begins what UTF-8 does not have, and the library takes for a character."""
+NOT_UTF_8 = re.compile(rb"\xed[\xa0-\xbf]|\xe0[\x80-\x9f]|\xf0[\x80-\x8f]")
+"""Begins surrogates and what is overlong, which the library takes for characters."""
+BEGINNINGS = (b"\xed", b"\xe0", b"\xf0")
 
 
 @contextlib.contextmanager
@@ -160,18 +161,18 @@ class TokenTexts:
         self.ends = np.zeros_like(self._mask[0])
         for token_id in map(int, info.stop_token_ids()):
             self.ends.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
-        self._begins_surrogate = frozenset(n for n, text in enumerate(texts) if text.endswith(b"\xed"))
+        self._beginnings = {n: text[-1:] for n, text in enumerate(texts) if text.endswith(BEGINNINGS)}
         self._forbidden = {
             (is_json, after): self._forbidden_of(texts, after, is_json)
             for is_json in (False, True)
-            for after in (b"", b"\xed")
+            for after in (b"", *BEGINNINGS)
         }
 
     def _forbidden_of(self, texts: list[bytes], after: bytes, is_json: bool) -> Forbidden:
         found = frozenset(
             token_id
             for token_id, text in enumerate(texts)
-            if SURROGATE.search(after + text) or (is_json and any(b < ord(" ") and b not in b"\r\n" for b in text))
+            if NOT_UTF_8.search(after + text) or (is_json and any(b < ord(" ") and b not in b"\r\n" for b in text))
         )
         others = np.full_like(self._mask[0], -1)
         for token_id in found:
@@ -180,7 +181,7 @@ class TokenTexts:
 
     def forbidden(self, last: int | None, *, is_json: bool) -> Forbidden:
         """Tokens with control characters, which no JSON needs, and those that are no text, or make none of `last`."""
-        return self._forbidden[is_json, b"\xed" if last in self._begins_surrogate else b""]
+        return self._forbidden[is_json, b"" if last is None else self._beginnings.get(last, b"")]
 
     def spell(self, data: bytes) -> list[int]:
         """Tokens of a text, from the left the longest each: nearly always what a tokenizer makes of it."""

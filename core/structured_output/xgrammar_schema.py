@@ -35,8 +35,8 @@ _IGNORED = frozenset(
     }
 )
 _LENGTHS = ("minLength", "maxLength")
-_CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
-"""Of a JSON text without escapes, as ranges: what is not of a set includes bytes that UTF-8 does not have."""
+_CHARACTER = r'[^"\\\r\n]'
+"""As the library has them in texts of bounded length. As ranges its masks would cost more than those lengths' own."""
 LONGEST_PATTERN = 128
 """Characters whose places in a pattern the library tells apart: of more it computes no masks beforehand."""
 _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
