@@ -16,7 +16,7 @@ from tiny_families import FOREIGN
 
 from headrace import LLM, HeadraceError, ModelError, SamplingParams
 
-SOME = ("apertus", "ernie4_5_moe")
+SOME = ("hunyuan_v1_dense", "ernie4_5_moe")
 """Which `make test` runs; the rest are system tests."""
 EVERY = [name if name in SOME else pytest.param(name, marks=pytest.mark.system) for name in FOREIGN]
 SMALL: dict[str, Any] = {
@@ -40,26 +40,26 @@ def test_auto_takes_a_family_first_and_says_when_transformers_computes(
         with LLM(str(tiny_models.save("llama", tmp_path / "llama")), **SMALL) as llm:
             llm.generate([[5]], params, use_tqdm=False)
         assert "transformers' code" not in caplog.text
-        apertus = tiny_models.save("apertus", tmp_path / "apertus")
-        with LLM(str(apertus), **SMALL) as llm:
+        foreign = tiny_models.save("hunyuan_v1_dense", tmp_path / "foreign")
+        with LLM(str(foreign), **SMALL) as llm:
             llm.generate([[5]], params, use_tqdm=False)
-    assert "ApertusForCausalLM is computed by transformers' code with the paged cache" in caplog.text
-    assert "the architecture ApertusForCausalLM is not supported" in caplog.text
-    with pytest.raises(ModelError, match="the architecture ApertusForCausalLM is not supported"):
-        LLM(str(apertus), model_impl="vllm", **SMALL)
+    assert "HunYuanDenseV1ForCausalLM is computed by transformers' code with the paged cache" in caplog.text
+    assert "the architecture HunYuanDenseV1ForCausalLM is not supported" in caplog.text
+    with pytest.raises(ModelError, match="the architecture HunYuanDenseV1ForCausalLM is not supported"):
+        LLM(str(foreign), model_impl="vllm", **SMALL)
     with pytest.raises(HeadraceError, match="tensor_parallel_size=2 does not apply"):
-        LLM(str(apertus), tensor_parallel_size=2, distributed_executor_backend=THREADS, **SMALL)
+        LLM(str(foreign), tensor_parallel_size=2, distributed_executor_backend=THREADS, **SMALL)
 
 
 def test_logits_of_prompt_tokens_are_those_of_transformers(tmp_path: Path) -> None:
-    folder = tiny_models.save("apertus", tmp_path / "apertus")
+    folder = tiny_models.save("hunyuan_v1_dense", tmp_path / "foreign")
     prompt = [5, 6, 7, 90, 3]
     with LLM(str(folder), **SMALL) as llm:
         (output,) = llm.generate(
             [prompt], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0), use_tqdm=False
         )
     with torch.inference_mode():
-        exact = reference("apertus")(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        exact = reference("hunyuan_v1_dense")(torch.tensor([prompt])).logits[0].log_softmax(-1)
     assert isinstance(output.prompt_logprobs, list)
     for place, found in enumerate(output.prompt_logprobs[1:], 1):
         assert found is not None
@@ -107,7 +107,7 @@ def test_a_model_whose_attention_cannot_be_ours_is_refused_with_the_reason(
 def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    folder = tiny_models.save("apertus", tmp_path / "apertus")
+    folder = tiny_models.save("hunyuan_v1_dense", tmp_path / "foreign")
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     for changed, message in (
