@@ -161,6 +161,20 @@ def test_echo_begins_with_the_prompt_and_its_logprobs(client):
     assert len(nothing["choices"][0]["logprobs"]["tokens"]) == len(tokens)
 
 
+def test_the_logprobs_of_an_echo_begin_every_output_whole_and_as_events(client):
+    body = {"prompt": [9, 10, 11], "echo": True, "logprobs": 1, "max_tokens": 3, "n": 3, "seed": 4}
+    choices = ask(client, COMPLETIONS, **body)["choices"]
+    events = [event["choices"][0] for event in stream(client, COMPLETIONS, body)]
+    for choice in choices:
+        told = [event["logprobs"] for event in events if event["index"] == choice["index"]]
+        for name, whole in choice["logprobs"].items():
+            assert joined(each[name] for each in told) == whole, name
+            assert len(whole) == 6
+            assert whole[:3] == choices[0]["logprobs"][name][:3]
+        starts, tokens = choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"]
+        assert starts == [len("".join(tokens[:place])) for place in range(6)]
+
+
 def test_token_ids_on_request(client):
     body = {"prompt": [9, 10, 11], "max_tokens": 5, "logprobs": 0, "temperature": 0}
     choice = ask(client, COMPLETIONS, **body, return_token_ids=True, return_tokens_as_token_ids=True)["choices"][0]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec import UNSET
 
 from headrace.frontend.api.inputs.prompts import Prompt, packed, truncate
-from headrace.frontend.api.outputs import CompletionOutput
+from headrace.frontend.api.outputs import CompletionOutput, LogprobsOfPosition
 from headrace.frontend.api.parameters.structured_outputs import field_of_body
 from headrace.frontend.client.request import RequestStream, SequenceState
 from headrace.frontend.fleet.pool import Engine
@@ -143,6 +143,7 @@ class CompletionAnswer(OpenAIEvents):
         self._request, self._answer, self._n, self._only_prompt = request, answer, n, only_prompt
         self._echo = bool(request.echo)
         self._choices: dict[SequenceState, _Choice] = {}
+        self._echoed: dict[RequestStream, tuple[CompletionLogprobs, int]] = {}
         self._streams: Sequence[RequestStream] = ()
         # Nothing but text changes from one event to the next.
         self._is_plain = request.logprobs is None and not (answer.continuous_usage or answer.return_token_ids)
@@ -204,6 +205,14 @@ class CompletionAnswer(OpenAIEvents):
             answer.id, _OBJECT, answer.created, answer.model, [choice], usage or answer.no_usage()
         )
 
+    def _echoed_logprobs(
+        self, stream: RequestStream, token_ids: Sequence[int], positions: Sequence[LogprobsOfPosition | None]
+    ) -> tuple[CompletionLogprobs, int]:
+        """Of a prompt, and its characters: made once for all its outputs, as it takes long where the prompt is."""
+        if stream not in self._echoed:
+            self._echoed[stream] = completion_logprobs(token_ids, positions, self._answer.spell, 0)
+        return self._echoed[stream]
+
     def _choice_of(self, stream: RequestStream, choice: _Choice, output: CompletionOutput) -> CompletionChoice:
         """An output, or what is new of one; the first time with what is told of its prompt."""
         is_first, choice.began = not choice.began, True
@@ -213,10 +222,12 @@ class CompletionAnswer(OpenAIEvents):
             text, token_ids, positions = "", [], None if positions is None else []
         logprobs: CompletionLogprobs | None = None
         if self._request.logprobs is not None:
-            told_ids, told = token_ids, list(positions or [])
+            echoed: CompletionLogprobs | None = None
             if is_first and self._echo and stream.prompt_logprobs is not None:
-                told_ids, told = [*prompt_ids, *told_ids], [*stream.prompt_logprobs, *told]
-            logprobs, choice.offset = completion_logprobs(told_ids, told, self._answer.spell, choice.offset)
+                echoed, choice.offset = self._echoed_logprobs(stream, prompt_ids, stream.prompt_logprobs)
+            told = list(positions or [])
+            logprobs, choice.offset = completion_logprobs(token_ids, told, self._answer.spell, choice.offset)
+            logprobs = logprobs if echoed is None else echoed.followed_by(logprobs)
         if is_first and self._echo:
             text = (stream.prompt.text or "") + text
         result = CompletionChoice(

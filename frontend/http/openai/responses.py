@@ -67,6 +67,14 @@ class CompletionLogprobs(msgspec.Struct):
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]
 
+    def followed_by(self, other: CompletionLogprobs) -> CompletionLogprobs:
+        return CompletionLogprobs(
+            self.text_offset + other.text_offset,
+            self.token_logprobs + other.token_logprobs,
+            self.tokens + other.tokens,
+            self.top_logprobs + other.top_logprobs,
+        )
+
 
 class CompletionChoice(msgspec.Struct):
     """A choice, whole or (in a stream) what is new of it. A whole one names, as vLLM's, what was not asked for."""
