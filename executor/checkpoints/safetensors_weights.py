@@ -32,6 +32,8 @@ from headrace.ipc.failure import ModelError
 Strategy = Literal["lazy", "eager", "prefetch"]
 BLOCK_BYTES = 16 << 20
 """What the prefetching thread reads at once."""
+PROBES = 16
+"""Bytes of a block that are asked for to know whether it is in memory."""
 MOST_BUFFERS = 2
 """Files that are kept in memory when they are read whole: a layer may begin in one and end in the next."""
 
@@ -202,21 +204,29 @@ def _read_ahead(paths: Sequence[Path], stop: threading.Event) -> None:
     block = bytearray(BLOCK_BYTES)
     for path in paths:
         try:
-            with path.open("rb", buffering=0) as file:
+            with path.open("rb", buffering=0) as file, path.open("rb", buffering=0) as probed:
+                # A question about a byte that is not there makes the system read it and what follows, which on a
+                # descriptor read at random is that page alone: the next questions would be answered by the first.
+                os.posix_fadvise(probed.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
                 size = os.fstat(file.fileno()).st_size
                 for start in range(0, size, BLOCK_BYTES):
                     if stop.is_set():
                         return
-                    if not _is_cached(file.fileno(), min(start + BLOCK_BYTES, size) - 1):
+                    if not _is_cached(probed.fileno(), start, min(start + BLOCK_BYTES, size)):
                         os.preadv(file.fileno(), [block], start)
         except OSError as error:  # whoever needs the file says so
             logger.info("%s is not read ahead: %s", path, error)
 
 
-def _is_cached(fd: int, offset: int) -> bool:
-    """Whether reading this byte would wait for no disk; False where the file system cannot say."""
+def _is_cached(fd: int, start: int, end: int) -> bool:
+    """Whether reading these bytes would wait for no disk; False where the file system cannot say.
+
+    Some bytes stand for all. One would not do: a page may have stayed behind alone, or have come in while it was asked
+    about.
+    """
+    probes = [*range(start, end, BLOCK_BYTES // PROBES or 1), end - 1]
     with contextlib.suppress(OSError):
-        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+        return all(os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1 for offset in probes)
     return False
 
 

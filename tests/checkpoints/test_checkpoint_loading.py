@@ -29,7 +29,13 @@ from torch import Tensor
 from headrace import LLM
 from headrace.core.options.engine_options import Options
 from headrace.executor.checkpoints.checkpoint import open_checkpoint
-from headrace.executor.checkpoints.safetensors_weights import SafetensorsWeights, Strategy, open_files, prefetch
+from headrace.executor.checkpoints.safetensors_weights import (
+    BLOCK_BYTES,
+    SafetensorsWeights,
+    Strategy,
+    open_files,
+    prefetch,
+)
 from headrace.executor.checkpoints.sharded_state import ShardedWeights, save
 from headrace.executor.parallel.rank_place import RankPlace
 from headrace.ipc.failure import ModelError, OptionError
@@ -169,6 +175,17 @@ def test_prefetch_brings_the_pages_while_nobody_asks_for_a_tensor(large: Path) -
         thread.join(10)
     assert num_resident(large) == -(-large.stat().st_size // mmap.PAGESIZE)
     assert weights.names() == {"a", "b"}
+
+
+def test_what_is_left_of_a_block_is_read_though_some_of_its_pages_are_in_memory(large: Path) -> None:
+    with large.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # so that a page comes alone
+        for end in range(BLOCK_BYTES, large.stat().st_size, BLOCK_BYTES):
+            os.pread(file.fileno(), 1, end - 1)
+            os.pread(file.fileno(), 1, end - BLOCK_BYTES)
+    assert num_resident(large) < 100
+    prefetch(RankPlace(), [large], 0, 1).join(10)
+    assert num_resident(large) == -(-large.stat().st_size // mmap.PAGESIZE)
 
 
 def test_a_rank_passes_over_what_another_has_read_ahead(large: Path) -> None:
