@@ -105,6 +105,8 @@ def _size_bytes(message: InboxMessage) -> int:
     return size_bytes
 
 
+FAR_BEHIND = 64
+"""Messages in the inbox: more than the loop takes in a turn."""
 TRY_LATER = "read the answers that have come, and try again"
 _NONE = Tensor.of("int32", [])
 
@@ -149,6 +151,11 @@ class Sessions:
             finish = Finish(slot=message.slot, reason=FinishReason.REJECTED, failure=failure)
             return StepOutputs(step=0, slots=_NONE, token_ids=_NONE, finished=(finish,))
         return None
+
+    @property
+    def is_behind(self) -> bool:
+        """The loop has more than enough to take: who puts more now only takes the interpreter from it."""
+        return self._inbox.qsize() > FAR_BEHIND
 
     def gone(self, client: int) -> None:
         self._inbox.put((client, ClientGone()))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engine_parts import make_plan, welcome_of
+from http_server import wait_until
 from wire_client import WireClient
 
-from headrace.core.engine.sessions import ClientGone, Inbox, Sessions
-from headrace.core.engine.zmq_port import ZmqPort
+from headrace.core.engine import zmq_port
+from headrace.core.engine.sessions import FAR_BEHIND, ClientGone, Inbox, Sessions
+from headrace.core.engine.zmq_port import MESSAGES_A_BREATH, ZmqPort
 from headrace.core.options.engine_options import Options
 from headrace.core.process.daemon import new_port
 from headrace.frontend.client.client import CoreClient
@@ -87,6 +91,31 @@ def test_a_busy_port_still_probes_its_clients(port: Port) -> None:
     with WireClient(port.port.address) as client:
         port.port.set_load(Load(num_running=1, num_waiting=0), frozenset({1}))
         client.receive(Load)
+
+
+def test_messages_that_the_loop_cannot_take_yet_come_slowly_beside_requests_that_run(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter is the loop's first: it gets no more of them for it."""
+    pauses: list[float] = []
+    monkeypatch.setattr(zmq_port, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append))
+    sent = FAR_BEHIND + 20 * MESSAGES_A_BREATH
+    with WireClient(port.port.address) as client:
+
+        def flood() -> int:
+            """How often the port paused until all had come."""
+            pauses.clear()
+            for slot in range(sent):
+                client.send(Abort(slots=(slot,)))
+            wait_until(lambda: port.inbox.qsize() == sent, 30, "the port takes all")
+            while not port.inbox.empty():
+                port.inbox.get()
+            return len(pauses)
+
+        assert flood() == 0, "nothing runs that it would disturb"
+        port.port.set_load(Load(num_running=1, num_waiting=0), frozenset({1}))
+        client.receive(Load)
+        assert flood() >= 15
 
 
 def test_how_much_one_client_may_leave_unread_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
