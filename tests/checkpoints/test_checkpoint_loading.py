@@ -184,7 +184,8 @@ def test_what_is_left_of_a_block_is_read_though_some_of_its_pages_are_in_memory(
             os.pread(file.fileno(), 1, end - 1)
             os.pread(file.fileno(), 1, end - BLOCK_BYTES)
     assert num_resident(large) < 100
-    prefetch(RankPlace(), [large], 0, 1).join(10)
+    owner = RankPlace()
+    prefetch(owner, [large], 0, 1).join(10)
     assert num_resident(large) == -(-large.stat().st_size // mmap.PAGESIZE)
 
 
