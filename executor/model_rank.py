@@ -231,8 +231,9 @@ class ModelRank(Rank):
         """Takes back what is tagged, of `weights` and `kv_cache`."""
 
     def stop(self) -> None:
-        if self._place.collectives is not None:
-            self._place.collectives.close()
+        for link in (self._place.collectives, self._place.exchange):
+            if link is not None:
+                link.close()
         self._found = None
 
     def _open_again(self, path: str) -> Checkpoint:

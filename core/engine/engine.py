@@ -40,6 +40,7 @@ EXECUTORS = {
     "uni": "headrace.executor.placement.in_process:InProcessExecutor",
     "uni with shared experts": "headrace.executor.placement.shared_experts:SharedExpertsExecutor",
     "mp": "headrace.executor.placement.multiproc:MultiprocExecutor",
+    "mp with shared experts": "headrace.executor.placement.shared_experts:of_several_ranks",
     "external_launcher": "headrace.executor.placement.torchrun:ExternalExecutor",
     "ray": "headrace.executor.placement.ray_cluster:RayExecutor",
     "mp on several nodes": "headrace.executor.placement.multinode:MultiNodeExecutor",
@@ -218,8 +219,8 @@ def load_executor(options: Options) -> Executor:
         raise OptionError(
             "data_parallel_backend=ray is for what starts engines: LLM, AsyncLLM and serve, not one engine"
         )
-    if backend == "uni" and options.shares_experts:
-        backend = "uni with shared experts"
+    if backend in ("uni", "mp") and options.shares_experts:
+        backend = f"{backend} with shared experts"
     module, colon, name = EXECUTORS.get(backend, backend).partition(":")
     if not colon:
         entry = plugins().get(backend)

@@ -446,8 +446,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Option(
             PARALLEL,
             "Divide the experts of a mixture whole, in runs of neighbours: among the tensor-parallel ranks, instead of "
-            "each expert's rows; or, with data_parallel_size and one rank per engine, among the engines, which then "
-            "compute every step together and fail together",
+            "each expert's rows; with data_parallel_size on a CPU among the ranks of all engines, which then compute "
+            "every step together and fail together",
         ),
     ] = False
     data_parallel_backend: Annotated[
@@ -595,6 +595,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def shares_experts(self) -> bool:
-        """Whether engine cores divide the experts among them. Cores of several ranks divide theirs among these."""
-        world_size = self.tensor_parallel_size * self.pipeline_parallel_size
-        return self.enable_expert_parallel and self.data_parallel_size > 1 and world_size == 1
+        """Whether engine cores divide experts among them: those of several ranks do if they have a name to meet at."""
+        meets = self.tensor_parallel_size * self.pipeline_parallel_size == 1 or bool(self.data_parallel_meeting)
+        return self.enable_expert_parallel and self.data_parallel_size > 1 and meets

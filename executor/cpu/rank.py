@@ -9,7 +9,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -124,7 +123,7 @@ class CpuRank(ModelRank):
         return self.runner.step(self._submitted.popleft()) if self._thread is None else self._thread.collect()
 
     def share_experts(self, exchange: ExpertExchange) -> None:
-        self._place = replace(self._place, exchange=exchange)
+        self._place = self._place.sharing_experts(exchange)
 
     def compute_for_others(self) -> None:
         assert isinstance(self._model, Decoder), "why_not has a reason against a program"

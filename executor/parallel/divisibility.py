@@ -42,8 +42,8 @@ def check_experts(spec: ArchSpec, options: Options) -> None:
         return
     if options.tensor_parallel_size == 1 and not options.shares_experts:
         raise OptionError(
-            "enable_expert_parallel divides experts among ranks: it needs tensor_parallel_size=2 or more, or, without "
-            "pipeline stages, data_parallel_size=2 or more"
+            "enable_expert_parallel divides experts among ranks: it needs tensor_parallel_size=2 or more, or "
+            "data_parallel_size=2 or more on one machine"
         )
     if not any(isinstance(layer.ffn, Experts) for layer in spec.layers):
         raise OptionError(f"enable_expert_parallel: a {spec.architecture} has no experts to divide")

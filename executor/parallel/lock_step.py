@@ -53,6 +53,8 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
     rank: int
     model: str
+    workers: tuple[int, ...] = ()
+    """Processes that compute for it, where it does not do so itself."""
 
 
 class Vote(msgspec.Struct, frozen=True, tag=True):
@@ -79,8 +81,8 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
     """With the memory's descriptor, once all have come; or why this member may not join."""
 
     refusal: str = ""
-    pids: tuple[int, ...] = ()
-    """Of each rank."""
+    pids: tuple[tuple[int, ...], ...] = ()
+    """Of each rank: the core's, and those of its workers."""
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
@@ -119,8 +121,11 @@ ToHub = Join | Vote | Ready | Withdraw | AskMissing
 FromHub = Joined | Call | Go | Agreed | Withdrawn | Missing | Lost
 
 
-def meet(name: str, rank: int, size: int, *, model: str, shared_bytes: int, limit_s: float) -> LockStep:
+def meet(
+    name: str, rank: int, size: int, *, model: str, shared_bytes: int, limit_s: float, workers: tuple[int, ...] = ()
+) -> LockStep:
     """Waits until all have come to the name. model: what must be the same of all. shared_bytes: of their memory.
+    workers: processes that compute for this one.
 
     Raises EngineStartError when they do not come in time, and OptionError for a member that does not fit the others.
     """
@@ -129,7 +134,7 @@ def meet(name: str, rank: int, size: int, *, model: str, shared_bytes: int, limi
     try:
         while True:
             try:
-                return _join(name, rank, size, model, hub, end_s)
+                return _join(name, Join(rank, model, workers), hub, end_s)
             except (OSError, EOFError) as error:
                 if hub is not None or time.monotonic() > end_s:
                     raise EngineStartError(
@@ -143,14 +148,14 @@ def meet(name: str, rank: int, size: int, *, model: str, shared_bytes: int, limi
         raise
 
 
-def _join(name: str, rank: int, size: int, model: str, hub: Hub | None, end_s: float) -> LockStep:
+def _join(name: str, join: Join, hub: Hub | None, end_s: float) -> LockStep:
     """Raises OSError or EOFError where nobody listens, or rank 0 has gone before all came."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(max(0.01, end_s - time.monotonic()))
         connection.connect(_address(name))
         check_user(connection)
-        connection.send(msgspec.msgpack.encode(Join(rank, model)))
+        connection.send(msgspec.msgpack.encode(join))
         data, fds, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
         if not data:
             raise EOFError("rank 0 ended before all came")
@@ -158,7 +163,7 @@ def _join(name: str, rank: int, size: int, model: str, hub: Hub | None, end_s: f
         if joined.refusal:
             raise OptionError(joined.refusal)
         connection.settimeout(None)
-        return LockStep(connection, rank, joined.pids, fds[0], hub)
+        return LockStep(connection, join.rank, joined.pids, fds[0], hub)
     except BaseException:
         connection.close()
         raise
@@ -188,7 +193,7 @@ class LockStep:
     hub."""
 
     def __init__(
-        self, connection: socket.socket, rank: int, pids: tuple[int, ...], shared_fd: int, hub: Hub | None
+        self, connection: socket.socket, rank: int, pids: tuple[tuple[int, ...], ...], shared_fd: int, hub: Hub | None
     ) -> None:
         self._connection, self._rank, self._pids, self._hub = connection, rank, pids, hub
         self._incoming = select.poll()
@@ -234,11 +239,15 @@ class LockStep:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Until it ends, each waits for all. When that fails since one is lost, the error says which."""
+        """Until it ends, each waits for all. When that fails since one is lost or stopped, the error says which."""
         try:
             yield
-        except PeerError:
-            self._wait(lambda: False, LOSS_HEARD_WITHIN_S)
+        except HeadraceError as error:
+            if isinstance(error, PeerError) or (error.failure is not None and error.failure.type == PEER_LOST):
+                self._wait(lambda: False, LOSS_HEARD_WITHIN_S)
+            elif stopped := [rank for rank in self._stopped() if rank != self._rank]:
+                said = f"{self._named(stopped)} did not come to the end of a step: {error}"
+                raise PeerError(f"rank {self._rank} cannot go on: {said}") from error
             raise
         finally:
             self._is_computing = False
@@ -320,12 +329,19 @@ class LockStep:
         return (0,) if self._missing is None else self._missing  # the hub is rank 0's
 
     def _named(self, ranks: Iterable[int]) -> str:
-        pids = ((rank, self._pids[rank]) for rank in ranks)
-        return " and ".join(
-            f"the engine of data_parallel_rank {rank} (pid {pid}"
-            f"{', stopped by a signal or a debugger' if is_stopped(pid) else ''})"
-            for rank, pid in pids
-        )
+        return " and ".join(f"the engine of data_parallel_rank {rank} ({self._processes(rank)})" for rank in ranks)
+
+    def _processes(self, rank: int) -> str:
+        pid, *workers = self._pids[rank]
+        stopped = [str(each) for each in workers if is_stopped(each)]
+        if is_stopped(pid):
+            return f"pid {pid}, stopped by a signal or a debugger"
+        if stopped:
+            return f"pid {pid}, its worker of pid {' and '.join(stopped)} stopped by a signal or a debugger"
+        return f"pid {pid}"
+
+    def _stopped(self) -> list[int]:
+        return [rank for rank, pids in enumerate(self._pids) if any(map(is_stopped, pids))]
 
     def _wait(self, condition: Callable[[], bool], limit_s: float) -> None:
         with self._changed:
@@ -336,7 +352,7 @@ class LockStep:
     def _watch_computing(self) -> None:
         """Until something comes, if a step is computed: within it, too, each waits for all."""
         while self._is_computing and not self._incoming.poll(SUSPECT_AFTER_S * 1000):
-            stopped = [rank for rank, pid in enumerate(self._pids) if is_stopped(pid)]
+            stopped = self._stopped()
             if stopped and self._is_computing:
                 logger.warning("a step waits for %s", self._named(stopped))
                 return
@@ -402,7 +418,7 @@ class Hub:
         os.ftruncate(self._shared_fd, shared_bytes)
         self._members: dict[int, socket.socket] = {}
         self._ranks: dict[socket.socket, int] = {}
-        self._pids: dict[int, int] = {}
+        self._pids: dict[int, tuple[int, ...]] = {}
         self._step = 0
         self._votes: dict[int, int] = {}
         self._ready: dict[int, Ready] = {}
@@ -492,7 +508,7 @@ class Hub:
         if before is not None:  # it has died since
             self._lose(before, join.rank)
         self._members[join.rank], self._ranks[connection] = connection, join.rank
-        self._pids[join.rank] = check_user(connection)
+        self._pids[join.rank] = (check_user(connection), *join.workers)
         if len(self._members) < self._size:
             return
         self._is_complete = True

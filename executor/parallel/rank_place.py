@@ -110,6 +110,19 @@ class World:
             vocab_size=plan.model.vocab_size,
         )
 
+    @classmethod
+    def of_engines(cls, plan: Plan, size: int, ranks_of_each: int) -> World:
+        """Of `size` engine cores, each of so many ranks, that share experts: what all their tokens need at once. The
+        ranks of one number make a group, as those of a stage do, and only the members of a group talk."""
+        return cls(
+            tp_size=size,
+            pp_size=ranks_of_each,
+            max_tokens=size * (plan.max_num_batched_tokens + plan.max_logits),
+            max_seqs=1,
+            hidden_size=plan.model.hidden_size,
+            vocab_size=1,
+        )
+
     @property
     def size(self) -> int:
         return self.tp_size * self.pp_size
@@ -156,13 +169,13 @@ class RankPlace:
         """The place of a rank of the world that the options ask for. Raises OptionError for a wrong partition."""
         sizes = options.tensor_parallel_size, options.pipeline_parallel_size
         place = cls.of(rank, *sizes, options.pipeline_layer_partition)
-        place = replace(place, expert_parallel=options.enable_expert_parallel)
-        if not options.shares_experts:
-            return place
-        return replace(place, dp_rank=options.data_parallel_rank, dp_size=options.data_parallel_size)
+        return replace(place, expert_parallel=options.enable_expert_parallel)
 
     def with_collectives(self, collectives: Collectives) -> RankPlace:
         return replace(self, collectives=collectives)
+
+    def sharing_experts(self, exchange: ExpertExchange) -> RankPlace:
+        return replace(self, exchange=exchange, dp_rank=exchange.dp_rank, dp_size=exchange.dp_size)
 
     @property
     def rank(self) -> int:
@@ -215,8 +228,8 @@ class RankPlace:
 
     def experts(self, count: int) -> range:
         """This rank's of a layer's experts: all of them, of each a part, but with expert parallelism. Where experts are
-        fewer than ranks, they are divided by rows all the same."""
-        rank, size = (self.dp_rank, self.dp_size) if self.dp_size > 1 else (self.tp_rank, self.tp_size)
+        fewer than ranks, of all cores that share them, they are divided by rows all the same."""
+        rank, size = self.dp_rank * self.tp_size + self.tp_rank, self.dp_size * self.tp_size
         if not self.expert_parallel or count < size:
             return range(count)
         return range(rank * count // size, (rank + 1) * count // size)

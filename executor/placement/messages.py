@@ -53,8 +53,9 @@ from headrace.ipc.failure import Failure
 from headrace.ipc.messages import SCHEMA_HASH, ChildFailed, Message, Progress, Ready, Stop, TokenizerBundle
 from headrace.ipc.transport.ring import RingLayout
 
-STEP, COMMAND = 0, 1
-"""Kinds of message in the ring to the workers: an encoded StepPlan, an encoded WorkerCommand."""
+STEP, COMMAND, COUNTS = 0, 1, 2
+"""Kinds of message in the ring to the workers: an encoded StepPlan, an encoded WorkerCommand, and, where experts are
+shared, how many tokens each core has in the step that comes, or in one of other cores' tokens alone."""
 WAIT_FOR_CORE, WAIT_FOR_TURN = "wait for the core", "wait for a turn to load"
 """Phases of a worker in which it does nothing itself."""
 PROOF_BYTES = 32
@@ -86,6 +87,16 @@ class StartWorker(Message, frozen=True):
     """A listening socket that rank 0 inherits: where the ranks of several hosts meet."""
 
 
+class SharedExperts(msgspec.Struct, frozen=True, array_like=True):
+    """Of engine cores that divide the experts among them: how a worker meets those of its number in the others."""
+
+    memory: str
+    """A file, while the core is there: the memory of all cores."""
+    rank: int
+    """data_parallel_rank"""
+    size: int
+
+
 class LoadModel(Message, frozen=True):
     plan: Plan
     steps: RingLayout
@@ -96,6 +107,7 @@ class LoadModel(Message, frozen=True):
     """Where the ranks of several hosts meet; those of one share memory."""
     host: str = ""
     """This host's address as the others reach it."""
+    shared_experts: SharedExperts | None = None
 
 
 class MakeTokenizer(Message, frozen=True):

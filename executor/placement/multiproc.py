@@ -38,6 +38,7 @@ from headrace.executor.placement.messages import (
     Loaded,
     LoadModel,
     MakeTokenizer,
+    SharedExperts,
     SharedMemory,
     StartWorker,
     TokenizerMade,
@@ -83,6 +84,7 @@ class MultiprocExecutor(Executor):
         self.num_stages = pp_size
         self.max_steps_in_flight = pp_size + 1
         self._plan: Plan | None = None
+        self._shared_experts: SharedExperts | None = None
         self._steps: RingWriter | None = None
         self._results: RingReader | None = None
         self._mailbox = Mailbox()
@@ -158,8 +160,16 @@ class MultiprocExecutor(Executor):
         except OSError as error:
             needed, count = steps.total_bytes + results.total_bytes + shared_bytes, len(self._ranks)
             raise ModelError(f"the {needed:,} bytes that {count} workers share cannot be had: {error}") from error
-        rings = {"steps": steps, "results": results}
-        self._group.send(LoadModel(plan=plan, **rings, turns=self._turns, store=self._store, host=self._host))
+        order = LoadModel(
+            plan=plan,
+            steps=steps,
+            results=results,
+            turns=self._turns,
+            store=self._store,
+            host=self._host,
+            shared_experts=self._shared_experts,
+        )
+        self._group.send(order)
         readings = [message.reading for message in self._group.gather(Loaded, report=report)]
         return (
             MemoryReading.tightest(readings, self._options.gpu_memory_utilization)
@@ -182,6 +192,10 @@ class MultiprocExecutor(Executor):
         self._under_way.append(self._put(self._plans.encode(plan), STEP))
 
     def collect(self) -> StepResult:
+        return self._answers.decode(self._take_result())
+
+    def _take_result(self) -> bytes | bytearray:
+        """Of the oldest message to the workers that brings one."""
         assert self._results is not None, "allocate comes before collect"
         number = self._under_way.popleft()
         try:
@@ -191,7 +205,7 @@ class MultiprocExecutor(Executor):
         except WaitTimeoutError:
             assert self._steps is not None, "a step was under way"
             raise self._hung(self._steps.behind(number) or [self._replying_worker]) from None
-        return self._answers.decode(data)
+        return data
 
     def control(self, command: WorkerCommand) -> tuple[WorkerAnswer, ...]:
         self._put(msgspec.msgpack.encode(command), COMMAND)

@@ -30,6 +30,7 @@ from headrace.executor.parallel.rendezvous import Rendezvous
 from headrace.executor.placement.load_turn import turn_to_load
 from headrace.executor.placement.messages import (
     COMMAND,
+    COUNTS,
     WAIT_FOR_CORE,
     WAIT_FOR_TURN,
     WORKER_SCHEMA_HASH,
@@ -75,6 +76,9 @@ class Worker:
         self._orders: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: stop
         self._mailbox = Mailbox()
         self._rank: Rank | None = None
+        self._begin_shared: Callable[[tuple[int, ...]], bool] = lambda counts: False
+        """Where experts are shared: takes the tokens of each core in the step that comes, and computes it where this
+        core has none; whether it did."""
         self._steps: RingReader | None = None
         self._results: RingWriter | None = None
         self._is_stopped = False
@@ -126,6 +130,7 @@ class Worker:
         self._turns = load.turns
         self.report("meet the other ranks")
         self._connect(rank, load)
+        self._share_experts(rank, load)
         with self._turn(lambda: self.report(WAIT_FOR_TURN)):
             reading = rank.load(load.plan, report)
         reading = rank.measure(reading, self.report)
@@ -168,6 +173,28 @@ class Worker:
             )
         )
 
+    def _share_experts(self, rank: Rank, load: LoadModel) -> None:
+        from headrace.executor.model_rank import ModelRank
+        from headrace.executor.parallel.expert_exchange import ExpertExchange
+
+        shared = load.shared_experts
+        if shared is None:
+            return
+        assert isinstance(rank, ModelRank), "ranks of the user's own share no experts"
+        world = World.of_engines(load.plan, shared.size, self._place.world_size)
+        limit_s = self._options.step_timeout + COLLECTIVES_GRACE_S
+        with open(shared.memory, "r+b", buffering=0) as memory:
+            exchange = ExpertExchange.open(memory.fileno(), world, self._start.rank, shared.rank, limit_s)
+        rank.share_experts(exchange)
+
+        def begin(counts: tuple[int, ...]) -> bool:
+            exchange.counts = counts
+            if exchange.is_idle:
+                rank.compute_for_others()
+            return exchange.is_idle
+
+        self._begin_shared = begin
+
     def _serve(self, rank: Rank, steps: RingReader) -> None:
         """Raises RingInterruptedError at a Stop."""
         plans, answers, deadline = StepCodec(StepPlan), StepCodec(StepResult), Deadline(None)
@@ -181,6 +208,11 @@ class Worker:
                 under_way -= 1
             elif message[0] == COMMAND:
                 self._carry_out(rank, msgspec.msgpack.decode(message[1], type=WorkerCommand))
+            elif message[0] == COUNTS:
+                self.phase = "step"
+                counts = msgspec.msgpack.decode(message[1], type=tuple[int, ...])
+                if self._begin_shared(counts) and self._results is not None:
+                    self._results.put(b"", deadline)
             else:
                 self.phase = "step"
                 rank.submit(plans.decode(message[1]))

@@ -32,8 +32,10 @@ RESTARTS = 10
 
 
 def with_meeting(options: Options) -> Options:
-    """With a name at which engines that share experts meet, now and whenever they are started again."""
-    if options.data_parallel_size == 1 or not options.enable_expert_parallel or options.data_parallel_meeting:
+    """With a name at which engines that share experts meet, now and whenever they are started again. For those that
+    are all of this machine."""
+    shares = options.data_parallel_size > 1 and options.enable_expert_parallel
+    if not shares or options.data_parallel_meeting or options.data_parallel_backend == "ray":
         return options
     return msgspec.structs.replace(options, data_parallel_meeting=secrets.token_hex(8))
 

@@ -6,8 +6,11 @@ import asyncio
 import os
 import secrets
 import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from headrace.core.engine.engine import load_executor
 from headrace.core.options.parsing import parse_options
 from headrace.executor.parallel import lock_step
 from headrace.executor.parallel.lock_step import STOP, LockStep, meet
-from headrace.executor.parallel.rank_place import PeerError
+from headrace.executor.parallel.rank_place import PeerError, RankPlace
 from headrace.ipc.failure import PEER_LOST, EngineDeadError, EngineStartError, Failure, HeadraceError, OptionError
 
 LIMIT_S = 20.0
@@ -30,10 +33,11 @@ TINY: dict[str, Any] = {
     "num_gpu_blocks_override": 64,
 }  # fmt: skip
 SHARED = TINY | {"data_parallel_size": 2, "enable_expert_parallel": True}
+OF_TWO_RANKS = SHARED | {"tensor_parallel_size": 2}
 
 
-def join(name: str, rank: int, size: int = 2, *, model: str = "m", limit_s: float = LIMIT_S) -> LockStep:
-    return meet(name, rank, size, model=model, shared_bytes=4096, limit_s=limit_s)
+def join(name: str, rank: int, size: int = 2, *, model: str = "m", limit_s: float = LIMIT_S, **more: Any) -> LockStep:
+    return meet(name, rank, size, model=model, shared_bytes=4096, limit_s=limit_s, **more)
 
 
 def members(size: int = 2) -> list[LockStep]:
@@ -173,6 +177,39 @@ def test_those_that_do_not_fit_or_do_not_come_are_named() -> None:
         load_executor(options)
 
 
+def test_experts_are_divided_among_the_ranks_of_all_engines() -> None:
+    places = [
+        replace(RankPlace(tp_rank=tp_rank, tp_size=2, expert_parallel=True), dp_rank=dp_rank, dp_size=3)
+        for dp_rank in range(3)
+        for tp_rank in range(2)
+    ]
+    assert [list(place.experts(12)) for place in places] == [[2 * each, 2 * each + 1] for each in range(6)]
+    assert [len(place.experts(7)) for place in places] == [1, 1, 1, 1, 1, 2]
+    assert all(place.experts(5) == range(5) for place in places)  # by rows, of each engine's own two ranks
+
+
+def test_a_step_that_ends_late_names_the_stopped_worker_of_another() -> None:
+    name, late = secrets.token_hex(8), Failure(message="worker 0 did not finish", type="Timeout")
+    with (
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as worker,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        others = pool.submit(join, name, 1, workers=(worker.pid,))
+        first, second = join(name, 0), others.result()
+        try:
+            os.kill(worker.pid, signal.SIGSTOP)
+            wait_until(lambda: lock_step.is_stopped(worker.pid), LIMIT_S, "its stop")
+            said = rf"the engine of data_parallel_rank 1 \(pid \d+, its worker of pid {worker.pid} stopped by a signal"
+            with pytest.raises(PeerError, match=f"rank 0 cannot go on: {said}"), first.computing():
+                raise EngineDeadError(failure=late)
+            with pytest.raises(EngineDeadError, match="worker 0 did not finish"), second.computing():  # it is its own
+                raise EngineDeadError(failure=late)
+        finally:
+            worker.kill()
+            first.close()
+            second.close()
+
+
 def params(count: int) -> list[SamplingParams]:
     """Greedy and random, of unequal lengths, so that ranks become idle at different times."""
     return [
@@ -201,8 +238,22 @@ def expected(model: Path) -> list[list[int]]:
         return tokens(llm.generate(PROMPTS, params(len(PROMPTS)), use_tqdm=False))
 
 
-def test_tokens_are_those_of_one_engine_however_work_is_spread(model: Path, expected: list[list[int]]) -> None:
-    with LLM(str(model), **SHARED) as llm:
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(SHARED, id="one rank each"),
+        pytest.param(OF_TWO_RANKS, id="two ranks each"),
+        pytest.param(SHARED | {"pipeline_parallel_size": 2}, id="two stages each", marks=pytest.mark.system),
+        pytest.param(
+            OF_TWO_RANKS | {"pipeline_parallel_size": 2}, id="two stages of two ranks", marks=pytest.mark.system
+        ),
+        pytest.param(SHARED | {"distributed_executor_backend": "mp"}, id="one worker each", marks=pytest.mark.system),
+    ],
+)
+def test_tokens_are_those_of_one_engine_however_work_is_spread(
+    model: Path, expected: list[list[int]], options: dict[str, Any]
+) -> None:
+    with LLM(str(model), **options) as llm:
         assert tokens(llm.generate(PROMPTS, params(len(PROMPTS)), use_tqdm=False)) == expected
         for index in (5, 2):  # one is busy, and one is idle
             assert tokens(llm.generate(PROMPTS[index], params(6)[index], use_tqdm=False)) == [expected[index]]
@@ -239,36 +290,62 @@ def daemons() -> list[psutil.Process]:
     return [each for each in psutil.Process().children() if "headrace.core.process.daemon" in each.cmdline()]
 
 
+def workers(engine: psutil.Process) -> list[psutil.Process]:
+    return [each for each in engine.children() if "headrace.executor.placement.worker" in each.cmdline()]
+
+
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.system), 1])
+@pytest.mark.parametrize(
+    ("options", "kills_worker"),
+    [
+        pytest.param(SHARED, False, id="one rank each"),
+        pytest.param(OF_TWO_RANKS, True, id="a worker of two"),
+        pytest.param(OF_TWO_RANKS, False, id="with its workers", marks=pytest.mark.system),
+    ],
+)
 def test_when_one_is_killed_all_begin_anew_and_requests_go_on(
-    model: Path, expected: list[list[int]], victim: int
+    model: Path, expected: list[list[int]], victim: int, options: dict[str, Any], kills_worker: bool
 ) -> None:
-    with LLM(str(model), **SHARED) as llm:
+    with LLM(str(model), **options) as llm:
         before = daemons()
         llm.enqueue(PROMPTS, params(len(PROMPTS)))
         wait_until(lambda: llm.get_stats().num_generated_tokens > 30, LIMIT_S, "tokens of several")
-        before[victim].kill()
+        (workers(before[victim])[1] if kills_worker else before[victim]).kill()
         assert tokens(llm.wait_for_completion(use_tqdm=False)) == expected
         assert not {each.pid for each in before} & {each.pid for each in daemons()}
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.system)])
+@pytest.mark.parametrize(
+    ("options", "stops_worker"),
+    [
+        pytest.param(SHARED, False, id="one rank each"),
+        pytest.param(OF_TWO_RANKS, True, id="a worker of two"),
+        pytest.param(OF_TWO_RANKS, False, id="the core of two", marks=pytest.mark.system),
+    ],
+)
 def test_one_that_is_stopped_is_named_and_waited_for_and_the_tokens_stay(
-    model: Path, expected: list[list[int]], victim: int, capfd: pytest.CaptureFixture[str]
+    model: Path,
+    expected: list[list[int]],
+    victim: int,
+    options: dict[str, Any],
+    stops_worker: bool,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with LLM(str(model), **SHARED) as llm:
+    with LLM(str(model), **options) as llm:
         before = daemons()
         llm.enqueue(PROMPTS, params(len(PROMPTS)))
         wait_until(lambda: llm.get_stats().num_generated_tokens > 30, LIMIT_S, "tokens of several")
-        pid = before[victim].pid
+        engine = before[victim].pid
+        pid = workers(before[victim])[0].pid if stops_worker else engine
+        who = f"(pid {engine}, its worker of pid {pid} stopped" if stops_worker else f"(pid {pid}, stopped"
         os.kill(pid, signal.SIGSTOP)
         heard = ""
 
         def names_it() -> bool:
             nonlocal heard
             heard += capfd.readouterr().err
-            who = f"a step waits for the engine of data_parallel_rank {victim} (pid {pid}, stopped by a signal"
-            return who in heard
+            return f"a step waits for the engine of data_parallel_rank {victim} {who} by a signal" in heard
 
         try:
             wait_until(names_it, LIMIT_S, "its name")
@@ -280,23 +357,25 @@ def test_one_that_is_stopped_is_named_and_waited_for_and_the_tokens_stay(
 
 @pytest.mark.system
 @pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("options", [SHARED, OF_TWO_RANKS], ids=["one rank each", "two ranks each"])
 def test_when_none_is_started_again_all_end_and_their_requests_fail_with_the_cause(
-    model: Path, victim: int, monkeypatch: pytest.MonkeyPatch
+    model: Path, victim: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.frontend.api.llm.RESTARTS", 0)
-    with LLM(str(model), **SHARED) as llm:
+    with LLM(str(model), **options) as llm:
         before = daemons()
         llm.enqueue(PROMPTS, params(len(PROMPTS)))
         wait_until(lambda: llm.get_stats().num_generated_tokens > 30, LIMIT_S, "tokens of several")
-        before[victim].kill()
+        (workers(before[victim]) or before[victim:])[0].kill()
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             llm.wait_for_completion(use_tqdm=False)
         assert not psutil.wait_procs(before, LIMIT_S)[1]
 
 
 @pytest.mark.system
-def test_all_sleep_and_wake_together(model: Path, expected: list[list[int]]) -> None:
-    with LLM(str(model), **SHARED, enable_sleep_mode=True) as llm:
+@pytest.mark.parametrize("options", [SHARED, OF_TWO_RANKS], ids=["one rank each", "two ranks each"])
+def test_all_sleep_and_wake_together(model: Path, expected: list[list[int]], options: dict[str, Any]) -> None:
+    with LLM(str(model), **options, enable_sleep_mode=True) as llm:
         for level in (1, 2):
             llm.sleep(level=level)
             llm.wake_up()

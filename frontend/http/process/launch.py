@@ -104,7 +104,8 @@ def launch(engine_options: Options, options: ServeOptions) -> int:
             say(f"{name} is not needed: something else balances between hosts")
         several = len(ranks.here) > 1 or bool(ranks.coordinator)
         phases.enter("start the engines' processes" if several else "start the engine's process")
-        engine_options = with_meeting(engine_options)
+        if len(ranks.here) == engine_options.data_parallel_size:
+            engine_options = with_meeting(engine_options)
         if engine_options.data_parallel_backend == "ray" and options.api_server_count > 1:
             raise OptionError("data_parallel_backend=ray places engines for one HTTP process: leave api_server_count")
         if ranks.has_coordinator or (several and options.api_server_count > 1 and not ranks.coordinator):
