@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
 
 __version__ = "0.1.0"
+__version_tuple__ = (0, 1, 0)
 
 _HOMES = {
     "AsyncEngineArgs": "frontend.api.llm_engine",
@@ -107,6 +108,7 @@ __all__ = [  # noqa: RUF022 - the first few are what people come for
     "TextPrompt",
     "TokensPrompt",
     "__version__",
+    "__version_tuple__",
 ]
 
 

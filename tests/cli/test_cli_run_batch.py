@@ -107,7 +107,7 @@ BAD_LINES: list[tuple[dict[str, Any] | bytes, str | None, str]] = [
     (line("x", prompt="a", temprature=1), "temprature", "unknown field 'temprature'; did you mean temperature?"),
     (line("x", prompt="a", temperature="hot"), "temperature", "temperature: expected float"),
     (line("x", prompt="a", top_p=7), "top_p", "top_p = 7.0: must be over 0 and at most 1"),
-    (line("x", prompt="a", logit_bias={"a": 1}), "logit_bias", "logit_bias has the key 'a', which is no token id"),
+    (line("x", prompt="a", logit_bias={"a": 1}), "logit_bias", "logit_bias has keys that are no token ids: 'a'"),
     (line("x", prompt="a", response_format={"type": "x"}), "response_format", "response_format must be an object"),
     (line("x", prompt="a", stream=True), "stream", "stream: a batch gives whole answers"),
     (line("x", prompt="a", model="other"), "model", "the model 'other' does not exist; there is fake"),

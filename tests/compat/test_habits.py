@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
 import asyncio
 import functools
+import importlib
+import inspect
 import re
+import shlex
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tqdm import tqdm
 
-from headrace import LLM, AsyncLLM, EngineArgs, InvalidRequestError, SamplingParams
+from headrace import LLM, AsyncLLM, EngineArgs, EngineDeadError, InvalidRequestError, SamplingParams
 from headrace.config import ReasoningConfig
+from headrace.core.options.parsing import options_from_arguments, struct_from_arguments
+from headrace.core.options.vllm_environment import take_vllm_variables
+from headrace.frontend.cli.main import main
+from headrace.frontend.http.process.options import ServeOptions, check_serve_options, with_environment
 from headrace.utils import FlexibleArgumentParser
 from headrace.v1.metrics.reader import Counter, Gauge, Histogram
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming-from-vllm.md").read_text(encoding="utf-8")
-HABITS = re.findall(r"^\| ([^|`]+) \| `(.+)` \|$", PAGE.partition("## Habits")[2].partition("\n## ")[0], re.MULTILINE)
+ROWS = re.findall(r"^\| ([^|`]+) \| `(.+)` \|$", PAGE.partition("## Habits")[2].partition("\n## ")[0], re.MULTILINE)
+COMMANDS = [row for row in ROWS if re.match(r"(\w+=\S+ )?headrace ", row[1])]
+ASYNCHRONOUS = [row for row in ROWS if "engine." in row[1] and "llm_engine" not in row[1] and row not in COMMANDS]
+HABITS = [row for row in ROWS if row not in COMMANDS and row not in ASYNCHRONOUS]
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-def test_the_table_is_found() -> None:
+def test_the_tables_are_found() -> None:
     assert len(HABITS) >= 20
+    assert len(ASYNCHRONOUS) >= 15
+    assert len(COMMANDS) >= 8
 
 
 @pytest.mark.parametrize(("what", "line"), HABITS, ids=[what for what, _ in HABITS])
@@ -46,6 +61,49 @@ def test_a_habit_works_as_it_is_written(what: str, line: str, llm: LLM) -> None:
     assert result not in (False, []), what
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
+
+
+def test_a_habit_of_async_llm_works_as_it_is_written(address: str) -> None:
+    async def run() -> None:
+        engine = await AsyncLLM.connect(address)
+        names = {"engine": engine, "greedy": GREEDY, "EngineDeadError": EngineDeadError}
+        for what, line in ASYNCHRONOUS:
+            result = eval(compile(line, what, "eval", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+            if inspect.iscoroutine(result):
+                result = await result
+            assert result not in (False, None, []), what
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.parametrize(("what", "line"), COMMANDS, ids=[what for what, _ in COMMANDS])
+def test_a_command_is_taken_as_it_is_written(
+    what: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = shlex.split(line)
+    environment: dict[str, str] = {}
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        environment[name] = value
+    command = importlib.import_module(f"headrace.frontend.cli.commands.{words[1].replace('-', '_')}")
+    ran: list[argparse.Namespace] = []
+
+    def run(arguments: argparse.Namespace) -> int:
+        ran.append(arguments)
+        return 0
+
+    monkeypatch.setattr(command, "run", run)
+    assert main(words[1:]) == 0, capsys.readouterr().err
+    (arguments,) = ran
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the notes of options without effect
+        options_from_arguments(arguments)
+        if words[1] == "serve":
+            take_vllm_variables(environment)
+            serve_options = with_environment(struct_from_arguments(arguments, ServeOptions), environment)
+            check_serve_options(serve_options)
+            assert (serve_options.host == "0.0.0.0") == ("0.0.0.0" in line), what
 
 
 # tests/entrypoints/llm/test_generate.py, test_llm_enqueue

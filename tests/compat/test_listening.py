@@ -82,6 +82,21 @@ def test_metrics_and_version_are_open_beside_keys_and_closed_by_option(
         assert [client.get(path, headers=allowed).status_code for path in open_paths] == [200] * 4
 
 
+# tests/entrypoints/serve/instrumentator/test_basic.py::test_server_load, test_metrics.py (--show-hidden-metrics...)
+def test_flags_for_what_is_always_there_pass() -> None:
+    flags = ["--enable-server-load-tracking", "--show-hidden-metrics-for-version", "0.9"]
+    body = {"prompt": [5], "stream": True, "max_tokens": 1000, "ignore_eos": True}
+    with serving(*flags, null_model={"step_delay_s": 0.01}) as server, server.client() as client:
+        assert client.get("/load").json() == {"server_load": 0}
+        with client.stream("POST", COMPLETIONS, json=body) as response:
+            next(response.iter_lines())
+            assert client.get("/load").json() == {"server_load": 1}
+        wait_until(lambda: client.get("/load").json() == {"server_load": 0}, 10, "the end of the request")
+        assert "headrace:generation_tokens_total" in client.get("/metrics").text
+        assert "load-tracking" not in server.log, "it has what it asks for"
+        assert server.log.count("--show-hidden-metrics-for-version=0.9 has no effect: no metric is hidden") == 1
+
+
 # tests/entrypoints/openai/chat_completion/test_enable_force_include_usage.py
 def test_usage_is_in_every_event_and_at_the_end_whatever_a_stream_asks_for(
     guarded: Server, trusting: httpx.Client

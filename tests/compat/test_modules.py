@@ -146,6 +146,13 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False)
 
 
+def test_a_clone_that_is_not_installed_names_what_it_lacks() -> None:
+    clone = Path(__file__).parents[2]
+    done = run("-S", "-c", f"import sys; sys.path.insert(0, {str(clone)!r}); import headrace.frontend.api.llm")
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("ModuleNotFoundError: No module named 'headrace.frontend'")
+
+
 def test_a_script_that_imports_vllm_runs_on_headrace() -> None:
     script = """
 import headrace.as_vllm

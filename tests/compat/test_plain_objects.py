@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import headrace
 from headrace import LLM, AsyncLLM, CompletionOutput, EngineArgs, RequestOutput, SamplingParams
 from headrace.frontend.api.parameters.sampling_params import SamplingType
 from headrace.ipc.failure import HeadraceError, InvalidRequestError, OptionError
@@ -48,6 +49,17 @@ def test_outputs_have_the_names_of_what_is_not_there() -> None:
     output = RequestOutput("r", "p", [1], None, [answer], True)
     assert (answer.lora_request, answer.routed_experts) == (None, None)
     assert (output.encoder_prompt, output.encoder_prompt_token_ids, output.kv_transfer_params) == (None, None, None)
+    with pytest.raises(TypeError, match="Unexpected keyword argument 'of_a_later_version'"):
+        RequestOutput("r", "p", [1], None, [answer], True, of_a_later_version=1)  # type: ignore[call-arg]
+
+
+# tests/test_version.py
+def test_the_version_is_a_tuple_too() -> None:
+    from headrace.version import __version__, __version_tuple__
+
+    assert __version_tuple__ == headrace.__version_tuple__
+    assert ".".join(map(str, __version_tuple__)) == __version__ == headrace.__version__
+    assert len(__version_tuple__) >= 3
 
 
 def test_engine_args_read_like_vllms() -> None:

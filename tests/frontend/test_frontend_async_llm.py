@@ -182,6 +182,15 @@ async def test_a_core_that_dies_ends_streams_and_health() -> None:
                 pass
         with pytest.raises(EngineDeadError, match="ran out of memory"):
             await llm.check_health()
+        assert (llm.errored, llm.is_running, llm.is_stopped) == (True, False, True)
+        assert isinstance(llm.dead_error, EngineDeadError)
+        assert "ran out of memory" in str(llm.dead_error)
+
+
+@run
+async def test_an_engine_that_lives_has_no_cause_of_death_to_tell() -> None:
+    async with attached() as (_, llm):
+        assert (llm.errored, str(llm.dead_error)) == (False, "the engine is alive")
 
 
 @run

@@ -94,7 +94,7 @@ def test_from_optional_takes_a_bias_as_openai_has_it() -> None:
         7: 0.5,
     }
     assert SamplingParams.from_optional(logit_bias=None).logit_bias is None
-    with pytest.raises(InvalidRequestError, match="the key 'five', which is no token id"):
+    with pytest.raises(InvalidRequestError, match=r"keys that are no token ids: 'five'$"):
         SamplingParams.from_optional(logit_bias={"five": 1})
 
 

@@ -140,7 +140,9 @@ def tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, how: Tokeni
     if not texts:
         return
     if tokenizer is None:
-        raise InvalidRequestError("this engine runs without a tokenizer: give prompt_token_ids instead of text")
+        raise InvalidRequestError(
+            "this engine runs without a tokenizer (`skip_tokenizer_init=True`): give prompt_token_ids instead of text"
+        )
     for prompt in texts:
         try:
             (prompt.text or "").encode()
@@ -173,7 +175,7 @@ def check_request(prompt: Prompt, params: SamplingParams, welcome: Welcome) -> i
     truncate(prompt, params, welcome)
     token_ids = prompt.token_ids or ()
     if not token_ids:
-        raise InvalidRequestError("the prompt cannot be empty: give at least one token")
+        raise InvalidRequestError("the decoder prompt cannot be empty: give at least one token")
     if not (min(token_ids) >= 0 and max(token_ids) < welcome.vocab_size):
         index, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < welcome.vocab_size)
         raise InvalidRequestError(

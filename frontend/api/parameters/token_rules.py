@@ -18,6 +18,8 @@ MOST_BIAS = 1e6
 """Far above any logit: a token with it is sure to be chosen. The HTTP server takes up to 100, as OpenAI's does."""
 OPENAI_BIAS = 100.0
 _MOST_ID = 2**31 - 1
+_MOST_NAMED = 8
+"""Keys that a refusal quotes."""
 MOST_BAD_WORDS = 1024
 MOST_BAD_CHARACTERS = 1 << 14
 """Of a request's bad words together: they are tokenised at once, and other requests wait meanwhile."""
@@ -180,15 +182,19 @@ def openai_bias(logit_bias: Any) -> Any:
     if not isinstance(logit_bias, Mapping):
         return logit_bias
     found: dict[int, Any] = {}
+    wrong: list[Any] = []
     for key, bias in logit_bias.items():
         try:
             token_id = int(key)
         except (TypeError, ValueError):
-            raise InvalidRequestError(
-                f"SamplingParams.logit_bias has the key {key!r:.100}, which is no token id"
-            ) from None
+            wrong.append(key)
+            continue
         is_number = isinstance(bias, numbers.Real)
         found[token_id] = min(OPENAI_BIAS, max(-OPENAI_BIAS, bias)) if is_number else bias
+    if wrong:
+        named = ", ".join(f"{key!r:.100}" for key in wrong[:_MOST_NAMED])
+        more = f" and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+        raise InvalidRequestError(f"SamplingParams.logit_bias has keys that are no token ids: {named}{more}")
     return found
 
 
